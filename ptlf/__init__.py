@@ -1,0 +1,26 @@
+"""Self-supervised continual learning, made cheap by progressive task-correlated layer freezing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "FreezeSchedule": "ptlf.freezing",
+    "Freezer": "ptlf.freezing",
+    "correlation_ratios": "ptlf.freezing",
+    "find_units": "ptlf.freezing",
+    "Config": "ptlf.config",
+    "Run": "ptlf.pipeline",
+}
+__all__ = ["Config", "FreezeSchedule", "Freezer", "Run", "__version__", "correlation_ratios", "find_units"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names load their module on first use, so that `ptlf --help` does not wait for torch."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ptlf' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,5 @@
+import sys
+
+from ptlf.cli import main
+
+sys.exit(main())

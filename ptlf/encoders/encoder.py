@@ -1,0 +1,36 @@
+"""The encoder's contract: an `nn.Module` that maps images (B, 3, H, W) to vectors (B, feature_dim).
+
+Any module that does so is an encoder; `feature_dim` is read from its attribute of that name or found by one forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ptlf.settings import key
+
+
+@dataclass
+class EncoderConfig:
+    name: str = key("resnet18", "which encoder; `ptlf list encoders` names them")
+
+
+def feature_dim(encoder: nn.Module, image_size: int) -> int:
+    """Length of the vectors the encoder makes of square images with sides of `image_size` pixels."""
+    declared = getattr(encoder, "feature_dim", None)
+    if isinstance(declared, int):
+        return declared
+    parameter = next(encoder.parameters())
+    image = torch.zeros(2, 3, image_size, image_size, device=parameter.device, dtype=parameter.dtype)
+    was_training = encoder.training
+    encoder.eval()
+    with torch.no_grad():
+        features = encoder(image)
+    encoder.train(was_training)
+    if not isinstance(features, torch.Tensor) or features.ndim != 2:
+        shape = tuple(features.shape) if isinstance(features, torch.Tensor) else type(features).__name__
+        raise ValueError(f"an encoder must map images to vectors (B, dim); {type(encoder).__name__} gave {shape}")
+    return features.shape[1]

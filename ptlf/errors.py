@@ -1,0 +1,18 @@
+"""The one exception that means: the user can fix this, and the message says how."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Bad input. The command prints the message as one sentence and exits with code 2."""
+
+
+def unknown(kind: str, value: object, known: Iterable[object]) -> UserError:
+    """`unknown("method", "fintune", METHODS)` -> "unknown method 'fintune'; did you mean 'finetune'? Known: ..."."""
+    names = [str(name) for name in known]
+    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return UserError(f"unknown {kind} {str(value)!r}{hint} Known: {', '.join(names)}")

@@ -1,0 +1,25 @@
+"""Probes of frozen features, and what an accuracy matrix says."""
+
+from __future__ import annotations
+
+from ptlf.evaluation.accuracy_matrix import (
+    accuracy,
+    backward_transfer,
+    forgetting,
+    forgetting_just_learned,
+    forward_transfer,
+)
+from ptlf.evaluation.knn import knn_accuracy, knn_predict
+from ptlf.evaluation.probes import EvaluationConfig, Prober
+
+__all__ = [
+    "EvaluationConfig",
+    "Prober",
+    "accuracy",
+    "backward_transfer",
+    "forgetting",
+    "forgetting_just_learned",
+    "forward_transfer",
+    "knn_accuracy",
+    "knn_predict",
+]

@@ -1,0 +1,21 @@
+"""Layer freezing for any PyTorch module: find units, rank them by task correlation, freeze and thaw them."""
+
+from __future__ import annotations
+
+from ptlf.freezing.correlation import correlation_ratios
+from ptlf.freezing.freezer import Freezer
+from ptlf.freezing.policies import POLICIES
+from ptlf.freezing.progressive import FreezingConfig, ProgressiveFreezing
+from ptlf.freezing.schedule import FreezeSchedule
+from ptlf.freezing.units import Unit, find_units
+
+__all__ = [
+    "POLICIES",
+    "FreezeSchedule",
+    "Freezer",
+    "FreezingConfig",
+    "ProgressiveFreezing",
+    "Unit",
+    "correlation_ratios",
+    "find_units",
+]

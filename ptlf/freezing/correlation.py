@@ -1,0 +1,259 @@
+"""Task-correlation ratios: how much of what a new task wants to change lies in what the past used.
+
+For a unit's layer, R (m x n) holds the layer's inputs on the replay images as columns: flattened patches for a
+convolution, vectors for a linear layer. B (m x k) are the leading left singular vectors of R, G (C_out x m) is the
+new task's weight gradient, and the ratio is ||G B||_F / ||G||_F in [0, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptlf.freezing.units import Unit, find_units
+
+Layer = nn.Conv2d | nn.Linear
+
+COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image has more
+
+
+def correlation_ratios(
+    module: nn.Module,
+    replay: Tensor | Iterable[Tensor],
+    loss_fn: Callable[[], Tensor],
+    threshold: float = 0.99,
+    *,
+    batches: int = 8,
+    units: Sequence[Unit] | None = None,
+    example: Any = None,
+    chunk: int = 64,
+    keep: Sequence[nn.Module] = (),
+) -> dict[str, float]:
+    """Ratio by unit name, at the module's present weights.
+
+    `replay` holds inputs (N, ...) of the past, one tensor or several; they pass through `module` in eval mode, `chunk`
+    at a time. `loss_fn` returns the loss on a batch of the new task; it is called `batches` times in the mode the
+    module is in, and the weight gradients are averaged. `units` are trainable units; by default all of the module's,
+    found with `example` or else with the first of the replay. `threshold` is the share of the inputs' energy that the
+    kept singular vectors must reach.
+
+    Everything is left as it was, also if `loss_fn` raises: parameters, buffers (batch-norm statistics), `.grad`,
+    modes, hooks and torch's global random state. `keep` names further modules that `loss_fn` changes, such as heads
+    with batch norm, a momentum encoder or a queue. Generators that `loss_fn` owns advance; they are the caller's.
+
+    Memory: the Gram matrices R R^T alive together (m x m, float64) never exceed the largest one, for which the replay
+    is forwarded several times. On top come the activations of one chunk, `COLUMN_BYTES` of R (twice while they are
+    laid out), the eigendecomposition of one Gram (about three more of its size), one float64 gradient per weight, and
+    a copy of the parameters and buffers.
+
+    A unit without a gradient, or whose inputs are all zero or never seen, has ratio 0: see `projection_ratio`.
+    """
+    if not 0 < threshold <= 1:
+        raise ValueError(f"threshold must lie in (0, 1], not {threshold}")
+    if batches < 1 or chunk < 1:
+        raise ValueError(f"batches and chunk must be at least 1, not {batches} and {chunk}")
+    if isinstance(replay, Tensor | Iterator):
+        replay = [replay] if isinstance(replay, Tensor) else list(replay)  # forwarded more than once
+    if units is None:
+        if example is None:
+            example = next((images[:2].to(next(module.parameters()).device) for images in replay), None)
+        units = [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
+    with unchanged(module, *keep):
+        gradients = mean_gradients(units, loss_fn, batches)
+    ratios: dict[str, float] = {}
+    with unchanged(module), torch.no_grad():
+        for together in passes(units):
+            grams = replay_grams(module, together, replay, chunk)
+            for unit in together:
+                basis = leading_eigenvectors(grams.pop(unit.name), threshold)
+                ratios[unit.name] = projection_ratio(gradients.pop(unit.name), basis)
+                del basis  # (m x k), before the next pass allocates
+    return ratios
+
+
+def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches: int) -> dict[str, Tensor]:
+    """Weight gradient (groups, C_out / groups, m) by unit name, float64, averaged over `batches` calls of `loss_fn`."""
+    for unit in units:
+        if not unit.layer.weight.requires_grad:
+            raise ValueError(f"unit {unit.name!r} is frozen: leave it out of the units whose ratio is asked for")
+    weights = [unit.layer.weight for unit in units]
+    sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
+    for _ in range(batches if units else 0):
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(loss_fn(), weights, allow_unused=True)
+        for total, gradient in zip(sums, gradients, strict=True):
+            if gradient is not None:
+                total += gradient
+    for unit, total in zip(units, sums, strict=True):
+        if not total.isfinite().all():
+            raise ValueError(f"the new task's gradient for unit {unit.name!r} is not finite")
+    return {
+        unit.name: (total / batches).reshape(groups(unit.layer), -1, fan_in(unit.layer))
+        for unit, total in zip(units, sums, strict=True)
+    }
+
+
+def replay_grams(module: nn.Module, units: Sequence[Unit], replay: Iterable[Tensor], chunk: int) -> dict[str, Tensor]:
+    """Gram (groups, m, m) by unit name, summed over the replay and over all calls of the layer in one forward."""
+    grams = {unit.name: empty_gram(unit.layer) for unit in units}
+    for part in module.modules():
+        part.training = False
+    handles = [unit.layer.register_forward_pre_hook(gram_hook(grams[unit.name]), with_kwargs=True) for unit in units]
+    device = units[0].layer.weight.device
+    count = 0
+    try:
+        with torch.compiler.set_stance("force_eager"):  # a compiled module may have been traced without the hooks
+            for images in replay:
+                for piece in images.split(chunk) if len(images) else ():
+                    module(piece.to(device))
+                    count += len(piece)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if count == 0:
+        raise ValueError("the replay is empty: no input subspace without an input")
+    for unit in units:
+        if not grams[unit.name].isfinite().all():
+            raise ValueError(f"the replay's inputs to unit {unit.name!r} are not finite")
+    return grams
+
+
+def gram_hook(total: Tensor) -> Callable[..., None]:
+    def hook(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        add_gram(total, layer, args[0] if args else kwargs["input"])
+
+    return hook
+
+
+def gram(layer: Layer, inputs: Tensor) -> Tensor:
+    """R R^T (groups, m, m), float64, of one call of the layer. Each group of a convolution has its own inputs."""
+    return add_gram(empty_gram(layer), layer, inputs)
+
+
+def empty_gram(layer: Layer) -> Tensor:
+    m = fan_in(layer)
+    return torch.zeros(groups(layer), m, m, dtype=torch.float64, device=layer.weight.device)
+
+
+def add_gram(total: Tensor, layer: Layer, inputs: Tensor) -> Tensor:
+    # Products in float64 too: float32 sums err by 1e-7 of the energy, enough to keep one direction more or less.
+    for block in columns(layer, inputs.detach()):
+        total.baddbmm_(block, block.mT)
+    return total
+
+
+def columns(layer: Layer, inputs: Tensor) -> Iterator[Tensor]:
+    """R in blocks (groups, m, n) of float64, a few images at a time."""
+    if isinstance(layer, nn.Linear):
+        vectors = inputs.reshape(-1, layer.in_features)  # (n, m)
+        for rows in vectors.split(max(1, COLUMN_BYTES // (8 * layer.in_features))):
+            yield rows.double().T[None]
+        return
+    images = inputs if inputs.ndim == 4 else inputs[None]
+    height, width = pad(layer, images[:1]).shape[2:]
+    positions = -(-height // layer.stride[0]) * -(-width // layer.stride[1])  # of one image, at most
+    step = max(1, COLUMN_BYTES // (8 * groups(layer) * fan_in(layer) * positions))
+    for some in images.split(step):
+        patches = unfold(layer, pad(layer, some.double()))  # (b, groups * m, positions)
+        split = patches.unflatten(1, (groups(layer), fan_in(layer)))
+        yield split.permute(1, 2, 0, 3).flatten(2)
+
+
+def unfold(layer: nn.Conv2d, padded: Tensor) -> Tensor:
+    """Patches (b, C_in * kh * kw, positions), ordered as `weight.reshape(C_out, -1)`."""
+    if tuple(layer.kernel_size) == (1, 1):
+        return padded[:, :, :: layer.stride[0], :: layer.stride[1]].flatten(2)
+    return F.unfold(padded, layer.kernel_size, dilation=layer.dilation, stride=layer.stride)
+
+
+def pad(layer: nn.Conv2d, images: Tensor) -> Tensor:
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    amounts: list[int] = []  # left, right, top, bottom
+    for axis in (1, 0):
+        if layer.padding == "same":
+            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+            amounts += [total // 2, total - total // 2]
+        else:
+            amounts += [0, 0] if layer.padding == "valid" else [int(layer.padding[axis])] * 2
+    return F.pad(images, amounts, mode=mode) if any(amounts) else images
+
+
+def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
+    """Orthonormal columns (..., m, k): the fewest eigenvectors whose eigenvalues sum to `threshold` of the trace.
+
+    Grams (..., m, m) in a batch share k, the largest number any of them needs; the columns a Gram does not need are 0.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = values.flip(-1), vectors.flip(-1)  # now descending
+    noise = values[..., :1] * values.shape[-1] * torch.finfo(values.dtype).eps
+    sums = torch.where(values > noise, values, 0).cumsum(-1)
+    before = F.pad(sums[..., :-1], (1, 0))  # energy without this eigenvector
+    # The slack lets an energy that equals the threshold but for rounding count as reached.
+    wanted = before < threshold * (1 - 1e-12) * sums[..., -1:]
+    k = int(wanted.sum(-1).max())
+    return vectors[..., :k] * wanted[..., None, :k]
+
+
+def projection_ratio(gradient: Tensor, basis: Tensor) -> float:
+    """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups together.
+
+    A gradient of zero gives 0, not 1: it tells nothing about the past, and it mostly belongs to a unit that the loss
+    does not reach, which would take a place among the frozen without saving anything.
+    """
+    gradient = gradient.to(basis.dtype)
+    norm = gradient.norm()
+    if norm == 0:
+        return 0.0
+    return min(1.0, float((gradient @ basis).norm() / norm))
+
+
+def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Runs of consecutive units whose Grams together take no more than the largest Gram alone."""
+    sizes = [groups(unit.layer) * fan_in(unit.layer) ** 2 for unit in units]
+    together: list[Unit] = []
+    used = 0
+    for unit, size in zip(units, sizes, strict=True):
+        if together and used + size > max(sizes):
+            yield together
+            together, used = [], 0
+        together.append(unit)
+        used += size
+    if together:
+        yield together
+
+
+def groups(layer: Layer) -> int:
+    return layer.groups if isinstance(layer, nn.Conv2d) else 1
+
+
+def fan_in(layer: Layer) -> int:
+    """m, the length of one column of R."""
+    return layer.weight.shape[1:].numel()
+
+
+@contextmanager
+def unchanged(*modules: nn.Module) -> Iterator[None]:
+    """Put parameters, buffers, modes and torch's global random state back on leaving, also after an exception."""
+    parts = list({part: None for module in modules for part in module.modules()})
+    modes = [part.training for part in parts]
+    tensors = [
+        (part, name, tensor, tensor.detach().clone())
+        for part in parts
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+    ]
+    devices = {tensor.device.index for _, _, tensor, _ in tensors if tensor.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            yield
+        finally:
+            for part, mode in zip(parts, modes, strict=True):
+                part.training = mode
+            with torch.no_grad():
+                for part, name, tensor, saved in tensors:
+                    setattr(part, name, tensor)  # a buffer may have been replaced instead of written to
+                    tensor.copy_(saved)

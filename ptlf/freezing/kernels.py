@@ -1,0 +1,276 @@
+"""What replaces the forward of frozen layers, norms and ReLUs so that autograd keeps only what backward needs.
+
+A frozen convolution needs its weight, not its input; a frozen BatchNorm on running statistics is a scale and a shift
+that the layer before it absorbs; a ReLU needs one bit per element once nothing else keeps its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Pair = tuple[int, int]
+
+
+class _FrozenConv2d(torch.autograd.Function):
+    """conv2d that keeps the weight alone.
+
+    The gradient of the input is the transposed convolution of the gradient of the output. Asking for exactly that,
+    instead of `convolution_backward` with a stand-in for the input, leaves no layout to imitate: aten takes
+    channels-last from the gradient or the weight and runs the same backward-data kernel. (A zero-stride stand-in counts
+    as NCHW whatever its shape, and `cudnn_convolution_backward` first converts the gradient to the stand-in's layout.)
+    """
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, groups: int
+    ) -> Tensor:
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, _, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs
+        ctx.save_for_backward(weight)
+        # Rows and columns that the stride never reached: they belong to the input, and get a gradient of zero.
+        ctx.output_padding = [
+            (x.shape[2 + i] + 2 * ctx.padding[i] - ctx.dilation[i] * (weight.shape[2 + i] - 1) - 1) % ctx.stride[i]
+            for i in range(2)
+        ]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        with _no_autocast(grad.device.type):
+            gradient = F.conv_transpose2d(
+                grad, weight, None, ctx.stride, ctx.padding, ctx.output_padding, ctx.groups, ctx.dilation
+            )
+        return gradient, None, None, None, None, None, None
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Gradients keep their dtype even if backward runs under autocast."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def frozen_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+    groups: int = 1,
+) -> Tensor:
+    """conv2d on (B, C, H, W) or (C, H, W) whose weight and bias get no gradient; keeps the weight for backward."""
+    if x.ndim == 3:
+        return frozen_conv2d(x[None], weight, bias, stride, padding, dilation, groups)[0]
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _FrozenConv2d.apply(x, weight, bias, stride, padding, dilation, groups)
+
+
+class _MaskedReLU(torch.autograd.Function):
+    """ReLU that keeps one bit per element."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(pack(output > 0))
+        ctx.shape, ctx.channels_last = output.shape, is_channels_last(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (bits,) = ctx.saved_tensors
+        return torch.where(unpack(bits, ctx.shape, ctx.channels_last), grad, 0.0)
+
+
+def masked_relu(x: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _MaskedReLU.apply(x)
+    return torch.relu(x)
+
+
+def is_channels_last(x: Tensor) -> bool:
+    return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def pack(mask: Tensor) -> Tensor:
+    """Booleans of any shape, taken in memory order, to ceil(n / 8) bytes. Byte i holds elements i, i + n/8, ...
+
+    Eight slabs side by side rather than eight neighbours: every read and write is contiguous.
+    """
+    flat = (mask.permute(0, 2, 3, 1) if is_channels_last(mask) else mask).reshape(-1)
+    if flat.numel() % 8:
+        flat = F.pad(flat, (0, -flat.numel() % 8))
+    return (flat.view(8, -1).to(torch.uint8) << _shifts(mask.device)).sum(0, dtype=torch.uint8)
+
+
+def unpack(bits: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
+    """The booleans of `shape` that `pack` was given, in the same layout."""
+    flat = (bits >> _shifts(bits.device)).bitwise_and(1).to(torch.bool).view(-1)[: shape.numel()]
+    if channels_last:
+        batch, channels, height, width = shape
+        return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
+    return flat.view(shape)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)[:, None]
+
+
+def fold(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the one layer that does what `layer` and then `norm` on its running statistics do."""
+    assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
+    assert norm.running_mean is not None and norm.running_var is not None
+    precise = torch.promote_types(norm.running_var.dtype, torch.float32)
+    scale = torch.rsqrt(norm.running_var.to(precise) + norm.eps)  # (C_out,)
+    if norm.weight is not None:
+        scale = scale * norm.weight
+    bias = -norm.running_mean * scale
+    if layer.bias is not None:
+        bias = bias + layer.bias * scale
+    if norm.bias is not None:
+        bias = bias + norm.bias
+    weight = layer.weight * scale.view(-1, *[1] * (layer.weight.ndim - 1))
+    return weight.to(layer.weight.dtype), bias.to(layer.weight.dtype)
+
+
+class Override:
+    """A callable that stands in a module's `__dict__` as its `forward`.
+
+    An object rather than a closure, because it must follow its module through copy.deepcopy and pickle.
+    """
+
+
+class FrozenLayer(Override):
+    """Forward of a frozen convolution or linear layer, with the norm after it folded in if one is given.
+
+    The folded tensors are no parameters or buffers. They are made again whenever one of their sources has changed;
+    compiled or captured code cannot look, so there `refresh` must be called.
+    """
+
+    def __init__(self, layer: nn.Conv2d | nn.Linear, norm: nn.Module | None = None) -> None:
+        self.layer, self.norm = layer, norm
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.state: list[tuple[int, int]] = []
+        self.refresh()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and self.norm is not None and self.state != self._state():
+            self.refresh()
+        weight = self.layer.weight if self.weight is None else self.weight
+        bias = self.layer.bias if self.weight is None else self.bias
+        if isinstance(self.layer, nn.Linear):
+            return F.linear(input, weight, bias)
+        return _convolve(self.layer, input, weight, bias)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Fold again, into the same memory where it fits: a captured graph reads it there."""
+        if self.norm is None:
+            return
+        weight, bias = fold(self.layer, self.norm)
+        if self.weight is not None and self.bias is not None and _alike(self.weight, weight):
+            self.weight.copy_(weight)
+            self.bias.copy_(bias)
+        else:
+            self.weight, self.bias = weight, bias
+        self.state = self._state()
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.weight, self.bias) if tensor is not None]
+
+    def _state(self) -> list[tuple[int, int]]:
+        """Address and version of all that was folded: tells in-place changes and replaced data alike."""
+        modules = [self.layer] if self.norm is None else [self.layer, self.norm]
+        sources = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        return [(source.data_ptr(), source._version) for source in sources]
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+
+
+def _convolve(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    stride, dilation = _pair(layer.stride), _pair(layer.dilation)
+    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+        return frozen_conv2d(x, weight, bias, stride, (0, 0), dilation, layer.groups)
+    return frozen_conv2d(x, weight, bias, stride, _pair(layer.padding), dilation, layer.groups)
+
+
+def _pair(value: tuple[int, ...]) -> Pair:
+    return (value[0], value[1])
+
+
+class PassThrough(Override):
+    """Forward of a norm that its layer has absorbed."""
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return input
+
+
+class RunningStatistics(Override):
+    """Forward of a frozen norm that could not be folded: eval mode whatever `module.train()` says."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm, self.plain = norm, is_plain_batch_norm(norm)
+        self.forward: Callable[..., Any] = norm.forward
+
+    def __call__(self, input: Tensor) -> Any:
+        norm = self.norm
+        if self.plain:
+            assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
+            return F.batch_norm(
+                input, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps
+            )
+        was_training, norm.training = norm.training, False
+        try:
+            return self.forward(input)
+        finally:
+            norm.training = was_training
+
+
+class MaskedReLU(Override):
+    """Forward of an nn.ReLU whose output no backward but its own needs."""
+
+    def __init__(self, relu: nn.ReLU) -> None:
+        self.inplace = relu.inplace
+
+    def __call__(self, input: Tensor) -> Tensor:
+        output = masked_relu(input)
+        # Others may hold the input and expect it changed. The copy keeps nothing for backward.
+        return input.copy_(output) if self.inplace else output
+
+
+def is_plain_layer(layer: nn.Module) -> bool:
+    """Whether the layer computes what its class says: nothing overrides its forward or makes up its weight."""
+    kind = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
+    inherited = type(layer).forward is kind.forward and "forward" not in layer.__dict__
+    if isinstance(layer, nn.Conv2d):
+        inherited = inherited and type(layer)._conv_forward is nn.Conv2d._conv_forward
+    return inherited and layer._parameters.get("weight") is not None
+
+
+def is_plain_batch_norm(norm: nn.Module | None) -> bool:
+    """Whether the norm is a BatchNorm with running statistics and no more: a subclass may add an activation."""
+    return (
+        isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
+        and type(norm).forward in (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward)
+        and "forward" not in norm.__dict__
+        and norm.running_mean is not None
+    )

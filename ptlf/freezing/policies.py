@@ -1,0 +1,245 @@
+"""Which units freeze next. To add a policy: a subclass of `Policy`, and a line in `POLICIES`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ptlf.errors import unknown
+from ptlf.freezing.correlation import Layer, groups, pad, unchanged
+from ptlf.freezing.units import Unit
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a unit's backward costs in one step: FLOPs or seconds (the same for all units), and bytes."""
+
+    weight_cost: float  # of its weight gradient: saved as soon as the unit is frozen
+    input_cost: float  # of its input gradient: saved when no unit before it is trainable
+    bytes: int  # of its input, kept for the weight gradient
+
+
+@dataclass
+class Context:
+    """What a policy may look at. `ratios` and `savings` are given to policies that need them; ratios change by task."""
+
+    units: list[str]  # all, in data order
+    ratios: dict[str, float] | None = None
+    savings: dict[str, Saving] | None = None
+    generator: torch.Generator | None = None
+
+    def ratio(self, name: str) -> float:
+        if self.ratios is None or name not in self.ratios:
+            raise ValueError(f"this policy needs the correlation ratio of unit {name!r}, and it was not given")
+        return self.ratios[name]
+
+
+class Policy:
+    needs_ratios: ClassVar[bool] = False
+    needs_savings: ClassVar[bool] = False
+
+    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+        """The next `count` units to freeze, or all candidates if there are fewer, in the order they freeze.
+
+        `candidates` are the units not frozen yet, in data order; `frozen` are those that are.
+        """
+        raise NotImplementedError
+
+
+class Correlation(Policy):
+    """The paper's: highest ratio first; of equal ratios the unit nearest to the input."""
+
+    needs_ratios = True
+
+    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+        by_ratio = sorted(candidates, key=lambda name: -context.ratio(name))  # stable: ties stay in data order
+        return by_ratio[: at_least_zero(count)]
+
+
+class Ascending(Policy):
+    """From the input upwards."""
+
+    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+        return candidates[: at_least_zero(count)]
+
+
+class Random(Policy):
+    """Any unit, each as likely as the other, drawn from the context's generator."""
+
+    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+        if context.generator is None:
+            raise ValueError("the random policy draws from the context's generator, and none was given")
+        if at_least_zero(count) == 0:
+            return []
+        device = context.generator.device
+        order = torch.randperm(len(candidates), generator=context.generator, device=device).tolist()
+        return [candidates[index] for index in order[:count]]
+
+
+class Never(Policy):
+    """Nothing freezes."""
+
+    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+        return []
+
+
+class CostAware(Policy):
+    """Highest ratio ** sharpness * saving first, one unit after the other.
+
+    The saving of a unit is what `relief` gains by it, given what is frozen already: a unit that lengthens the frozen
+    prefix also ends the input gradients behind it. Ratios lie close together (0.8 to 1 in a trained ResNet-18) while
+    savings differ by a factor of ten, hence the power: 0 looks at savings alone, and a large one at ratios alone.
+    """
+
+    needs_ratios = True
+    needs_savings = True
+
+    def __init__(self, sharpness: float = 8.0) -> None:
+        if not sharpness >= 0:
+            raise ValueError(f"sharpness must not be negative, and is {sharpness}")
+        self.sharpness = sharpness
+
+    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+        if context.savings is None:
+            raise ValueError("the cost_aware policy needs the savings of measure_savings, and none were given")
+        savings = [context.savings[name] for name in context.units]
+        chosen: list[str] = []
+        for _ in range(min(at_least_zero(count), len(candidates))):
+            now = {*frozen, *chosen}
+            before = relief(savings, [name in now for name in context.units])
+
+            def score(name: str, now: set[str] = now, before: float = before) -> tuple[float, float]:
+                gain = relief(savings, [other in now or other == name for other in context.units]) - before
+                ratio = context.ratio(name)
+                return round(ratio**self.sharpness * gain, 12), ratio  # rounded: equal but for rounding is a tie
+
+            # max keeps the first of equals, which is the one nearest to the input.
+            chosen.append(max((name for name in candidates if name not in now), key=score))
+        return chosen
+
+
+def relief(savings: Sequence[Saving], frozen: Sequence[bool]) -> float:
+    """Share of the backward that freezing saves, in [0, 1]: the mean of its share of the cost and of the bytes.
+
+    Units in data order. A trainable unit pays for its weight gradient and keeps its input. Every unit behind the first
+    trainable one pays for its input gradient; that one itself and all before it do not, as nothing needs it.
+    Data order stands in for the graph: two branches of a residual block count as if one followed the other, and an
+    input that two units share counts for each.
+    """
+    first = frozen.index(False) if False in frozen else len(frozen)
+    weights = [saving.weight_cost for saving in savings]
+    inputs = [saving.input_cost for saving in savings]
+    cost = sum(weights) + sum(inputs[1:])  # the first unit's input is the data
+    saved = sum(weight for weight, off in zip(weights, frozen, strict=True) if off) + sum(inputs[1 : first + 1])
+    kept = sum(saving.bytes for saving in savings)
+    freed = sum(saving.bytes for saving, off in zip(savings, frozen, strict=True) if off)
+    return (saved / cost if cost else 0.0) / 2 + (freed / kept if kept else 0.0) / 2
+
+
+def measure_savings(
+    module: nn.Module, units: Sequence[Unit], example: Tensor, *, by: str = "flops", repeats: int = 5
+) -> dict[str, Saving]:
+    """Saving by unit name for a step on `example`, from one forward in eval mode; a layer's calls add up.
+
+    "flops" counts, so that a repeated or resumed run decides alike, on any machine. "seconds" times the two gradients
+    of each layer on tensors of the shapes, type and layout it meets: nearer to the truth, and different every time.
+    """
+    if by not in MEASURES:
+        raise ValueError(str(unknown("measure of savings", by, MEASURES)))
+    measure = MEASURES[by]
+    savings = {unit.name: Saving(0, 0, 0) for unit in units}
+
+    def hook_for(name: str) -> Callable[..., None]:
+        def hook(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            given = args[0] if args else kwargs["input"]
+            weight, by_input = measure(layer, given, output, repeats)
+            old = savings[name]
+            savings[name] = Saving(
+                old.weight_cost + weight, old.input_cost + by_input, old.bytes + given.numel() * given.element_size()
+            )
+
+        return hook
+
+    with unchanged(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for part in module.modules():
+            part.training = False
+        handles = [unit.layer.register_forward_hook(hook_for(unit.name), with_kwargs=True) for unit in units]
+        try:
+            module(example)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return savings
+
+
+def flops(layer: Layer, given: Tensor, output: Tensor, repeats: int) -> tuple[int, int]:
+    """FLOPs of the weight and of the input gradient: each multiplies every weight once per output position.
+
+    Counted here because torch.utils.flop_counter (2.13) counts the weight gradient of a grouped convolution `groups`
+    times.
+    """
+    channels = layer.weight.shape[0]
+    product = 2 * layer.weight.numel() * (output.numel() // channels)
+    return product, product
+
+
+def seconds(layer: Layer, given: Tensor, output: Tensor, repeats: int) -> tuple[float, float]:
+    """Seconds of the weight and of the input gradient, each the median of `repeats`."""
+    weight, gradient = layer.weight.to(output.dtype), torch.randn_like(output)
+    given = given.to(output.dtype)
+    if isinstance(layer, nn.Linear):
+        rows, columns = gradient.flatten(0, -2), given.flatten(0, -2)
+        return (
+            median_seconds(lambda: rows.mT @ columns, output.device, repeats),
+            median_seconds(lambda: rows @ weight, output.device, repeats),
+        )
+    padded, stride, dilation = pad(layer, given), list(layer.stride), list(layer.dilation)
+
+    def backward(mask: list[bool]) -> Callable[[], object]:
+        return lambda: torch.ops.aten.convolution_backward(
+            gradient, padded, weight, None, stride, [0, 0], dilation, False, [0, 0], groups(layer), mask
+        )
+
+    return (
+        median_seconds(backward([False, True, False]), output.device, repeats),
+        median_seconds(backward([True, False, False]), output.device, repeats),
+    )
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        synchronise(device)
+        start = time.perf_counter()
+        work()
+        synchronise(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])  # the first one warms up
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def at_least_zero(count: int) -> int:
+    if count < 0:
+        raise ValueError(f"cannot freeze {count} units")
+    return count
+
+
+MEASURES: dict[str, Callable[[Layer, Tensor, Tensor, int], tuple[float, float]]] = {"flops": flops, "seconds": seconds}
+
+POLICIES: dict[str, type[Policy]] = {
+    "correlation": Correlation,
+    "cost_aware": CostAware,
+    "ascending": Ascending,
+    "random": Random,
+    "none": Never,
+}

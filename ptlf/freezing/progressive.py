@@ -1,0 +1,79 @@
+"""Progressive freezing over a task's epochs: how much (schedule), which (policy), made so (freezer), written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptlf.freezing.freezer import Freezer
+from ptlf.freezing.policies import POLICIES, Context, Saving
+from ptlf.freezing.schedule import FreezeSchedule
+from ptlf.settings import key
+
+
+@dataclass
+class FreezingConfig:
+    policy: str = key("none", "which units freeze next; `ptlf list policies` names them")
+    initial: float = key(0.0, "share of the units frozen in a task's first epoch", least=0, most=1)
+    final: float = key(0.4, "share of the units frozen in a task's last epoch", least=0, most=1)
+    shape: str = key("cosine", "how the share rises", choices=("cosine", "linear", "constant", "printed"))
+    update: str = key("one-shot", "when correlation is computed", choices=("one-shot", "per-epoch"))
+    threshold: float = key(0.99, "energy of the past's inputs that a unit's subspace keeps", above=0, most=1)
+    batches: int = key(8, "batches of the new task whose gradients are averaged for the ratios", least=1)
+    batch_statistics: bool = key(False, "frozen norms use batch statistics (true) or their running statistics (false)")
+    save_memory: bool = key(True, "keep only what backward needs; false = plain requires_grad=False")
+
+
+class ProgressiveFreezing:
+    """Call `begin_task` and then `begin_epoch` before each epoch; it returns the units that froze just now."""
+
+    def __init__(
+        self,
+        config: FreezingConfig,
+        freezer: Freezer,
+        epochs: int,
+        generator: torch.Generator,
+        savings: dict[str, Saving] | None = None,
+    ) -> None:
+        self.config, self.freezer = config, freezer
+        self.policy = POLICIES[config.policy]()
+        self.schedule = FreezeSchedule(config.initial, config.final, epochs, config.shape)
+        self.context = Context([unit.name for unit in freezer.units], None, savings, generator)
+        self.log: list[dict[str, Any]] = []
+
+    @property
+    def needs_ratios(self) -> bool:
+        return self.policy.needs_ratios
+
+    def begin_task(self, index: int) -> None:
+        """Everything thaws. The first task (index 0) has no past: nothing freezes in it."""
+        self.freezer.thaw()
+        self.context.ratios = None
+        self.active = index > 0 and self.config.policy != "none"
+        if self.active:
+            self.log.append({"task": index + 1, "ratios": {}, "order": [], "events": []})
+
+    def begin_epoch(self, epoch: int, ratios: Callable[[], dict[str, float]]) -> list[str]:
+        """Freeze what the schedule allows by now. `ratios()` computes the correlation of the units not yet frozen."""
+        if not self.active:
+            return []
+        entry = self.log[-1]
+        allowed = self.schedule.count(epoch, len(self.context.units))
+        wanted = allowed - len(self.freezer.frozen)
+        if self.policy.needs_ratios and (epoch == 0 or (self.config.update == "per-epoch" and wanted > 0)):
+            self.context.ratios = ratios()
+            if epoch == 0:
+                entry["ratios"] = dict(self.context.ratios)
+            else:
+                entry.setdefault("ratios_by_epoch", {})[str(epoch + 1)] = dict(self.context.ratios)
+        if wanted <= 0:
+            return []
+        candidates = [name for name in self.context.units if name not in self.freezer.frozen]
+        chosen = self.policy.choose(wanted, candidates, list(self.freezer.frozen), self.context)
+        self.freezer.freeze(chosen)
+        entry["order"] += chosen
+        entry["events"].append({"epoch": epoch + 1, "frozen": chosen})
+        return chosen

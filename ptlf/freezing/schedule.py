@@ -1,0 +1,61 @@
+"""How much is frozen, when: the freeze ratio by epoch of one task."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ptlf.errors import unknown
+
+# Each shape maps (epoch, epochs) to the weight of `final` in the mixture of `initial` and `final`.
+SHAPES = {
+    "cosine": lambda epoch, epochs: (1 - math.cos(math.pi * progress(epoch, epochs))) / 2,
+    "linear": lambda epoch, epochs: progress(epoch, epochs),
+    "constant": lambda epoch, epochs: 1.0,
+    # As the paper prints it: falls from `final`, and never quite reaches `initial`, because it divides by `epochs`.
+    "printed": lambda epoch, epochs: (1 + math.cos(math.pi * epoch / epochs)) / 2,
+}
+RISING = ("cosine", "linear")
+
+
+def progress(epoch: int, epochs: int) -> float:
+    """0 in the first epoch, 1 in the last; a single epoch is the last one."""
+    return epoch / (epochs - 1) if epochs > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class FreezeSchedule:
+    """The share of units that may be frozen in an epoch: `initial` in the first, `final` in the last of `epochs`.
+
+    "constant" stands at `final` from the first epoch. "printed" falls; since what is frozen stays frozen until the
+    task ends, the caller takes the largest count so far, which makes it "constant" in effect.
+    """
+
+    initial: float = 0.0
+    final: float = 0.4
+    epochs: int = 200
+    shape: str = "cosine"
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise ValueError(str(unknown("freeze schedule", self.shape, SHAPES)))
+        if self.epochs < 1:
+            raise ValueError(f"a freeze schedule needs at least 1 epoch, not {self.epochs}")
+        for name, ratio in (("initial", self.initial), ("final", self.final)):
+            if not 0 <= ratio <= 1:
+                raise ValueError(f"the {name} freeze ratio must lie in [0, 1], not {ratio}")
+        if self.shape in RISING and self.final < self.initial:
+            raise ValueError(
+                f"a {self.shape} freeze schedule rises: final {self.final} is below initial {self.initial}"
+            )
+
+    def __call__(self, epoch: int) -> float:
+        """Freeze ratio of `epoch`, counted from 0."""
+        if not 0 <= epoch < self.epochs:
+            raise ValueError(f"epoch {epoch} is outside this freeze schedule's epochs 0..{self.epochs - 1}")
+        weight = SHAPES[self.shape](epoch, self.epochs)
+        return (1 - weight) * self.initial + weight * self.final  # exact at both ends
+
+    def count(self, epoch: int, units: int) -> int:
+        """How many of `units` may be frozen in `epoch`: rounded down, so never more than the ratio allows."""
+        return math.floor(self(epoch) * units + 1e-9)  # 0.29 * 100 is 28.999999999999996 in floating point

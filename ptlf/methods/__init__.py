@@ -1,0 +1,16 @@
+"""Methods by name. To add one: a file with a subclass of `Method`, and a line here."""
+
+from __future__ import annotations
+
+from ptlf.methods.finetune import Finetune, Multitask
+from ptlf.methods.lump import Lump
+from ptlf.methods.memory import Memory, MemoryConfig
+from ptlf.methods.method import Method, MethodConfig
+
+METHODS: dict[str, type[Method]] = {
+    "finetune": Finetune,
+    "multitask": Multitask,
+    "lump": Lump,
+}
+
+__all__ = ["METHODS", "Memory", "MemoryConfig", "Method", "MethodConfig"]

@@ -1,0 +1,60 @@
+"""LUMP: every batch is mixed with images from the replay memory, and the objective sees the mixture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ptlf.batch import Batch
+from ptlf.methods.memory import Memory
+from ptlf.methods.method import Method, MethodConfig
+from ptlf.model import Model
+from ptlf.settings import key
+from ptlf.views import UNIFORMS_PER_VIEW
+
+
+@dataclass
+class LumpConfig(MethodConfig):
+    name: str = "lump"
+    alpha: float = key(0.4, "mixing weight lam ~ Beta(alpha, alpha), one per step", above=0)
+    mix_first_task: bool = key(True, "mix in the first task too, from its second step on, as the public code does")
+
+
+class Lump(Method):
+    """View 1 is mixed with a fresh augmentation of the stored image, view 2 with the stored view as it is."""
+
+    Config = LumpConfig
+    needs_memory = True
+
+    memory: Memory
+
+    def __init__(self, config: LumpConfig, memory: Memory, generator: torch.Generator) -> None:
+        super().__init__(config, memory, generator)
+        self.config = config
+        self.mixing = config.mix_first_task
+
+    def begin_task(self, index: int, model: Model) -> None:
+        self.mixing = index > 0 or self.config.mix_first_task
+
+    def draw(self, batch: int) -> dict[str, Tensor]:
+        draws = {
+            "picks": self.memory.picks(batch, self.generator),
+            "memory_uniforms": torch.rand(batch, UNIFORMS_PER_VIEW, generator=self.generator),
+            "lam": beta(self.config.alpha, self.generator),
+        }
+        if not self.mixing or len(self.memory) == 0:
+            draws["lam"] = torch.ones(())
+        return {**draws, **super().draw(batch)}
+
+    def mix(self, batch: Batch) -> list[Tensor]:
+        draws, lam = batch.draws, batch.draws["lam"]
+        old = self.memory.fresh(draws["picks"], draws["memory_uniforms"]), self.memory.views[draws["picks"]]
+        return [lam * new + (1 - lam) * stored for new, stored in zip(batch.views, old, strict=True)]
+
+
+def beta(alpha: float, generator: torch.Generator) -> Tensor:
+    """One draw of Beta(alpha, alpha) as the share of the first of two gamma draws."""
+    first, second = torch._standard_gamma(torch.full((2,), alpha, dtype=torch.float64), generator=generator)
+    return (first / (first + second)).float()

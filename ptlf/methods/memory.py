@@ -1,0 +1,83 @@
+"""Replay memory on the device: a reservoir over every image seen, each with the second view it was trained with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ptlf.batch import Batch
+from ptlf.settings import key
+from ptlf.views import View, apply_view
+
+
+@dataclass
+class MemoryConfig:
+    size: int = key(256, "images in the replay memory", least=1)
+
+
+class Memory(nn.Module):
+    """Every image seen so far had the same chance to be here; the repeats of each epoch count as seen.
+
+    The decisions are taken on the host (`slots`), the copies on the device: the buffers have one row more than `size`,
+    where whatever is not kept goes, so that the copy has a fixed shape.
+    """
+
+    images: Tensor
+    views: Tensor
+    seen: Tensor
+
+    def __init__(self, size: int, image_size: int, view_size: int, view: View) -> None:
+        """`view` is the augmentation of `fresh`."""
+        super().__init__()
+        self.size, self.view, self.view_size = size, view, view_size
+        self.register_buffer("images", torch.zeros(size + 1, image_size, image_size, 3, dtype=torch.uint8))
+        self.register_buffer("views", torch.zeros(size + 1, 3, view_size, view_size))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.count = 0  # `seen` on the host: asking the device would make it wait
+
+    def __len__(self) -> int:
+        return min(self.count, self.size)
+
+    def slots(self, batch: int, generator: torch.Generator) -> Tensor:
+        """Where each image of a batch goes, (B,) int64; `size` means nowhere. The last to claim a slot gets it."""
+        slots = torch.full((batch,), self.size, dtype=torch.int64)
+        owner: dict[int, int] = {}
+        chance = torch.rand(batch, generator=generator, dtype=torch.float64)
+        for position in range(batch):
+            number = self.count + position  # images seen before this one
+            slot = number if number < self.size else int(chance[position] * (number + 1))
+            if slot < self.size:
+                if slot in owner:
+                    slots[owner[slot]] = self.size
+                owner[slot] = position
+                slots[position] = slot
+        self.count += batch
+        return slots
+
+    def picks(self, batch: int, generator: torch.Generator) -> Tensor:
+        """`batch` memory images drawn without replacement, (B,) int64; drawn again from the start where it holds fewer."""
+        filled = len(self)
+        if filled == 0:
+            return torch.full((batch,), self.size, dtype=torch.int64)
+        rounds = -(-batch // filled)
+        return torch.cat([torch.randperm(filled, generator=generator) for _ in range(rounds)])[:batch]
+
+    def add(self, batch: Batch, slots: Tensor) -> None:
+        self.images.index_copy_(0, slots, batch.images)
+        self.views.index_copy_(0, slots, batch.views[-1].detach().to(self.views.dtype))
+        self.seen += len(batch)
+
+    def fresh(self, picks: Tensor, uniforms: Tensor) -> Tensor:
+        """A new augmentation of the picked images, (B, 3, S, S)."""
+        return apply_view(self.images[picks], uniforms, self.view, self.view_size)
+
+    def stored(self) -> Tensor:
+        """The images held, (len, H, W, 3) uint8."""
+        return self.images[: len(self)]
+
+    def load_state_dict(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        result = super().load_state_dict(*args, **kwargs)
+        self.count = int(self.seen)
+        return result

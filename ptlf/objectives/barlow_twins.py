@@ -1,0 +1,46 @@
+"""Barlow Twins: the cross-correlation of the two views' projections is driven to the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ptlf.batch import Batch
+from ptlf.objectives.objective import Objective, ObjectiveConfig, projector
+from ptlf.settings import key
+
+
+@dataclass
+class BarlowTwinsConfig(ObjectiveConfig):
+    name: str = "barlow_twins"
+    projection: int = key(2048, "width of the projector", least=1)
+    redundancy: float = key(5e-3, "weight of the off-diagonal terms (the paper's lambda)", least=0)
+    scale: float = key(1.0, "factor on the whole loss", above=0)
+
+
+class BarlowTwins(Objective):
+    Config = BarlowTwinsConfig
+
+    def __init__(self, config: BarlowTwinsConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
+        super().__init__(config, encoder, feature_dim, classes)
+        self.config = config
+        self.projector = projector(feature_dim, config.projection, config.projection)
+
+    def loss(self, features: Sequence[Tensor], batch: Batch) -> Tensor:
+        z1, z2 = (self.projector(f) for f in features)
+        return self.config.scale * cross_correlation_loss(z1, z2, self.config.redundancy)
+
+
+def cross_correlation_loss(z1: Tensor, z2: Tensor, redundancy: float) -> Tensor:
+    """Sum of (1 - C_ii)^2 plus `redundancy` times the sum of squared off-diagonal C_ij, C (D, D) over the batch."""
+    correlation = standardise(z1).T @ standardise(z2) / len(z1)
+    diagonal = correlation.diagonal()
+    off_diagonal = correlation.square().sum() - diagonal.square().sum()
+    return (1 - diagonal).square().sum() + redundancy * off_diagonal
+
+
+def standardise(z: Tensor) -> Tensor:
+    """Columns to mean 0 and (unbiased) std 1. A constant column becomes 0, not NaN: its std is held above 1e-5."""
+    return (z - z.mean(0)) / (z.var(0) + 1e-10).sqrt()

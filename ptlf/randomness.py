@@ -1,0 +1,32 @@
+"""Randomness is a value: every source of it has a name, a generator of its own, and a state that can be stored."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+
+class Randomness:
+    """Named CPU generators, each seeded from (seed, name): drawing from one never shifts another."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._generators: dict[str, torch.Generator] = {}
+
+    def __getitem__(self, name: str) -> torch.Generator:
+        if name not in self._generators:
+            self._generators[name] = torch.Generator().manual_seed(derived_seed(self.seed, name))
+        return self._generators[name]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: generator.get_state() for name, generator in self._generators.items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        for name, value in state.items():
+            self[name].set_state(value)
+
+
+def derived_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")

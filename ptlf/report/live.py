@@ -1,0 +1,74 @@
+"""A run as it goes: a progress bar in a terminal, a line per task everywhere else."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ptlf.report.tables import percent
+
+console = Console(stderr=False)
+
+
+class Live:
+    """Progress over all steps of the stream: task, epoch, loss, views per second, units frozen, time left."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+
+    def begin(self, run: Any) -> None:
+        tasks, epochs = run.stream.tasks, run.config.training.epochs
+        self.tasks, self.epochs, self.units = len(tasks), epochs, len(run.freezing.freezer.units)
+        per_epoch = [len(task.train) for task in tasks]
+        console.print(
+            f"{self.name}: {len(tasks)} tasks, {sum(per_epoch)} images of {run.stream.size} px, {epochs} epochs each, "
+            f"{run.config.encoder.name} with {self.units} units, on {run.device}",
+            highlight=False,
+        )
+        self.bar = self.progress.add_task(self.name, total=epochs * len(tasks), figures="")
+        self.progress.start()
+        self.loss, self.started = "", time.perf_counter()
+
+    def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None:
+        self.place = f"task {task + 1}/{self.tasks}, epoch {epoch + 1}/{self.epochs}"
+        self.frozen, self.steps, self.done = frozen, steps, 0
+        self.epoch_started = time.perf_counter()
+        self.progress.update(self.bar, description=self.place)
+
+    def step(self, views: int) -> None:
+        self.done += 1
+        rate = views / (time.perf_counter() - self.epoch_started)
+        figures = f"{self.loss}{rate:,.0f} views/s, {self.frozen}/{self.units} frozen"
+        self.progress.update(self.bar, advance=1 / self.steps, figures=figures)
+
+    def end_epoch(self, result: Any) -> None:
+        self.loss = "".join(f"{name} {value:.4f}, " for name, value in result.losses.items())
+
+    def end_task(self, task: int, rows: dict[str, list[float | None]]) -> None:
+        means = []
+        for probe, row in rows.items():
+            seen = [value for value in row if value is not None]
+            means.append(f"{probe} {percent(sum(seen) / len(seen))}")
+        accuracy = ", ".join(means) or "not evaluated"
+        elapsed = time.perf_counter() - self.started
+        self.progress.console.print(
+            f"  task {task + 1}/{self.tasks}: {self.loss}{accuracy}, {self.frozen}/{self.units} units frozen, "
+            f"{elapsed:.0f} s so far",
+            highlight=False,
+        )
+
+    def end(self) -> None:
+        self.progress.stop()

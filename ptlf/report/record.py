@@ -1,0 +1,84 @@
+"""The record of a run: `results.json`, written whole or not at all, and `metrics.jsonl`, a line per epoch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ptlf
+from ptlf.errors import UserError
+
+SCHEMA = 1
+
+
+def write_whole(path: Path, data: bytes | str) -> None:
+    """Write under a temporary name, sync, rename: a reader sees the old file or the new one, never half of one."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise write_error(path, error) from error
+
+
+def write_error(path: Path, error: OSError) -> UserError:
+    if error.errno == errno.ENOSPC:
+        return UserError(f"no space left on the disk for {path}; free some, or choose another --out")
+    return UserError(f"cannot write {path}: {error.strerror or error}; choose another --out")
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps(value) + "\n")
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    path = folder / "results.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no results.json; `ptlf train --out {folder}` makes one") from None
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": device.type,
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def commit() -> str | None:
+    """The source tree's commit, where the package runs from one."""
+    tree = Path(ptlf.__file__).resolve().parent.parent
+    if not (tree / ".git").exists():
+        return None
+    try:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, timeout=10)
+    except OSError:
+        return None
+    return asked.stdout.strip() or None

@@ -1,0 +1,88 @@
+"""Results as tables in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+
+
+def show_matrix(console: Console, probe: str, values: dict[str, Any], exams: list[str]) -> None:
+    """One probe's accuracy matrix: a row per task trained, a column per exam, and the untrained encoder on top."""
+    settings = values["settings"]
+    console.print(f"\n{probe}: accuracy in %, k = {settings['k']}, bank: {settings['bank']}", highlight=False)
+    table = Table()
+    table.add_column("after training on")
+    for exam in exams:
+        table.add_column(exam if len(exam) <= 14 else exam[:13] + "…", justify="right")
+    if values.get("untrained"):
+        table.add_row("nothing (random encoder)", *map(percent, values["untrained"]), style="dim")
+    for number, row in enumerate(values["matrix"], start=1):
+        name = "all tasks" if len(values["matrix"]) == 1 else f"task {number}"
+        table.add_row(name, *["" if value is None else percent(value) for value in row])
+    console.print(table)
+
+
+def show_runs(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None = None) -> None:
+    """One column per run, one row per figure; costs also relative to the baseline run where there is one."""
+    table = Table(title="What it came to", title_justify="left")
+    table.add_column("")
+    for name in runs:
+        table.add_column(name, justify="right")
+    base = runs[baseline]["cost"] if baseline in runs else None
+    for probe in ("knn_task", "knn_class"):
+        values = [results["probes"].get(probe, {}) for results in runs.values()]
+        if any(values):
+            for row, name in (("accuracy, %", "accuracy"), ("forgetting", "forgetting"), ("random encoder, %", "untrained_accuracy")):
+                table.add_row(f"{probe} {row}", *[percent(value.get(name)) for value in values])
+            table.add_section()
+    for row, name, form in COSTS:
+        cells = [_relative(results["cost"], base, name, form) for results in runs.values()]
+        if any(cell != "-" for cell in cells):
+            table.add_row(row, *cells)
+    console.print(table)
+
+
+COSTS: list[tuple[str, str, Callable[[float], str]]] = [
+    ("training", "train_seconds", seconds),
+    ("correlation", "correlation_seconds", seconds),
+    ("freezing and thawing", "rebuild_seconds", seconds),
+    ("evaluation", "eval_seconds", seconds),
+    ("backward FLOPs", "backward_flops", lambda flops: f"{flops / 1e12:.3g} T"),
+    ("kept for backward, last epoch", "saved_activation_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
+    ("peak GPU memory", "peak_memory_bytes", lambda size: f"{size / 2**20:.0f} MiB"),
+]
+RELATIVE = ("train_seconds", "backward_flops", "saved_activation_bytes", "peak_memory_bytes")
+
+
+def _relative(cost: dict[str, Any], base: dict[str, Any] | None, name: str, form: Callable[[float], str]) -> str:
+    value = cost.get(name)
+    if value is None:
+        return "-"
+    if base is None or base is cost or name not in RELATIVE or not base.get(name):
+        return form(value)
+    return f"{form(value)}  {value / base[name]:.2f}x"
+
+
+def show_results(console: Console, results: dict[str, Any], folder: Any, *, brief: bool = False) -> None:
+    """A finished run: its accuracy matrices, one line of figures, and where the files are."""
+    for probe, values in results["probes"].items():
+        if not brief:
+            show_matrix(console, probe, values, results["exams"])
+    if not brief:
+        show_runs(console, {results["config"]["recipe"] or "run": results})
+    if not results["probes"]:
+        console.print("not evaluated: no labelled test images (or evaluation.enabled is false)")
+    console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors", highlight=False)

@@ -1,0 +1,65 @@
+"""Where each stream's images come from. Every set but the embedded digits is read from packed files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ptlf.errors import UserError
+from ptlf.stream.pack import open_pack
+from ptlf.stream.task import Dataset, Images, Stream, StreamConfig, split, unlabelled
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stream's own defaults: its packed set (None: embedded or given by the user), tasks and classes."""
+
+    about: str
+    pack: str | None = None
+    tasks: int | None = None
+    classes: int | None = None
+    embedded: Callable[[], Dataset] | None = None
+
+
+def packed(root: Path, name: str) -> Dataset:
+    pack = open_pack(root, name)
+    parts = {part: Images(pack.images(part), pack.labels(part)) for part in pack.splits}
+    if "train" not in parts:
+        raise UserError(f"{name} has no training images; pack it again with a train folder")
+    return Dataset(name, tuple(pack.names), parts["train"], parts.get("test"), pack.folders)
+
+
+def digits() -> Dataset:
+    """scikit-learn's 1797 handwritten digits, 8x8 grey doubled to 16x16 RGB; every fifth image is a test image."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    grey = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # (N, 8, 8), 0..16 -> 0..255
+    pixels = np.repeat(np.repeat(grey, 2, axis=1), 2, axis=2)[..., None].repeat(3, axis=3)
+    labels = bunch.target.astype(np.int64)
+    held_out = np.arange(len(labels)) % 5 == 0
+    train, test = (Images(np.ascontiguousarray(pixels[part]), labels[part]) for part in (~held_out, held_out))
+    return Dataset("digits", tuple(str(digit) for digit in range(10)), train, test)
+
+
+def open_stream(config: StreamConfig, sources: dict[str, Source], root: Path, seed: int) -> Stream:
+    source = sources[config.name]
+    if source.embedded is not None:
+        data = source.embedded()
+    else:
+        pack = config.pack or source.pack
+        if pack is None:
+            raise UserError(f"stream {config.name!r} needs stream.pack: the name given to `ptlf data pack`")
+        data = packed(root, pack)
+    settled = StreamConfig(**{**vars(config), "classes": config.classes or source.classes})
+    if data.folders == "tasks":
+        return unlabelled(data, settled, packed(root, settled.labelled) if settled.labelled else None)
+    if settled.labelled is not None:
+        raise UserError("stream.labelled goes with a folder per task; this set has a folder per class and grades itself")
+    settled.tasks = settled.tasks or source.tasks
+    if settled.tasks is None and settled.groups is None:
+        raise UserError(f"stream {config.name!r} needs stream.tasks (a number) or stream.groups (the classes of each task)")
+    return split(data, settled, seed)

@@ -1,0 +1,188 @@
+"""Stream and Task: which images arrive, in which order, and on which images the encoder is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ptlf.errors import UserError
+from ptlf.settings import key
+
+
+@dataclass
+class StreamConfig:
+    name: str = key("digits", "which stream; `ptlf list streams` names them")
+    pack: str | None = key(None, "packed data set to read (made by `ptlf data pack`); the stream's own where it has one")
+    tasks: int | None = key(None, "number of tasks; the stream's own number where it has one", least=1)
+    classes: int | None = key(None, "use only the first so many classes", least=1)
+    class_order: str | list[str | int] = key("natural", "natural, seeded, or a list of all classes by name or number")
+    groups: list[list[str | int]] | None = key(None, "the classes of each task, by name or number, instead of `tasks`")
+    labelled: str | None = key(None, "for a folder per task: the packed labelled set to evaluate on; none = no evaluation")
+    resident: bool | None = key(None, "hold all images on the device; null = when they fit")
+
+
+@dataclass(frozen=True)
+class Images:
+    """`pixels` (N, H, W, 3) uint8, possibly memory-mapped, and one label per image."""
+
+    pixels: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and test images. `names` are the labels' names: classes, or tasks when `folders` says so."""
+
+    name: str
+    names: tuple[str, ...]
+    train: Images
+    test: Images | None
+    folders: str = "classes"
+
+    @property
+    def size(self) -> int:
+        return int(self.train.pixels.shape[1])
+
+
+@dataclass(frozen=True)
+class Task:
+    """One step of the stream: indices of its training images, and the classes they show (none: unlabelled)."""
+
+    name: str
+    train: np.ndarray
+    classes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What is tested: labelled training images (the kNN bank), test images, and the task from which on it counts."""
+
+    name: str
+    bank: np.ndarray
+    test: np.ndarray
+    since: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    name: str
+    data: Dataset
+    tasks: tuple[Task, ...]
+    exams: tuple[Exam, ...]
+    graded: Dataset | None  # where the exams' images lie
+    class_order: tuple[str, ...] = field(default=())
+
+    @property
+    def size(self) -> int:
+        return self.data.size
+
+    def joint(self) -> Stream:
+        """All tasks' images as one task, tested on every exam: the upper bound of continual learning."""
+        everything = Task(
+            "all tasks",
+            np.sort(np.concatenate([task.train for task in self.tasks])),
+            tuple(c for task in self.tasks for c in task.classes),
+        )
+        return replace(self, tasks=(everything,), exams=tuple(replace(exam, since=0) for exam in self.exams))
+
+
+def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
+    """The data set's classes, ordered and dealt out to tasks, in consecutive runs or in the groups given."""
+    if config.groups is not None:
+        groups = [tuple(class_number(c, data.names, "groups") for c in group) for group in config.groups]
+        order = [c for group in groups for c in group]
+        if not groups or not all(groups):
+            raise UserError(f"stream.groups must name at least one class per task, not {config.groups}")
+        if len(set(order)) != len(order):
+            raise UserError(f"stream.groups names {_names(data, _repeated(order))} more than once; each class is in one task")
+    else:
+        order = class_order(data.names, config, seed)
+        tasks = config.tasks or 1
+        if len(order) % tasks:
+            raise UserError(
+                f"{tasks} tasks do not divide the {len(order)} classes of {data.name}; choose stream.tasks from "
+                f"{_divisors(len(order))}, or name the classes of each task in stream.groups"
+            )
+        per_task = len(order) // tasks
+        groups = [tuple(order[start : start + per_task]) for start in range(0, len(order), per_task)]
+    tasks_, exams = [], []
+    for index, group in enumerate(groups):
+        name = ", ".join(data.names[c] for c in group)
+        train = _of(data.train, group)
+        if len(train) == 0:
+            raise UserError(f"task {index + 1} ({name}) of {data.name} has no training images")
+        tasks_.append(Task(name, train, group))
+        if data.test is not None:
+            exams.append(Exam(name, train, _of(data.test, group), since=index))
+    ordered = tuple(data.names[c] for c in order)
+    return Stream(config.name, data, tuple(tasks_), tuple(exams), data if exams else None, ordered)
+
+
+def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:
+    """A folder per task of plain images, in the folders' order; one exam on a separate labelled set, or none."""
+    if config.tasks is not None and config.tasks != len(data.names):
+        raise UserError(f"stream.tasks is {config.tasks}, but {data.name} was packed with {len(data.names)} task folders")
+    tasks = tuple(Task(name, _of(data.train, (index,))) for index, name in enumerate(data.names))
+    exams: tuple[Exam, ...] = ()
+    if labelled is not None:
+        if labelled.test is None:
+            raise UserError(f"{labelled.name} has no test images; pack it with a test folder or with --test-fraction")
+        if labelled.size != data.size:
+            raise UserError(
+                f"{labelled.name} was packed at {labelled.size} px and {data.name} at {data.size} px; pack both at one size"
+            )
+        everything = np.arange(len(labelled.train)), np.arange(len(labelled.test))
+        exams = (Exam(labelled.name, *everything, since=0),)
+    return Stream(config.name, data, tasks, exams, labelled)
+
+
+def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[int]:
+    count = config.classes or len(names)
+    if count > len(names):
+        raise UserError(f"stream.classes is {count}, the data set has {len(names)}")
+    if config.class_order == "natural":
+        return list(range(count))
+    if config.class_order == "seeded":
+        return [int(c) for c in np.random.default_rng(seed).permutation(count)]
+    if isinstance(config.class_order, str):
+        raise UserError(f"stream.class_order must be natural, seeded or a list of classes, not {config.class_order!r}")
+    order = [class_number(c, names, "class_order") for c in config.class_order]
+    if len(set(order)) != len(order):
+        raise UserError(f"stream.class_order repeats {', '.join(names[c] for c in _repeated(order))}; name each class once")
+    if config.classes is None and len(order) != len(names):
+        missing = [name for c, name in enumerate(names) if c not in order]
+        raise UserError(
+            f"stream.class_order has {len(order)} classes, the stream has {len(names)}; missing: {', '.join(missing[:8])}"
+        )
+    return order[:count]
+
+
+def class_number(value: str | int, names: Sequence[str], where: str) -> int:
+    """The label of a class given by name or by number. A class whose name is a number goes by its name."""
+    if str(value) in names:
+        return list(names).index(str(value))
+    if isinstance(value, int) and 0 <= value < len(names):
+        return value
+    shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    raise UserError(f"stream.{where} names {value!r}, which is not a class of this stream ({shown})")
+
+
+def _of(images: Images, labels: Sequence[int]) -> np.ndarray:
+    return np.flatnonzero(np.isin(images.labels, labels))
+
+
+def _repeated(order: Sequence[int]) -> list[int]:
+    return sorted({c for c in order if list(order).count(c) > 1})
+
+
+def _names(data: Dataset, labels: Sequence[int]) -> str:
+    return ", ".join(data.names[c] for c in labels)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ptlf.freezing.policies import (
+    POLICIES,
+    Ascending,
+    Context,
+    Correlation,
+    CostAware,
+    Never,
+    Random,
+    Saving,
+    measure_savings,
+    relief,
+)
+from ptlf.freezing.units import Unit
+
+UNITS = ["a", "b", "c", "d"]
+RATIOS = {"a": 0.5, "b": 0.9, "c": 0.5, "d": 0.7}
+
+
+def even(**changes: Saving) -> dict[str, Saving]:
+    return {name: changes.get(name, Saving(1.0, 1.0, 1)) for name in UNITS}
+
+
+def test_correlation_takes_the_highest_ratios_and_breaks_ties_by_depth():
+    context = Context(UNITS, ratios=RATIOS)
+    assert Correlation().choose(4, UNITS, [], context) == ["b", "d", "a", "c"]
+    assert Correlation().choose(2, ["a", "c", "d"], ["b"], context) == ["d", "a"]
+    assert Correlation().choose(9, ["c"], ["a", "b", "d"], context) == ["c"]
+    assert Correlation().choose(0, UNITS, [], context) == []
+
+
+def test_ascending_starts_at_the_input():
+    assert Ascending().choose(2, ["a", "c", "d"], ["b"], Context(UNITS)) == ["a", "c"]
+
+
+def test_never_chooses_nothing():
+    assert Never().choose(4, UNITS, [], Context(UNITS)) == []
+
+
+def test_random_repeats_with_its_generator_and_reaches_every_order():
+    def draws(seed: int, count: int) -> list[tuple[str, ...]]:
+        context = Context(UNITS, generator=torch.Generator().manual_seed(seed))
+        return [tuple(Random().choose(2, UNITS, [], context)) for _ in range(count)]
+
+    state = torch.get_rng_state()
+    assert draws(1, 20) == draws(1, 20) != draws(2, 20)
+    assert set(draws(3, 400)) == set(itertools.permutations(UNITS, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_chooses_candidates_once_and_no_more_than_asked(name):
+    context = Context(UNITS, RATIOS, even(), torch.Generator().manual_seed(0))
+    for count in range(6):
+        candidates = ["b", "c", "d"]
+        chosen = POLICIES[name]().choose(count, candidates, ["a"], context)
+        assert len(chosen) == len(set(chosen)) == (0 if name == "none" else min(count, 3))
+        assert set(chosen) <= set(candidates)
+        assert candidates == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize("name", ["correlation", "cost_aware", "ascending", "random"])
+def test_a_negative_count_is_refused(name):
+    context = Context(UNITS, RATIOS, even(), torch.Generator())
+    with pytest.raises(ValueError, match="cannot freeze -1 units"):
+        POLICIES[name]().choose(-1, UNITS, [], context)
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match="ratio of unit 'b'"):
+        Correlation().choose(1, UNITS, [], Context(UNITS, ratios={"a": 1.0}))
+    with pytest.raises(ValueError, match="ratio of unit 'a'"):
+        Correlation().choose(1, UNITS, [], Context(UNITS))
+    with pytest.raises(ValueError, match="generator"):
+        Random().choose(1, UNITS, [], Context(UNITS))
+    with pytest.raises(ValueError, match="measure_savings"):
+        CostAware().choose(1, UNITS, [], Context(UNITS, ratios=RATIOS))
+    with pytest.raises(ValueError, match="sharpness must not be negative"):
+        CostAware(-1)
+
+
+def test_relief_by_hand():
+    savings = [Saving(1, 100, 10), Saving(2, 20, 20), Saving(3, 30, 30), Saving(4, 40, 40)]
+    # All that can be saved: weights 1 + 2 + 3 + 4 and inputs 20 + 30 + 40; the first unit's input is the data.
+    cases = {
+        (): 0.0,
+        (2,): 3 / 100 + 30 / 100,
+        (1, 2): 5 / 100 + 50 / 100,
+        (0,): (1 + 20) / 100 + 10 / 100,  # the second unit's input gradient has no user left
+        (0, 1): (3 + 20 + 30) / 100 + 30 / 100,
+        (0, 2): (4 + 20) / 100 + 40 / 100,
+        (0, 1, 2, 3): 1 + 1,
+    }
+    for frozen, twice in cases.items():
+        assert relief(savings, [index in frozen for index in range(4)]) == pytest.approx(twice / 2), frozen
+    assert relief([Saving(0, 0, 0)], [True]) == 0.0
+
+
+def test_cost_aware_with_equal_ratios_freezes_the_prefix():
+    context = Context(UNITS, dict.fromkeys(UNITS, 0.9), even())
+    assert CostAware().choose(3, UNITS, [], context) == ["a", "b", "c"]
+    assert CostAware().choose(2, ["b", "c"], ["a", "d"], context) == ["b", "c"]
+
+
+def test_cost_aware_closes_a_gap_that_ends_many_input_gradients():
+    # With b and c frozen, a ends the input gradients of b, c and d; d itself saves its weight gradient only.
+    context = Context(UNITS, {"a": 0.8, "d": 0.9}, even())
+    assert CostAware(1).choose(1, ["a", "d"], ["b", "c"], context) == ["a"]
+    assert Correlation().choose(1, ["a", "d"], ["b", "c"], context) == ["d"]
+
+
+def test_cost_aware_with_equal_savings_is_correlation():
+    equal = dict.fromkeys(UNITS, Saving(1.0, 0.0, 1))
+    for values in itertools.product([0.0, 0.5, 0.9, 0.91], repeat=4):
+        context = Context(UNITS, dict(zip(UNITS, values, strict=True)), equal)
+        for sharpness in (1.0, 8.0):
+            assert CostAware(sharpness).choose(4, UNITS, [], context) == Correlation().choose(4, UNITS, [], context)
+
+
+def test_sharpness_weighs_ratios_against_savings():
+    savings = even(d=Saving(3.0, 1.0, 3))
+    context = Context(UNITS, {"a": 0.1, "b": 0.9, "c": 0.1, "d": 0.8}, savings)
+    assert CostAware(0).choose(1, UNITS, [], context) == ["d"]
+    assert CostAware(1).choose(1, UNITS, [], context) == ["d"]
+    assert CostAware(20).choose(1, UNITS, [], context) == ["b"]
+    assert CostAware(1000).choose(4, UNITS, [], context) == Correlation().choose(4, UNITS, [], context)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e3, 1e12])
+def test_cost_aware_does_not_depend_on_the_unit_of_cost(scale):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        numbers = torch.rand(4, 4, generator=generator, dtype=torch.float64).tolist()
+        savings = {name: Saving(w, i, int(1000 * b)) for name, (w, i, b, _) in zip(UNITS, numbers, strict=True)}
+        scaled = {name: Saving(s.weight_cost * scale, s.input_cost * scale, s.bytes) for name, s in savings.items()}
+        ratios = {name: row[3] for name, row in zip(UNITS, numbers, strict=True)}
+        orders = [CostAware().choose(4, UNITS, [], Context(UNITS, ratios, given)) for given in (savings, scaled)]
+        assert orders[0] == orders[1]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.same = nn.Conv2d(8, 8, 3, padding="same", dilation=2, padding_mode="circular")
+        self.down = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(self.same(self.norm(self.stem(x)).relu()))
+        return self.head(x.flatten(2).mT)  # (B, 16 positions, 4)
+
+
+def small() -> tuple[Small, list[Unit], torch.Tensor]:
+    torch.manual_seed(0)
+    module = Small()
+    units = [Unit(name, module.get_submodule(name), None, None) for name in ("stem", "same", "down", "head")]
+    return module, units, torch.randn(5, 3, 8, 8, requires_grad=True)
+
+
+def test_flops_agree_with_the_flop_counter_of_a_real_backward():
+    module, units, example = small()
+    savings = measure_savings(module, units, example)
+    loss = module(example).sum()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert sum(s.weight_cost + s.input_cost for s in savings.values()) == counter.get_total_flops()
+    assert savings["stem"] == Saving(2 * 5 * 64 * 8 * 27, 2 * 5 * 64 * 8 * 27, 5 * 3 * 64 * 4)
+    assert savings["head"].bytes == 5 * 16 * 16 * 4
+    assert savings == measure_savings(module, units, example)
+
+
+def test_flops_of_a_grouped_convolution_and_of_a_layer_called_twice():
+    grouped = nn.Conv2d(8, 16, 3, padding=1, groups=4)
+    savings = measure_savings(grouped, [Unit("conv", grouped, None, None)], torch.randn(2, 8, 5, 5))
+    assert savings["conv"].weight_cost == 2 * (16 * 2 * 9) * (2 * 25)
+    layer = nn.Linear(6, 6)
+    twice = measure_savings(nn.Sequential(layer, layer), [Unit("layer", layer, None, None)], torch.randn(3, 6))
+    assert twice["layer"] == Saving(2 * 2 * 36 * 3, 2 * 2 * 36 * 3, 2 * 3 * 6 * 4)
+
+
+def test_seconds_are_positive_and_grow_with_the_work():
+    module, units, example = small()
+    savings = measure_savings(module, units, example, by="seconds")
+    assert all(saving.weight_cost > 0 and saving.input_cost > 0 for saving in savings.values())
+    wide = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 128, 3, padding=1), nn.Conv2d(128, 128, 3))
+    wide_units = [Unit(str(index), wide[index], None, None) for index in range(3)]
+    seconds = measure_savings(wide, wide_units, torch.randn(8, 4, 16, 16), by="seconds")
+    assert seconds["2"].weight_cost > 3 * seconds["0"].weight_cost
+    assert seconds["2"].input_cost > 3 * seconds["0"].input_cost
+
+
+@pytest.mark.parametrize("by", ["flops", "seconds"])
+def test_measuring_leaves_everything_as_it_was(by):
+    module, units, example = small()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random = torch.get_rng_state()
+    measure_savings(module, units, example, by=by)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert module.training and module.norm.training
+    assert not any(part._forward_hooks for part in module.modules())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_an_unknown_measure_is_named():
+    module, units, example = small()
+    with pytest.raises(ValueError, match="did you mean 'flops'"):
+        measure_savings(module, units, example, by="flop")

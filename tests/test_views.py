@@ -1,0 +1,457 @@
+"""Every transform against Pillow, colorsys, scipy or a naive loop, on photographs; then the whole view."""
+
+from __future__ import annotations
+
+import colorsys
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from scipy import ndimage, stats
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ptlf import views as V
+from ptlf.errors import UserError
+from ptlf.views import View
+
+LEVEL = 1 / 255
+PHOTOS = load_sample_images().images
+RAW = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+PLAIN = View(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0), flip=0.0, **RAW)
+FULL = View(jitter=0.9, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, grey=0.2, blur=0.5, solarise=0.3)
+
+
+def photos(count: int, height: int, width: int | None = None) -> np.ndarray:
+    """(count, height, width, 3) uint8 pieces of the two sample photographs."""
+    width = width or height
+    rng = np.random.default_rng(height * 1000 + width)
+    pieces = []
+    for i in range(count):
+        photo = PHOTOS[i % 2]
+        top, left = rng.integers(photo.shape[0] - height), rng.integers(photo.shape[1] - width)
+        pieces.append(photo[top : top + height, left : left + width])
+    return np.stack(pieces)
+
+
+def to_float(images: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.array(images)).permute(0, 3, 1, 2).contiguous().float() / 255
+
+
+def from_pil(picture: Image.Image) -> Tensor:
+    return to_float(np.asarray(picture.convert("RGB"))[None])[0]
+
+
+def uniforms(count: int, **columns: float) -> Tensor:
+    """0.5 everywhere but in the columns named."""
+    u = torch.full((count, V.UNIFORMS_PER_VIEW), 0.5)
+    for name, value in columns.items():
+        u[:, V.COLUMNS[name]] = value
+    return u
+
+
+def drawn(count: int, views: int = 2, seed: int = 0) -> Tensor:
+    return V.draw(count, torch.Generator().manual_seed(seed), views)
+
+
+# ---------------------------------------------------------------- crop, resize, flip
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("size_in", "size_out"), [((32, 32), 32), ((64, 64), 32), ((48, 64), 96), ((224, 200), 64)])
+def test_resized_crop_is_pillows(interpolation: V.Interpolation, size_in: tuple[int, int], size_out: int) -> None:
+    images = photos(12, *size_in)
+    view = View(crop_scale=(0.08, 1.0), interpolation=interpolation, **RAW)
+    u = drawn(len(images), 1)[0]
+    ours = V.apply_view(torch.from_numpy(images), u, view, size_out)
+    boxes = torch.stack(V.crop_boxes(u, *size_in, view.crop_scale, view.crop_ratio), dim=1).int().tolist()
+    for i, (top, left, h, w) in enumerate(boxes):
+        piece = Image.fromarray(images[i]).crop((left, top, left + w, top + h))
+        picture = piece.resize((size_out, size_out), Image.Resampling[interpolation.upper()])
+        if u[i, V.COLUMNS["flip"]] < 0.5:
+            picture = ImageOps.mirror(picture)
+        # Pillow rounds after each of its two passes: half a level each, the first one spread by the second.
+        torch.testing.assert_close(ours[i], from_pil(picture), atol=1.25 * LEVEL, rtol=0)
+
+
+def torchvision_box(row: list[float], height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]):
+    """RandomResizedCrop's rule as a plain loop over one row of uniforms."""
+    for k in range(V.ATTEMPTS):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * row[k])
+        low, high = math.log(ratio[0]), math.log(ratio[1])
+        aspect = math.exp(low + (high - low) * row[V.ATTEMPTS + k])
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            top, left = row[V.COLUMNS["top"]], row[V.COLUMNS["left"]]
+            return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
+    h, w = height, width
+    if width / height < ratio[0]:
+        h = round(width / ratio[0])
+    elif width / height > ratio[1]:
+        w = round(height * ratio[1])
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (64, 64), (30, 80), (80, 30), (8, 8)])
+@pytest.mark.parametrize("scale", [(0.2, 1.0), (0.08, 1.0), (0.9, 1.0)])
+def test_crop_boxes_follow_the_loop(shape: tuple[int, int], scale: tuple[float, float]) -> None:
+    u = drawn(1000, 1)[0]
+    ours = torch.stack(V.crop_boxes(u, *shape, scale, (3 / 4, 4 / 3)), dim=1).long()
+    reference = torch.tensor([torchvision_box(row, *shape, scale, (3 / 4, 4 / 3)) for row in u.tolist()])
+    # A value within float32 rounding of a half may be rounded the other way; never more than a case in a thousand.
+    assert (ours != reference).any(dim=1).sum() <= 1
+
+
+def test_crop_falls_back_to_the_centre() -> None:
+    top, left, h, w = V.crop_boxes(drawn(4, 1)[0], 20, 100, (1.0, 1.0), (3 / 4, 4 / 3))
+    assert torch.stack((top, left, h, w), dim=1).tolist() == [[0, 36, 20, 27]] * 4
+
+
+def test_crop_area_and_position_are_uniform() -> None:
+    u = drawn(4000, 1)[0]
+    top, left, h, w = V.crop_boxes(u, 400, 400, (0.2, 0.5), (3 / 4, 4 / 3))  # always fits at once
+    assert stats.kstest((h * w / 160000).numpy(), stats.uniform(0.2, 0.3).cdf).pvalue > 0.01
+    assert stats.kstest((w / h).log().numpy(), stats.uniform(math.log(3 / 4), 2 * math.log(4 / 3)).cdf).pvalue > 0.01
+    assert stats.kstest((top / (400 - h)).numpy(), stats.uniform(0, 1).cdf).pvalue > 0.01
+    assert stats.kstest((left / (400 - w)).numpy(), stats.uniform(0, 1).cdf).pvalue > 0.01
+
+
+def test_pick_never_reaches_the_number_of_choices() -> None:
+    largest = torch.tensor([1 - 2.0**-24])
+    assert all(V.pick(largest, n).item() == n - 1 for n in range(1, 2000))
+    counts = torch.bincount(V.pick(torch.rand(24000, generator=torch.Generator().manual_seed(0)), 24).long())
+    assert len(counts) == 24 and stats.chisquare(counts.numpy()).pvalue > 0.01
+
+
+@pytest.mark.parametrize(("shape", "size"), [((32, 32), 32), ((40, 36), 32)])
+def test_padded_crop_is_the_naive_one(shape: tuple[int, int], size: int) -> None:
+    images = photos(20, *shape)
+    u = drawn(20, 1)[0]
+    ours = V.apply_view(torch.from_numpy(images), u, View(padding=4, **RAW), size)
+    padded = np.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)))
+    for i, row in enumerate(u.tolist()):
+        top = int(row[V.COLUMNS["top"]] * (padded.shape[1] - size + 1))
+        left = int(row[V.COLUMNS["left"]] * (padded.shape[2] - size + 1))
+        piece = padded[i, top : top + size, left : left + size]
+        piece = piece[:, ::-1] if row[V.COLUMNS["flip"]] < 0.5 else piece
+        torch.testing.assert_close(ours[i], to_float(piece[None])[0], atol=1e-6, rtol=0)
+
+
+def test_padded_crop_reaches_every_corner() -> None:
+    top, _ = V.padded_corner(drawn(2000, 1)[0], 32, 32, 4, 32)
+    assert sorted(set(top.tolist())) == list(range(-4, 5))
+
+
+# ---------------------------------------------------------------- colour
+
+ENHANCERS = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.6, 1.0, 1.4])
+@pytest.mark.parametrize("kind", [V.BRIGHTNESS, V.CONTRAST, V.SATURATION])
+def test_blends_are_pillows(kind: int, factor: float) -> None:
+    images = photos(6, 48)
+    ours = V.blend(to_float(images), torch.full((6,), factor), torch.full((6,), kind))
+    for i in range(6):
+        theirs = from_pil(ENHANCERS[kind](Image.fromarray(images[i])).enhance(factor))
+        torch.testing.assert_close(ours[i], theirs, atol=1.5 * LEVEL, rtol=0)
+
+
+def test_blend_with_factor_one_is_the_identity_to_the_bit() -> None:
+    x = to_float(photos(3, 16))
+    assert torch.equal(V.blend(x, torch.ones(3), torch.arange(3)), x)
+
+
+@pytest.mark.parametrize("turn", [-0.5, -0.1, 0.0, 0.07, 0.3])
+def test_hue_is_colorsys(turn: float) -> None:
+    images = photos(2, 12)
+    images[0, 0, :4] = [[0, 0, 0], [255, 255, 255], [90, 90, 90], [255, 255, 0]]  # no hue, and a tie
+    ours = V.shift_hue(to_float(images), torch.full((2,), turn))
+    for i, row, col in np.ndindex(images.shape[:3]):
+        h, s, v = colorsys.rgb_to_hsv(*(images[i, row, col] / 255).tolist())
+        expected = torch.tensor(colorsys.hsv_to_rgb((h + turn) % 1.0, s, v))
+        torch.testing.assert_close(ours[i, :, row, col], expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("steps", [-25, 13, 25])
+def test_hue_is_pillows_up_to_its_eight_bits(steps: int) -> None:
+    images = photos(4, 48)
+    ours = V.shift_hue(to_float(images), torch.full((4,), steps / 256))
+    for i in range(4):
+        hsv = np.array(Image.fromarray(images[i]).convert("HSV"))
+        hsv[..., 0] += np.uint8(steps % 256)
+        error = (ours[i] - from_pil(Image.fromarray(hsv, "HSV"))).abs()
+        # Pillow cuts the hue down to 256 steps of 6/256 chroma, and cuts saturation and value too.
+        assert error.max() < 9 * LEVEL and error.mean() < 1.5 * LEVEL
+
+
+def test_grey_is_pillows() -> None:
+    images = photos(4, 32)
+    ours = V.apply_view(torch.from_numpy(images), uniforms(4), dataclasses.replace(PLAIN, grey=1.0), 32)
+    for i in range(4):
+        theirs = from_pil(Image.fromarray(images[i]).convert("L"))
+        torch.testing.assert_close(ours[i], theirs, atol=0.51 * LEVEL, rtol=0)
+
+
+def test_solarise_is_pillows() -> None:
+    images = photos(4, 32)
+    images.reshape(-1)[:256] = np.arange(256)
+    ours = V.apply_view(torch.from_numpy(images), uniforms(4), dataclasses.replace(PLAIN, solarise=1.0), 32)
+    for i in range(4):
+        theirs = from_pil(ImageOps.solarize(Image.fromarray(images[i])))
+        torch.testing.assert_close(ours[i], theirs, atol=1e-6, rtol=0)
+
+
+def numpy_step(x: np.ndarray, name: str | int, amount: float) -> np.ndarray:
+    """x (H, W, 3) float64."""
+    if name == "hue":
+        flat = [colorsys.rgb_to_hsv(*pixel) for pixel in x.reshape(-1, 3)]
+        return np.array([colorsys.hsv_to_rgb((h + amount) % 1.0, s, v) for h, s, v in flat]).reshape(x.shape)
+    grey = x @ np.array([0.299, 0.587, 0.114])
+    base = {V.BRIGHTNESS: 0.0, V.CONTRAST: grey.mean(), V.SATURATION: grey[..., None]}[name]
+    return np.clip(amount * x + (1 - amount) * base, 0, 1)
+
+
+def test_jitter_in_each_of_the_24_orders_is_the_steps_in_turn() -> None:
+    image = photos(1, 8).repeat(24, axis=0)
+    hue_place, kinds = V.jitter_order(torch.arange(24))
+    amounts = [1.35, 0.7, 1.4, 0.1]  # strong enough that clamping makes the orders differ
+    factors, shift = torch.tensor(amounts[:3]).expand(24, 3), torch.full((24,), amounts[3])
+    ours = V.jitter_in_order(to_float(image), factors, shift, hue_place, kinds)
+    orders = set()
+    for i in range(24):
+        order: list[str | int] = kinds[i].tolist()
+        order.insert(int(hue_place[i]), "hue")
+        orders.add(tuple(order))
+        x = image[i] / 255
+        for name in order:
+            x = numpy_step(x, name, amounts[3] if name == "hue" else amounts[int(name)])
+        torch.testing.assert_close(ours[i], torch.from_numpy(x).permute(2, 0, 1).float(), atol=1e-5, rtol=0)
+    assert len(orders) == 24
+    assert len({tuple(x.flatten().tolist()) for x in ours}) == 24
+
+
+def test_jitter_reads_its_uniforms_as_factors() -> None:
+    images = photos(5, 16)
+    view = dataclasses.replace(PLAIN, jitter=0.8, brightness=0.4, contrast=0.3, saturation=0.2, hue=0.1)
+    u = uniforms(5, jitter=0.79, order=0.0, brightness=0.25, contrast=0.75, saturation=1.0, hue=0.0)
+    x = to_float(images)
+    hue_place, kinds = V.jitter_order(torch.zeros(5))
+    factors = torch.tensor([0.8, 1.15, 1.2]).expand(5, 3)
+    expected = V.jitter_in_order(x, factors, torch.full((5,), -0.1), hue_place, kinds)
+    torch.testing.assert_close(V.jitter(x, u, view), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(V.jitter(x, uniforms(5, jitter=0.8, hue=0.9), view), x, atol=1e-6, rtol=0)
+
+
+# ---------------------------------------------------------------- blur
+
+
+@pytest.mark.parametrize(("shape", "kernel"), [((32, 32), 3), ((64, 64), 7), ((20, 31), 23), ((8, 8), 15)])
+def test_blur_is_scipys(shape: tuple[int, int], kernel: int) -> None:
+    images = photos(4, *shape)
+    sigma = torch.tensor([0.1, 0.7, 1.3, 2.0])
+    ours = V.blur(to_float(images), sigma, kernel)
+    for i, s in enumerate(sigma.tolist()):
+        taps = np.exp(-0.5 * (np.arange(-(kernel // 2), kernel // 2 + 1) / s) ** 2)
+        theirs = images[i] / 255
+        for axis in (0, 1):
+            theirs = ndimage.convolve1d(theirs, taps / taps.sum(), axis=axis, mode="mirror")
+        torch.testing.assert_close(ours[i], torch.from_numpy(theirs).permute(2, 0, 1).float(), atol=2e-6, rtol=0)
+
+
+def test_blur_is_near_pillows() -> None:
+    images = photos(2, 224)
+    ours = V.blur(to_float(images), torch.tensor([0.8, 2.0]), 23)
+    for i, sigma in enumerate((0.8, 2.0)):
+        theirs = from_pil(Image.fromarray(images[i]).filter(ImageFilter.GaussianBlur(sigma)))
+        inner = (ours[i] - theirs)[:, 8:-8, 8:-8].abs()  # Pillow's borders repeat, ours mirror; its Gaussian is 3 boxes
+        assert inner.mean() < 1.5 * LEVEL and inner.max() < 16 * LEVEL
+
+
+@pytest.mark.parametrize(("size", "kernel"), [(64, 7), (224, 23)])
+def test_blur_kernel_follows_the_size(size: int, kernel: int) -> None:
+    images, u = torch.from_numpy(photos(2, size)), uniforms(2, sigma=0.9)
+    derived = V.apply_view(images, u, dataclasses.replace(PLAIN, blur=1.0), size)
+    assert torch.equal(derived, V.apply_view(images, u, dataclasses.replace(PLAIN, blur=1.0, blur_kernel=kernel), size))
+
+
+# ---------------------------------------------------------------- the whole view
+
+
+@pytest.mark.parametrize("name", V.VIEWS)
+@pytest.mark.parametrize("size", [8, 32, 64])
+def test_every_recipe_runs_at_every_size(name: str, size: int) -> None:
+    recipe = V.recipe(name, size)
+    images = torch.from_numpy(photos(16, size))
+    for view, out in zip(recipe, V.make_views(images, drawn(16, len(recipe)), recipe, size), strict=True):
+        assert out.shape == (16, 3, size, size) and out.dtype == torch.float32 and out.is_contiguous()
+        x = out * torch.tensor(view.std)[:, None, None] + torch.tensor(view.mean)[:, None, None]
+        assert x.isfinite().all() and x.min() > -1e-5 and x.max() < 1 + 1e-5
+
+
+@pytest.mark.parametrize("name", V.VIEWS)
+def test_views_are_pure_and_images_independent(name: str) -> None:
+    recipe = V.recipe(name, 48)
+    images, u = torch.from_numpy(photos(10, 64)), drawn(10, len(recipe))
+    kept = images.clone(), u.clone()
+    first, again = V.make_views(images, u, recipe, 48), V.make_views(images, u, recipe, 48)
+    assert torch.equal(images, kept[0]) and torch.equal(u, kept[1])
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
+    permuted = V.make_views(images[order], u[:, order], recipe, 48)
+    alone = V.make_views(images[3:4], u[:, 3:4], recipe, 48)
+    for a, b, c, d in zip(first, again, permuted, alone, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(c, a[order], atol=1e-5, rtol=0)
+        torch.testing.assert_close(d, a[3:4], atol=1e-5, rtol=0)
+
+
+def test_the_generator_is_the_only_source_of_randomness() -> None:
+    generator = torch.Generator().manual_seed(5)
+    state, first = generator.get_state(), V.draw(4, generator)
+    second = V.draw(4, generator)
+    assert first.shape == (2, 4, V.UNIFORMS_PER_VIEW) and not torch.equal(first, second)
+    assert first.min() >= 0 and first.max() < 1
+    generator.set_state(state)
+    torch.rand(3)
+    assert torch.equal(V.draw(4, generator), first)
+
+
+@pytest.mark.parametrize("name", V.VIEWS)
+def test_no_step_looks_at_a_value(name: str) -> None:
+    """Fake tensors have none: reading one, or a shape made of one, fails."""
+    recipe = V.recipe(name, 40)
+    with FakeTensorMode():
+        images = torch.empty((6, 48, 56, 3), dtype=torch.uint8)
+        u = torch.empty((len(recipe), 6, V.UNIFORMS_PER_VIEW))
+        outputs = [*V.make_views(images, u, recipe, 40), V.normalise(images, (0.5,) * 3, (0.5,) * 3, 40)]
+    assert all(out.shape == (6, 3, 40, 40) for out in outputs)
+
+
+def test_a_view_is_one_graph_for_the_compiler() -> None:
+    images, u, view = torch.from_numpy(photos(4, 48)), drawn(4, 1)[0], FULL
+    compiled = torch.compile(V.apply_view, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(images, u, view, 40), V.apply_view(images, u, view, 40))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", V.VIEWS)
+def test_views_captured_in_a_cuda_graph_are_the_cpus(name: str) -> None:
+    recipe = V.recipe(name, 40)
+    images, u = torch.from_numpy(photos(16, 48)), drawn(16, len(recipe))
+    fixed_images, fixed_u = torch.zeros_like(images, device="cuda"), torch.zeros_like(u, device="cuda")
+    V.make_views(fixed_images, fixed_u, recipe, 40)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = V.make_views(fixed_images, fixed_u, recipe, 40)
+    fixed_images.copy_(images)
+    fixed_u.copy_(u)
+    graph.replay()
+    for ours, reference in zip(outputs, V.make_views(images, u, recipe, 40), strict=True):
+        near = (ours.cpu() - reference).abs() < 1e-3
+        assert near.float().mean() > 0.999  # solarisation jumps where rounding carries a pixel over its threshold
+
+
+def test_autocast_does_not_reach_the_views() -> None:
+    images, u, recipe = torch.from_numpy(photos(4, 64)), drawn(4), V.recipe("lump", 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = V.make_views(images, u, recipe, 64)
+    assert all(torch.equal(a, b) for a, b in zip(inside, V.make_views(images, u, recipe, 64), strict=True))
+
+
+STEPS = {"flip": 0.3, "grey": 0.2, "solarise": 0.4, "blur": 0.6, "jitter": 0.7}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_each_step_happens_as_often_as_it_should(step: str) -> None:
+    images = torch.from_numpy(photos(1, 40)).expand(1000, -1, -1, -1)
+    strengths = {"brightness": 0.4, "hue": 0.1} if step == "jitter" else {}
+    view = dataclasses.replace(PLAIN, blur_sigma=(1.0, 2.0), **{step: STEPS[step]}, **strengths)
+    out = V.apply_view(images, drawn(1000, 1)[0], view, 40)
+    changed = (out - to_float(images[:1].numpy())).abs().amax(dim=(1, 2, 3)) > 1e-3
+    assert stats.binomtest(int(changed.sum()), 1000, STEPS[step]).pvalue > 0.01
+
+
+CHANGES = {
+    "crop_scale": (0.5, 0.8),
+    "crop_ratio": (1.0, 1.0),
+    "interpolation": "bicubic",
+    "padding": 4,
+    "flip": 0.1,
+    "blur_sigma": (1.0, 1.5),
+    "blur_kernel": 3,
+    "mean": (0.1, 0.2, 0.3),
+    "std": (0.5, 0.5, 0.5),
+}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(View)])
+def test_every_field_of_a_view_changes_the_picture(field: str) -> None:
+    images, u = torch.from_numpy(photos(32, 64)), drawn(32, 1)[0]
+    changed = dataclasses.replace(FULL, **{field: CHANGES.get(field, 0.0)})
+    assert (V.apply_view(images, u, FULL, 64) - V.apply_view(images, u, changed, 64)).abs().max() > 0.01
+
+
+def test_the_protocols_settings() -> None:
+    for size in (32, 64):
+        first, second = V.recipe("lump", size)
+        assert first == second and first.blur == (0.5 if size > 32 else 0.0)
+        assert (first.brightness, first.contrast, first.saturation, first.hue) == (0.4, 0.4, 0.4, 0.1)
+    assert [view.blur for view in V.recipe("cassle-barlow", 224)] == [1.0, 0.1]
+    assert [view.solarise for view in V.recipe("cassle-barlow", 224)] == [0.0, 0.2]
+    assert V.recipe("memory", 64)[0].mean == (0.4802, 0.4480, 0.3975)
+    assert V.recipe("memory", 32)[0].mean == (0.4914, 0.4822, 0.4465)
+
+
+# ---------------------------------------------------------------- evaluation, errors
+
+
+def test_normalise_crops_at_the_centre() -> None:
+    images = photos(3, 40, 37)
+    mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+    whole = (to_float(images) - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+    torch.testing.assert_close(V.normalise(torch.from_numpy(images), mean, std), whole)
+    centre = V.normalise(torch.from_numpy(images), mean, std, 32)
+    torch.testing.assert_close(centre, whole[:, :, 4:36, 2:34])  # (37 - 32) / 2 rounds to even, as torchvision's
+
+
+def test_normalise_enlarges_small_images_as_pillow_does() -> None:
+    images = photos(3, 8, 12)
+    ours = V.normalise(torch.from_numpy(images), (0.0,) * 3, (1.0,) * 3, 16)
+    for i in range(3):
+        picture = Image.fromarray(images[i]).resize((24, 16), Image.Resampling.BILINEAR).crop((4, 0, 20, 16))
+        torch.testing.assert_close(ours[i], from_pil(picture), atol=1.25 * LEVEL, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"flip": 1.5}, "flip is a probability"),
+        ({"crop_scale": (1.0, 0.2)}, "crop_scale is a range"),
+        ({"hue": 0.6}, "hue"),
+        ({"contrast": -0.1}, "contrast"),
+        ({"blur_kernel": 4}, "blur_kernel must be odd"),
+        ({"interpolation": "bicubik"}, "did you mean 'bicubic'"),
+    ],
+)
+def test_a_bad_recipe_says_what_is_wrong(fields: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        View(**fields)
+
+
+def test_errors_name_the_value() -> None:
+    images = torch.from_numpy(photos(2, 16))
+    with pytest.raises(UserError, match="did you mean 'lump'"):
+        V.recipe("lumpp", 32)
+    with pytest.raises(UserError, match="kernel of 41"):
+        V.apply_view(images, uniforms(2), View(blur=0.5, blur_kernel=41), 16)
+    with pytest.raises(UserError, match="padded by 2"):
+        V.apply_view(images, uniforms(2), View(padding=2), 32)
+    with pytest.raises(ValueError, match="2 views"):
+        V.make_views(images, drawn(2, 1), V.recipe("lump", 16), 16)
+    with pytest.raises(ValueError, match="uint8"):
+        V.apply_view(images.float(), uniforms(2), View(), 16)
