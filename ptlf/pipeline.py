@@ -162,7 +162,7 @@ class Run:
         line = {
             "task": index + 1,
             "epoch": epoch + 1,
-            "loss": result.losses,
+            "loss": {name: value if math.isfinite(value) else str(value) for name, value in result.losses.items()},
             "seconds": result.seconds,
             "views_per_second": result.views / result.seconds,
             "frozen": frozen,

@@ -21,7 +21,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     "digits": {
         "views": {"name": "digits", "memory": "digits"},
         "encoder": {"name": "resnet18-mini"},
-        "training": {"epochs": 20, "batch": 64, "lr": 0.12, "momentum": 0.9, "weight_decay": 5e-4},
+        "training": {"epochs": 30, "batch": 64, "lr": 0.3, "momentum": 0.9, "weight_decay": 5e-4},
         "memory": {"size": 64},
         "evaluation": {"knn_class": {"k": 20}},
     },
@@ -40,7 +40,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "lump": {"method": {"name": "lump"}},
     "ptlf": {"method": {"name": "lump"}, "freezing": {"policy": "correlation"}},
 }
-HEADS = {"digits": {"simsiam": {"projection": 256, "bottleneck": 64}, "barlow_twins": {"projection": 256}}}
+DIGITS: dict[str, dict[str, Any]] = {  # heads and rates for the small network, in place of OBJECTIVES
+    "simsiam": {"objective": {"projection": 256, "bottleneck": 64}},
+    "barlow_twins": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
+    "supervised": {"training": {"lr": 0.06}},
+}
 SUPERVISED_METHODS = ("finetune", "multitask")  # mixing images without mixing their labels makes no sense
 
 DEFAULT = "digits/simsiam/ptlf"
@@ -63,7 +67,5 @@ def recipe(name: str) -> Mapping[str, Any]:
         raise unknown("recipe", name, names())
     stream, objective, method = name.split("/")
     settings = merge(STREAMS[stream], {"recipe": name, "stream": {"name": stream}, "objective": {"name": objective}})
-    settings = merge(settings, {"objective": HEADS.get(stream, {}).get(objective, {})})
-    if stream != "digits":
-        settings = merge(settings, OBJECTIVES[objective])
+    settings = merge(settings, (DIGITS if stream == "digits" else OBJECTIVES)[objective])
     return merge(settings, METHODS[method])

@@ -128,12 +128,14 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over` on top, key by key. A section that changes its `name` starts afresh."""
+    """`base` with the values of `over` on top, key by key. A section whose `name` changes starts afresh."""
     merged = dict(base)
     for name, value in over.items():
         old = merged.get(name)
-        renamed = isinstance(value, Mapping) and isinstance(old, Mapping) and value.get("name", old.get("name")) != old.get("name")
-        merged[name] = merge(old, value) if isinstance(value, Mapping) and isinstance(old, Mapping) and not renamed else value
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            renamed = "name" in old and "name" in value and old["name"] != value["name"]
+            value = dict(value) if renamed else merge(old, value)
+        merged[name] = value
     return merged
 
 

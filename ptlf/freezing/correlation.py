@@ -70,9 +70,8 @@ def correlation_ratios(
         for together in passes(units):
             grams = replay_grams(module, together, replay, chunk)
             for unit in together:
-                basis = leading_eigenvectors(grams.pop(unit.name), threshold)
-                ratios[unit.name] = projection_ratio(gradients.pop(unit.name), basis)
-                del basis  # (m x k), before the next pass allocates
+                gradient, basis = gradients.pop(unit.name), leading_eigenvectors(grams.pop(unit.name), threshold)
+                ratios[unit.name] = projection_ratio(gradient, basis)
     return ratios
 
 
@@ -190,11 +189,11 @@ def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
     """
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(-1), vectors.flip(-1)  # now descending
-    noise = values[..., :1] * values.shape[-1] * torch.finfo(values.dtype).eps
-    sums = torch.where(values > noise, values, 0).cumsum(-1)
+    sums = values.clamp(min=0).cumsum(-1)
     before = F.pad(sums[..., :-1], (1, 0))  # energy without this eigenvector
-    # The slack lets an energy that equals the threshold but for rounding count as reached.
-    wanted = before < threshold * (1 - 1e-12) * sums[..., -1:]
+    # The slack, above the rounding of a few thousand eigenvalues, lets an energy equal to the threshold reach it, and
+    # keeps a threshold of 1 from asking for the null space.
+    wanted = before < threshold * (1 - 1e-11) * sums[..., -1:]
     k = int(wanted.sum(-1).max())
     return vectors[..., :k] * wanted[..., None, :k]
 

@@ -113,7 +113,7 @@ def pack(mask: Tensor) -> Tensor:
     flat = (mask.permute(0, 2, 3, 1) if is_channels_last(mask) else mask).reshape(-1)
     if flat.numel() % 8:
         flat = F.pad(flat, (0, -flat.numel() % 8))
-    return (flat.view(8, -1).to(torch.uint8) << _shifts(mask.device)).sum(0, dtype=torch.uint8)
+    return (flat.view(8, flat.numel() // 8).to(torch.uint8) << _shifts(mask.device)).sum(0, dtype=torch.uint8)
 
 
 def unpack(bits: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:

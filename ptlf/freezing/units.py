@@ -6,6 +6,7 @@ A unit is a convolution or linear layer with the norm that directly consumes its
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -183,7 +184,9 @@ def _run(module: nn.Module, example: Any) -> tuple[_Record, Any]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(saved_tensors_hooks(record.keep, lambda tensor: tensor))
+        # The graph holds the hooks and the record holds the graph: a weak reference lets both go.
+        weak = weakref.proxy(record)
+        stack.enter_context(saved_tensors_hooks(lambda tensor: weak.keep(tensor), lambda tensor: tensor))
         return record, module(*args, **kwargs)
 
 

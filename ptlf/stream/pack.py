@@ -99,8 +99,12 @@ def open_pack(root: Path, name: str) -> Pack:
     return pack
 
 
-def list_packs(root: Path) -> list[str]:
-    root = Path(root)
+def list_packs(root: Path) -> list[Pack]:
+    """All packed sets below `root`, by name; their files are not looked at."""
+    return [read_manifest(Path(root), name) for name in pack_names(Path(root))]
+
+
+def pack_names(root: Path) -> list[str]:
     if not root.is_dir():
         return []
     found = [folder.name for folder in root.iterdir() if not folder.name.startswith(".")]
@@ -128,7 +132,7 @@ def read_manifest(root: Path, name: str) -> Pack:
     check_name(name)
     file = root / name / "pack.json"
     if not file.is_file():
-        there = ", ".join(list_packs(root)) or "nothing"
+        there = ", ".join(pack_names(root)) or "nothing"
         raise UserError(f"no packed data set {name!r} in {root} (there: {there}); {way_out(name, overwrite=False)}")
     try:
         return parse_manifest(file)
@@ -192,7 +196,7 @@ def way_out(name: str, overwrite: bool = True) -> str:
     flag = " --overwrite" if overwrite else ""
     if name in SOURCES:
         return f"run `ptlf data get {name}{flag}`"
-    return f"run `ptlf data pack FOLDER --name {name}{flag}`"
+    return f"run `ptlf data pack FOLDER --name {name} --size PIXELS{flag}`"
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -416,9 +420,11 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename or path
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"no space left on {where}; free some, or choose another place with PTLF_DATA") from error
+            raise UserError(f"no space left on {where}; free some, or choose another place with --data-root") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"no permission for {where}; change it, or choose another place with PTLF_DATA") from error
+            raise UserError(
+                f"no permission for {where}; change it, or choose another place with --data-root"
+            ) from error
         raise UserError(f"{where}: {error.strerror or error}") from error
 
 

@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from ptlf.settings import key
 
+
 @dataclass
 class OptimizerConfig:
     optimizer: str = key("sgd", "update rule, one for the whole stream", choices=("sgd", "lars"))

@@ -117,6 +117,21 @@ def test_cost_aware_closes_a_gap_that_ends_many_input_gradients():
     assert Correlation().choose(1, ["a", "d"], ["b", "c"], context) == ["d"]
 
 
+def test_cost_aware_counts_what_is_frozen_already():
+    # With a and b frozen, c lengthens the prefix and outweighs d's higher ratio; with nothing frozen it does not.
+    context = Context(UNITS, {"a": 0.0, "b": 0.0, "c": 0.9, "d": 0.91}, even())
+    assert CostAware().choose(1, ["c", "d"], ["a", "b"], context) == ["c"]
+    assert CostAware().choose(1, UNITS, [], context) == ["d"]
+
+
+def test_cost_aware_takes_a_difference_by_rounding_for_a_tie():
+    # (0.2 + 0.1) + 0.3 is larger than (0.3 + 0.2) + 0.1 in floating point, and would put e before b.
+    units = ["a", "b", "c", "d", "e"]
+    savings = {name: Saving(cost, 0.0, 0) for name, cost in zip(units, [0.1, 0.3, 0.2, 0.1, 0.3], strict=True)}
+    context = Context(units, {"a": 0.0, "b": 1.0, "e": 1.0}, savings)
+    assert CostAware().choose(1, ["a", "b", "e"], ["c", "d"], context) == ["b"]
+
+
 def test_cost_aware_with_equal_savings_is_correlation():
     equal = dict.fromkeys(UNITS, Saving(1.0, 0.0, 1))
     for values in itertools.product([0.0, 0.5, 0.9, 0.91], repeat=4):

@@ -74,7 +74,7 @@ def test_arrays_and_streams_give_the_same_files(tmp_path: Path) -> None:
     assert whole.splits == streamed.splits
     assert np.array_equal(streamed.images("train"), images) and isinstance(streamed.images("train"), np.memmap)
     assert np.array_equal(streamed.labels("train"), labels) and streamed.labels("train").dtype == np.int64
-    assert list_packs(tmp_path) == ["streamed", "whole"] and verify_pack(tmp_path, "whole", progress=False) == []
+    assert list_packs(tmp_path) == [streamed, whole] and verify_pack(tmp_path, "whole", progress=False) == []
     with pytest.raises(UserError, match="no split 'test'"):
         whole.images("test")
 
@@ -201,7 +201,7 @@ def test_missing_file_and_missing_set(tmp_path: Path) -> None:
     (small_pack(tmp_path).path / "train_labels.npy").unlink()
     with pytest.raises(UserError, match=r"train_labels.npy is missing"):
         open_pack(tmp_path, "set")
-    with pytest.raises(UserError, match=r"'flowers'.*there: set.*ptlf data pack FOLDER --name flowers`"):
+    with pytest.raises(UserError, match=r"'flowers'.*there: set.*ptlf data pack FOLDER --name flowers --size PIXELS`"):
         open_pack(tmp_path, "flowers")
     with pytest.raises(UserError, match=r"there: nothing.*ptlf data get cifar10`"):
         open_pack(tmp_path / "nowhere", "cifar10")

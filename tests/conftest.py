@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ptlf.config import Config, from_dict
+from ptlf.recipes import recipe
+from ptlf.settings import merge, nested
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tests are small: more threads only get in each other's way."""
+    torch.set_num_threads(1)
+
+
+def tiny_encoder() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+def tiny_config(name: str = "digits/simsiam/finetune", **dotted: Any) -> Config:
+    """Two tasks of the digits, two epochs, a network of three convolutions; `training__epochs=1` overrides."""
+    small = {
+        "stream.groups": [[0, 1], [2, 3]],
+        "encoder.name": "conftest:tiny_encoder",
+        "training.epochs": 2,
+        "training.batch": 128,
+        "device": "cpu",
+    }
+    overrides: dict[str, Any] = {}
+    for key, value in {**small, **{key.replace("__", "."): value for key, value in dotted.items()}}.items():
+        overrides = merge(overrides, nested(key, value))
+    return from_dict(merge(recipe(name), overrides))
+
+
+@pytest.fixture
+def tiny() -> Callable[..., Config]:
+    return tiny_config

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ptlf.encoders import ENCODERS, feature_dim
+from ptlf.encoders.resnet import BasicBlock, ResNet
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_images_to_vectors(name: str) -> None:
+    encoder = ENCODERS[name]().eval()
+    size = 64 if name.endswith("imagenet") else 16
+    with torch.no_grad():
+        assert encoder(torch.randn(1, 3, size, size)).shape == (1, feature_dim(encoder, size))
+
+
+def test_cifar_resnet18_is_the_protocols() -> None:
+    encoder = ENCODERS["resnet18"]()
+    assert sum(p.numel() for p in encoder.parameters()) == 11_168_832
+    assert feature_dim(encoder, 32) == 512
+    assert (encoder.conv1.kernel_size, encoder.conv1.stride) == ((3, 3), (1, 1))
+    assert sum(isinstance(m, nn.Conv2d) for m in encoder.modules()) == 20
+    seen = []
+    encoder.stages[3].register_forward_hook(lambda m, i, o: seen.append(o.shape))
+    encoder(torch.zeros(2, 3, 32, 32))
+    assert seen == [(2, 512, 4, 4)]
+    fan_out = 128 * 9
+    std = encoder.stages[1][1].conv1.weight.std().item()
+    assert std == pytest.approx((2 / fan_out) ** 0.5, rel=0.02)
+
+
+def test_imagenet_stem_divides_by_four_before_the_stages() -> None:
+    encoder = ENCODERS["resnet18-imagenet"]()
+    seen = []
+    encoder.stages.register_forward_pre_hook(lambda m, i: seen.append(i[0].shape))
+    encoder(torch.zeros(2, 3, 64, 64))
+    assert seen == [(2, 64, 16, 16)]
+    assert sum(p.numel() for p in encoder.parameters()) == 11_176_512  # torchvision's resnet18 without its classifier
+
+
+def test_unknown_stem_is_refused() -> None:
+    with pytest.raises(ValueError, match="stem must be 'cifar' or 'imagenet', not 'tiny'"):
+        ResNet(BasicBlock, (1,), stem="tiny")
+
+
+def test_feature_dim_of_any_module() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert feature_dim(module, 8) == 5
+    assert module.training
+    with pytest.raises(ValueError, match="must map images to vectors"):
+        feature_dim(nn.Conv2d(3, 5, 3), 8)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ptlf.errors import UserError
+from ptlf.evaluation import knn_accuracy, knn_predict
+
+
+def naive(bank, labels, queries, k, temperature, classes):
+    """One query at a time, in Python floats."""
+    found = []
+    for query in queries:
+        similar = []
+        for vector, label in zip(bank, labels, strict=True):
+            cosine = float(np.dot(query, vector) / (np.linalg.norm(query) * np.linalg.norm(vector)))
+            similar.append((cosine, int(label)))
+        votes = [0.0] * classes
+        for cosine, label in sorted(similar, reverse=True)[:k]:
+            votes[label] += math.exp(cosine / temperature)
+        found.append(votes)
+    return np.array(found)
+
+
+@pytest.mark.parametrize(("k", "temperature", "chunk"), [(1, 0.1, 7), (5, 0.1, 1000), (20, 0.5, 3), (60, 0.07, 8)])
+def test_agrees_with_a_naive_loop(k: int, temperature: float, chunk: int) -> None:
+    rng = np.random.default_rng(k)
+    bank, queries = rng.normal(size=(60, 9)), rng.normal(size=(31, 9))
+    labels, truth = rng.integers(0, 4, 60), rng.integers(0, 4, 31)
+    votes = naive(bank, labels, queries, k, temperature, 4)
+    tensors = [torch.from_numpy(array) for array in (bank, labels, queries, truth)]
+    settings = {"k": k, "temperature": temperature, "classes": 4, "chunk": chunk}
+    assert knn_predict(*tensors[:3], **settings).tolist() == votes.argmax(1).tolist()
+    expected = 100 * float((votes.argmax(1) == truth).mean())
+    assert knn_accuracy(*tensors, **settings) == pytest.approx(expected, abs=1e-6)
+
+
+def test_k_must_fit_in_the_bank() -> None:
+    with pytest.raises(UserError, match="k is 4, but the kNN bank holds 3 images"):
+        knn_predict(torch.ones(3, 2), torch.zeros(3, dtype=torch.long), torch.ones(1, 2), k=4, temperature=1, classes=1)

@@ -1,0 +1,449 @@
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptlf.encoders.resnet import BasicBlock, ResNet
+from ptlf.freezing.freezer import Freezer
+from ptlf.training.optimizer import LARS
+
+SOME = ("stages.0.0.conv2", "stages.1.0.conv1", "stages.1.0.shortcut.0")
+
+
+def small(seed: int = 0) -> ResNet:
+    """Six units; statistics as if trained, so that folding has something to fold."""
+    torch.manual_seed(seed)
+    return seasoned(ResNet(BasicBlock, (1, 1), width=8))
+
+
+def seasoned(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, std=0.1)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, std=0.1)
+    return model
+
+
+def images(batch: int = 4, size: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(batch, 3, size, size, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss_of(model, x).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def frozen_keys(freezer: Freezer) -> set[str]:
+    keys = set()
+    for unit in freezer.units:
+        if unit.name in freezer.frozen:
+            keys |= {f"{unit.name}.{key}" for key in unit.layer.state_dict()}
+            keys |= {f"{unit.norm_name}.{key}" for key in unit.norm.state_dict()} if unit.norm is not None else set()
+    return keys
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01, foreach=False),
+    "sgd foreach": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01, foreach=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
+    "lars": lambda p: LARS(p, 0.05, momentum=0.9, weight_decay=0.01, decay_vectors=True),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_statistics": True}, {"save_memory": False}], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_frozen_units_do_not_move_by_a_bit_and_the_others_do(optimizer, options):
+    model, x = small(), images()
+    steps = OPTIMIZERS[optimizer](model.parameters())
+    freezer = Freezer(model, steps, **options)
+    groups = [list(group["params"]) for group in steps.param_groups]
+
+    def train(count: int) -> None:
+        for step in range(count):
+            model.train(step % 10 != 9)  # also out of and back into train mode
+            steps.zero_grad(set_to_none=step % 2 == 0)
+            loss_of(model, x).backward()
+            steps.step()
+
+    train(5)  # momentum for all
+    loss_of(model, x).backward()  # a gradient half accumulated
+    freezer.freeze(SOME)
+    before = snapshot(model)
+    train(100)
+    after, held = snapshot(model), frozen_keys(freezer)
+    assert len(held) == 3 * 6
+    for key in after:
+        assert torch.equal(after[key], before[key]) == (key in held), key
+    assert all(p not in steps.state and p.grad is None for u in freezer.units if u.name in SOME for p in u.parameters())
+    assert [[id(p) for p in group["params"]] for group in steps.param_groups] == [[id(p) for p in g] for g in groups]
+
+
+def plainly_frozen(model: nn.Module, units: list, names: set[str]) -> None:
+    """The reference: what plain PyTorch offers."""
+    model.train().requires_grad_(True)
+    for unit in units:
+        if unit.name in names:
+            unit.layer.requires_grad_(False)
+            unit.norm.requires_grad_(False).eval()
+
+
+def test_gradients_equal_plain_pytorch_for_fifty_sets_of_resnet18():
+    torch.manual_seed(0)
+    model = seasoned(ResNet(BasicBlock, (2, 2, 2, 2))).double()
+    x, generator = images(2, 16, torch.float64), random.Random(0)
+    freezer = Freezer(model)
+    names = [unit.name for unit in freezer.units]
+    for _ in range(50):
+        chosen = set(generator.sample(names, generator.randint(1, 19)))
+        plainly_frozen(model, freezer.units, chosen)
+        expected = gradients(model, x)
+        model.train().requires_grad_(True)
+        freezer.freeze(chosen)
+        found = gradients(model, x)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+        freezer.thaw()
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_statistics": True}, {"save_memory": False}], ids=str)
+def test_eval_mode_gives_the_same_features(options):
+    model, x = small().eval(), images()
+    expected = model(x)
+    freezer = Freezer(model, **options)
+    freezer.freeze([unit.name for unit in freezer.units])
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_batch_statistics_normalise_by_the_batch():
+    model, x = small(), images()
+    expected = copy.deepcopy(model)(x)  # train mode
+    freezer = Freezer(model, batch_statistics=True)
+    freezer.freeze(SOME)
+    torch.testing.assert_close(model(x), expected)
+    freezer.thaw()
+    before = model.stages[1][0].bn1.num_batches_tracked.clone()
+    model(x)
+    assert model.stages[1][0].bn1.num_batches_tracked == before + 1
+
+
+def test_running_statistics_are_used_in_train_mode():
+    model, x = small(), images()
+    freezer = Freezer(model)
+    freezer.freeze([unit.name for unit in freezer.units])
+    torch.testing.assert_close(model.train()(x), model.eval()(x))
+
+
+def test_a_frozen_prefix_has_no_graph():
+    model, x = small(), images()
+    seen = []
+    model.stages[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    freezer = Freezer(model)
+    freezer.freeze(["conv1", "stages.0.0.conv1", "stages.0.0.conv2"])
+    seen.clear()
+    assert model(x).requires_grad
+    assert not seen[0].requires_grad
+
+
+def test_state_dict_never_changes():
+    model = small()
+    before, freezer = snapshot(model), Freezer(model)
+    freezer.freeze(SOME)
+    assert equal(before, snapshot(model))
+    freezer.thaw()
+    assert equal(before, snapshot(model))
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_thawed_trains_as_if_never_frozen():
+    def train(model: nn.Module) -> dict[str, Tensor]:
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model, images()).backward()
+            optimizer.step()
+        return snapshot(model)
+
+    never, once = small(), small()
+    freezer = Freezer(once)
+    freezer.freeze(SOME)
+    loss_of(once.eval(), images())
+    once.train()
+    freezer.thaw()
+    assert equal(train(never), train(once))
+
+
+def test_thaw_leaves_what_was_not_trainable_before():
+    model = small()
+    model.conv1.weight.requires_grad_(False)
+    freezer = Freezer(model)
+    freezer.freeze(["conv1", *SOME])
+    freezer.thaw()
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["conv1.weight"]
+
+
+def test_freeze_adds_repeats_are_harmless_and_order_is_the_datas():
+    freezer = Freezer(small())
+    freezer.freeze(SOME[::-1])
+    freezer.freeze([SOME[0]])
+    freezer.freeze("conv1")
+    assert freezer.frozen == ("conv1", *SOME)
+    freezer.thaw()
+    freezer.thaw()
+    assert freezer.frozen == ()
+
+
+def test_an_unknown_name_says_what_is_near_and_freezes_nothing():
+    freezer = Freezer(small())
+    with pytest.raises(ValueError, match=r"did you mean 'stages\.0\.0\.conv2'"):
+        freezer.freeze(["conv1", "stages.0.0.conv22"])
+    assert freezer.frozen == ()
+
+
+def test_state_of_the_freezer_round_trips():
+    first, second = Freezer(small()), Freezer(small())
+    first.freeze(SOME)
+    second.freeze(["conv1"])
+    second.load_state_dict(first.state_dict())
+    assert second.frozen == SOME
+    assert not second.module.stages[0][0].conv2.weight.requires_grad and second.module.conv1.weight.requires_grad
+
+
+def test_only_the_given_units_can_freeze():
+    model = small()
+    units = Freezer(model).units[:2]
+    freezer = Freezer(model, units=units)
+    freezer.freeze([units[1].name])
+    assert freezer.frozen == (units[1].name,)
+    with pytest.raises(ValueError, match="unknown unit"):
+        freezer.freeze([SOME[1]])
+
+
+def test_a_second_freezer_on_a_frozen_module_is_refused():
+    model = small()
+    Freezer(model).freeze(SOME)
+    with pytest.raises(ValueError, match="another Freezer"):
+        Freezer(model)
+
+
+def test_weights_loaded_into_a_frozen_module_count():
+    model, other, x = small(0), small(1).eval(), images()
+    freezer = Freezer(model)
+    freezer.freeze(SOME)
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(model.eval()(x), other(x))
+
+
+def test_a_deep_copy_is_independent_of_the_original():
+    model, x = small(), images()
+    freezer = Freezer(model)
+    freezer.freeze(SOME)
+    twin = copy.deepcopy(model).eval()
+    before = twin(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert torch.equal(twin(x), before)
+    with torch.no_grad():  # as a momentum encoder does
+        for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs)
+    torch.testing.assert_close(twin(x), model.eval()(x))
+    freezer.thaw()
+    assert not twin.stages[0][0].conv2.weight.requires_grad
+
+
+def test_a_deep_copy_with_its_freezer_can_thaw():
+    model, x = small(), images()
+    freezer = Freezer(model)
+    freezer.freeze(SOME)
+    twin, twin_freezer = copy.deepcopy((model, freezer))
+    twin_freezer.thaw()
+    assert twin_freezer.module is twin and freezer.frozen == SOME
+    assert all(p.requires_grad for p in twin.parameters())
+    torch.testing.assert_close(twin.eval()(x), model.eval()(x))
+
+
+def test_a_frozen_module_pickles():
+    model, x = small().eval(), images()
+    Freezer(model).freeze(SOME)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+def test_channels_last_gives_the_same_gradients():
+    model, x = small().double(), images(dtype=torch.float64)
+    Freezer(model).freeze(SOME)
+    expected = gradients(model, x)
+    found = gradients(model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+
+
+def test_autocast_is_as_near_the_exact_gradients_as_plain_freezing():
+    def run(save_memory: bool, exact: bool = False) -> dict[str, Tensor]:
+        model, x = small(), images(8, 16)
+        Freezer(model, save_memory=save_memory).freeze(SOME)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not exact):
+            loss = loss_of(model.double(), x.double()) if exact else loss_of(model, x)
+        loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    found, plain, exact = run(True), run(False), run(False, exact=True)
+    assert found.keys() == exact.keys()
+    for name, value in exact.items():
+        assert found[name].dtype == torch.float32
+        assert (found[name] - value).norm() <= 1.5 * (plain[name] - value).norm() + 1e-3 * value.norm(), name
+
+
+def test_moving_to_another_dtype_while_frozen():
+    model, x = small().eval(), images()
+    freezer = Freezer(model)
+    freezer.freeze(SOME)
+    frozen = model.double()(x.double())
+    freezer.thaw()
+    torch.testing.assert_close(frozen, model(x.double()))
+
+
+def against_plain(model: nn.Module, x: Tensor, names: list[str] | None = None, example: object = None) -> None:
+    """Outputs and gradients with the kernels against those without."""
+    twin = copy.deepcopy(model)
+    results = []
+    for copy_, save_memory in ((model, True), (twin, False)):
+        freezer = Freezer(copy_, example=example, save_memory=save_memory)
+        freezer.freeze([unit.name for unit in freezer.units] if names is None else names)
+        y = x.clone().requires_grad_()
+        output = copy_(y)
+        output.square().sum().backward()
+        grads = {name: p.grad for name, p in copy_.named_parameters() if p.grad is not None}
+        results.append((output.detach(), y.grad, grads))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-10)
+
+
+def test_linear_layers_with_batch_norm_layer_norm_and_none():
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()]
+    model = seasoned(nn.Sequential(*layers, nn.Linear(8, 4))).double()
+    for names in (None, ["0"], ["3"], ["6"], ["0", "6"]):
+        against_plain(copy.deepcopy(model), torch.randn(5, 6, dtype=torch.float64), names)
+
+
+def test_group_norm_in_place_relus_strides_groups_and_dilation():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, bias=True),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, groups=4, dilation=2, padding=2),
+        nn.BatchNorm2d(8, affine=False),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 4, 1),
+        nn.BatchNorm2d(4, track_running_stats=False),
+    ).double()
+    for names in (None, ["0", "3"], ["3", "6"], ["6"]):
+        against_plain(copy.deepcopy(model), images(2, 12, torch.float64), names)
+
+
+class Odd(nn.Module):
+    """Norms that must not be folded: one with an activation inside, one fed by two layers, one beside another user."""
+
+    class ActiveNorm(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.relu(super().forward(input))
+
+    class Standardised(nn.Conv2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.conv2d(input, self.weight - self.weight.mean(), self.bias)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.active = nn.Conv2d(3, 4, 3), self.ActiveNorm(4)
+        self.second, self.third, self.shared = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.fourth, self.beside = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.own, self.last = self.Standardised(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.active(self.first(x))
+        x = self.shared(self.second(x)) * self.shared(self.third(x))
+        y = self.fourth(x)
+        return self.last(self.own(self.beside(y) + y))
+
+
+def test_what_cannot_be_folded_is_still_right():
+    torch.manual_seed(0)
+    model = seasoned(Odd()).double()
+    for names in (None, ["first"], ["second"], ["third"], ["fourth", "own"]):
+        against_plain(copy.deepcopy(model), images(2, 8, torch.float64), names)
+
+
+def test_transformers_models_freeze():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    vit = transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=16, patch_size=8), add_pooling_layer=False)
+    resnet = transformers.ResNetModel(
+        transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    )
+    for inner, size in ((vit, 16), (resnet, 32)):
+
+        class Last(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(x).last_hidden_state
+
+        model = seasoned(Last(inner.train())).double()
+        x = images(2, size, torch.float64)
+        freezer = Freezer(model, example=x)
+        for names in (None, [unit.name for unit in freezer.units][1::2]):
+            against_plain(copy.deepcopy(model), x, names, example=x)
+
+
+def test_masks_come_only_where_no_trainable_layer_keeps_the_output():
+    model = small()
+    freezer = Freezer(model)
+
+    def masked() -> list[str]:
+        return [name for name, m in model.named_modules() if isinstance(m, nn.ReLU) and "forward" in m.__dict__]
+
+    freezer.freeze(["stages.1.0.conv1"])
+    assert masked() == ["stages.1.0.relu2"]  # feeds the average pool; the shortcut still keeps stages.0.0.relu2
+    freezer.freeze(["stages.1.0.shortcut.0"])
+    assert masked() == ["stages.0.0.relu2", "stages.1.0.relu2"]
+    freezer.thaw()
+    assert masked() == []
+
+
+def test_compiles_without_a_graph_break():
+    model, x = small(), images()
+    Freezer(model).freeze(SOME)
+    expected = gradients(model, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    found = gradients(compiled, x)
+    assert {name.removeprefix("_orig_mod."): value.shape for name, value in found.items()} == {
+        name: value.shape for name, value in expected.items()
+    }
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name.removeprefix("_orig_mod.")])

@@ -1,0 +1,204 @@
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ptlf.freezing.kernels import FrozenLayer, MaskedReLU, fold, frozen_conv2d, masked_relu, pack, unpack
+from ptlf.training.cost import kept_bytes
+
+FORMATS = [torch.contiguous_format, torch.channels_last]
+CONVOLUTIONS = [
+    {"kernel_size": 3, "padding": 1},
+    {"kernel_size": 1},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": (3, 5), "stride": (3, 2), "padding": (0, 2), "bias": False},
+    {"kernel_size": 3, "dilation": 2, "padding": 2, "groups": 2},
+    {"kernel_size": 3, "groups": 4, "stride": 2},
+    {"kernel_size": 7, "stride": 4, "padding": 3},
+    {"kernel_size": 1, "stride": 3},
+    {"kernel_size": 4, "padding": "same"},
+    {"kernel_size": 3, "padding": "valid"},
+    {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
+]
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("arguments", CONVOLUTIONS, ids=str)
+def test_frozen_convolution_equals_pytorch(arguments, memory_format):
+    torch.manual_seed(0)
+    layer = frozen(nn.Conv2d(4, 8, **arguments).double()).to(memory_format=memory_format)
+    for height, width in itertools.product((9, 10, 11), (12, 13)):
+        x = torch.randn(2, 4, height, width, dtype=torch.float64).to(memory_format=memory_format).requires_grad_()
+        ours, reference = FrozenLayer(layer)(x), layer(x)
+        upstream = torch.randn_like(reference)
+        (gradient,) = torch.autograd.grad(ours, x, upstream)
+        (expected,) = torch.autograd.grad(reference, x, upstream)
+        torch.testing.assert_close(ours, reference, rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+
+
+def test_layout_of_the_gradient_follows_the_input():
+    for memory_format in FORMATS:
+        layer = frozen(nn.Conv2d(4, 8, 3, padding=1))  # the weight stays NCHW
+        x = torch.randn(2, 4, 8, 8).to(memory_format=memory_format).requires_grad_()
+        y = masked_relu(FrozenLayer(layer)(x))
+        (gradient,) = torch.autograd.grad(y, x, torch.randn_like(y))
+        assert y.is_contiguous(memory_format=memory_format)
+        assert gradient.is_contiguous(memory_format=memory_format)
+
+
+def test_one_image_without_a_batch():
+    layer, x = frozen(nn.Conv2d(3, 4, 3)), torch.randn(3, 8, 8)
+    torch.testing.assert_close(FrozenLayer(layer)(x), layer(x))
+
+
+def test_frozen_convolution_passes_gradcheck_twice():
+    x = torch.randn(1, 2, 5, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 1, 3, 3, dtype=torch.float64)
+
+    def function(x):
+        return frozen_conv2d(x, weight, None, (2, 2), (1, 1), (1, 1), 2)
+
+    assert torch.autograd.gradcheck(function, x)
+    assert torch.autograd.gradgradcheck(function, x)
+
+
+def test_frozen_convolution_keeps_its_weight_alone():
+    layer = frozen(nn.Conv2d(4, 8, 3))
+    x = torch.randn(2, 4, 16, 16, requires_grad=True)
+    assert kept_bytes(lambda: layer(x), layer.parameters()) == x.numel() * 4
+    assert kept_bytes(lambda: FrozenLayer(layer)(x)) == layer.weight.numel() * 4
+    assert kept_bytes(lambda: FrozenLayer(layer)(x), layer.parameters()) == 0
+
+
+def test_without_a_gradient_to_pass_on_there_is_no_graph():
+    layer = frozen(nn.Conv2d(3, 4, 3))
+    assert not masked_relu(FrozenLayer(layer)(torch.randn(1, 3, 8, 8))).requires_grad
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast_like_pytorch(backward_inside):
+    layer = frozen(nn.Conv2d(4, 8, 3))
+    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+
+    def run(forward):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = forward(x)
+            if backward_inside:
+                return y, torch.autograd.grad(y.float().square().sum(), x)[0]
+        return y, torch.autograd.grad(y.float().square().sum(), x)[0]
+
+    (y, gradient), (reference, expected) = run(FrozenLayer(layer)), run(layer)
+    assert y.dtype == torch.bfloat16 and gradient.dtype == torch.float32
+    torch.testing.assert_close(y, reference)
+    torch.testing.assert_close(gradient, expected, rtol=0.02, atol=0.02)
+
+
+def test_autocast_leaves_double_alone_like_pytorch():
+    layer = frozen(nn.Conv2d(4, 8, 3).double())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert FrozenLayer(layer)(torch.randn(2, 4, 8, 8, dtype=torch.float64)).dtype == torch.float64
+
+
+def random_norm(norm):
+    for tensor in (norm.running_mean, norm.weight, norm.bias):
+        if tensor is not None:
+            nn.init.normal_(tensor)
+    nn.init.uniform_(norm.running_var, 0.5, 2)
+    return norm.eval().double()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("kind", ["convolution", "linear"])
+def test_fold_is_layer_then_norm(kind, affine, bias):
+    torch.manual_seed(0)
+    if kind == "convolution":
+        layer, x = nn.Conv2d(4, 6, 3, groups=2, bias=bias), torch.randn(2, 4, 8, 8)
+        norm = random_norm(nn.BatchNorm2d(6, affine=affine))
+    else:
+        layer, x = nn.Linear(4, 6, bias=bias), torch.randn(5, 4)
+        norm = random_norm(nn.BatchNorm1d(6, affine=affine))
+    layer, x = frozen(layer.double()), x.double()
+    torch.testing.assert_close(FrozenLayer(layer, norm)(x), norm(layer(x)), rtol=0, atol=1e-12)
+
+
+def test_fold_keeps_the_weights_dtype_and_layout():
+    layer = nn.Conv2d(4, 6, 3).to(torch.bfloat16).to(memory_format=torch.channels_last)
+    weight, bias = fold(layer, nn.BatchNorm2d(6))
+    assert weight.dtype == bias.dtype == torch.bfloat16
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_folded_layer_follows_its_sources_and_keeps_its_memory():
+    layer, norm = frozen(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4).eval()
+    override, x = FrozenLayer(layer, norm), torch.randn(2, 3, 8, 8)
+    address = override.weight.data_ptr()
+    for change in (
+        lambda: layer.load_state_dict(nn.Conv2d(3, 4, 3).state_dict()),
+        lambda: norm.running_mean.add_(1),
+        lambda: norm.running_var.mul_(2),
+        lambda: setattr(norm.weight, "data", torch.rand(4)),
+    ):
+        with torch.no_grad():
+            change()
+        torch.testing.assert_close(override(x), norm(layer(x)))
+    assert override.weight.data_ptr() == address
+    layer.double(), norm.double()
+    torch.testing.assert_close(override(x.double()), norm(layer(x.double())))
+
+
+@pytest.mark.parametrize("shape", [(1,), (8,), (5, 3), (2, 3, 5, 7), (0, 4), (2, 16, 8, 8), (1, 4, 1, 1)])
+def test_pack_and_unpack(shape):
+    mask = torch.rand(shape) > 0.5
+    bits = pack(mask)
+    assert bits.dtype == torch.uint8 and bits.numel() == (mask.numel() + 7) // 8
+    assert torch.equal(unpack(bits, mask.shape, channels_last=False), mask)
+    if mask.ndim == 4 and mask.shape[1] > 1 and mask.shape[2] > 1:
+        mask = mask.to(memory_format=torch.channels_last)
+        assert torch.equal(unpack(pack(mask), mask.shape, channels_last=True), mask)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_masked_relu_equals_relu_on_one_bit_per_element(memory_format):
+    base = torch.randn(2, 16, 4, 4).to(memory_format=memory_format)
+    base[0, 0, 0] = 0.0
+    x = base.requires_grad_()
+    y = masked_relu(x)
+    upstream = torch.randn_like(y)
+    assert torch.equal(y, F.relu(x))
+    (gradient,) = torch.autograd.grad(y, x, upstream)
+    assert torch.equal(gradient, torch.autograd.grad(F.relu(x), x, upstream)[0])
+    assert gradient.is_contiguous(memory_format=memory_format)
+    assert kept_bytes(lambda: masked_relu(x)) == x.numel() // 8
+    assert kept_bytes(lambda: F.relu(x)) == x.numel() * 4
+
+
+def test_masked_relu_of_an_expanded_or_transposed_tensor():
+    for view in (lambda t: t.t(), lambda t: t[:, :1].expand(-1, 5), lambda t: t[:, ::2]):
+        x = torch.randn(6, 7, requires_grad=True)
+        upstream = torch.randn_like(F.relu(view(x)))
+        (gradient,) = torch.autograd.grad(masked_relu(view(x)), x, upstream)
+        assert torch.equal(gradient, torch.autograd.grad(F.relu(view(x)), x, upstream)[0])
+
+
+def test_in_place_relu_stays_in_place():
+    x = torch.randn(4, 8, requires_grad=True)
+    for relu in (nn.ReLU(inplace=True), MaskedReLU(nn.ReLU(inplace=True))):
+        y = x * 1
+        z = relu(y)
+        assert z is y and torch.equal(z, F.relu(x))
+        (gradient,) = torch.autograd.grad((z + y).sum(), x)
+        assert torch.equal(gradient, 2.0 * (x > 0))
+
+
+def test_masked_relu_keeps_gradients_finite_where_the_upstream_is_not():
+    x = torch.tensor([-1.0, 1.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(masked_relu(x), x, torch.tensor([float("inf"), 2.0]))
+    assert gradient.tolist() == [0.0, 2.0]

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ptlf.batch import Batch
+from ptlf.methods import METHODS, Memory
+from ptlf.methods.lump import LumpConfig, beta
+from ptlf.views import UNIFORMS_PER_VIEW, apply_view, recipe
+
+VIEW = recipe("memory", 8)[0]
+
+
+def batch_of(numbers: list[int], size: int = 8) -> Batch:
+    """Images and second views filled with their number."""
+    values = torch.tensor(numbers)
+    images = values.to(torch.uint8)[:, None, None, None].expand(-1, size, size, 3).contiguous()
+    view = values.float()[:, None, None, None].expand(-1, 3, size, size)
+    return Batch(images, values * 0, torch.zeros(2, len(values), 1), views=[view * 0, view])
+
+
+def fill(memory: Memory, count: int, generator: torch.Generator, batch: int = 10) -> None:
+    for start in range(0, count, batch):
+        part = batch_of(list(range(start, min(start + batch, count))))
+        memory.add(part, memory.slots(len(part), generator))
+
+
+def test_reservoir_keeps_the_first_images_then_replaces_by_chance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    memory = Memory(20, 8, 8, VIEW)
+    fill(memory, 20, generator)
+    assert memory.stored()[:, 0, 0, 0].tolist() == list(range(20))
+    assert memory.views[:20, 0, 0, 0].tolist() == list(range(20))
+    fill(memory, 200, generator)
+    kept = memory.stored()[:, 0, 0, 0]
+    assert (memory.views[:20, 0, 0, 0] == kept).all()
+    assert len(memory) == 20
+    assert int(memory.seen) == memory.count == 220
+
+
+def test_reservoir_follows_the_sequential_algorithm() -> None:
+    """Slot decisions of whole batches against algorithm R, one image at a time, fed the same uniforms."""
+    memory = Memory(7, 8, 8, VIEW)
+    generator, twin = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    reservoir: list[int] = []
+    for start in range(0, 120, 12):
+        part = batch_of(list(range(start, start + 12)))
+        memory.add(part, memory.slots(12, generator))
+        for number, chance in zip(range(start, start + 12), torch.rand(12, generator=twin, dtype=torch.float64), strict=True):
+            if len(reservoir) < 7:
+                reservoir.append(number)
+            elif (slot := int(chance * (number + 1))) < 7:
+                reservoir[slot] = number
+    assert memory.stored()[:, 0, 0, 0].tolist() == reservoir
+
+
+def test_reservoir_is_uniform_over_everything_seen() -> None:
+    hits = np.zeros(100)
+    for seed in range(300):
+        memory = Memory(10, 8, 8, VIEW)
+        fill(memory, 100, torch.Generator().manual_seed(seed), batch=25)
+        hits[memory.stored()[:, 0, 0, 0].numpy()] += 1
+    assert abs(hits.mean() - 30) < 1e-9
+    assert hits.min() > 10  # 30 expected, deviation 5.2
+    assert hits.max() < 52
+
+
+def test_picks_are_without_replacement_and_repeat_only_when_short() -> None:
+    generator = torch.Generator().manual_seed(0)
+    memory = Memory(16, 8, 8, VIEW)
+    assert memory.picks(4, generator).tolist() == [16] * 4  # empty: the spare row
+    fill(memory, 6, generator, batch=6)
+    assert sorted(memory.picks(6, generator).tolist()) == list(range(6))
+    assert sorted(memory.picks(12, generator).tolist()) == sorted([*range(6), *range(6)])
+
+
+def test_state_carries_the_reservoir_on() -> None:
+    first, second = (Memory(20, 8, 8, VIEW) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    fill(first, 50, generator)
+    second.load_state_dict(first.state_dict())
+    assert second.count == 50
+    twin = torch.Generator()
+    twin.set_state(generator.get_state())
+    fill(first, 50, generator)
+    fill(second, 50, twin)
+    assert torch.equal(first.images[:20], second.images[:20])
+
+
+def lump(memory: Memory, **settings):
+    return METHODS["lump"](LumpConfig(**settings), memory, torch.Generator().manual_seed(0))
+
+
+def test_mixture_by_hand() -> None:
+    """View 1 with a fresh augmentation of the stored image, view 2 with the stored view, one lam for both."""
+    memory = Memory(8, 8, 8, VIEW)
+    fill(memory, 8, torch.Generator().manual_seed(0), batch=8)
+    method = lump(memory)
+    draws = method.draw(8)
+    assert sorted(draws["picks"].tolist()) == list(range(8))
+    assert draws["memory_uniforms"].shape == (8, UNIFORMS_PER_VIEW)
+    batch = batch_of(list(range(8)))
+    batch.views, batch.draws = list(torch.randn(2, 8, 3, 8, 8)), draws
+    one, two = method.mix(batch)
+    lam, picks = draws["lam"], draws["picks"]
+    assert 0 < lam < 1
+    fresh = apply_view(memory.images[picks], draws["memory_uniforms"], VIEW, 8)
+    torch.testing.assert_close(one, lam * batch.views[0] + (1 - lam) * fresh)
+    torch.testing.assert_close(two, lam * batch.views[1] + (1 - lam) * picks.float()[:, None, None, None])
+
+
+def test_first_step_and_unmixed_first_task_pass_views_through() -> None:
+    for method in (lump(Memory(8, 8, 8, VIEW)), lump(Memory(8, 8, 8, VIEW), mix_first_task=False)):
+        batch = batch_of(list(range(8)))
+        batch.views, batch.draws = list(torch.randn(2, 8, 3, 8, 8)), method.draw(8)
+        assert torch.equal(torch.stack(method.mix(batch)), torch.stack(batch.views))
+    fill(method.memory, 8, torch.Generator(), batch=8)
+    method.begin_task(0, None)
+    assert method.draw(8)["lam"] == 1
+    method.begin_task(1, None)
+    assert method.draw(8)["lam"] != 1
+
+
+def test_rehearsal_leaves_no_trace() -> None:
+    method = lump(Memory(8, 8, 8, VIEW))
+    with method.rehearsal():
+        inside = method.draw(4)
+    assert method.memory.count == 0
+    assert all(torch.equal(value, inside[name]) for name, value in method.draw(4).items())
+
+
+def test_beta_has_the_right_moments() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for alpha in (0.1, 0.4, 2.0):
+        draws = torch.stack([beta(alpha, generator) for _ in range(4000)]).double()
+        assert abs(draws.mean() - 0.5) < 0.03
+        assert abs(draws.var() - 1 / (4 * (2 * alpha + 1))) < 0.012
+        assert ((draws >= 0) & (draws <= 1)).all()

@@ -1,0 +1,163 @@
+"""Whole runs on two tiny tasks: every member of every registry, what a run leaves behind, repeatability."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from ptlf.config import from_dict, read_yaml
+from ptlf.errors import UserError
+from ptlf.freezing import POLICIES
+from ptlf.methods import METHODS
+from ptlf.objectives import OBJECTIVES
+from ptlf.pipeline import Run, evaluate_run
+from ptlf.stream.pack import pack_folder
+
+
+@pytest.mark.parametrize(
+    ("objective", "method", "policy"), list(itertools.product(OBJECTIVES, METHODS, POLICIES))
+)
+def test_every_combination_trains_two_tasks(tiny, objective: str, method: str, policy: str) -> None:
+    config = tiny(
+        f"digits/{objective}/finetune", method__name=method, freezing__policy=policy, training__epochs=2, freezing__final=0.67
+    )
+    if objective == "supervised" and method == "lump":
+        with pytest.raises(UserError, match="cannot be mixed"):
+            Run(config)
+        return
+    run = Run(config)
+    start = {name: value.clone() for name, value in run.model.encoder.state_dict().items()}
+    results = run.train()
+    assert results["status"] == "finished"
+    assert all(line["loss"]["ssl"] == line["loss"]["ssl"] for line in results["cost"]["per_epoch"])
+    assert any(not torch.equal(start[name], value) for name, value in run.model.encoder.state_dict().items())
+    rows = 1 if METHODS[method].joint else 2
+    for probe in ("knn_task", "knn_class"):
+        assert len(results["probes"][probe]["matrix"]) == rows
+        assert 0 < results["probes"][probe]["accuracy"] <= 100
+    frozen = [name for entry in results["freezing"] for name in entry["order"]]
+    assert len(frozen) == (0 if policy == "none" or METHODS[method].joint else 2)  # floor(0.67 * 3 units)
+
+
+def test_freezing_is_written_down_and_saves(tiny) -> None:
+    results = Run(tiny("digits/simsiam/ptlf", training__epochs=3, freezing__final=0.67)).train()
+    (entry,) = results["freezing"]
+    assert entry["task"] == 2
+    assert set(entry["ratios"]) == set(results["units"]) == {"0", "3", "6"}
+    assert all(0 <= ratio <= 1 for ratio in entry["ratios"].values())
+    by_ratio = sorted(entry["ratios"], key=lambda name: -entry["ratios"][name])
+    assert entry["order"] == by_ratio[:2]
+    assert [(event["epoch"], len(event["frozen"])) for event in entry["events"]] == [(2, 1), (3, 1)]
+    epochs = results["cost"]["per_epoch"]
+    assert [line["frozen"] for line in epochs] == [0, 0, 0, 0, 1, 2]
+    assert epochs[5]["backward_flops"] < epochs[4]["backward_flops"] < epochs[3]["backward_flops"]
+    assert epochs[5]["saved_activation_bytes"] < epochs[3]["saved_activation_bytes"]
+    assert results["cost"]["correlation_seconds"] > 0
+
+
+def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:
+    config = tiny("digits/simsiam/ptlf", training__epochs=3, freezing__final=0.67, freezing__update="per-epoch")
+    (entry,) = Run(config).train()["freezing"]
+    assert set(entry["ratios_by_epoch"]) == {"2", "3"}
+    assert len(entry["ratios_by_epoch"]["3"]) == 2  # the unit frozen in epoch 2 is not asked again
+
+
+def test_lump_and_ptlf_see_the_same_batches(tiny) -> None:
+    """Freezing draws from generators of its own: until it freezes something, nothing differs."""
+    lump = Run(tiny("digits/simsiam/lump", training__epochs=3)).train()
+    ptlf = Run(tiny("digits/simsiam/ptlf", training__epochs=3, freezing__final=0.34)).train()
+    losses = [[line["loss"]["ssl"] for line in r["cost"]["per_epoch"]] for r in (lump, ptlf)]
+    assert losses[0][:5] == losses[1][:5]
+    assert losses[0][5] != losses[1][5]
+
+
+def test_what_a_run_leaves_behind(tiny, tmp_path) -> None:
+    run = Run(tiny("digits/simsiam/lump"), tmp_path / "run")
+    returned = run.train()
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"config.yaml", "results.json", "metrics.jsonl", "encoder.safetensors"}
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results == json.loads(json.dumps(returned))
+    assert results["class_order"] == ["0", "1", "2", "3"]
+    assert results["config"]["method"] == {"name": "lump", "alpha": 0.4, "mix_first_task": True}
+    assert results["probes"]["knn_task"]["settings"]["k"] == "min(200, tasks seen)"
+    assert results["probes"]["knn_class"]["matrix"][0][1] is None
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["task"], line["epoch"]) for line in lines] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    saved = load_file(tmp_path / "run" / "encoder.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in run.model.encoder.state_dict().items())
+    config = from_dict(read_yaml(tmp_path / "run" / "config.yaml"))
+    assert config == run.config
+    probes, exams = evaluate_run(tmp_path / "run", config)
+    assert exams == ["0, 1", "2, 3"]
+    assert probes["knn_class"]["accuracy"] == results["probes"]["knn_class"]["accuracy"]
+    with pytest.raises(UserError, match="already holds a run"):
+        Run(run.config, tmp_path / "run").train()
+
+
+@pytest.mark.parametrize("name", ["digits/simsiam/ptlf", "digits/barlow_twins/finetune"])
+def test_the_same_seed_gives_the_same_bits(tiny, name: str) -> None:
+    runs = [Run(tiny(name, seed=seed)) for seed in (1, 1, 2)]
+    results = [run.train() for run in runs]
+    weights = [torch.cat([p.flatten() for p in run.model.encoder.parameters()]) for run in runs]
+    assert results[0]["probes"] == results[1]["probes"]
+    assert results[0]["freezing"] == results[1]["freezing"]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_random_sources_do_not_depend_on_the_global_generator(tiny) -> None:
+    before = torch.random.get_rng_state()
+    first = Run(tiny()).train()["probes"]
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.manual_seed(99)
+    assert Run(tiny()).train()["probes"] == first
+
+
+def test_an_encoder_of_ones_own(tiny) -> None:
+    from torch import nn
+
+    encoder = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 5))
+    results = Run(tiny(), encoder=encoder).train()
+    assert results["units"] == ["2"]
+
+
+def pictures(root, folders: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    for number, (name, count) in enumerate(folders.items()):
+        (root / name).mkdir(parents=True)
+        for index in range(count):
+            noise = (torch.rand(12, 12, 3) * 100 + 30 * number).to(torch.uint8).numpy()
+            Image.fromarray(noise).save(root / name / f"{index}.png")
+
+
+def test_both_folder_streams(tiny, tmp_path) -> None:
+    pictures(tmp_path / "classes", {"ant": 15, "bee": 15, "cat": 15, "dog": 15})
+    pictures(tmp_path / "tasks", {"monday": 12, "tuesday": 12})
+    pack_folder(tmp_path / "classes", tmp_path, "pets", size=12, test_fraction=0.2, workers=1, progress=False)
+    pack_folder(tmp_path / "tasks", tmp_path, "days", size=12, folders="tasks", workers=1, progress=False)
+    common = {"stream__name": "folder", "data_root": str(tmp_path), "training__batch": 8, "evaluation__knn_class__k": 3}
+    grouped = Run(tiny(**common, stream__pack="pets", stream__groups=[["dog", "ant"], ["bee"], ["cat"]])).train()
+    assert grouped["class_order"] == ["dog", "ant", "bee", "cat"]
+    assert len(grouped["probes"]["knn_class"]["matrix"]) == 3
+    plain = Run(tiny(**common, stream__pack="days", stream__groups=None)).train()
+    assert plain["probes"] == {}
+    assert plain["tasks"] == ["monday", "tuesday"]
+    graded = Run(tiny(**common, stream__pack="days", stream__groups=None, stream__labelled="pets")).train()
+    assert [len(row) for row in graded["probes"]["knn_class"]["matrix"]] == [1, 1]
+
+
+def test_streamed_and_resident_images_give_the_same_run(tiny) -> None:
+    runs = [Run(tiny(stream__resident=resident)).train() for resident in (True, False)]
+    assert runs[0]["probes"] == runs[1]["probes"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path) -> None:
+    with pytest.raises(UserError, match=r"the loss became (nan|inf|-inf) in task 1, epoch \d"):
+        Run(tiny("digits/barlow_twins/finetune", training__lr=1e30), tmp_path / "run").train()
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"

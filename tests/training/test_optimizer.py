@@ -1,0 +1,98 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ptlf.training.optimizer import LARS
+
+SETTINGS = [
+    {"lr": 0.4, "momentum": 0.9, "weight_decay": 1e-4},
+    {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1},
+    {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.1, "clip": False},
+    {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "decay_vectors": True, "eta": 0.5},
+]
+
+
+def naive(weights, gradients, lr, momentum, weight_decay, clip=True, decay_vectors=False, eta=0.02, eps=1e-8):
+    """One array, one gradient per step, float64 numpy."""
+    p, velocity = weights.copy(), np.zeros_like(weights)
+    for g in gradients:
+        decay, scale = weight_decay, 1.0
+        if p.ndim > 1:
+            size, slope = np.sqrt((p**2).sum()), np.sqrt((g**2).sum())
+            scale = eta * size / (slope + decay * size + eps)
+            scale = min(scale / lr, 1.0) if clip else scale
+        elif not decay_vectors:
+            decay = 0.0
+        velocity = momentum * velocity + scale * (g + decay * p)
+        p = p - lr * velocity
+    return p
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_lars_equals_a_naive_loop(settings, tensor_lr):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 3, 3, 3), (5,), (6, 4), (1, 2), (7,)]
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    slopes = [[torch.randn(s, generator=generator, dtype=torch.float64) * 0.1 for s in shapes] for _ in range(6)]
+    parameters = [nn.Parameter(tensor.clone()) for tensor in start]
+    lr = torch.tensor(settings["lr"], dtype=torch.float64) if tensor_lr else settings["lr"]
+    optimizer = LARS(parameters, **{**settings, "lr": lr})
+    for row in slopes:
+        for parameter, gradient in zip(parameters, row, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    for index, parameter in enumerate(parameters):
+        expected = naive(start[index].numpy(), [row[index].numpy() for row in slopes], **settings)
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=1e-12)
+
+
+def test_the_trust_ratio_is_clipped_at_the_learning_rate():
+    weight = nn.Parameter(torch.full((2, 2), 1000.0))
+    weight.grad = torch.full((2, 2), 1e-3)
+    LARS([weight], lr=0.5, momentum=0.0).step()
+    torch.testing.assert_close(weight.detach(), torch.full((2, 2), 1000.0 - 0.5e-3))
+
+
+def test_zero_weights_and_zero_gradients_stay_finite():
+    empty, still = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.ones(2, 2))
+    empty.grad, still.grad = torch.ones(2, 2), torch.zeros(2, 2)
+    LARS([empty, still], lr=0.1, momentum=0.9).step()
+    torch.testing.assert_close(empty.detach(), torch.full((2, 2), -0.1))
+    assert torch.equal(still.detach(), torch.ones(2, 2))
+
+
+def test_parameters_without_a_gradient_do_not_move_and_get_no_state():
+    moving, resting = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    optimizer = LARS([moving, resting], lr=0.1, weight_decay=0.1)
+    moving.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert torch.equal(resting.detach(), torch.ones(2, 2)) and resting not in optimizer.state
+    assert not torch.equal(moving.detach(), torch.ones(2, 2))
+
+
+def test_state_round_trips():
+    torch.manual_seed(0)
+    first = nn.Linear(4, 3)
+    second = copy.deepcopy(first)
+    one, two = (LARS(m.parameters(), lr=0.1, weight_decay=0.01) for m in (first, second))
+    x = torch.randn(8, 4)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        return optimizer.step(lambda: 1.0)
+
+    assert step(first, one) == 1.0
+    second.load_state_dict(first.state_dict())
+    two.load_state_dict(copy.deepcopy(one.state_dict()))  # torch would share the tensors
+    step(first, one), step(second, two)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_negative_settings_are_refused():
+    with pytest.raises(ValueError, match="momentum must not be negative, got -1"):
+        LARS([nn.Parameter(torch.ones(1))], momentum=-1)
