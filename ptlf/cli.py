@@ -38,6 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
+    late_epilog: Callable[[], str] | None = None  # made only when it is shown, because making it imports torch
+
+    def format_help(self) -> str:
+        if self.late_epilog is not None:
+            self.epilog = self.late_epilog()
+        return super().format_help()
+
     def error(self, message: str) -> Any:
         print(f"ptlf: {message}; see `{self.prog} --help`", file=sys.stderr)
         sys.exit(2)
@@ -58,7 +65,7 @@ def make_parser() -> Parser:
     train.add_argument("--recipe", help="STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them (default: see below)")
     train.add_argument("-c", "--config", type=Path, help="YAML file on top of the recipe, such as a run's config.yaml")
     train.add_argument("--out", type=Path, required=True, help="folder for results.json, metrics.jsonl, the encoder")
-    train.epilog = LazyText(keys_help)  # type: ignore[assignment]
+    train.late_epilog = keys_help
 
     sweep = verb("sweep", "Train several recipes, with several seeds, and compare them.", run_sweep, overrides=True)
     sweep.add_argument("recipes", nargs="+", metavar="RECIPE", help="STREAM/OBJECTIVE/METHOD")
@@ -97,22 +104,6 @@ def make_parser() -> Parser:
     for command in (get, pack, verify, listed):
         command.add_argument("--data-root", help="folder of packed sets (default: $PTLF_DATA, else ~/.cache/ptlf)")
     return parser
-
-
-class LazyText:
-    """Help text that is only made when it is shown; making it imports torch."""
-
-    def __init__(self, make: Callable[[], str]) -> None:
-        self.make = make
-
-    def __mod__(self, _: Any) -> str:
-        return self.make()
-
-    def __contains__(self, part: str) -> bool:
-        return part in self.make()
-
-    def __str__(self) -> str:
-        return self.make()
 
 
 def keys_help() -> str:

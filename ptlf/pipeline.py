@@ -140,6 +140,7 @@ class Run:
                 self.config.freezing.threshold,
                 batches=self.config.freezing.batches,
                 units=[unit for unit in self.freezing.freezer.units if unit.name not in frozen],
+                keep=[self.model],
             )
 
     def evaluate(self, index: int) -> dict[str, list[float | None]]:
@@ -277,7 +278,7 @@ class Run:
             save_memory=config.freezing.save_memory,
         )
         savings = None
-        if config.freezing.policy == "cost_aware":
+        if POLICIES[config.freezing.policy].needs_savings:
             savings = measure_savings(self.model.encoder, freezer.units, example)
         return ProgressiveFreezing(config.freezing, freezer, config.training.epochs, self.random["policy"], savings)
 
@@ -352,6 +353,11 @@ def make_model(config: Config, stream: Stream, size: int, encoder: nn.Module | N
 def check_combination(config: Config) -> None:
     if config.freezing.policy not in POLICIES:
         raise unknown("freezing policy", config.freezing.policy, POLICIES)
+    if config.freezing.initial > config.freezing.final:
+        raise UserError(
+            f"freezing.initial is {config.freezing.initial}, more than freezing.final, {config.freezing.final}; "
+            "what is frozen stays frozen, so the share can only rise"
+        )
     if OBJECTIVES[config.objective.name].needs_labels:
         if config.method.name == "lump":
             raise UserError("objective 'supervised' cannot be mixed by method 'lump': its labels are not mixed; use finetune")

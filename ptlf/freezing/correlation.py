@@ -189,7 +189,7 @@ def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
     """
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(-1), vectors.flip(-1)  # now descending
-    sums = values.clamp(min=0).cumsum(-1)
+    sums = values.cumsum(-1)
     before = F.pad(sums[..., :-1], (1, 0))  # energy without this eigenvector
     # The slack, above the rounding of a few thousand eigenvalues, lets an energy equal to the threshold reach it, and
     # keeps a threshold of 1 from asking for the null space.

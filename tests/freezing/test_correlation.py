@@ -386,12 +386,19 @@ def test_an_unbatched_image_is_one_image(network):
 
 
 def test_a_compiled_module_gives_the_same_ratios():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x).relu())
+
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 3))
-    replay, new = torch.randn(4, 5), torch.randn(7, 5)
+    module, replay, new = Two(), torch.randn(4, 5), torch.randn(7, 5)
 
     def ratios() -> dict[str, float]:
-        units = [Unit(name, module[int(name)], None, None) for name in ("0", "2")]
+        units = units_of(module, ["first", "second"])
         return correlation_ratios(module, replay, lambda: module(new).pow(2).sum(), 0.9, batches=1, units=units)
 
     traced = []

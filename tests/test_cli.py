@@ -1,0 +1,242 @@
+"""The command as a user meets it: overrides, files, listings, and one clear sentence for every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from ptlf.cli import main, make_parser
+from ptlf.stream import pack as packing
+
+QUICK = [
+    "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
+    "--training.batch", "128", "--device", "cpu",
+]  # fmt: skip
+
+
+def refused(capsys, *words: str) -> str:
+    """The one sentence on stderr, below any progress bar; exit code 2."""
+    try:
+        code = main(list(words))
+    except SystemExit as exit_:
+        code = exit_.code
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert code == 2, lines
+    bars = ("packing ", "verifying ")
+    assert [line.startswith("ptlf: ") for line in lines if not line.startswith(bars)] == [True], lines
+    return lines[-1]
+
+
+def test_train_evaluate_and_repeat(capsys, tmp_path) -> None:
+    assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(tmp_path / "a"), *QUICK]) == 0
+    shown = capsys.readouterr().out
+    for words in ("task 2/2", "nothing (random encoder)", "knn_class accuracy, %", "forgetting", "training", "results.json"):
+        assert words in shown
+    assert main(["evaluate", str(tmp_path / "a"), "--evaluation.knn_class.k", "7"]) == 0
+    assert "k = 7" in capsys.readouterr().out
+    again = ["train", "-c", str(tmp_path / "a" / "config.yaml"), "--out", str(tmp_path / "b")]
+    assert main(again) == 0
+    first, second = (json.loads((tmp_path / run / "results.json").read_text()) for run in "ab")
+    assert first["config"] == second["config"]
+    assert first["probes"] == second["probes"]
+
+
+def test_command_line_over_file_over_recipe(tmp_path) -> None:
+    from ptlf.cli import settled
+
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({"training": {"epochs": 7, "lr": 0.5}}))
+    config = settled("digits/simsiam/lump", file, ["--training.epochs", "3", "--seed=4"])
+    assert (config.training.epochs, config.training.lr, config.training.batch, config.seed) == (3, 0.5, 64, 4)
+
+
+def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
+    words = ["sweep", "digits/simsiam/lump", "digits/simsiam/ptlf", "--out", str(tmp_path), *QUICK]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "digits/simsiam/ptlf" in shown
+    assert "x" in next(line for line in shown.splitlines() if "backward FLOPs" in line)
+    before = (tmp_path / "digits-simsiam-lump-seed0" / "results.json").stat().st_mtime_ns
+    assert main(words) == 0
+    assert "already finished" in capsys.readouterr().out
+    assert (tmp_path / "digits-simsiam-lump-seed0" / "results.json").stat().st_mtime_ns == before
+    assert "other settings" in refused(capsys, *words, "--training.lr", "0.01")
+
+
+def test_list_names_everything(capsys) -> None:
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("split-cifar10", "barlow_twins", "multitask", "correlation", "resnet18-mini", "digits/simsiam/ptlf"):
+        assert name in shown
+    assert main(["list", "methods"]) == 0
+    assert "streams:" not in capsys.readouterr().out
+
+
+def test_help_of_every_command(capsys) -> None:
+    for words in ([], ["train"], ["sweep"], ["evaluate"], ["list"], ["data"], *(["data", v] for v in ("get", "pack", "verify", "list"))):
+        with pytest.raises(SystemExit) as exit_:
+            make_parser().parse_args([*words, "--help"])
+        assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--training.epochs" in shown
+    assert "passes over each task's images" in shown
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; from ptlf.cli import main; main([]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--recipe", "digits/simsam/lump"], "unknown recipe 'digits/simsam/lump'; did you mean 'digits/simsiam/lump'?"),
+        (["--training.epoch", "3"], "unknown key 'training.epoch'; did you mean 'training.epochs'?"),
+        (["--trainng.epochs", "3"], "unknown key 'trainng'; did you mean 'training'?"),
+        (["--training.epochs", "0"], "training.epochs must be at least 1, not 0"),
+        (["--training.epochs", "-1"], "training.epochs must be at least 1, not -1"),
+        (["--training.epochs", "many"], "training.epochs must be a whole number, not 'many'"),
+        (["--training.epochs"], "--training.epochs needs a value"),
+        (["epochs=3"], "cannot place 'epochs=3'"),
+        (["--stream.name", "split-cifar1"], "unknown stream 'split-cifar1'; did you mean 'split-cifar10'?"),
+        (["--method.name", "fintune"], "unknown method 'fintune'; did you mean 'finetune'?"),
+        (["--objective.name", "barlow"], "unknown objective 'barlow'; did you mean 'barlow_twins'?"),
+        (["--encoder.name", "resnet-18"], "unknown encoder 'resnet-18'; did you mean 'resnet18'?"),
+        (["--encoder.name", "nowhere:thing"], "encoder.name is 'nowhere:thing', which cannot be imported"),
+        (["--views.name", "lumps"], "unknown view recipe 'lumps'; did you mean 'lump'?"),
+        (["--freezing.policy", "correlate"], "unknown freezing policy 'correlate'; did you mean 'correlation'?"),
+        (["--freezing.final", "1.5"], "freezing.final must be at most 1, not 1.5"),
+        (["--freezing.initial", "0.5"], "freezing.initial is 0.5, more than freezing.final, 0.4"),
+        (["--stream.class_order", "[0, 1, 2]"], "stream.class_order has 3 classes, the stream has 10"),
+        (["--stream.class_order", "[0, 1, 2, 3, 4, 5, 6, 7, 8, 8]"], "stream.class_order repeats 8"),
+        (["--stream.tasks", "3"], "3 tasks do not divide the 10 classes of digits"),
+        (["--training.batch", "4096"], "training.batch is 4096, but task 1 has only"),
+        (["--evaluation.knn_class.k", "5000"], "evaluation.knn_class.k is 5000, but after the first task"),
+        (["--evaluation.knn_task.k", "5000"], "evaluation.knn_task.k is 5000, but a task's kNN bank holds"),
+        (["--device", "tpu"], "device must be auto, cpu or cuda, not 'tpu'"),
+        (["-c", "nowhere.yaml"], "there is no configuration file nowhere.yaml"),
+        (["--stream.name", "split-cifar10"], "no packed data set 'cifar10' in "),
+        (["--objective.name", "supervised"], "objective 'supervised' cannot be mixed by method 'lump'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_settings(capsys, tmp_path, monkeypatch, words: list[str], message: str) -> None:
+    monkeypatch.setenv("PTLF_DATA", str(tmp_path / "data"))
+    assert f"ptlf: {message}" in refused(capsys, "train", "--out", str(tmp_path / "run"), *words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU here")
+def test_cuda_where_there_is_none(capsys, tmp_path) -> None:
+    error = refused(capsys, "train", "--out", str(tmp_path / "run"), "--device", "cuda")
+    assert "torch sees no GPU here; use --device cpu" in error
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "\x00"])
+def test_files_that_are_no_configuration(capsys, tmp_path, text: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    assert "bad.yaml" in refused(capsys, "train", "--out", str(tmp_path / "run"), "-c", str(tmp_path / "bad.yaml"))
+
+
+def test_folders_that_cannot_be_used(capsys, tmp_path) -> None:
+    assert "holds no encoder" in refused(capsys, "evaluate", str(run_folder(tmp_path)))
+    assert "already holds a run" in refused(capsys, "train", "--out", str(run_folder(tmp_path)), *QUICK)
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in refused(capsys, "train", "--out", str(tmp_path / "file" / "run"), *QUICK)
+    assert "cannot write" in refused(capsys, "train", "--out", "/sys/ptlf-run", *QUICK)  # nobody may write there
+
+
+def run_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "unfinished"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text("seed: 1\n")
+    return folder
+
+
+def test_a_full_disk_ends_the_run_with_a_sentence(capsys, tmp_path, monkeypatch) -> None:
+    import errno
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    error = refused(capsys, "train", "--out", str(tmp_path / "run"), *QUICK)
+    assert "no space left on the disk" in error
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_wrong_words(capsys, tmp_path) -> None:
+    assert "invalid choice" in refused(capsys, "trian")
+    assert "--out" in refused(capsys, "train")
+    assert "does not take '--fast'" in refused(capsys, "data", "list", "--fast")
+    assert "unknown family 'method'; did you mean 'methods'?" in refused(capsys, "list", "method")
+
+
+class TestData:
+    """`ptlf data`: pack, list, verify, and what it refuses."""
+
+    @pytest.fixture(autouse=True)
+    def root(self, tmp_path, monkeypatch) -> None:
+        monkeypatch.setenv("PTLF_DATA", str(tmp_path / "data"))
+        rng = np.random.default_rng(0)
+        for name in ("ant", "bee"):
+            (tmp_path / "images" / name).mkdir(parents=True)
+            for index in range(6):
+                pixels = rng.integers(0, 255, (10, 12, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "images" / name / f"{index}.png")
+
+    def pack(self, tmp_path, *words: str) -> list[str]:
+        return ["data", "pack", str(tmp_path / "images"), "--name", "pets", "--size", "8", "--workers", "1", *words]
+
+    def test_pack_list_verify_and_train(self, capsys, tmp_path) -> None:
+        assert main(self.pack(tmp_path, "--test-fraction", "0.34")) == 0
+        assert main(["data", "list"]) == 0
+        assert "pets: 8 train, 4 test images of 8 px, 2 classes" in capsys.readouterr().out
+        assert main(["data", "verify"]) == 0
+        words = ["train", "--out", str(tmp_path / "run"), *QUICK[2:], "--stream.name", "folder", "--stream.pack", "pets"]
+        words += ["--stream.tasks", "2", "--training.batch", "4", "--evaluation.knn_class.k", "2"]
+        assert main(words) == 0
+
+    def test_a_broken_image_is_named(self, capsys, tmp_path) -> None:
+        (tmp_path / "images" / "ant" / "bad.png").write_bytes(b"")
+        error = refused(capsys, *self.pack(tmp_path))
+        assert "bad.png" in error
+        assert "--on-error skip" in error
+        assert main(self.pack(tmp_path, "--on-error", "skip")) == 0
+        assert "bad.png" in capsys.readouterr().err
+
+    def test_a_cut_pack_is_named(self, capsys, tmp_path) -> None:
+        assert main(self.pack(tmp_path)) == 0
+        images = tmp_path / "data" / "pets" / "train.npy"
+        images.write_bytes(images.read_bytes()[:-5])
+        words = ["train", "--out", str(tmp_path / "run"), "--stream.name", "folder", "--stream.pack", "pets"]
+        assert "train.npy" in refused(capsys, *words, "--stream.tasks", "2")
+        assert "damaged: pets" in refused(capsys, "data", "verify", "pets")
+
+    def test_other_refusals(self, capsys, tmp_path) -> None:
+        assert "unknown data set 'cifar11'; did you mean 'cifar10'?" in refused(capsys, "data", "get", "cifar11")
+        assert "no packed data sets" in refused(capsys, "data", "verify")
+        (tmp_path / "empty").mkdir()
+        error = refused(capsys, "data", "pack", str(tmp_path / "empty"), "--name", "x", "--size", "8")
+        assert str(tmp_path / "empty") in error
+        assert main(self.pack(tmp_path)) == 0
+        assert "--overwrite" in refused(capsys, *self.pack(tmp_path))
+
+    def test_a_full_disk_leaves_nothing(self, capsys, tmp_path, monkeypatch) -> None:
+        import errno
+
+        def full(*words, **more):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(packing.os, "fsync", full)
+        assert "no space left" in refused(capsys, *self.pack(tmp_path)).lower()
+        assert main(["data", "list"]) == 0
+        assert "no packed data sets" in capsys.readouterr().out
