@@ -37,6 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
 class Parser(argparse.ArgumentParser):
     late_epilog: Callable[[], str] | None = None  # made only when it is shown, because making it imports torch
 
@@ -69,7 +76,9 @@ def make_parser() -> Parser:
 
     sweep = verb("sweep", "Train several recipes, with several seeds, and compare them.", run_sweep, overrides=True)
     sweep.add_argument("recipes", nargs="+", metavar="RECIPE", help="STREAM/OBJECTIVE/METHOD")
-    sweep.add_argument("--out", type=Path, required=True, help="a folder below this for each run; finished ones are kept")
+    sweep.add_argument(
+        "--out", type=Path, required=True, help="a folder below this for each run; finished ones are kept"
+    )
     sweep.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds (default: 0)")
     sweep.add_argument("--baseline", help="the recipe that costs are relative to (default: the one with lump, if any)")
 
@@ -77,8 +86,22 @@ def make_parser() -> Parser:
     evaluate.add_argument("folder", type=Path, metavar="DIR", help="a run's folder")
     evaluate.epilog = "Settings of the probes may be changed: --evaluation.knn_class.k 50"
 
-    list_ = verb("list", "Name what there is: streams, objectives, methods, encoders, policies, views, recipes.", run_list)
+    list_ = verb(
+        "list", "Name what there is: streams, objectives, methods, encoders, policies, views, recipes.", run_list
+    )
     list_.add_argument("what", nargs="?", help="only this family")
+
+    bench = verbs.add_parser("bench", help="Measure what freezing saves.", description="Benchmarks.")
+    benches = bench.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    freezing = verb(
+        "freezing", "Bytes, FLOPs and seconds of one step with units frozen.", run_bench_freezing, under=benches
+    )
+    freezing.add_argument("--encoder", default="resnet18", help="which encoder (default: resnet18)")
+    freezing.add_argument("--batch", type=positive, default=8, help="images per step (default: 8)")
+    freezing.add_argument("--size", type=positive, default=32, help="side of the images in pixels (default: 32)")
+    freezing.add_argument("--repeats", type=positive, default=5, help="timed steps; the median counts (default: 5)")
+    freezing.add_argument("--device", default="auto", help="cpu or cuda (default: cuda where there is one)")
+    freezing.add_argument("--json", type=Path, help="also write the figures to this file")
 
     data = verbs.add_parser("data", help="Get, pack, check and list data sets.", description="Data sets on the disk.")
     kinds = data.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
@@ -111,7 +134,10 @@ def keys_help() -> str:
     from ptlf.recipes import DEFAULT
     from ptlf.settings import describe
 
-    rows = [(f"--{key.replace('_', '-') if '.' not in key else key}", default, about) for key, default, about in describe(Config)]
+    rows = [
+        (f"--{key.replace('_', '-') if '.' not in key else key}", default, about)
+        for key, default, about in describe(Config)
+    ]
     lines = [f"  {key} {default}\n      {about}" for key, default, about in rows if key != "--recipe"]
     return f"default recipe: {DEFAULT}\n\nsettings (default before the recipe):\n" + "\n".join(lines)
 
@@ -227,6 +253,23 @@ def summary(kind: type) -> str:
     """The first sentence of the class's docstring, or of its file's."""
     text = kind.__dict__.get("__doc__") or sys.modules[kind.__module__].__doc__ or ""
     return " ".join(text.split("\n\n")[0].split())
+
+
+def run_bench_freezing(arguments: Arguments) -> None:
+    from ptlf import bench
+    from ptlf.pipeline import choose_device, make_encoder
+    from ptlf.report import record
+    from ptlf.report.live import console
+    from ptlf.report.tables import show_bench
+
+    device = choose_device(arguments.device)
+    encoder = make_encoder(arguments.encoder, 0)
+    rows = bench.freezing(encoder, arguments.batch, arguments.size, device, arguments.repeats)
+    title = f"{arguments.encoder}, {arguments.batch} images of {arguments.size} px, float32, eager, {device.type}"
+    show_bench(console, title, rows)
+    if arguments.json:
+        what = {"encoder": arguments.encoder, "batch": arguments.batch, "size": arguments.size}
+        record.write_json(arguments.json, {**what, "environment": record.environment(device), "rows": rows})
 
 
 def run_data_get(arguments: Arguments) -> None:

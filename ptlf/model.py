@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ptlf.encoders import encode
 from ptlf.objectives import Objective
 
 
@@ -17,11 +18,8 @@ class Model(nn.Module):
         super().__init__()
         self.encoder = encoder
         self.objective = objective
-        self.dtype = dtype
+        self.dtype = objective.dtype = dtype
 
     def encode(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Features (B, feature_dim) of each view; every view has its own batch statistics."""
-        device = views[0].device.type
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=self.dtype is torch.bfloat16):
-            features = [self.encoder(view) for view in views]
-        return [f.float() for f in features]
+        return encode(self.encoder, views, self.dtype)

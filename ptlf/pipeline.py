@@ -17,7 +17,7 @@ from ptlf import evaluation
 from ptlf.config import Config, to_yaml
 from ptlf.encoders import ENCODERS, feature_dim
 from ptlf.errors import UserError, unknown
-from ptlf.evaluation import Prober
+from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing, correlation_ratios
 from ptlf.freezing.policies import measure_savings
 from ptlf.methods import METHODS, Memory
@@ -25,6 +25,7 @@ from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.randomness import Randomness, derived_seed
 from ptlf.report import record
+from ptlf.report.live import Watcher
 from ptlf.settings import as_dict
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.fetch import data_root
@@ -33,17 +34,6 @@ from ptlf.training.cost import Stopwatch, peak_memory_bytes, reset_peak_memory
 from ptlf.training.optimizer import make_optimizer
 from ptlf.training.trainer import EpochResult, Trainer, check_batch
 from ptlf.views import normalise, recipe
-
-
-class Watcher:
-    """What a run tells while it goes; the command shows it, a library user may ignore it."""
-
-    def begin(self, run: Run) -> None: ...
-    def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None: ...
-    def step(self, views: int) -> None: ...
-    def end_epoch(self, result: EpochResult) -> None: ...
-    def end_task(self, task: int, rows: dict[str, list[float | None]]) -> None: ...
-    def end(self) -> None: ...
 
 
 class Run:
@@ -59,10 +49,11 @@ class Run:
         check_combination(config)
         check_batch(config.training, [len(task.train) for task in self.stream.tasks])
         self.prober = make_prober(self.stream, config, self.prepare, self.device)
+        self.gallery = make_gallery(self.stream, config, self.prepare, self.device) if out else None
         self.model = make_model(config, self.stream, self.view_size, encoder).to(self.device)
-        self.method = self.make_method().to(self.device)
         if config.training.channels_last:
-            self.model.encoder.to(memory_format=torch.channels_last)
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.method = self.make_method().to(self.device)
         parameters = [*self.model.parameters(), *self.method.parameters()]
         self.trainer = Trainer(
             model=self.model,
@@ -102,7 +93,10 @@ class Run:
         if self.prober:
             with self.clock("evaluation"):
                 self.untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
+        self.look("before")
+        self.save_results()
         for index in range(len(self.stream.tasks)):
+            self.model.objective.begin_task(self.trainer.steps(self.stream.tasks[index].train))
             self.method.begin_task(index, self.model)
             self.freezing.begin_task(index)
             for epoch in range(self.config.training.epochs):
@@ -111,6 +105,7 @@ class Run:
             watcher.end_task(index, self.evaluate(index))
             self.save_results()
         self.freezing.freezer.thaw()
+        self.look("after")
 
     def train_epoch(self, index: int, epoch: int, watcher: Watcher) -> None:
         indices = self.stream.tasks[index].train
@@ -125,7 +120,7 @@ class Run:
         with self.clock("training"):
             result = self.trainer.epoch(indices, epoch)
         watcher.end_epoch(result)
-        self.note_epoch(index, epoch, result, len(frozen))
+        self.note_epoch(index, epoch, result, len(frozen), changed)
 
     def correlation(self, indices) -> dict[str, float]:  # type: ignore[no-untyped-def]
         """Ratios of the units not yet frozen: the past is the memory, the gradient the new task's."""
@@ -153,13 +148,20 @@ class Run:
             self.matrices.setdefault(probe, []).append(row)
         return rows
 
+    def look(self, moment: str) -> None:
+        """The gallery of the encoder as it is now, into gallery.json."""
+        if self.gallery and self.out:
+            with self.clock("evaluation"):
+                self.gallery.look(moment, self.model.encoder)
+                record.write_json(self.out / "gallery.json", self.gallery.as_dict())
+
     def prepare(self, images: Tensor) -> Tensor:
         """Stored images as the encoder's input, without augmentation."""
         view = self.recipe[0]
         x = normalise(images, view.mean, view.std, self.view_size)
         return x.contiguous(memory_format=torch.channels_last) if self.config.training.channels_last else x
 
-    def note_epoch(self, index: int, epoch: int, result: EpochResult, frozen: int) -> None:
+    def note_epoch(self, index: int, epoch: int, result: EpochResult, frozen: int, newly_frozen: list[str]) -> None:
         line = {
             "task": index + 1,
             "epoch": epoch + 1,
@@ -167,6 +169,7 @@ class Run:
             "seconds": result.seconds,
             "views_per_second": result.views / result.seconds,
             "frozen": frozen,
+            "newly_frozen": newly_frozen,
             "steps": result.steps,
             "saved_activation_bytes": self.step_cost.kept_bytes,
             "backward_flops": round(self.step_cost.backward_flops_per_view * result.views),
@@ -264,8 +267,10 @@ class Run:
         memory = None
         if kind.needs_memory or POLICIES[config.freezing.policy].needs_ratios:
             (fresh, *_) = recipe(config.views.memory, self.view_size)
-            memory = Memory(config.memory.size, self.stream.size, self.view_size, fresh)
-        return kind(config.method, memory, self.random["method"])
+            outputs = self.model.objective.feature_dim if kind.needs_outputs else 0
+            memory = Memory(config.memory.size, self.stream.size, self.view_size, fresh, outputs)
+        with seeded(config.seed, "method"):
+            return kind(config.method, self.model, memory, self.random["method"])
 
     def make_freezing(self) -> ProgressiveFreezing:
         config = self.config
@@ -292,6 +297,8 @@ def matrix_summary(matrix: list[list[float | None]]) -> dict[str, Any]:
         "forgetting": evaluation.forgetting(matrix),
         "forgetting_just_learned": evaluation.forgetting_just_learned(matrix),
         "backward_transfer": evaluation.backward_transfer(matrix),
+        "accuracy_by_task": [evaluation.accuracy(matrix[:rows]) for rows in range(1, len(matrix) + 1)],
+        "forgetting_by_task": [evaluation.forgetting(matrix[:rows]) for rows in range(1, len(matrix) + 1)],
     }
 
 
@@ -326,8 +333,17 @@ def make_prober(
     return Prober(stream, config.evaluation, prepare, device)
 
 
+def make_gallery(
+    stream: Stream, config: Config, prepare: Callable[[Tensor], Tensor], device: torch.device
+) -> Gallery | None:
+    if not config.evaluation.enabled or not config.evaluation.gallery:
+        return None
+    seed = derived_seed(config.seed, "gallery")
+    return Gallery(stream, prepare, device, batch=config.evaluation.batch, seed=seed)
+
+
 def make_encoder(name: str, seed: int) -> nn.Module:
-    """An encoder of ours by name, or anybody's as "package.module:function". Its initial weights follow from the seed."""
+    """An encoder of ours by name, or anybody's as "package.module:function". Its weights follow from the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(seed, "encoder"))
         if name in ENCODERS:
@@ -360,9 +376,13 @@ def check_combination(config: Config) -> None:
         )
     if OBJECTIVES[config.objective.name].needs_labels:
         if config.method.name == "lump":
-            raise UserError("objective 'supervised' cannot be mixed by method 'lump': its labels are not mixed; use finetune")
+            raise UserError(
+                "objective 'supervised' cannot be mixed by method 'lump': its labels are not mixed; use finetune"
+            )
         if config.stream.labelled is not None:
-            raise UserError("objective 'supervised' needs labels, and a folder per task has none; choose another objective")
+            raise UserError(
+                "objective 'supervised' needs labels, and a folder per task has none; choose another objective"
+            )
 
 
 def claim_folder(out: Path | None) -> None:

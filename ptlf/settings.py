@@ -167,7 +167,7 @@ def describe(kind: type, path: str = "") -> list[tuple[str, str, str]]:
                 known = {row[0] for row in rows}
                 rows += [(k, d, f"{a} ({name})") for k, d, a in describe(member.Config, where) if k not in known]
             continue
-        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+        default = getattr(kind(), field.name)
         about = field.metadata.get("about", "")
         if field.metadata.get("choices"):
             about += f" [{', '.join(field.metadata['choices'])}]"

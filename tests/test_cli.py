@@ -38,7 +38,14 @@ def refused(capsys, *words: str) -> str:
 def test_train_evaluate_and_repeat(capsys, tmp_path) -> None:
     assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(tmp_path / "a"), *QUICK]) == 0
     shown = capsys.readouterr().out
-    for words in ("task 2/2", "nothing (random encoder)", "knn_class accuracy, %", "forgetting", "training", "results.json"):
+    for words in (
+        "task 2/2",
+        "nothing (random encoder)",
+        "knn_class accuracy, %",
+        "forgetting",
+        "training",
+        "results.json",
+    ):
         assert words in shown
     assert main(["evaluate", str(tmp_path / "a"), "--evaluation.knn_class.k", "7"]) == 0
     assert "k = 7" in capsys.readouterr().out
@@ -81,7 +88,15 @@ def test_list_names_everything(capsys) -> None:
 
 
 def test_help_of_every_command(capsys) -> None:
-    for words in ([], ["train"], ["sweep"], ["evaluate"], ["list"], ["data"], *(["data", v] for v in ("get", "pack", "verify", "list"))):
+    for words in (
+        [],
+        ["train"],
+        ["sweep"],
+        ["evaluate"],
+        ["list"],
+        ["data"],
+        *(["data", v] for v in ("get", "pack", "verify", "list")),
+    ):
         with pytest.raises(SystemExit) as exit_:
             make_parser().parse_args([*words, "--help"])
         assert exit_.value.code == 0
@@ -98,7 +113,10 @@ def test_help_does_not_wait_for_torch() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--recipe", "digits/simsam/lump"], "unknown recipe 'digits/simsam/lump'; did you mean 'digits/simsiam/lump'?"),
+        (
+            ["--recipe", "digits/simsam/lump"],
+            "unknown recipe 'digits/simsam/lump'; did you mean 'digits/simsiam/lump'?",
+        ),
         (["--training.epoch", "3"], "unknown key 'training.epoch'; did you mean 'training.epochs'?"),
         (["--trainng.epochs", "3"], "unknown key 'trainng'; did you mean 'training'?"),
         (["--training.epochs", "0"], "training.epochs must be at least 1, not 0"),
@@ -201,7 +219,16 @@ class TestData:
         assert main(["data", "list"]) == 0
         assert "pets: 8 train, 4 test images of 8 px, 2 classes" in capsys.readouterr().out
         assert main(["data", "verify"]) == 0
-        words = ["train", "--out", str(tmp_path / "run"), *QUICK[2:], "--stream.name", "folder", "--stream.pack", "pets"]
+        words = [
+            "train",
+            "--out",
+            str(tmp_path / "run"),
+            *QUICK[2:],
+            "--stream.name",
+            "folder",
+            "--stream.pack",
+            "pets",
+        ]
         words += ["--stream.tasks", "2", "--training.batch", "4", "--evaluation.knn_class.k", "2"]
         assert main(words) == 0
 

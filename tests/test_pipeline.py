@@ -19,12 +19,14 @@ from ptlf.pipeline import Run, evaluate_run
 from ptlf.stream.pack import pack_folder
 
 
-@pytest.mark.parametrize(
-    ("objective", "method", "policy"), list(itertools.product(OBJECTIVES, METHODS, POLICIES))
-)
+@pytest.mark.parametrize(("objective", "method", "policy"), list(itertools.product(OBJECTIVES, METHODS, POLICIES)))
 def test_every_combination_trains_two_tasks(tiny, objective: str, method: str, policy: str) -> None:
     config = tiny(
-        f"digits/{objective}/finetune", method__name=method, freezing__policy=policy, training__epochs=2, freezing__final=0.67
+        f"digits/{objective}/finetune",
+        method__name=method,
+        freezing__policy=policy,
+        training__epochs=2,
+        freezing__final=0.67,
     )
     if objective == "supervised" and method == "lump":
         with pytest.raises(UserError, match="cannot be mixed"):
@@ -80,7 +82,7 @@ def test_what_a_run_leaves_behind(tiny, tmp_path) -> None:
     run = Run(tiny("digits/simsiam/lump"), tmp_path / "run")
     returned = run.train()
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.yaml", "results.json", "metrics.jsonl", "encoder.safetensors"}
+    assert names == {"config.yaml", "results.json", "metrics.jsonl", "encoder.safetensors", "gallery.json"}
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results == json.loads(json.dumps(returned))
     assert results["class_order"] == ["0", "1", "2", "3"]

@@ -5,10 +5,11 @@ Any module that does so is an encoder; `feature_dim` is read from its attribute 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ptlf.settings import key
 
@@ -34,3 +35,13 @@ def feature_dim(encoder: nn.Module, image_size: int) -> int:
         shape = tuple(features.shape) if isinstance(features, torch.Tensor) else type(features).__name__
         raise ValueError(f"an encoder must map images to vectors (B, dim); {type(encoder).__name__} gave {shape}")
     return features.shape[1]
+
+
+def encode(encoder: nn.Module, views: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Float32 features (B, feature_dim) of each view, computed in `dtype` (bf16 through autocast, or float32).
+
+    Every view has its own batch statistics.
+    """
+    with torch.autocast(views[0].device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+        features = [encoder(view) for view in views]
+    return [f.float() for f in features]

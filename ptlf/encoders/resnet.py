@@ -67,6 +67,7 @@ class ResNet(nn.Module):
         stem: str = "cifar",
     ) -> None:
         super().__init__()
+        self.block, self.blocks, self.width, self.stem = block, tuple(blocks), width, stem
         if stem == "cifar":
             self.conv1, self.bn1 = conv_norm(3, width, 3)
             self.pool: nn.Module = nn.Identity()

@@ -9,11 +9,13 @@ from ptlf.evaluation.accuracy_matrix import (
     forgetting_just_learned,
     forward_transfer,
 )
+from ptlf.evaluation.gallery import Gallery
 from ptlf.evaluation.knn import knn_accuracy, knn_predict
 from ptlf.evaluation.probes import EvaluationConfig, Prober
 
 __all__ = [
     "EvaluationConfig",
+    "Gallery",
     "Prober",
     "accuracy",
     "backward_transfer",

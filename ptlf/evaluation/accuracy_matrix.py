@@ -34,7 +34,7 @@ def backward_transfer(matrix: Matrix) -> float | None:
 
 
 def forward_transfer(future: Row, untrained: Row) -> float | None:
-    """Mean over exams of (accuracy just before the exam's own task is trained) - (accuracy of the untrained encoder)."""
+    """Mean over exams of (accuracy just before the exam's own task) - (accuracy of the untrained encoder)."""
     return _mean(a - b for a, b in zip(future, untrained, strict=True) if a is not None and b is not None)
 
 

@@ -21,6 +21,7 @@ from ptlf.stream.loading import ImageSource
 class EvaluationConfig:
     enabled: bool = key(True, "test the encoder after every task")
     batch: int = key(512, "images per forward", least=1)
+    gallery: bool = key(True, "keep nearest images and a map of the features, before and after, for the report")
     knn_task: KnnTaskConfig = section(KnnTaskConfig)
     knn_class: KnnClassConfig = section(KnnClassConfig)
 
@@ -99,7 +100,9 @@ class Prober:
             raise UserError(f"evaluation.knn_task.k is {own}, but a task's kNN bank holds {smallest} images")
         first = sum(len(exam.bank) for exam in self.stream.exams if exam.since == 0)
         if joint > first:
-            raise UserError(f"evaluation.knn_class.k is {joint}, but after the first task the bank holds {first} images")
+            raise UserError(
+                f"evaluation.knn_class.k is {joint}, but after the first task the bank holds {first} images"
+            )
 
 
 @contextmanager

@@ -6,8 +6,10 @@ that the layer before it absorbs; a ReLU needs one bit per element once nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,28 +107,61 @@ def is_channels_last(x: Tensor) -> bool:
     return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
-def pack(mask: Tensor) -> Tensor:
-    """Booleans of any shape, taken in memory order, to ceil(n / 8) bytes. Byte i holds elements i, i + n/8, ...
+# Eight booleans, one byte each, read as one little-endian 64-bit word: the product has boolean i in bit 56 + i.
+_GATHER = 0x0102040810204080
 
-    Eight slabs side by side rather than eight neighbours: every read and write is contiguous.
-    """
+
+def _pack(mask: Tensor) -> Tensor:
     flat = (mask.permute(0, 2, 3, 1) if is_channels_last(mask) else mask).reshape(-1)
     if flat.numel() % 8:
         flat = F.pad(flat, (0, -flat.numel() % 8))
-    return (flat.view(8, flat.numel() // 8).to(torch.uint8) << _shifts(mask.device)).sum(0, dtype=torch.uint8)
+    return (flat.view(torch.int64) * _GATHER >> 56).to(torch.uint8)
 
 
-def unpack(bits: Tensor, shape: torch.Size, channels_last: bool) -> Tensor:
-    """The booleans of `shape` that `pack` was given, in the same layout."""
-    flat = (bits >> _shifts(bits.device)).bitwise_and(1).to(torch.bool).view(-1)[: shape.numel()]
+def _unpack(bits: Tensor, shape: list[int], channels_last: bool) -> Tensor:
+    words = _words(bits.device).index_select(0, bits.to(torch.int32))
+    flat = words.view(torch.bool)[: math.prod(shape)]
     if channels_last:
         batch, channels, height, width = shape
         return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
     return flat.view(shape)
 
 
-def _shifts(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)[:, None]
+@cache
+def _words(device: torch.device) -> Tensor:
+    """For each byte, its eight bits as the eight booleans of a 64-bit word."""
+    with torch.inference_mode(False):
+        bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+        return bits.to(torch.bool).view(torch.int64).view(-1).to(device)
+
+
+# Opaque to the compiler, which would turn the few passes over whole words into many over single bytes.
+_compiled_pack = torch.library.custom_op("ptlf::pack", _pack, mutates_args=(), schema="(Tensor mask) -> Tensor")
+_compiled_unpack = torch.library.custom_op(
+    "ptlf::unpack", _unpack, mutates_args=(), schema="(Tensor bits, SymInt[] shape, bool channels_last) -> Tensor"
+)
+
+
+@_compiled_pack.register_fake
+def _(mask: Tensor) -> Tensor:
+    return mask.new_empty((mask.numel() + 7) // 8, dtype=torch.uint8)
+
+
+@_compiled_unpack.register_fake
+def _(bits: Tensor, shape: list[int], channels_last: bool) -> Tensor:
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(shape, dtype=torch.bool, device=bits.device, memory_format=layout)
+
+
+def pack(mask: Tensor) -> Tensor:
+    """Booleans of any shape, taken in memory order, to ceil(n / 8) bytes."""
+    return _compiled_pack(mask) if torch.compiler.is_compiling() else _pack(mask)
+
+
+def unpack(bits: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
+    """The booleans of `shape` that `pack` was given, in the same layout."""
+    function = _compiled_unpack if torch.compiler.is_compiling() else _unpack
+    return function(bits, list(shape), channels_last)
 
 
 def fold(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -30,13 +30,9 @@ class Lump(Method):
 
     memory: Memory
 
-    def __init__(self, config: LumpConfig, memory: Memory, generator: torch.Generator) -> None:
-        super().__init__(config, memory, generator)
+    def __init__(self, config: LumpConfig, model: Model, memory: Memory, generator: torch.Generator) -> None:
+        super().__init__(config, model, memory, generator)
         self.config = config
-        self.mixing = config.mix_first_task
-
-    def begin_task(self, index: int, model: Model) -> None:
-        self.mixing = index > 0 or self.config.mix_first_task
 
     def draw(self, batch: int) -> dict[str, Tensor]:
         draws = {
@@ -44,7 +40,8 @@ class Lump(Method):
             "memory_uniforms": torch.rand(batch, UNIFORMS_PER_VIEW, generator=self.generator),
             "lam": beta(self.config.alpha, self.generator),
         }
-        if not self.mixing or len(self.memory) == 0:
+        mixing = self.task > 0 or self.config.mix_first_task
+        if not mixing or len(self.memory) == 0:
             draws["lam"] = torch.ones(())
         return {**draws, **super().draw(batch)}
 

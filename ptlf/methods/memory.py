@@ -26,16 +26,19 @@ class Memory(nn.Module):
 
     images: Tensor
     views: Tensor
+    outputs: Tensor
     seen: Tensor
 
-    def __init__(self, size: int, image_size: int, view_size: int, view: View) -> None:
-        """`view` is the augmentation of `fresh`."""
+    def __init__(self, size: int, image_size: int, view_size: int, view: View, outputs: int = 0) -> None:
+        """`view` is the augmentation of `fresh`; `outputs` the length of a vector to store with each image."""
         super().__init__()
         self.size, self.view, self.view_size = size, view, view_size
         self.register_buffer("images", torch.zeros(size + 1, image_size, image_size, 3, dtype=torch.uint8))
         self.register_buffer("views", torch.zeros(size + 1, 3, view_size, view_size))
+        self.register_buffer("outputs", torch.zeros(size + 1, outputs))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.count = 0  # `seen` on the host: asking the device would make it wait
+        self.register_load_state_dict_post_hook(lambda memory, _: memory.recount())
 
     def __len__(self) -> int:
         return min(self.count, self.size)
@@ -57,16 +60,18 @@ class Memory(nn.Module):
         return slots
 
     def picks(self, batch: int, generator: torch.Generator) -> Tensor:
-        """`batch` memory images drawn without replacement, (B,) int64; drawn again from the start where it holds fewer."""
+        """`batch` memory images drawn without replacement, (B,) int64; in several rounds where it holds fewer."""
         filled = len(self)
         if filled == 0:
             return torch.full((batch,), self.size, dtype=torch.int64)
         rounds = -(-batch // filled)
         return torch.cat([torch.randperm(filled, generator=generator) for _ in range(rounds)])[:batch]
 
-    def add(self, batch: Batch, slots: Tensor) -> None:
+    def add(self, batch: Batch, slots: Tensor, outputs: Tensor | None = None) -> None:
         self.images.index_copy_(0, slots, batch.images)
         self.views.index_copy_(0, slots, batch.views[-1].detach().to(self.views.dtype))
+        if outputs is not None:
+            self.outputs.index_copy_(0, slots, outputs)
         self.seen += len(batch)
 
     def fresh(self, picks: Tensor, uniforms: Tensor) -> Tensor:
@@ -77,7 +82,5 @@ class Memory(nn.Module):
         """The images held, (len, H, W, 3) uint8."""
         return self.images[: len(self)]
 
-    def load_state_dict(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        result = super().load_state_dict(*args, **kwargs)
+    def recount(self) -> None:
         self.count = int(self.seen)
-        return result

@@ -1,7 +1,9 @@
 """The method's contract: how forgetting is fought. It returns losses; the trainer owns the optimizer.
 
 The moments, in order: `begin_task`, then per step `draw` (host randomness), `mix` (what the loss sees), `losses`,
-`remember` (after the optimizer's step), and `end_task`.
+`after_backward` (before the optimizer's step), `remember` (after it), and `end_task`. Its parameters are trained with
+the model's. Everything that a method needs to go on after a break is in its `state_dict`; `begin_task` is not called
+again for a task that goes on.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +31,24 @@ class Method(nn.Module):
     Config: type[MethodConfig] = MethodConfig
     joint = False  # trains on all tasks at once
     needs_memory = False
+    needs_outputs = False  # the memory stores the encoder's vectors too
+    freezable = True
 
-    def __init__(self, config: MethodConfig, memory: Memory | None, generator: torch.Generator) -> None:
+    def __init__(self, config: MethodConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         """`memory` is there when the method or the freezing needs one; `generator` is the method's own randomness."""
         super().__init__()
         self.memory = memory
         self.generator = generator
+        self.task = 0
+
+    @staticmethod
+    def adapt_encoder(config: Any, encoder: nn.Module, tasks: int) -> nn.Module:
+        """The encoder this method trains on a stream of so many tasks, made from the one asked for."""
+        return encoder
 
     def begin_task(self, index: int, model: Model) -> None:
         """Called before the first step of task `index` (from 0)."""
+        self.task = index
 
     def draw(self, batch: int) -> dict[str, Tensor]:
         """The randomness of one step as host tensors; they reach the step as `batch.draws`."""
@@ -48,6 +60,9 @@ class Method(nn.Module):
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         return {"ssl": model.objective.loss(model.encode(batch.mixed), batch)}
+
+    def after_backward(self, model: Model, lr: float | Tensor) -> None:
+        """Called when all gradients are there, before the optimizer uses them with this learning rate."""
 
     def remember(self, batch: Batch) -> None:
         if self.memory is not None:
@@ -67,3 +82,9 @@ class Method(nn.Module):
 
     def end_task(self, index: int, model: Model) -> None:
         """Called after the last step of task `index`."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.task)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.task = int(state)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ptlf.batch import Batch
-from ptlf.objectives.objective import Objective, ObjectiveConfig, projector
+from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, projector
 from ptlf.settings import key
 
 
@@ -18,6 +18,7 @@ class BarlowTwinsConfig(ObjectiveConfig):
     projection: int = key(2048, "width of the projector", least=1)
     redundancy: float = key(5e-3, "weight of the off-diagonal terms (the paper's lambda)", least=0)
     scale: float = key(1.0, "factor on the whole loss", above=0)
+    distill_scale: float = key(0.1, "factor on the loss against an earlier model (CaSSLe)", above=0)
 
 
 class BarlowTwins(Objective):
@@ -26,11 +27,17 @@ class BarlowTwins(Objective):
     def __init__(self, config: BarlowTwinsConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
         self.config = config
+        self.projection_dim = config.projection
         self.projector = projector(feature_dim, config.projection, config.projection)
 
-    def loss(self, features: Sequence[Tensor], batch: Batch) -> Tensor:
-        z1, z2 = (self.projector(f) for f in features)
+    def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
+        z1, z2 = projected
         return self.config.scale * cross_correlation_loss(z1, z2, self.config.redundancy)
+
+    def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        pairs = zip(predicted, old, strict=True)
+        losses = [cross_correlation_loss(p, z, self.config.redundancy) for p, z in pairs]
+        return self.config.distill_scale * mean_over_views(losses)
 
 
 def cross_correlation_loss(z1: Tensor, z2: Tensor, redundancy: float) -> Tensor:

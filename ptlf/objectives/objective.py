@@ -1,7 +1,9 @@
 """The objective's contract: heads on top of the encoder's vectors, and the loss. It knows no backbone.
 
 An objective sees float32 features, one tensor (B, feature_dim) per view, and the batch they were made from. Its
-parameters train with the encoder's.
+`projector` turns them into projections z (B, projection_dim); `compare` is the loss between the views' projections,
+`distill` the same kind of loss between predicted projections and those of an earlier model. Its parameters train with
+the encoder's; what moves without a gradient moves in `after_step`.
 """
 
 from __future__ import annotations
@@ -24,15 +26,31 @@ class ObjectiveConfig:
 class Objective(nn.Module):
     Config: type[ObjectiveConfig] = ObjectiveConfig
     needs_labels = False
+    dtype = torch.float32  # of the encoder's arithmetic, set by the model, for objectives that run a copy of it
+
+    projector: nn.Module
+    projection_dim: int
 
     def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         """`encoder` is there for objectives that keep a copy of it; `classes` for those that use labels."""
         super().__init__()
+        self.feature_dim = feature_dim
 
     def loss(self, features: Sequence[Tensor], batch: Batch) -> Tensor:
+        return self.compare([self.projector(f) for f in features], batch)
+
+    def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
+        """The loss, from the views' projections."""
         raise NotImplementedError
 
-    def after_step(self) -> None:
+    def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        """The objective's own kind of loss between predictions of an earlier model's projections and these."""
+        raise NotImplementedError
+
+    def begin_task(self, steps: int) -> None:
+        """Called before the first of a task's `steps` steps."""
+
+    def after_step(self, encoder: nn.Module) -> None:
         """Called after the optimizer's step, for what moves without a gradient."""
 
 
@@ -47,5 +65,19 @@ def projector(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
     )
 
 
+def predictor(width: int, hidden: int) -> nn.Sequential:
+    """Linear-BN-ReLU-Linear, from `width` back to `width`."""
+    return nn.Sequential(
+        nn.Linear(width, hidden),
+        nn.BatchNorm1d(hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, width),
+    )
+
+
 def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
     return -torch.cosine_similarity(prediction, target, dim=1).mean()
+
+
+def mean_over_views(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values)).mean()

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ptlf.batch import Batch
-from ptlf.objectives.objective import Objective, ObjectiveConfig, negative_cosine, projector
+from ptlf.objectives.objective import (
+    Objective,
+    ObjectiveConfig,
+    mean_over_views,
+    negative_cosine,
+    predictor,
+    projector,
+)
 from ptlf.settings import key
 
 
@@ -24,15 +31,14 @@ class SimSiam(Objective):
 
     def __init__(self, config: SimSiamConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
+        self.projection_dim = config.projection
         self.projector = projector(feature_dim, config.projection, config.projection)
-        self.predictor = nn.Sequential(
-            nn.Linear(config.projection, config.bottleneck),
-            nn.BatchNorm1d(config.bottleneck),
-            nn.ReLU(),
-            nn.Linear(config.bottleneck, config.projection),
-        )
+        self.predictor = predictor(config.projection, config.bottleneck)
 
-    def loss(self, features: Sequence[Tensor], batch: Batch) -> Tensor:
-        z1, z2 = (self.projector(f) for f in features)
+    def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
+        z1, z2 = projected
         p1, p2 = self.predictor(z1), self.predictor(z2)
         return (negative_cosine(p1, z2.detach()) + negative_cosine(p2, z1.detach())) / 2
+
+    def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        return mean_over_views([negative_cosine(p, z) for p, z in zip(predicted, old, strict=True)])

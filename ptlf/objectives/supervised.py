@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.batch import Batch
-from ptlf.objectives.objective import Objective, ObjectiveConfig
+from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, negative_cosine
 
 
 class Supervised(Objective):
@@ -17,8 +17,14 @@ class Supervised(Objective):
 
     def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
+        self.projection_dim = feature_dim
+        self.projector = nn.Identity()
         self.classifier = nn.Linear(feature_dim, classes)
 
-    def loss(self, features: Sequence[Tensor], batch: Batch) -> Tensor:
-        logits = self.classifier(torch.cat(list(features)))
-        return F.cross_entropy(logits, batch.labels.repeat(len(features)))
+    def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
+        logits = self.classifier(torch.cat(list(projected)))
+        return F.cross_entropy(logits, batch.labels.repeat(len(projected)))
+
+    def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        """Negative cosine between features: an earlier model's logits know nothing of the new classes."""
+        return mean_over_views([negative_cosine(p, z) for p, z in zip(predicted, old, strict=True)])

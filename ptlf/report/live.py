@@ -13,7 +13,18 @@ from ptlf.report.tables import percent
 console = Console(stderr=False)
 
 
-class Live:
+class Watcher:
+    """What a run tells while it goes. This one says nothing; `Live` shows it."""
+
+    def begin(self, run: Any) -> None: ...
+    def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None: ...
+    def step(self, views: int) -> None: ...
+    def end_epoch(self, result: Any) -> None: ...
+    def end_task(self, task: int, rows: dict[str, list[float | None]]) -> None: ...
+    def end(self) -> None: ...
+
+
+class Live(Watcher):
     """Progress over all steps of the stream: task, epoch, loss, views per second, units frozen, time left."""
 
     def __init__(self, name: str) -> None:

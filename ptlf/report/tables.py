@@ -45,7 +45,11 @@ def show_runs(console: Console, runs: dict[str, dict[str, Any]], baseline: str |
     for probe in ("knn_task", "knn_class"):
         values = [results["probes"].get(probe, {}) for results in runs.values()]
         if any(values):
-            for row, name in (("accuracy, %", "accuracy"), ("forgetting", "forgetting"), ("random encoder, %", "untrained_accuracy")):
+            for row, name in (
+                ("accuracy, %", "accuracy"),
+                ("forgetting", "forgetting"),
+                ("random encoder, %", "untrained_accuracy"),
+            ):
                 table.add_row(f"{probe} {row}", *[percent(value.get(name)) for value in values])
             table.add_section()
     for row, name, form in COSTS:
@@ -86,3 +90,24 @@ def show_results(console: Console, results: dict[str, Any], folder: Any, *, brie
     if not results["probes"]:
         console.print("not evaluated: no labelled test images (or evaluation.enabled is false)")
     console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors", highlight=False)
+
+
+def show_bench(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+    """What freezing saves: each figure, and beside it its ratio to nothing frozen."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("frozen")
+    table.add_column("how")
+    for column in ("kept, MiB", "ratio", "backward\nGFLOPs", "ratio", "step, ms", "ratio"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["frozen"],
+            row["way"],
+            f"{row['kept_bytes'] / 2**20:.1f}",
+            f"{row['kept_bytes_ratio']:.2f}",
+            f"{row['backward_flops'] / 1e9:.2f}",
+            f"{row['backward_flops_ratio']:.3f}",
+            f"{1000 * row['seconds']:.0f}",
+            f"{row['seconds_ratio']:.2f}",
+        )
+    console.print(table)

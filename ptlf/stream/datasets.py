@@ -58,8 +58,12 @@ def open_stream(config: StreamConfig, sources: dict[str, Source], root: Path, se
     if data.folders == "tasks":
         return unlabelled(data, settled, packed(root, settled.labelled) if settled.labelled else None)
     if settled.labelled is not None:
-        raise UserError("stream.labelled goes with a folder per task; this set has a folder per class and grades itself")
+        raise UserError(
+            "stream.labelled goes with a folder per task; this set has a folder per class and grades itself"
+        )
     settled.tasks = settled.tasks or source.tasks
     if settled.tasks is None and settled.groups is None:
-        raise UserError(f"stream {config.name!r} needs stream.tasks (a number) or stream.groups (the classes of each task)")
+        raise UserError(
+            f"stream {config.name!r} needs stream.tasks (a number) or stream.groups (the classes of each task)"
+        )
     return split(data, settled, seed)

@@ -14,12 +14,16 @@ from ptlf.settings import key
 @dataclass
 class StreamConfig:
     name: str = key("digits", "which stream; `ptlf list streams` names them")
-    pack: str | None = key(None, "packed data set to read (made by `ptlf data pack`); the stream's own where it has one")
+    pack: str | None = key(
+        None, "packed data set to read (made by `ptlf data pack`); the stream's own where it has one"
+    )
     tasks: int | None = key(None, "number of tasks; the stream's own number where it has one", least=1)
     classes: int | None = key(None, "use only the first so many classes", least=1)
     class_order: str | list[str | int] = key("natural", "natural, seeded, or a list of all classes by name or number")
     groups: list[list[str | int]] | None = key(None, "the classes of each task, by name or number, instead of `tasks`")
-    labelled: str | None = key(None, "for a folder per task: the packed labelled set to evaluate on; none = no evaluation")
+    labelled: str | None = key(
+        None, "for a folder per task: the packed labelled set to evaluate on; none = no evaluation"
+    )
     resident: bool | None = key(None, "hold all images on the device; null = when they fit")
 
 
@@ -99,7 +103,9 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
         if not groups or not all(groups):
             raise UserError(f"stream.groups must name at least one class per task, not {config.groups}")
         if len(set(order)) != len(order):
-            raise UserError(f"stream.groups names {_names(data, _repeated(order))} more than once; each class is in one task")
+            raise UserError(
+                f"stream.groups names {_names(data, _repeated(order))} more than once; each class is in one task"
+            )
     else:
         order = class_order(data.names, config, seed)
         tasks = config.tasks or 1
@@ -126,7 +132,9 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
 def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:
     """A folder per task of plain images, in the folders' order; one exam on a separate labelled set, or none."""
     if config.tasks is not None and config.tasks != len(data.names):
-        raise UserError(f"stream.tasks is {config.tasks}, but {data.name} was packed with {len(data.names)} task folders")
+        raise UserError(
+            f"stream.tasks is {config.tasks}, but {data.name} was packed with {len(data.names)} task folders"
+        )
     tasks = tuple(Task(name, _of(data.train, (index,))) for index, name in enumerate(data.names))
     exams: tuple[Exam, ...] = ()
     if labelled is not None:
@@ -134,7 +142,7 @@ def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) ->
             raise UserError(f"{labelled.name} has no test images; pack it with a test folder or with --test-fraction")
         if labelled.size != data.size:
             raise UserError(
-                f"{labelled.name} was packed at {labelled.size} px and {data.name} at {data.size} px; pack both at one size"
+                f"{labelled.name} has images of {labelled.size} px, {data.name} of {data.size} px; pack both at one size"
             )
         everything = np.arange(len(labelled.train)), np.arange(len(labelled.test))
         exams = (Exam(labelled.name, *everything, since=0),)
@@ -153,11 +161,14 @@ def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[i
         raise UserError(f"stream.class_order must be natural, seeded or a list of classes, not {config.class_order!r}")
     order = [class_number(c, names, "class_order") for c in config.class_order]
     if len(set(order)) != len(order):
-        raise UserError(f"stream.class_order repeats {', '.join(names[c] for c in _repeated(order))}; name each class once")
+        raise UserError(
+            f"stream.class_order repeats {', '.join(names[c] for c in _repeated(order))}; name each class once"
+        )
     if config.classes is None and len(order) != len(names):
         missing = [name for c, name in enumerate(names) if c not in order]
         raise UserError(
-            f"stream.class_order has {len(order)} classes, the stream has {len(names)}; missing: {', '.join(missing[:8])}"
+            f"stream.class_order has {len(order)} classes, the stream has {len(names)}; "
+            f"missing: {', '.join(missing[:8])}"
         )
     return order[:count]
 

@@ -38,10 +38,8 @@ def learning_rate(config: OptimizerConfig, epoch: float, epochs: int) -> float:
 
 def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     rate = learning_rate(config, config.warmup, config.warmup + 1)
-    settings = {"lr": rate, "momentum": config.momentum, "weight_decay": config.weight_decay}
-    if config.optimizer == "lars":
-        return LARS(parameters, **settings)
-    return torch.optim.SGD(parameters, **settings)
+    kind = LARS if config.optimizer == "lars" else torch.optim.SGD
+    return kind(parameters, lr=rate, momentum=config.momentum, weight_decay=config.weight_decay)
 
 
 class LARS(Optimizer):

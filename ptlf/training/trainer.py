@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ptlf.batch import Batch, to_device
 from ptlf.errors import UserError
+from ptlf.freezing.correlation import unchanged
 from ptlf.methods import Method
 from ptlf.model import Model
 from ptlf.randomness import Randomness
@@ -59,15 +59,17 @@ class Trainer:
         losses = self.method.losses(self.model, batch)
         self.optimizer.zero_grad(set_to_none=True)
         total(losses).backward()
+        self.method.after_backward(self.model, self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
-        self.model.objective.after_step()
+        self.model.objective.after_step(self.model.encoder)
         self.method.remember(batch)
         return {name: loss.detach() for name, loss in losses.items()}
 
     def epoch(self, indices: np.ndarray, epoch: int) -> EpochResult:
         """One pass over the images with these indices. The device is asked for the losses once, at the end."""
         self.model.train()
-        started, totals, steps, views = time.perf_counter(), {}, 0, 0
+        started, steps, views = time.perf_counter(), 0, 0
+        totals: dict[str, Tensor] = {}
         order = list(self.batches(indices, self.random["order"]))
         for chosen in order:
             rate = learning_rate(self.config, epoch + steps / len(order), self.config.epochs)
@@ -75,7 +77,7 @@ class Trainer:
                 group["lr"] = rate
             batch = self.load(chosen, self.random["views"], self.method.draw(len(chosen)))
             for name, loss in self.step(batch).items():
-                totals[name] = totals.get(name, 0) + loss
+                totals[name] = totals[name] + loss if name in totals else loss
             steps, views = steps + 1, views + len(batch) * len(batch.views)
             self.on_step(views)
         losses = {name: float(total) / steps for name, total in totals.items()}  # waits for the device
@@ -103,21 +105,27 @@ class Trainer:
             if len(part) == self.config.batch or (self.config.last_batch == "use" and len(part) > 1):
                 yield part
 
+    def steps(self, indices: np.ndarray) -> int:
+        """Steps of a whole task with these images."""
+        full, rest = divmod(len(indices), self.config.batch)
+        return self.config.epochs * (full + (rest > 1 and self.config.last_batch == "use"))
+
     def cost_of_step(self, indices: np.ndarray, exclude: Iterable[Tensor] = ()) -> StepCost:
         """Bytes kept for backward and backward FLOPs of a step as things stand. Trains nothing, leaves no trace.
 
-        Parameters and buffers are there anyway and do not count, nor does what `exclude` names.
+        Parameters and buffers are there anyway and do not count, nor does what `exclude` names, nor forwards without a
+        backward such as a frozen copy's.
         """
         chosen = torch.from_numpy(indices[: self.config.batch])
         self.model.train()
-        with self.method.rehearsal(), unmoved_buffers(self.model):
+        with self.method.rehearsal(), unchanged(self.model, self.method):
             batch = self.load(chosen, torch.Generator().manual_seed(0), self.method.draw(len(chosen)))
             batch.views = self.views(batch)
             batch.mixed = self.method.mix(batch)
             losses: list[Tensor] = []
             kept = kept_bytes(
                 lambda: losses.append(total(self.method.losses(self.model, batch))),
-                exclude=[*self.model.parameters(), *self.model.buffers(), *self.method.parameters(), *exclude],
+                exclude=[*tensors_of(self.model), *tensors_of(self.method), *exclude],
             )
             flops = backward_flops(losses.pop())
         self.optimizer.zero_grad(set_to_none=True)
@@ -137,20 +145,12 @@ class StepCost:
     backward_flops_per_view: float
 
 
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
 def total(losses: dict[str, Tensor]) -> Tensor:
     return torch.stack(list(losses.values())).sum()
-
-
-@contextmanager
-def unmoved_buffers(module: nn.Module) -> Iterator[None]:
-    """Running statistics are as they were again at the end."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
 
 
 def check_batch(config: TrainingConfig, sizes: list[int]) -> None:

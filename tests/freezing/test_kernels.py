@@ -100,6 +100,15 @@ def test_autocast_like_pytorch(backward_inside):
     torch.testing.assert_close(gradient, expected, rtol=0.02, atol=0.02)
 
 
+def test_backward_under_autocast_keeps_the_precision_of_the_forward():
+    layer, x = frozen(nn.Conv2d(4, 8, 3)), torch.randn(2, 4, 8, 8, requires_grad=True)
+    y, reference = FrozenLayer(layer)(x), layer(x)
+    upstream = torch.randn_like(y)
+    with torch.autocast("cpu", torch.bfloat16):
+        (gradient,) = torch.autograd.grad(y, x, upstream)
+    torch.testing.assert_close(gradient, torch.autograd.grad(reference, x, upstream)[0])
+
+
 def test_autocast_leaves_double_alone_like_pytorch():
     layer = frozen(nn.Conv2d(4, 8, 3).double())
     with torch.autocast("cpu", torch.bfloat16):

@@ -46,7 +46,9 @@ def test_reservoir_follows_the_sequential_algorithm() -> None:
     for start in range(0, 120, 12):
         part = batch_of(list(range(start, start + 12)))
         memory.add(part, memory.slots(12, generator))
-        for number, chance in zip(range(start, start + 12), torch.rand(12, generator=twin, dtype=torch.float64), strict=True):
+        for number, chance in zip(
+            range(start, start + 12), torch.rand(12, generator=twin, dtype=torch.float64), strict=True
+        ):
             if len(reservoir) < 7:
                 reservoir.append(number)
             elif (slot := int(chance * (number + 1))) < 7:
