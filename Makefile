@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test install lint clean help
+.PHONY: run test faults install lint clean help
 
 help:      ## what there is to make
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */  /'
@@ -19,8 +19,8 @@ $(VENV)/.test-installed: $(VENV)/.installed
 	$(PIP) -e '.[test]'
 	touch $@
 
-run: install  ## the default recipe on the embedded digits, into runs/
-	$(BIN)/ptlf train --out runs/$$(date +%Y%m%d-%H%M%S)
+run: install  ## LUMP and PTLF on the embedded digits, compared, with a report, into runs/
+	$(BIN)/ptlf sweep digits/simsiam/lump digits/simsiam/ptlf --out runs/$$(date +%Y%m%d-%H%M%S)
 
 lint: $(VENV)/.test-installed  ## style and types
 	$(BIN)/ruff check ptlf tests
@@ -29,6 +29,9 @@ lint: $(VENV)/.test-installed  ## style and types
 
 test: lint  ## lint, types and tests
 	$(BIN)/pytest
+
+faults: $(VENV)/.test-installed  ## 20 runs killed at random moments, resumed, and compared bit for bit
+	$(BIN)/python tests/faults.py --runs 20
 
 clean:  ## remove what `make` made
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -7,12 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from ptlf.config import Config
 from ptlf.freezing import Freezer, Unit, find_units
-from ptlf.freezing.policies import measure_savings
+from ptlf.freezing.policies import measure_savings, synchronise
+from ptlf.pipeline import Run
+from ptlf.stream import Dataset, Images, Stream, Task
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
+from ptlf.training.engine import CapturedEngine
 
 Loss = Callable[[], torch.Tensor]
 
@@ -75,9 +80,73 @@ def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats:
 
 
 def timed(loss: Loss, device: torch.device) -> float:
-    synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronise()
+    synchronise(device)
     started = time.perf_counter()
     loss().backward()
-    synchronise()
+    synchronise(device)
     return time.perf_counter() - started
+
+
+def random_stream(size: int, images: int) -> Stream:
+    """Noise in place of images: the time of a step does not depend on what they show."""
+    pixels = np.random.default_rng(0).integers(0, 256, (images, size, size, 3), dtype=np.uint8)
+    data = Dataset("noise", ("noise",), Images(pixels, np.zeros(images, np.int64)), None)
+    return Stream("noise", data, (Task("noise", np.arange(images)),), (), None)
+
+
+def step(config: Config, size: int, steps: int, stages: Sequence[int], save_memory: bool) -> list[dict[str, Any]]:
+    """A row per stage of freezing (that many units around the middle, frozen one after the other): milliseconds of a
+    step with everything in it, and its memory. Timed after warming up, over `steps` steps, the device synchronised."""
+    config.freezing.save_memory = save_memory
+    run = Run(config, stream=random_stream(size, 4 * config.training.batch))
+    names = [unit.name for unit in run.freezing.freezer.units]
+    middle = sorted(names, key=lambda name: abs(names.index(name) - (len(names) - 1) / 2))
+    rows = []
+    for frozen in stages:
+        run.freezing.freezer.thaw()
+        run.freezing.freezer.freeze(middle[:frozen])
+        rows.append({"frozen": frozen, "units": middle[:frozen], **time_steps(run, steps)})
+    return rows
+
+
+def time_steps(run: Run, steps: int) -> dict[str, Any]:
+    trainer, device = run.trainer, run.device
+    indices = run.stream.tasks[0].train
+    chosen = torch.from_numpy(indices[: trainer.config.batch])
+    cost = trainer.cost_of_step(indices, run.freezing.freezer.folded)
+    trainer.model.train()
+
+    def one() -> None:
+        trainer.engine(trainer.load(chosen, trainer.random["views"], trainer.method.draw(len(chosen))))
+
+    started = time.perf_counter()
+    trainer.rebuild()
+    for _ in range(8):
+        one()
+    synchronise(device)
+    rebuild = time.perf_counter() - started
+    seconds = per_call(one, steps, device)
+    alone = None
+    if isinstance(trainer.engine, CapturedEngine):
+        graph = trainer.engine.captured[len(chosen)].graph
+        assert graph is not None
+        alone = per_call(graph.replay, steps, device)
+    return {
+        "step_ms": 1000 * seconds,
+        "device_ms": None if alone is None else 1000 * alone,
+        "host_share": None if alone is None else max(0.0, 1 - alone / seconds),
+        "views_per_second": len(chosen) * len(trainer.recipe) / seconds,
+        "rebuild_seconds": rebuild,
+        "kept_bytes": cost.kept_bytes,
+        "backward_flops": round(cost.backward_flops_per_view * len(chosen) * len(trainer.recipe)),
+        "peak_memory_bytes": cost.peak_memory_bytes,
+    }
+
+
+def per_call(work: Callable[[], Any], times: int, device: torch.device) -> float:
+    synchronise(device)
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    synchronise(device)
+    return (time.perf_counter() - started) / times

@@ -10,6 +10,7 @@ from typing import Any
 
 from ptlf import __version__
 from ptlf.errors import UserError
+from ptlf.training.process import Stopped
 
 Arguments = argparse.Namespace
 
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"ptlf: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        print(f"ptlf: {stopped}", file=sys.stderr)
+        return 128 + stopped.number
     except KeyboardInterrupt:
         print("ptlf: stopped", file=sys.stderr)
         return 130
@@ -71,7 +75,8 @@ def make_parser() -> Parser:
     train = verb("train", "Train an encoder on a stream and test it after every task.", run_train, overrides=True)
     train.add_argument("--recipe", help="STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them (default: see below)")
     train.add_argument("-c", "--config", type=Path, help="YAML file on top of the recipe, such as a run's config.yaml")
-    train.add_argument("--out", type=Path, required=True, help="folder for results.json, metrics.jsonl, the encoder")
+    train.add_argument("--out", type=Path, help="folder for results.json, metrics.jsonl, the encoder, checkpoints")
+    train.add_argument("--resume", type=Path, metavar="DIR", help="go on with the run in this folder, as it was set up")
     train.late_epilog = keys_help
 
     sweep = verb("sweep", "Train several recipes, with several seeds, and compare them.", run_sweep, overrides=True)
@@ -84,7 +89,18 @@ def make_parser() -> Parser:
 
     evaluate = verb("evaluate", "Test the encoder of a finished run again.", run_evaluate, overrides=True)
     evaluate.add_argument("folder", type=Path, metavar="DIR", help="a run's folder")
+    evaluate.add_argument("--probe", choices=("knn", "linear", "ridge"), help="which (default: those the run used)")
     evaluate.epilog = "Settings of the probes may be changed: --evaluation.knn_class.k 50"
+
+    report = verb("report", "Runs side by side as one page of pictures.", run_report)
+    report.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="a run's folder, or a folder of runs")
+    report.add_argument("--out", type=Path, help="the page (default: report.html in DIR, or here for several)")
+    report.add_argument("--figures", type=Path, metavar="DIR", help="also write each picture there, as SVG and as PNG")
+    report.add_argument("--baseline", help="the run that costs are relative to: a recipe or a folder (default: LUMP)")
+
+    watch = verb("watch", "Follow a run from its files: loss, speed, frozen units, time left.", run_watch)
+    watch.add_argument("folder", type=Path, metavar="DIR", help="the folder of a run, here or on a shared disk")
+    watch.add_argument("--once", action="store_true", help="one look, then exit")
 
     list_ = verb(
         "list", "Name what there is: streams, objectives, methods, encoders, policies, views, recipes.", run_list
@@ -102,6 +118,15 @@ def make_parser() -> Parser:
     freezing.add_argument("--repeats", type=positive, default=5, help="timed steps; the median counts (default: 5)")
     freezing.add_argument("--device", default="auto", help="cpu or cuda (default: cuda where there is one)")
     freezing.add_argument("--json", type=Path, help="also write the figures to this file")
+
+    about = "Milliseconds and memory of a whole training step, by freeze stage."
+    step = verb("step", about, run_bench_step, under=benches, overrides=True)
+    step.add_argument("--recipe", default="split-cifar10/simsiam/lump", help="what to train; the data are noise")
+    step.add_argument("--size", type=positive, default=32, help="side of the images in pixels (default: 32)")
+    step.add_argument("--steps", type=positive, default=100, help="timed steps per stage (default: 100)")
+    step.add_argument("--stages", type=int, nargs="+", default=[0, 2, 4, 6, 8], help="numbers of frozen units")
+    step.add_argument("--plain", action="store_true", help="freeze with requires_grad=False alone")
+    step.add_argument("--json", type=Path, help="also write the figures to this file")
 
     data = verbs.add_parser("data", help="Get, pack, check and list data sets.", description="Data sets on the disk.")
     kinds = data.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
@@ -179,11 +204,38 @@ def run_train(arguments: Arguments) -> None:
     from ptlf.report.live import Live, console
     from ptlf.report.tables import show_results
 
+    if arguments.resume:
+        return resume(arguments)
+    if not arguments.out:
+        raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
     # A file on its own is complete (a run's config.yaml); with --recipe it goes on top of it.
     name = arguments.recipe or ("" if arguments.config else recipes.DEFAULT)
     run = Run(settled(name, arguments.config, arguments.overrides), arguments.out)
     results = run.train(Live(run.config.recipe or "run"))
     show_results(console, results, arguments.out)
+    write_page([arguments.out], arguments.out / "report.html")
+
+
+def resume(arguments: Arguments) -> None:
+    """The settings are those of the folder's config.yaml; the device is the machine's, and may change."""
+    from ptlf.pipeline import Run, has_finished
+    from ptlf.report.live import Live, console
+    from ptlf.report.tables import show_results
+
+    folder = arguments.resume
+    named = ["--out"] * bool(arguments.out) + ["--recipe"] * bool(arguments.recipe) + ["-c"] * bool(arguments.config)
+    named += [word.partition("=")[0] for word in arguments.overrides if word.startswith("--")]
+    for word in named:
+        if word != "--device":
+            raise UserError(f"--resume takes the settings of {folder / 'config.yaml'}; leave out {word}")
+    config = settled("", folder / "config.yaml", arguments.overrides)
+    if has_finished(folder):
+        console.print(f"{folder}: already finished", highlight=False)
+        return
+    run = Run(config, folder)
+    results = run.train(Live(run.config.recipe or "run"), resume=True)
+    show_results(console, results, folder)
+    write_page([folder], folder / "report.html")
 
 
 def run_sweep(arguments: Arguments) -> None:
@@ -203,11 +255,43 @@ def run_sweep(arguments: Arguments) -> None:
         if finished(folder, config):
             console.print(f"{name}: already finished in {folder}")
         else:
-            results = Run(config, folder).train(Live(name))
+            results = Run(config, folder).train(Live(name), resume=True)
             show_results(console, results, folder, brief=True)
         runs[name] = read_results(folder)
     baseline = arguments.baseline or next((name for name in runs if "/lump" in name), None)
     show_runs(console, runs, baseline)
+    write_page([folder for _, folder in plan.values()], arguments.out / "report.html", arguments.baseline)
+
+
+def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) -> None:
+    """The runs are done and saved: a page that cannot be made is worth a sentence, not a failure."""
+    from ptlf.report.live import console
+    from ptlf.report.page import write_report
+
+    try:
+        write_report(folders, out, baseline)
+        console.print(f"report: {out}", highlight=False, soft_wrap=True)
+    except UserError as error:
+        console.print(f"no report: {error}", highlight=False, soft_wrap=True)
+
+
+def run_report(arguments: Arguments) -> None:
+    from ptlf.report.page import write_figures, write_report
+
+    folders = arguments.folders
+    if arguments.figures:
+        written = write_figures(folders, arguments.figures, arguments.baseline)
+        print(f"{len(written)} files in {arguments.figures}")
+    if arguments.out or not arguments.figures:
+        out = arguments.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+        print(write_report(folders, out, arguments.baseline))
+
+
+def run_watch(arguments: Arguments) -> None:
+    from ptlf.report.live import console
+    from ptlf.report.watch import watch
+
+    watch(arguments.folder, console, once=arguments.once)
 
 
 def run_evaluate(arguments: Arguments) -> None:
@@ -216,7 +300,7 @@ def run_evaluate(arguments: Arguments) -> None:
     from ptlf.report.tables import show_matrix
 
     config = settled("", arguments.folder / "config.yaml", arguments.overrides)
-    probes, exams = evaluate_run(arguments.folder, config)
+    probes, exams = evaluate_run(arguments.folder, config, arguments.probe)
     for probe, values in probes.items():
         show_matrix(console, probe, values, exams)
 
@@ -270,6 +354,22 @@ def run_bench_freezing(arguments: Arguments) -> None:
     if arguments.json:
         what = {"encoder": arguments.encoder, "batch": arguments.batch, "size": arguments.size}
         record.write_json(arguments.json, {**what, "environment": record.environment(device), "rows": rows})
+
+
+def run_bench_step(arguments: Arguments) -> None:
+    from ptlf import bench
+    from ptlf.pipeline import choose_device
+    from ptlf.report import record
+    from ptlf.report.live import console
+    from ptlf.report.tables import show_steps
+    from ptlf.settings import as_dict
+
+    config = settled(arguments.recipe, None, arguments.overrides)
+    rows = bench.step(config, arguments.size, arguments.steps, arguments.stages, not arguments.plain)
+    environment = record.environment(choose_device(config.device))
+    show_steps(console, f"{arguments.recipe}, {arguments.size} px, {environment['device_name']}", rows)
+    if arguments.json:
+        record.write_json(arguments.json, {"config": as_dict(config), "environment": environment, "rows": rows})
 
 
 def run_data_get(arguments: Arguments) -> None:

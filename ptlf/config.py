@@ -17,6 +17,7 @@ from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
 from ptlf.settings import as_dict, build, key, section
 from ptlf.stream import StreamConfig
+from ptlf.training.checkpoint import CheckpointConfig
 from ptlf.training.trainer import TrainingConfig
 from ptlf.views import ViewsConfig
 
@@ -36,6 +37,7 @@ class Config:
     freezing: FreezingConfig = section(FreezingConfig)
     training: TrainingConfig = section(TrainingConfig)
     evaluation: EvaluationConfig = section(EvaluationConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:

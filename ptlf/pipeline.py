@@ -3,55 +3,74 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 import ptlf
 from ptlf import evaluation
-from ptlf.config import Config, to_yaml
+from ptlf.config import Config, from_dict, read_yaml, to_yaml
 from ptlf.encoders import ENCODERS, feature_dim
 from ptlf.errors import UserError, unknown
 from ptlf.evaluation import Gallery, Prober
+from ptlf.evaluation.spread import COLLAPSED, feature_spread
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing, correlation_ratios
 from ptlf.freezing.policies import measure_savings
 from ptlf.methods import METHODS, Memory
 from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
-from ptlf.randomness import Randomness, derived_seed
+from ptlf.randomness import Randomness, derived_seed, seeded
 from ptlf.report import record
 from ptlf.report.live import Watcher
 from ptlf.settings import as_dict
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.fetch import data_root
 from ptlf.stream.loading import ImageSource
-from ptlf.training.cost import Stopwatch, peak_memory_bytes, reset_peak_memory
+from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
+from ptlf.training.cost import Stopwatch
 from ptlf.training.optimizer import make_optimizer
-from ptlf.training.trainer import EpochResult, Trainer, check_batch
+from ptlf.training.process import FolderLock, Stopped, StopSignals
+from ptlf.training.trainer import EpochResult, Progress, StepCost, Trainer, check_batch
 from ptlf.views import normalise, recipe
+
+# What a run notes down as it goes, all of it plain values.
+RECORDED = ("per_epoch", "matrices", "untrained", "future", "newly_frozen", "trained_before", "warned")
 
 
 class Run:
     """Everything is built and checked in the constructor; nothing is written before `train`."""
 
-    def __init__(self, config: Config, out: Path | None = None, *, encoder: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        out: Path | None = None,
+        *,
+        encoder: nn.Module | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        """`encoder` and `stream` take the place of those the configuration names."""
         self.config, self.out = config, out
         self.device = choose_device(config.device)
         self.random = Randomness(config.seed)
-        self.stream = make_stream(config)
+        self.stream = stream or make_stream(config)
         self.view_size = config.views.size or self.stream.size
         self.recipe = recipe(config.views.name, self.view_size)
         check_combination(config)
         check_batch(config.training, [len(task.train) for task in self.stream.tasks])
         self.prober = make_prober(self.stream, config, self.prepare, self.device)
         self.gallery = make_gallery(self.stream, config, self.prepare, self.device) if out else None
-        self.model = make_model(config, self.stream, self.view_size, encoder).to(self.device)
-        if config.training.channels_last:
+        self.model = make_model(config, self.stream, self.view_size, self.device, encoder)
+        self.channels_last = on_gpu(config.training.channels_last, self.device)
+        if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.method = self.make_method().to(self.device)
         parameters = [*self.model.parameters(), *self.method.parameters()]
@@ -65,6 +84,7 @@ class Run:
             config=config.training,
             random=self.random,
             device=self.device,
+            channels_last=self.channels_last,
         )
         self.freezing = self.make_freezing()
         self.clock = Stopwatch(self.device)
@@ -72,55 +92,93 @@ class Run:
         self.matrices: dict[str, list[list[float | None]]] = {}
         self.untrained: dict[str, list[float | None]] = {}
         self.future: list[float | None] = []
+        self.checkpoints = Checkpoints(out, config.checkpoint) if out and config.checkpoint.enabled else None
+        self.position = Position()
+        self.progress: Progress | None = None  # of the epoch that runs
+        self.newly_frozen: list[str] = []  # in it
+        self.trained_before = 0.0  # seconds
+        self.step_cost = StepCost(0, 0.0, None)
+        self.warned = False
         self.status = "running"
 
-    def train(self, watcher: Watcher | None = None) -> dict[str, Any]:
-        """The whole stream. Returns what `results.json` holds."""
+    def train(self, watcher: Watcher | None = None, *, resume: bool = False) -> dict[str, Any]:
+        """The whole stream, or with `resume` what the run in the folder has left. Returns what `results.json` holds."""
         watcher = watcher or Watcher()
-        claim_folder(self.out)
-        self.save_text("config.yaml", to_yaml(self.config))
-        watcher.begin(self)
-        try:
-            self.train_stream(watcher)
-        finally:
-            watcher.end()
-        self.status = "finished"
-        self.save_encoder()
-        self.save_results()
+        with claimed(self.out, resume), StopSignals(active=self.checkpoints is not None) as self.stop:
+            self.settle_in(resume)
+            watcher.begin(self)
+            try:
+                self.train_stream(watcher)
+            finally:
+                watcher.end()
+            self.status = "finished"
+            self.save_encoder()
+            self.save_results()
         return self.results()
 
     def train_stream(self, watcher: Watcher) -> None:
-        if self.prober:
-            with self.clock("evaluation"):
-                self.untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
-        self.look("before")
-        self.save_results()
-        for index in range(len(self.stream.tasks)):
-            self.model.objective.begin_task(self.trainer.steps(self.stream.tasks[index].train))
-            self.method.begin_task(index, self.model)
-            self.freezing.begin_task(index)
-            for epoch in range(self.config.training.epochs):
-                self.train_epoch(index, epoch, watcher)
-            self.method.end_task(index, self.model)
-            watcher.end_task(index, self.evaluate(index))
-            self.save_results()
+        if self.position == Position():
+            self.look_before()
+        while self.position.task < len(self.stream.tasks):
+            self.train_task(watcher)
         self.freezing.freezer.thaw()
         self.look("after")
 
-    def train_epoch(self, index: int, epoch: int, watcher: Watcher) -> None:
-        indices = self.stream.tasks[index].train
-        with self.clock("rebuild"):
-            changed = self.freezing.begin_epoch(epoch, lambda: self.correlation(indices))
-        if changed or epoch == 0:
-            self.step_cost = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
-        frozen = self.freezing.freezer.frozen
-        watcher.begin_epoch(index, epoch, math.ceil(len(indices) / self.config.training.batch), len(frozen))
-        self.trainer.on_step = watcher.step
-        reset_peak_memory(self.device)
+    def train_task(self, watcher: Watcher) -> None:
+        task = self.position.task
+        if self.position.between_tasks:
+            self.model.objective.begin_task(self.trainer.steps(self.stream.tasks[task].train))
+            self.method.begin_task(task, self.model)
+            self.freezing.begin_task(task)
+        while self.position.epoch < self.config.training.epochs:
+            self.train_epoch(watcher)
+            self.position = Position(task, self.position.epoch + 1)
+            self.pause()
+        self.method.end_task(task, self.model)
+        watcher.end_task(task, self.evaluate(task))
+        self.position = Position(task + 1)
+        self.save_results()
+        self.pause()
+
+    def train_epoch(self, watcher: Watcher) -> None:
+        task, epoch = self.position.task, self.position.epoch
+        indices = self.stream.tasks[task].train
+        if self.position.step == 0:
+            self.begin_epoch(epoch, indices)
+        frozen = len(self.freezing.freezer.frozen)
+        watcher.begin_epoch(task, epoch, math.ceil(len(indices) / self.config.training.batch), frozen)
+        self.trainer.on_step = lambda views: self.after_step(views, watcher)
         with self.clock("training"):
-            result = self.trainer.epoch(indices, epoch)
+            result = self.trainer.epoch(indices, epoch, self.progress)
         watcher.end_epoch(result)
-        self.note_epoch(index, epoch, result, len(frozen), changed)
+        self.note_epoch(result)
+        self.check_numbers()
+        self.check_spread(indices)
+
+    def begin_epoch(self, epoch: int, indices: np.ndarray) -> None:
+        with self.clock("rebuild"):
+            self.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlation(indices))
+        if self.newly_frozen or epoch == 0:
+            self.step_cost = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
+        self.progress, self.trained_before = self.trainer.begin_epoch(), self.clock.seconds.get("training", 0.0)
+
+    def after_step(self, views: int, watcher: Watcher) -> None:
+        self.position = Position(self.position.task, self.position.epoch, self.position.step + 1)
+        watcher.step(views)
+        self.pause()
+
+    def pause(self) -> None:
+        """A moment at which the run can be left: it saves itself if it is time to, and stops if it was asked to."""
+        if self.checkpoints is None:
+            return
+        if self.stop.asked or self.checkpoints.due(self.position):
+            with self.clock("checkpoint"):
+                self.check_numbers()
+                self.checkpoints.save(self.position, self.state_dict())
+        if self.stop.asked:
+            self.status = "stopped"
+            self.save_results()
+            raise Stopped(self.checkpoints.run, self.stop.asked)
 
     def correlation(self, indices) -> dict[str, float]:  # type: ignore[no-untyped-def]
         """Ratios of the units not yet frozen: the past is the memory, the gradient the new task's."""
@@ -148,6 +206,13 @@ class Run:
             self.matrices.setdefault(probe, []).append(row)
         return rows
 
+    def look_before(self) -> None:
+        if self.prober:
+            with self.clock("evaluation"):
+                self.untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
+        self.look("before")
+        self.save_results()
+
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""
         if self.gallery and self.out:
@@ -159,33 +224,114 @@ class Run:
         """Stored images as the encoder's input, without augmentation."""
         view = self.recipe[0]
         x = normalise(images, view.mean, view.std, self.view_size)
-        return x.contiguous(memory_format=torch.channels_last) if self.config.training.channels_last else x
+        return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
 
-    def note_epoch(self, index: int, epoch: int, result: EpochResult, frozen: int, newly_frozen: list[str]) -> None:
+    def note_epoch(self, result: EpochResult) -> None:
+        seconds = self.clock.seconds["training"] - self.trained_before
         line = {
-            "task": index + 1,
-            "epoch": epoch + 1,
+            "task": self.position.task + 1,
+            "epoch": self.position.epoch + 1,
             "loss": {name: value if math.isfinite(value) else str(value) for name, value in result.losses.items()},
-            "seconds": result.seconds,
-            "views_per_second": result.views / result.seconds,
-            "frozen": frozen,
-            "newly_frozen": newly_frozen,
+            "seconds": seconds,
+            "views_per_second": result.views / seconds,
+            "frozen": len(self.freezing.freezer.frozen),
+            "newly_frozen": self.newly_frozen,
             "steps": result.steps,
             "saved_activation_bytes": self.step_cost.kept_bytes,
             "backward_flops": round(self.step_cost.backward_flops_per_view * result.views),
-            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "peak_memory_bytes": self.step_cost.peak_memory_bytes,
         }
         self.per_epoch.append(line)
         if self.out:
             record.append_line(self.out / "metrics.jsonl", line)
-        bad = {name: value for name, value in result.losses.items() if not math.isfinite(value)}
-        if bad:
-            self.status = "failed"
-            self.save_results()
-            raise UserError(
-                f"the loss became {next(iter(bad.values()))} in task {index + 1}, epoch {epoch + 1}; "
-                "try a lower --training.lr or --training.precision fp32"
+
+    def check_numbers(self) -> None:
+        """Nothing goes on, and nothing is saved, with losses or weights that are not finite."""
+        bad = self.progress.first_bad() if self.progress else None
+        if bad is None and all_finite(self.model.parameters()):
+            return
+        self.status = "failed"
+        self.save_results()
+        what, step = (f"loss became {bad[1]}", bad[0] + 1) if bad else ("weights became infinite", self.position.step)
+        last = self.checkpoints.last if self.checkpoints else None
+        raise UserError(
+            f"the {what} in task {self.position.task + 1}, epoch {self.position.epoch + 1}, step {step}; "
+            f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}; "
+            "try a lower --training.lr or --training.precision fp32"
+        )
+
+    def check_spread(self, indices: np.ndarray) -> None:
+        """Warn once when the encoder gives every image the same vector."""
+        if self.warned:
+            return
+        with self.clock("evaluation"):
+            chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
+            spread = feature_spread(self.model.encoder, self.prepare(self.trainer.source.gather(chosen)))
+        if spread < COLLAPSED:
+            self.warned = True
+            print(
+                f"ptlf: warning: the representation has collapsed in task {self.position.task + 1}, epoch "
+                f"{self.position.epoch + 1}: normalised features of {len(chosen)} images differ by {spread:.1e} "
+                "(1 = spread evenly, 0 = all the same); try a lower --training.lr or another objective",
+                file=sys.stderr,
             )
+
+    def settle_in(self, resume: bool) -> None:
+        """The folder as a run that has come this far would have left it."""
+        if self.out is None:
+            return
+        if not (self.out / "config.yaml").exists():
+            self.save_text("config.yaml", to_yaml(self.config))
+        if resume:
+            if self.checkpoints:
+                self.load_checkpoint(self.checkpoints)
+            self.save_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.per_epoch))
+
+    def load_checkpoint(self, checkpoints: Checkpoints) -> None:
+        state = checkpoints.load()
+        if state is None:
+            return
+        try:
+            self.load_state_dict(state)
+        except (RuntimeError, LookupError, TypeError) as error:
+            why = " ".join(str(error).split())[:200]
+            settings = checkpoints.run / "config.yaml"
+            raise UserError(f"{checkpoints.last} does not fit the settings in {settings}: {why}") from error
+        self.save_results()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that has changed since the constructor, for a checkpoint."""
+        return {
+            "position": vars(self.position),
+            "model": self.model.state_dict(),
+            "method": self.method.state_dict(),
+            "optimizer": optimizer_state(self.trainer.optimizer),
+            "freezing": self.freezing.state_dict(),
+            "random": self.random.state_dict(),
+            "progress": vars(self.progress) if self.progress and self.position.step else None,
+            "step_cost": vars(self.step_cost),
+            "clock": self.clock.state_dict(),
+            "looks": self.gallery.looks if self.gallery else {},
+            "record": {name: getattr(self, name) for name in RECORDED},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Into a run as the constructor made it, with the same settings."""
+        self.position = Position(**state["position"])
+        self.model.load_state_dict(state["model"])
+        self.method.load_state_dict(state["method"])
+        load_optimizer_state(self.trainer.optimizer, state["optimizer"])
+        self.freezing.load_state_dict(state["freezing"])
+        self.random.load_state_dict(state["random"])
+        if state["progress"] is not None:
+            self.progress = Progress(**state["progress"])
+            self.progress.losses = {name: values.to(self.device) for name, values in self.progress.losses.items()}
+        self.step_cost = StepCost(**state["step_cost"])
+        self.clock.load_state_dict(state["clock"])
+        if self.gallery:
+            self.gallery.looks = state["looks"]
+        for name in RECORDED:
+            setattr(self, name, state["record"][name])
 
     def results(self) -> dict[str, Any]:
         return {
@@ -194,7 +340,7 @@ class Run:
             "commit": record.commit(),
             "status": self.status,
             "config": as_dict(self.config),
-            "environment": record.environment(self.device),
+            "environment": record.environment(self.device) | self.trainer.arithmetic(),
             "seed": self.config.seed,
             "class_order": list(self.stream.class_order),
             "tasks": [task.name for task in self.stream.tasks],
@@ -241,6 +387,7 @@ class Run:
             "correlation_seconds": seconds.get("correlation", 0.0),
             "rebuild_seconds": seconds.get("rebuild", 0.0),
             "eval_seconds": seconds.get("evaluation", 0.0),
+            "checkpoint_seconds": seconds.get("checkpoint", 0.0),
             "backward_flops": sum(line["backward_flops"] for line in epochs),
             "saved_activation_bytes": epochs[-1]["saved_activation_bytes"] if epochs else None,
             "peak_memory_bytes": max(peaks) if peaks else None,
@@ -344,8 +491,7 @@ def make_gallery(
 
 def make_encoder(name: str, seed: int) -> nn.Module:
     """An encoder of ours by name, or anybody's as "package.module:function". Its weights follow from the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derived_seed(seed, "encoder"))
+    with seeded(seed, "encoder"):
         if name in ENCODERS:
             return ENCODERS[name]()
         if ":" not in name:
@@ -357,13 +503,21 @@ def make_encoder(name: str, seed: int) -> nn.Module:
             raise UserError(f"encoder.name is {name!r}, which cannot be imported: {error}") from None
 
 
-def make_model(config: Config, stream: Stream, size: int, encoder: nn.Module | None) -> Model:
+def make_model(config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module | None) -> Model:
     encoder = encoder or make_encoder(config.encoder.name, config.seed)
+    with seeded(config.seed, "adapted encoder"):
+        encoder = METHODS[config.method.name].adapt_encoder(config.method, encoder, len(stream.tasks))
     objective = OBJECTIVES[config.objective.name]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derived_seed(config.seed, "objective"))
+    with seeded(config.seed, "objective"):
         heads = objective(config.objective, encoder, feature_dim(encoder, size), len(stream.data.names))
-    return Model(encoder, heads, {"fp32": torch.float32, "bf16": torch.bfloat16}[config.training.precision])
+    wanted = config.training.precision
+    half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
+    return Model(encoder, heads, torch.bfloat16 if half else torch.float32).to(device)
+
+
+def on_gpu(setting: bool | None, device: torch.device) -> bool:
+    """A setting that, left open, is on for a GPU and off elsewhere."""
+    return device.type == "cuda" if setting is None else setting
 
 
 def check_combination(config: Config) -> None:
@@ -374,6 +528,8 @@ def check_combination(config: Config) -> None:
             f"freezing.initial is {config.freezing.initial}, more than freezing.final, {config.freezing.final}; "
             "what is frozen stays frozen, so the share can only rise"
         )
+    if config.freezing.policy != "none" and not METHODS[config.method.name].freezable:
+        raise UserError(f"method {config.method.name!r} freezes whole columns itself; use --freezing.policy none")
     if OBJECTIVES[config.objective.name].needs_labels:
         if config.method.name == "lump":
             raise UserError(
@@ -385,45 +541,64 @@ def check_combination(config: Config) -> None:
             )
 
 
-def claim_folder(out: Path | None) -> None:
-    """Make the output folder; refuse one that already holds a run."""
+@contextmanager
+def claimed(out: Path | None, resume: bool) -> Iterator[None]:
+    """The output folder, made and locked. One that already holds a run is refused, unless that is to go on."""
     if out is None:
+        yield
         return
-    if any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
-        raise UserError(f"{out} already holds a run; choose another --out, or remove that folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise record.write_error(out, error) from error
+    with FolderLock(out):
+        if not resume and any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
+            if has_finished(out):
+                raise UserError(f"{out} already holds a run; choose another --out, or remove that folder")
+            raise UserError(
+                f"{out} already holds a run that has not finished; resume it with `ptlf train --resume {out}`, "
+                "or choose another --out"
+            )
+        yield
 
 
-def load_encoder(folder: Path, config: Config, encoder: nn.Module | None = None) -> nn.Module:
-    """The trained encoder of a finished run."""
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
+
+def load_encoder(folder: Path, encoder: nn.Module) -> None:
+    """The weights of a finished run into a module like the one trained."""
     path = folder / "encoder.safetensors"
     if not path.exists():
         raise UserError(f"{folder} holds no encoder.safetensors; the run there has not finished")
-    encoder = encoder or make_encoder(config.encoder.name, config.seed)
     encoder.load_state_dict(load_file(path))
-    return encoder
 
 
-def evaluate_run(folder: Path, config: Config) -> tuple[dict[str, Any], list[str]]:
-    """The probes on a finished run's encoder, with the settings in `config`; and the exams' names."""
-    encoder = load_encoder(folder, config)
-    run = Run(config, encoder=encoder)
+def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tuple[dict[str, Any], list[str]]:
+    """The probes on a finished run's encoder, with the settings in `config`; and the exams' names.
+
+    family: only knn, linear or ridge; without it, those the settings enable.
+    """
+    run = Run(config)
+    load_encoder(folder, run.model.encoder)
     if run.prober is None:
         raise UserError(f"the run in {folder} has no labelled test images to evaluate on")
+    if family is not None:
+        run.prober.choose(family)
     rows = run.prober.rows(run.model.encoder, len(run.stream.tasks))
     settings = run.prober.settings()
     probes = {probe: {"settings": settings[probe], **matrix_summary([row])} for probe, row in rows.items()}
     return probes, [exam.name for exam in run.stream.exams]
 
 
+def has_finished(folder: Path) -> bool:
+    return (folder / "results.json").exists() and record.read_results(folder)["status"] == "finished"
+
+
 def finished(folder: Path, config: Config) -> bool:
     """Whether this very run already lies finished in the folder; another run there is refused."""
-    if not (folder / "results.json").exists():
+    if not (folder / "config.yaml").exists():
         return False
-    results = record.read_results(folder)
-    if results["config"] != as_dict(config):
+    if from_dict(read_yaml(folder / "config.yaml")) != config:
         raise UserError(f"{folder} holds a run with other settings; choose another --out")
-    return results["status"] == "finished"
+    return has_finished(folder)

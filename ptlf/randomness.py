@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -24,9 +25,20 @@ class Randomness:
         return {name: generator.get_state() for name, generator in self._generators.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        for name, generator in self._generators.items():
+            if name not in state:  # it was not used yet
+                generator.manual_seed(derived_seed(self.seed, name))
         for name, value in state.items():
             self[name].set_state(value)
 
 
 def derived_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
+
+
+@contextmanager
+def seeded(seed: int, name: str) -> Iterator[None]:
+    """Inside, torch's global generator follows from (seed, name), for initial weights; afterwards it is as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derived_seed(seed, name))
+        yield

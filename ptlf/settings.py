@@ -70,7 +70,7 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
     """`value` as the annotated type. Text for a number is read as one (YAML takes 1e-3 for text)."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        for option in arguments:
+        for option in sorted(arguments, key=lambda option: option is not type(value)):  # the value's own type first
             try:
                 return _cast(option, value, where)
             except UserError:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ptlf.config import Config, from_dict
+from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.recipes import recipe
 from ptlf.settings import merge, nested
 
@@ -32,6 +33,10 @@ def tiny_encoder() -> nn.Module:
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
     )
+
+
+def tiny_resnet() -> nn.Module:
+    return ResNet(BasicBlock, (1, 1), width=4)
 
 
 def tiny_config(name: str = "digits/simsiam/finetune", **dotted: Any) -> Config:

@@ -12,7 +12,7 @@ import ptlf
 PACKAGE = Path(ptlf.__file__).parent
 # A module may import from its own room and from those above it in this list.
 ROOMS = [
-    {"errors", "settings", "randomness", "batch"},
+    {"errors", "files", "settings", "randomness", "batch"},
     {"stream"},
     {"views"},
     {"encoders"},
@@ -30,7 +30,7 @@ RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 FORBIDDEN = {
     "freezing": {"objectives", "model", "methods", "views", "stream"},
     "evaluation": {"training", "methods", "objectives", "freezing", "model"},
-    "report": set(RANK) - {"errors", "report"},
+    "report": set(RANK) - {"errors", "files", "report"},
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -17,6 +17,21 @@ def test_every_recipe_is_a_complete_configuration() -> None:
         assert config.objective.name == name.split("/")[1]
 
 
+def test_every_row_of_the_paper_has_a_recipe() -> None:
+    rows = ("finetune", "pnn", "si", "der", "cassle", "lump", "ptlf", "multitask")
+    streams = ("split-cifar10", "split-cifar100", "split-tinyimagenet")
+    wanted = {f"{stream}/{o}/{row}" for stream in streams for o in ("simsiam", "barlow_twins") for row in rows}
+    wanted |= {f"imagenet100/{o}/{row}" for o in ("barlow_twins", "mocov2plus") for row in ("cassle", "cassle-ptlf")}
+    wanted |= {f"{stream}/supervised/{row}" for stream in streams for row in ("finetune", "layerwise")}
+    assert wanted <= set(names())
+    barlow, moco = (from_dict(recipe(f"imagenet100/{o}/cassle-ptlf")) for o in ("barlow_twins", "mocov2plus"))
+    assert (barlow.training.optimizer, barlow.training.warmup, barlow.views.name) == ("lars", 10, "cassle-barlow")
+    assert (moco.training.optimizer, moco.training.warmup, moco.views.name) == ("sgd", 0, "cassle-moco")
+    assert barlow.views.size == moco.views.size == 224
+    assert (moco.method.name, moco.freezing.policy, moco.evaluation.linear.enabled) == ("cassle", "correlation", True)
+    assert from_dict(recipe("split-cifar100/simsiam/pnn")).method.width == 12 / 64
+
+
 def test_a_configuration_survives_yaml() -> None:
     import yaml
 
@@ -42,7 +57,7 @@ def test_a_configuration_survives_yaml() -> None:
         ("training.lr", float("nan"), "training.lr must be more than 0, not nan"),
         ("training.batch", 1, "training.batch must be at least 2, not 1"),
         ("training.schedule", "cosin", "unknown value for training.schedule: 'cosin'; did you mean 'cosine'?"),
-        ("training.channels_last", "maybe", "training.channels_last must be true or false, not 'maybe'"),
+        ("training.channels_last", "maybe", "training.channels_last must be true or false or null, not 'maybe'"),
         ("freezing.final", 1.2, "freezing.final must be at most 1, not 1.2"),
         ("objective.name", "simsam", "unknown objective 'simsam'; did you mean 'simsiam'?"),
         ("method.name", "fintune", "unknown method 'fintune'; did you mean 'finetune'?"),
@@ -63,6 +78,10 @@ def test_text_reads_as_numbers_lists_and_words() -> None:
         2, "1e-3", True, None, [1, "a"], "lump", "a: b: c",
     ]  # fmt: skip
     assert from_dict(nested("training.lr", "1e-3")).training.lr == 1e-3  # YAML takes 1e-3 for text
+
+
+def test_classes_by_number_stay_numbers() -> None:
+    assert from_dict(nested("stream.groups", [[0, "bird"], [2]])).stream.groups == [[0, "bird"], [2]]
 
 
 def test_merge_keeps_a_section_unless_it_is_renamed() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ptlf.encoders.norm import views_in_one_pass
 from ptlf.settings import key
 
 
@@ -40,8 +41,12 @@ def feature_dim(encoder: nn.Module, image_size: int) -> int:
 def encode(encoder: nn.Module, views: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Float32 features (B, feature_dim) of each view, computed in `dtype` (bf16 through autocast, or float32).
 
-    Every view has its own batch statistics.
+    Every view has its own batch statistics. An encoder marked `one_pass` takes all views in one batch.
     """
     with torch.autocast(views[0].device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
-        features = [encoder(view) for view in views]
+        if len(views) > 1 and getattr(encoder, "one_pass", False):
+            with views_in_one_pass(encoder, len(views)):
+                features: Sequence[Tensor] = encoder(torch.cat(list(views))).chunk(len(views))
+        else:
+            features = [encoder(view) for view in views]
     return [f.float() for f in features]

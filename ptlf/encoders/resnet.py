@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ptlf.encoders.norm import ViewBatchNorm2d
 
-def conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+
+def conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> tuple[nn.Conv2d, ViewBatchNorm2d]:
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
-    return convolution, nn.BatchNorm2d(outputs)
+    return convolution, ViewBatchNorm2d(outputs)
 
 
 class BasicBlock(nn.Module):
@@ -55,6 +58,22 @@ def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
     return nn.Sequential(*conv_norm(inputs, outputs, 1, stride))
 
 
+class Stem(nn.Module):
+    """Before the residual blocks: a 3x3 convolution ("cifar"), or 7x7 and max-pool, which divide by 4 ("imagenet")."""
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        if kind not in ("cifar", "imagenet"):
+            raise ValueError(f"stem must be 'cifar' or 'imagenet', not {kind!r}")
+        large = kind == "imagenet"
+        self.conv, self.bn = conv_norm(3, width, 7, stride=2) if large else conv_norm(3, width, 3)
+        self.relu = nn.ReLU()
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.pool(self.relu(self.bn(self.conv(images))))
+
+
 class ResNet(nn.Module):
     """Images (B, 3, H, W) to vectors (B, feature_dim): stem, stages of residual blocks, average pool, no classifier."""
 
@@ -67,16 +86,8 @@ class ResNet(nn.Module):
         stem: str = "cifar",
     ) -> None:
         super().__init__()
-        self.block, self.blocks, self.width, self.stem = block, tuple(blocks), width, stem
-        if stem == "cifar":
-            self.conv1, self.bn1 = conv_norm(3, width, 3)
-            self.pool: nn.Module = nn.Identity()
-        elif stem == "imagenet":
-            self.conv1, self.bn1 = conv_norm(3, width, 7, stride=2)
-            self.pool = nn.MaxPool2d(3, stride=2, padding=1)
-        else:
-            raise ValueError(f"stem must be 'cifar' or 'imagenet', not {stem!r}")
-        self.relu = nn.ReLU()
+        self.shape: dict[str, Any] = {"block": block, "blocks": tuple(blocks), "width": width, "stem": stem}
+        self.stem = Stem(width, stem)
         channels, stages = width, []
         for index, count in enumerate(blocks):
             stage = []
@@ -92,5 +103,8 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.pool(self.relu(self.bn1(self.conv1(images))))
-        return torch.mean(self.stages(x), dim=(2, 3))
+        return torch.mean(self.stages(self.stem(images)), dim=(2, 3))
+
+    def parts(self) -> list[nn.Module]:
+        """The pieces that are compiled one by one: few variants each, however units freeze."""
+        return [self.stem, *(block for stage in self.stages.children() for block in stage.children())]

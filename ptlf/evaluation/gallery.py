@@ -1,4 +1,4 @@
-"""What an encoder sees: the nearest images of a dozen queries and a two-dimensional map of features, before and after."""
+"""What an encoder sees, before and after: the nearest images of a dozen queries, and a flat map of features."""
 
 from __future__ import annotations
 

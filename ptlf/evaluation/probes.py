@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ptlf.errors import UserError
 from ptlf.evaluation.knn import KnnClassConfig, KnnTaskConfig, knn_accuracy
+from ptlf.evaluation.linear import LinearConfig, RidgeConfig, linear_fit, ridge_fit
 from ptlf.settings import as_dict, key, section
 from ptlf.stream import Stream
 from ptlf.stream.loading import ImageSource
@@ -24,10 +25,30 @@ class EvaluationConfig:
     gallery: bool = key(True, "keep nearest images and a map of the features, before and after, for the report")
     knn_task: KnnTaskConfig = section(KnnTaskConfig)
     knn_class: KnnClassConfig = section(KnnClassConfig)
+    linear: LinearConfig = section(LinearConfig)
+    ridge: RidgeConfig = section(RidgeConfig)
+
+
+Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
+OWN, ALL = "training images of the exam's own task", "training images of all classes seen"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Accuracies of exams against one bank, after task number `task`: test(bank, exams, task)."""
+
+    family: str
+    bank: str  # OWN or ALL
+    test: Callable[[Labelled, list[Labelled], int], list[float]]
+    settings: dict[str, Any]
 
 
 class Prober:
-    """Tests an encoder on a stream's exams. `prepare` turns stored images into the encoder's input."""
+    """Tests an encoder on a stream's exams. `prepare` turns stored images into the encoder's input.
+
+    An encoder whose vector has a part for each task says which: `encoder.part(task)` is a slice. An exam against its
+    own task's images is tested with its own part, one against all classes with the whole vector.
+    """
 
     def __init__(
         self, stream: Stream, config: EvaluationConfig, prepare: Callable[[Tensor], Tensor], device: torch.device
@@ -38,27 +59,72 @@ class Prober:
             raise UserError(f"stream {stream.name} has no labelled test images to evaluate on")
         self.classes = len(data.names)
         self.bank, self.test = ImageSource(data.train, device), ImageSource(data.test, device)
+        enabled = {"knn": True, "linear": config.linear.enabled, "ridge": config.ridge.enabled}
+        self.chosen = [family for family, wanted in enabled.items() if wanted]
         self._check_k()
+
+    def choose(self, family: str) -> None:
+        """Only this kind of probe, enabled or not: knn, linear or ridge."""
+        self.chosen = [family]
+
+    @property
+    def probes(self) -> dict[str, Probe]:
+        return {name: probe for name, probe in self.all_probes().items() if probe.family in self.chosen}
+
+    def all_probes(self) -> dict[str, Probe]:
+        config = self.config
+        own, joint = as_dict(config.knn_task), as_dict(config.knn_class)
+        own["k"] = own["k"] or "min(200, tasks seen)"
+        cosine = {"similarity": "cosine"}
+        linear, ridge = as_dict(config.linear), as_dict(config.ridge)
+        return {
+            "knn_task": Probe("knn", OWN, self.knn_task, {**own, **cosine}),
+            "knn_class": Probe("knn", ALL, self.knn_class, {**joint, **cosine}),
+            "linear_task": Probe("linear", OWN, self.linear, linear),
+            "linear": Probe("linear", ALL, self.linear, linear),
+            "ridge_task": Probe("ridge", OWN, self.ridge, ridge),
+            "ridge": Probe("ridge", ALL, self.ridge, ridge),
+        }
 
     def rows(self, encoder: nn.Module, task: int) -> dict[str, list[float | None]]:
         """A row of each probe's accuracy matrix after task number `task` (from 0)."""
         exams = self.stream.exams
         seen = [exam for exam in exams if exam.since <= task]
-        own, joint = self.config.knn_task, self.config.knn_class
         with testing(encoder):
             banks = [self.features(encoder, self.bank, exam.bank) for exam in seen]
             tests = [self.features(encoder, self.test, exam.test) for exam in seen]
-        by_task = [
-            knn_accuracy(*bank, *test, k=self.k_task(task), temperature=own.temperature, classes=self.classes)
-            for bank, test in zip(banks, tests, strict=True)
-        ]
         everything = torch.cat([features for features, _ in banks]), torch.cat([labels for _, labels in banks])
-        by_class = [
-            knn_accuracy(*everything, *test, k=joint.k, temperature=joint.temperature, classes=self.classes)
-            for test in tests
-        ]
         blank: list[float | None] = [None] * (len(exams) - len(seen))
-        return {"knn_task": by_task + blank, "knn_class": by_class + blank}
+        rows: dict[str, list[float | None]] = {}
+        for name, probe in self.probes.items():
+            if probe.bank == OWN:
+                parts = zip(seen, banks, tests, strict=True)
+                pairs = [
+                    (own_part(encoder, exam.since, bank), own_part(encoder, exam.since, test))
+                    for exam, bank, test in parts
+                ]
+                row = [probe.test(bank, [test], task)[0] for bank, test in pairs]
+            else:
+                row = probe.test(everything, tests, task)
+            rows[name] = [*row, *blank]
+        return rows
+
+    def knn_task(self, bank: Labelled, exams: list[Labelled], task: int) -> list[float]:
+        k, temperature = self.k_task(task), self.config.knn_task.temperature
+        return [knn_accuracy(*bank, *exam, k=k, temperature=temperature, classes=self.classes) for exam in exams]
+
+    def knn_class(self, bank: Labelled, exams: list[Labelled], task: int) -> list[float]:
+        k, temperature = self.config.knn_class.k, self.config.knn_class.temperature
+        return [knn_accuracy(*bank, *exam, k=k, temperature=temperature, classes=self.classes) for exam in exams]
+
+    def linear(self, bank: Labelled, exams: list[Labelled], task: int) -> list[float]:
+        # The same order of images at every call: the accuracy is a function of the features alone.
+        classifier = linear_fit(*bank, self.config.linear, torch.Generator().manual_seed(0))
+        return [classifier.accuracy(*exam) for exam in exams]
+
+    def ridge(self, bank: Labelled, exams: list[Labelled], task: int) -> list[float]:
+        classifier = ridge_fit(*bank, self.config.ridge)
+        return [classifier.accuracy(*exam) for exam in exams]
 
     def future(self, encoder: nn.Module, task: int) -> list[float | None]:
         """knn_task on the exam whose task comes next, for forward transfer; k as after the last task."""
@@ -66,10 +132,9 @@ class Prober:
         for exam in self.stream.exams:
             if exam.since == task + 1:
                 with testing(encoder):
-                    bank = self.features(encoder, self.bank, exam.bank)
-                    test = self.features(encoder, self.test, exam.test)
-                k, temperature = self.k_task(len(self.stream.tasks)), self.config.knn_task.temperature
-                accuracies.append(knn_accuracy(*bank, *test, k=k, temperature=temperature, classes=self.classes))
+                    sources = (self.bank, exam.bank), (self.test, exam.test)
+                    bank, test = (own_part(encoder, exam.since, self.features(encoder, *source)) for source in sources)
+                accuracies += self.knn_task(bank, [test], len(self.stream.tasks))
         return accuracies
 
     def k_task(self, task: int) -> int:
@@ -84,13 +149,7 @@ class Prober:
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """What each probe's figures were measured with."""
-        own = as_dict(self.config.knn_task)
-        own["k"] = own["k"] or "min(200, tasks seen)"
-        joint = as_dict(self.config.knn_class)
-        return {
-            "knn_task": {**own, "similarity": "cosine", "bank": "training images of the exam's own task"},
-            "knn_class": {**joint, "similarity": "cosine", "bank": "training images of all classes seen"},
-        }
+        return {name: {**probe.settings, "bank": probe.bank} for name, probe in self.probes.items()}
 
     def _check_k(self) -> None:
         """Before training, not hours into it: every bank must hold k images."""
@@ -103,6 +162,12 @@ class Prober:
             raise UserError(
                 f"evaluation.knn_class.k is {joint}, but after the first task the bank holds {first} images"
             )
+
+
+def own_part(encoder: nn.Module, task: int, labelled: Labelled) -> Labelled:
+    part = getattr(encoder, "part", None)
+    features, labels = labelled
+    return (features[:, part(task)] if callable(part) else features), labels
 
 
 @contextmanager

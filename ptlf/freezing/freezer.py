@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,6 +64,8 @@ class Freezer:
         self._by_name = {unit.name: unit for unit in self.units}
         self._frozen: dict[str, list[nn.Parameter]] = {}  # unit -> its parameters that required a gradient
         self._replaced: dict[nn.Module, Any] = {}  # module -> the instance's own forward before, mostly none
+        # Kept over a thaw: code compiled with an override is reused only as long as that very object lives.
+        self._overrides: dict[tuple[nn.Module, type[Override]], Override] = {}
         self._tracked: list[nn.Module] = []  # norms whose track_running_stats was switched off
 
     @property
@@ -121,9 +124,10 @@ class Freezer:
                 self.optimizer.state.pop(parameter, None)
         fold = self._can_fold(unit)
         if self.save_memory and is_plain_layer(unit.layer):
-            self._replace(unit.layer, FrozenLayer(unit.layer, unit.norm if fold else None))
+            norm = unit.norm if fold else None
+            self._replace(unit.layer, FrozenLayer, lambda: FrozenLayer(unit.layer, norm))
         if fold and unit.norm is not None:
-            self._replace(unit.norm, PassThrough())
+            self._replace(unit.norm, PassThrough, PassThrough)
         elif isinstance(unit.norm, BATCH_NORMS):
             self._hold_statistics(unit.norm)
 
@@ -140,7 +144,7 @@ class Freezer:
         if norm.running_mean is None:
             return
         if not self.batch_statistics:
-            self._replace(norm, RunningStatistics(norm))
+            self._replace(norm, RunningStatistics, lambda: RunningStatistics(norm))
         elif norm.track_running_stats:
             # PyTorch then normalises by the batch in train mode and by the running statistics in eval mode.
             norm.track_running_stats = False
@@ -149,19 +153,26 @@ class Freezer:
     def _mask_relus(self) -> None:
         for relu in self._relus:
             if self._is_released(relu) and "forward" not in relu.module.__dict__:
-                self._replace(relu.module, MaskedReLU(relu.module))
+                self._replace(relu.module, MaskedReLU, functools.partial(MaskedReLU, relu.module))
 
     def _is_released(self, relu: Relu) -> bool:
         """Whether the ReLU alone would keep its output. Where a trainable layer keeps it too, a mask saves nothing."""
         return bool(self._frozen) and relu.keepers <= self._frozen.keys()
 
-    def _replace(self, module: nn.Module, override: Override) -> None:
+    def _replace(self, module: nn.Module, kind: type[Override], make: Callable[[], Override]) -> None:
         if module not in self._replaced:
             self._replaced[module] = module.__dict__.get("forward")
-        module.__dict__["forward"] = override
+        if (module, kind) not in self._overrides:
+            self._overrides[module, kind] = make()
+        override = module.__dict__["forward"] = self._overrides[module, kind]
+        if isinstance(override, FrozenLayer):
+            override.refresh()
 
     def _restore(self, module: nn.Module) -> None:
         before = self._replaced.pop(module)
+        override = module.__dict__["forward"]
+        if isinstance(override, FrozenLayer):
+            override.release()
         if before is None:
             del module.__dict__["forward"]
         else:

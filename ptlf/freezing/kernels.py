@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptlf.encoders.norm import ViewBatchNorm2d
+
 Pair = tuple[int, int]
 
 
@@ -107,24 +109,49 @@ def is_channels_last(x: Tensor) -> bool:
     return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
-# Eight booleans, one byte each, read as one little-endian 64-bit word: the product has boolean i in bit 56 + i.
-_GATHER = 0x0102040810204080
-
-
-def _pack(mask: Tensor) -> Tensor:
+def pack(mask: Tensor) -> Tensor:
+    """Booleans of any shape, taken in memory order, to ceil(n / 8) bytes. `unpack` must run the way `pack` did."""
     flat = (mask.permute(0, 2, 3, 1) if is_channels_last(mask) else mask).reshape(-1)
     if flat.numel() % 8:
         flat = F.pad(flat, (0, -flat.numel() % 8))
-    return (flat.view(torch.int64) * _GATHER >> 56).to(torch.uint8)
+    return _pack_planes(flat) if torch.compiler.is_compiling() else _pack_words(flat)
 
 
-def _unpack(bits: Tensor, shape: list[int], channels_last: bool) -> Tensor:
-    words = _words(bits.device).index_select(0, bits.to(torch.int32))
-    flat = words.view(torch.bool)[: math.prod(shape)]
+def unpack(bits: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
+    """The booleans of `shape` that `pack` was given, in the same layout."""
+    flat = (_unpack_planes if torch.compiler.is_compiling() else _unpack_words)(bits)[: math.prod(shape)]
     if channels_last:
         batch, channels, height, width = shape
         return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
     return flat.view(shape)
+
+
+def _pack_planes(flat: Tensor) -> Tensor:
+    """Bit i from the i-th eighth of the elements: element by element, so that the compiler fuses it with what is
+    around it."""
+    planes = flat.view(8, -1).to(torch.uint8)
+    bits = planes[0]
+    for i in range(1, 8):
+        bits = bits | (planes[i] << i)
+    return bits
+
+
+def _unpack_planes(bits: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)[:, None]
+    return ((bits >> shifts) & 1).to(torch.bool).view(-1)
+
+
+# Uncompiled, a few passes over whole words: eight booleans, one byte each, are read as one little-endian 64-bit word,
+# and the product has boolean i in bit 56 + i.
+_GATHER = 0x0102040810204080
+
+
+def _pack_words(flat: Tensor) -> Tensor:
+    return (flat.view(torch.int64) * _GATHER >> 56).to(torch.uint8)
+
+
+def _unpack_words(bits: Tensor) -> Tensor:
+    return _words(bits.device).index_select(0, bits.to(torch.int32)).view(torch.bool)
 
 
 @cache
@@ -133,35 +160,6 @@ def _words(device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
         return bits.to(torch.bool).view(torch.int64).view(-1).to(device)
-
-
-# Opaque to the compiler, which would turn the few passes over whole words into many over single bytes.
-_compiled_pack = torch.library.custom_op("ptlf::pack", _pack, mutates_args=(), schema="(Tensor mask) -> Tensor")
-_compiled_unpack = torch.library.custom_op(
-    "ptlf::unpack", _unpack, mutates_args=(), schema="(Tensor bits, SymInt[] shape, bool channels_last) -> Tensor"
-)
-
-
-@_compiled_pack.register_fake
-def _(mask: Tensor) -> Tensor:
-    return mask.new_empty((mask.numel() + 7) // 8, dtype=torch.uint8)
-
-
-@_compiled_unpack.register_fake
-def _(bits: Tensor, shape: list[int], channels_last: bool) -> Tensor:
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(shape, dtype=torch.bool, device=bits.device, memory_format=layout)
-
-
-def pack(mask: Tensor) -> Tensor:
-    """Booleans of any shape, taken in memory order, to ceil(n / 8) bytes."""
-    return _compiled_pack(mask) if torch.compiler.is_compiling() else _pack(mask)
-
-
-def unpack(bits: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
-    """The booleans of `shape` that `pack` was given, in the same layout."""
-    function = _compiled_unpack if torch.compiler.is_compiling() else _unpack
-    return function(bits, list(shape), channels_last)
 
 
 def fold(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -224,6 +222,10 @@ class FrozenLayer(Override):
         else:
             self.weight, self.bias = weight, bias
         self.state = self._state()
+
+    def release(self) -> None:
+        """Let the folded copies go while the unit is thawed."""
+        self.weight = self.bias = None
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.weight, self.bias) if tensor is not None]
@@ -305,7 +307,7 @@ def is_plain_batch_norm(norm: nn.Module | None) -> bool:
     """Whether the norm is a BatchNorm with running statistics and no more: a subclass may add an activation."""
     return (
         isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
-        and type(norm).forward in (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward)
+        and type(norm).forward in (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward, ViewBatchNorm2d.forward)
         and "forward" not in norm.__dict__
         and norm.running_mean is not None
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class ProgressiveFreezing:
         self.schedule = FreezeSchedule(config.initial, config.final, epochs, config.shape)
         self.context = Context([unit.name for unit in freezer.units], None, savings, generator)
         self.log: list[dict[str, Any]] = []
+        self.active = False
 
     @property
     def needs_ratios(self) -> bool:
@@ -77,3 +78,13 @@ class ProgressiveFreezing:
         entry["order"] += chosen
         entry["events"].append({"epoch": epoch + 1, "frozen": chosen})
         return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values. The policies' randomness is in the generator, which whoever made it stores."""
+        state = {"active": self.active, "ratios": self.context.ratios, "log": self.log}
+        return {**self.freezer.state_dict(), **state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load weights and optimizer first."""
+        self.freezer.load_state_dict(state)
+        self.active, self.context.ratios, self.log = state["active"], state["ratios"], list(state["log"])

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from ptlf.methods.cassle import PFR, Cassle
+from ptlf.methods.der import DER
 from ptlf.methods.finetune import Finetune, Multitask
 from ptlf.methods.lump import Lump
 from ptlf.methods.memory import Memory, MemoryConfig
 from ptlf.methods.method import Method, MethodConfig
+from ptlf.methods.pnn import PNN
+from ptlf.methods.si import SI
 
 METHODS: dict[str, type[Method]] = {
     "finetune": Finetune,
     "multitask": Multitask,
     "lump": Lump,
+    "si": SI,
+    "der": DER,
+    "pnn": PNN,
+    "cassle": Cassle,
+    "pfr": PFR,
 }
 
 __all__ = ["METHODS", "Memory", "MemoryConfig", "Method", "MethodConfig"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ class Memory(nn.Module):
         """`view` is the augmentation of `fresh`; `outputs` the length of a vector to store with each image."""
         super().__init__()
         self.size, self.view, self.view_size = size, view, view_size
+        self.augment: Callable[..., Tensor] = apply_view
         self.register_buffer("images", torch.zeros(size + 1, image_size, image_size, 3, dtype=torch.uint8))
         self.register_buffer("views", torch.zeros(size + 1, 3, view_size, view_size))
         self.register_buffer("outputs", torch.zeros(size + 1, outputs))
@@ -45,19 +47,12 @@ class Memory(nn.Module):
 
     def slots(self, batch: int, generator: torch.Generator) -> Tensor:
         """Where each image of a batch goes, (B,) int64; `size` means nowhere. The last to claim a slot gets it."""
-        slots = torch.full((batch,), self.size, dtype=torch.int64)
-        owner: dict[int, int] = {}
+        number = torch.arange(self.count, self.count + batch)  # images seen before each
         chance = torch.rand(batch, generator=generator, dtype=torch.float64)
-        for position in range(batch):
-            number = self.count + position  # images seen before this one
-            slot = number if number < self.size else int(chance[position] * (number + 1))
-            if slot < self.size:
-                if slot in owner:
-                    slots[owner[slot]] = self.size
-                owner[slot] = position
-                slots[position] = slot
+        slots = torch.where(number < self.size, number, (chance * (number + 1)).long()).clamp(max=self.size)
+        claimed_later = torch.triu(slots[:, None] == slots[None, :], diagonal=1).any(dim=1)
         self.count += batch
-        return slots
+        return torch.where(claimed_later, self.size, slots)
 
     def picks(self, batch: int, generator: torch.Generator) -> Tensor:
         """`batch` memory images drawn without replacement, (B,) int64; in several rounds where it holds fewer."""
@@ -76,7 +71,7 @@ class Memory(nn.Module):
 
     def fresh(self, picks: Tensor, uniforms: Tensor) -> Tensor:
         """A new augmentation of the picked images, (B, 3, S, S)."""
-        return apply_view(self.images[picks], uniforms, self.view, self.view_size)
+        return self.augment(self.images[picks], uniforms, self.view, self.view_size)
 
     def stored(self) -> Tensor:
         """The images held, (len, H, W, 3) uint8."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from ptlf.objectives.barlow_twins import BarlowTwins
+from ptlf.objectives.byol import BYOL
+from ptlf.objectives.mocov2plus import MoCoV2Plus
 from ptlf.objectives.objective import Objective, ObjectiveConfig
+from ptlf.objectives.simclr import SimCLR
 from ptlf.objectives.simsiam import SimSiam
 from ptlf.objectives.supervised import Supervised
+from ptlf.objectives.vicreg import VICReg
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "simsiam": SimSiam,
     "barlow_twins": BarlowTwins,
+    "mocov2plus": MoCoV2Plus,
+    "byol": BYOL,
+    "simclr": SimCLR,
+    "vicreg": VICReg,
     "supervised": Supervised,
 }
 

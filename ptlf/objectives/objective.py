@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ptlf.batch import Batch
 from ptlf.settings import key
@@ -81,3 +82,14 @@ def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
 
 def mean_over_views(values: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(values)).mean()
+
+
+def contrastive_distillation(predicted: Sequence[Tensor], old: Sequence[Tensor], temperature: float) -> Tensor:
+    """Each prediction must find its own old projection among all of them, and each old projection its prediction.
+
+    All views are pooled: V views of B images give V * B candidates.
+    """
+    p, z = (F.normalize(torch.cat(list(vectors)), dim=1) for vectors in (predicted, old))
+    logits = p @ z.T / temperature
+    own = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2

@@ -49,9 +49,12 @@ class Live(Watcher):
             f"{run.config.encoder.name} with {self.units} units, on {run.device}",
             highlight=False,
         )
-        self.bar = self.progress.add_task(self.name, total=epochs * len(tasks), figures="")
+        done = run.position.task * epochs + run.position.epoch
+        if done or run.position.step:
+            console.print(f"  going on with {run.position}", highlight=False)
+        self.bar = self.progress.add_task(self.name, total=epochs * len(tasks), completed=done, figures="")
         self.progress.start()
-        self.loss, self.started = "", time.perf_counter()
+        self.loss, self.frozen, self.started = "", len(run.freezing.freezer.frozen), time.perf_counter()
 
     def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None:
         self.place = f"task {task + 1}/{self.tasks}, epoch {epoch + 1}/{self.epochs}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -14,28 +12,9 @@ import torch
 
 import ptlf
 from ptlf.errors import UserError
+from ptlf.files import write_error, write_whole
 
 SCHEMA = 1
-
-
-def write_whole(path: Path, data: bytes | str) -> None:
-    """Write under a temporary name, sync, rename: a reader sees the old file or the new one, never half of one."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with open(part, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise write_error(path, error) from error
-
-
-def write_error(path: Path, error: OSError) -> UserError:
-    if error.errno == errno.ENOSPC:
-        return UserError(f"no space left on the disk for {path}; free some, or choose another --out")
-    return UserError(f"cannot write {path}: {error.strerror or error}; choose another --out")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -22,7 +22,8 @@ def seconds(value: float | None) -> str:
 def show_matrix(console: Console, probe: str, values: dict[str, Any], exams: list[str]) -> None:
     """One probe's accuracy matrix: a row per task trained, a column per exam, and the untrained encoder on top."""
     settings = values["settings"]
-    console.print(f"\n{probe}: accuracy in %, k = {settings['k']}, bank: {settings['bank']}", highlight=False)
+    k = f", k = {settings['k']}" if "k" in settings else ""
+    console.print(f"\n{probe}: accuracy in %{k}, bank: {settings['bank']}", highlight=False)
     table = Table()
     table.add_column("after training on")
     for exam in exams:
@@ -42,7 +43,8 @@ def show_runs(console: Console, runs: dict[str, dict[str, Any]], baseline: str |
     for name in runs:
         table.add_column(name, justify="right")
     base = runs[baseline]["cost"] if baseline in runs else None
-    for probe in ("knn_task", "knn_class"):
+    probes = list(dict.fromkeys(probe for results in runs.values() for probe in results["probes"]))
+    for probe in probes:
         values = [results["probes"].get(probe, {}) for results in runs.values()]
         if any(values):
             for row, name in (
@@ -109,5 +111,40 @@ def show_bench(console: Console, title: str, rows: list[dict[str, Any]]) -> None
             f"{row['backward_flops_ratio']:.3f}",
             f"{1000 * row['seconds']:.0f}",
             f"{row['seconds_ratio']:.2f}",
+        )
+    console.print(table)
+
+
+def show_steps(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+    """A training step by freeze stage, each figure also relative to the first row."""
+    table = Table(title=title, title_justify="left")
+    columns = (
+        "frozen",
+        "step\nms",
+        "ratio",
+        "device\nms",
+        "views/s",
+        "kept\nMiB",
+        "ratio",
+        "peak\nMiB",
+        "ratio",
+        "rebuild",
+    )
+    for column in columns:
+        table.add_column(column, justify="right")
+    first = rows[0]
+    for row in rows:
+        peak = row["peak_memory_bytes"]
+        table.add_row(
+            str(row["frozen"]),
+            f"{row['step_ms']:.2f}",
+            f"{row['step_ms'] / first['step_ms']:.2f}",
+            "-" if row["device_ms"] is None else f"{row['device_ms']:.2f}",
+            f"{row['views_per_second']:,.0f}",
+            f"{row['kept_bytes'] / 2**20:.0f}",
+            f"{row['kept_bytes'] / first['kept_bytes']:.2f}",
+            "-" if peak is None else f"{peak / 2**20:.0f}",
+            "-" if peak is None else f"{peak / first['peak_memory_bytes']:.2f}",
+            seconds(row["rebuild_seconds"]),
         )
     console.print(table)

@@ -142,7 +142,8 @@ def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) ->
             raise UserError(f"{labelled.name} has no test images; pack it with a test folder or with --test-fraction")
         if labelled.size != data.size:
             raise UserError(
-                f"{labelled.name} has images of {labelled.size} px, {data.name} of {data.size} px; pack both at one size"
+                f"{labelled.name} has images of {labelled.size} px and {data.name} of {data.size} px; "
+                "pack both at one size"
             )
         everything = np.arange(len(labelled.train)), np.arange(len(labelled.test))
         exams = (Exam(labelled.name, *everything, since=0),)

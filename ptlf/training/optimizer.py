@@ -37,9 +37,34 @@ def learning_rate(config: OptimizerConfig, epoch: float, epochs: int) -> float:
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    rate = learning_rate(config, config.warmup, config.warmup + 1)
+    rate: float | Tensor = learning_rate(config, config.warmup, config.warmup + 1)
+    parameters = list(parameters)
+    if parameters[0].device.type == "cuda":  # a captured step reads the rate from the device
+        rate = torch.tensor(rate, device=parameters[0].device)
+        if config.optimizer == "sgd":
+            return torch.optim.SGD(
+                parameters, lr=rate, momentum=config.momentum, weight_decay=config.weight_decay, fused=True
+            )
     kind = LARS if config.optimizer == "lars" else torch.optim.SGD
     return kind(parameters, lr=rate, momentum=config.momentum, weight_decay=config.weight_decay)
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def settle_momentum(optimizer: Optimizer) -> None:
+    """Zero momentum for parameters that have none yet, which is what a first step starts from: torch's fused SGD takes
+    all or none, and after a thaw only some have it."""
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"]:
+            for parameter in group["params"]:
+                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class LARS(Optimizer):

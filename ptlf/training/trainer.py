@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +19,10 @@ from ptlf.model import Model
 from ptlf.randomness import Randomness
 from ptlf.settings import key
 from ptlf.stream.loading import ImageSource
-from ptlf.training.cost import backward_flops, kept_bytes
-from ptlf.training.optimizer import OptimizerConfig, learning_rate
-from ptlf.views import View, draw, make_views
+from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
+from ptlf.training.engine import ENGINES, choose_engine, compile_encoder, compile_function, make_engine
+from ptlf.training.optimizer import OptimizerConfig, learning_rate, set_rate, settle_momentum
+from ptlf.views import View, apply_view, draw
 
 
 @dataclass
@@ -28,8 +30,9 @@ class TrainingConfig(OptimizerConfig):
     epochs: int = key(200, "passes over each task's images", least=1)
     batch: int = key(256, "images per step (each gives two views)", least=2)
     last_batch: str = key("use", "what to do with an epoch's last, smaller batch", choices=("use", "drop"))
-    precision: str = key("fp32", "the encoder's arithmetic; heads and losses stay float32", choices=("fp32", "bf16"))
-    channels_last: bool = key(False, "memory layout of images and convolutions; faster on a GPU")
+    precision: str = key("auto", "the encoder's arithmetic; auto = bf16 on a GPU", choices=("auto", "fp32", "bf16"))
+    channels_last: bool | None = key(None, "memory layout of images and convolutions; null = on a GPU")
+    engine: str = key("auto", "how the step is run; auto = captured on a GPU, else eager", choices=ENGINES)
 
 
 @dataclass
@@ -37,7 +40,37 @@ class EpochResult:
     losses: dict[str, float]
     steps: int
     views: int
-    seconds: float
+
+
+@dataclass
+class Progress:
+    """How far an epoch has come, and what is needed to go on from there."""
+
+    order: Tensor  # state of the generator that shuffles, before it did
+    steps: int = 0
+    views: int = 0
+    losses: dict[str, Tensor] = field(default_factory=dict)  # (steps of the epoch,) each, on the device
+
+    def add(self, losses: dict[str, Tensor], views: int, of: int) -> None:
+        """A step is done, one `of` so many. Values are copied: a captured step writes its losses to one place."""
+        for name, loss in losses.items():
+            if name not in self.losses:
+                self.losses[name] = torch.zeros(of, device=loss.device)
+            self.losses[name][self.steps] = loss
+        self.steps, self.views = self.steps + 1, self.views + views
+
+    def result(self) -> EpochResult:
+        """Waits for the device."""
+        means = {name: float(values.double().sum()) / self.steps for name, values in self.losses.items()}
+        return EpochResult(means, self.steps, self.views)
+
+    def first_bad(self) -> tuple[int, float] | None:
+        """The first step (from 0) with a loss that is not finite, and that loss. Waits for the device."""
+        for step, values in enumerate(zip(*(values.tolist() for values in self.losses.values()), strict=True)):
+            for value in values:
+                if not math.isfinite(value):
+                    return step, value
+        return None
 
 
 @dataclass
@@ -51,7 +84,20 @@ class Trainer:
     config: TrainingConfig
     random: Randomness
     device: torch.device
+    channels_last: bool = False
     on_step: Callable[[int], None] = field(default=lambda step: None)
+
+    def __post_init__(self) -> None:
+        self.engine_kind = choose_engine(self.config.engine, self.device)
+        self.augment: Callable[..., Tensor] = apply_view
+        if self.engine_kind != "eager":
+            self.compile_parts()
+        self.engine = make_engine(self.engine_kind, self.step)
+
+    def arithmetic(self) -> dict[str, Any]:
+        """How the step is computed here, for the record."""
+        precision = "bf16" if self.model.dtype is torch.bfloat16 else "fp32"
+        return {"engine": self.engine_kind, "precision": precision, "channels_last": self.channels_last}
 
     def step(self, batch: Batch) -> dict[str, Tensor]:
         batch.views = self.views(batch)
@@ -65,29 +111,43 @@ class Trainer:
         self.method.remember(batch)
         return {name: loss.detach() for name, loss in losses.items()}
 
-    def epoch(self, indices: np.ndarray, epoch: int) -> EpochResult:
-        """One pass over the images with these indices. The device is asked for the losses once, at the end."""
+    def begin_epoch(self) -> Progress:
+        return Progress(self.random["order"].get_state())
+
+    def epoch(self, indices: np.ndarray, epoch: int, progress: Progress | None = None) -> EpochResult:
+        """One pass over the images with these indices, or the rest of one. The device is asked for the losses once."""
         self.model.train()
-        started, steps, views = time.perf_counter(), 0, 0
-        totals: dict[str, Tensor] = {}
+        progress = progress or self.begin_epoch()
+        self.random["order"].set_state(progress.order)
         order = list(self.batches(indices, self.random["order"]))
-        for chosen in order:
-            rate = learning_rate(self.config, epoch + steps / len(order), self.config.epochs)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+        for chosen in order[progress.steps :]:
+            rate = learning_rate(self.config, epoch + progress.steps / len(order), self.config.epochs)
+            set_rate(self.optimizer, rate)
             batch = self.load(chosen, self.random["views"], self.method.draw(len(chosen)))
-            for name, loss in self.step(batch).items():
-                totals[name] = totals[name] + loss if name in totals else loss
-            steps, views = steps + 1, views + len(batch) * len(batch.views)
-            self.on_step(views)
-        losses = {name: float(total) / steps for name, total in totals.items()}  # waits for the device
-        return EpochResult(losses, steps, views, time.perf_counter() - started)
+            progress.add(self.engine(batch), len(batch) * len(self.recipe), of=len(order))
+            self.on_step(progress.views)
+        return progress.result()
 
     def views(self, batch: Batch) -> list[Tensor]:
-        views = make_views(batch.images, batch.uniforms, self.recipe, self.view_size)
-        if self.config.channels_last:
+        pairs = zip(batch.uniforms, self.recipe, strict=True)
+        views = [self.augment(batch.images, uniforms, view, self.view_size) for uniforms, view in pairs]
+        if self.channels_last:
             views = [view.contiguous(memory_format=torch.channels_last) for view in views]
         return views
+
+    def compile_parts(self) -> None:
+        """The encoder, the augmentation and the objective's heads and loss, for full batches."""
+        batch = self.config.batch
+        compile_encoder(self.model.encoder, len(self.recipe), batch)
+        self.augment = compile_function(apply_view, batch)
+        if self.method.memory is not None:
+            self.method.memory.augment = self.augment
+        self.model.objective.loss = compile_function(self.model.objective.loss, batch)  # type: ignore[method-assign]
+
+    def rebuild(self) -> None:
+        """A unit froze or thawed, or a task began: the engine starts afresh."""
+        settle_momentum(self.optimizer)
+        self.engine.rebuild()
 
     def load(self, chosen: Tensor, generator: torch.Generator, draws: dict[str, Tensor] | None = None) -> Batch:
         """The images with these indices and the step's randomness, on the device."""
@@ -128,8 +188,12 @@ class Trainer:
                 exclude=[*tensors_of(self.model), *tensors_of(self.method), *exclude],
             )
             flops = backward_flops(losses.pop())
+            self.optimizer.zero_grad(set_to_none=True)
+            reset_peak_memory(self.device)
+            total(self.method.losses(self.model, batch)).backward()
+            peak = peak_memory_bytes(self.device)
         self.optimizer.zero_grad(set_to_none=True)
-        return StepCost(kept, flops / (len(batch) * len(batch.views)))
+        return StepCost(kept, flops / (len(batch) * len(batch.views)), peak)
 
     def sample_loss(self, indices: np.ndarray, generator: torch.Generator) -> Tensor:
         """The objective on a random batch of these images, unmixed: the gradient a new task asks for."""
@@ -143,6 +207,7 @@ class Trainer:
 class StepCost:
     kept_bytes: int
     backward_flops_per_view: float
+    peak_memory_bytes: int | None  # of forward and backward, uncaptured: a captured graph's memory is not counted
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

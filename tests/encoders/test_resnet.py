@@ -20,7 +20,7 @@ def test_cifar_resnet18_is_the_protocols() -> None:
     encoder = ENCODERS["resnet18"]()
     assert sum(p.numel() for p in encoder.parameters()) == 11_168_832
     assert feature_dim(encoder, 32) == 512
-    assert (encoder.conv1.kernel_size, encoder.conv1.stride) == ((3, 3), (1, 1))
+    assert (encoder.stem.conv.kernel_size, encoder.stem.conv.stride) == ((3, 3), (1, 1))
     assert sum(isinstance(m, nn.Conv2d) for m in encoder.modules()) == 20
     seen = []
     encoder.stages[3].register_forward_hook(lambda m, i, o: seen.append(o.shape))

@@ -163,7 +163,7 @@ def test_a_frozen_prefix_has_no_graph():
     seen = []
     model.stages[0].register_forward_hook(lambda module, args, output: seen.append(output))
     freezer = Freezer(model)
-    freezer.freeze(["conv1", "stages.0.0.conv1", "stages.0.0.conv2"])
+    freezer.freeze(["stem.conv", "stages.0.0.conv1", "stages.0.0.conv2"])
     seen.clear()
     assert model(x).requires_grad
     assert not seen[0].requires_grad
@@ -199,19 +199,19 @@ def test_thawed_trains_as_if_never_frozen():
 
 def test_thaw_leaves_what_was_not_trainable_before():
     model = small()
-    model.conv1.weight.requires_grad_(False)
+    model.stem.conv.weight.requires_grad_(False)
     freezer = Freezer(model)
-    freezer.freeze(["conv1", *SOME])
+    freezer.freeze(["stem.conv", *SOME])
     freezer.thaw()
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["conv1.weight"]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["stem.conv.weight"]
 
 
 def test_freeze_adds_repeats_are_harmless_and_order_is_the_datas():
     freezer = Freezer(small())
     freezer.freeze(SOME[::-1])
     freezer.freeze([SOME[0]])
-    freezer.freeze("conv1")
-    assert freezer.frozen == ("conv1", *SOME)
+    freezer.freeze("stem.conv")
+    assert freezer.frozen == ("stem.conv", *SOME)
     freezer.thaw()
     freezer.thaw()
     assert freezer.frozen == ()
@@ -220,17 +220,17 @@ def test_freeze_adds_repeats_are_harmless_and_order_is_the_datas():
 def test_an_unknown_name_says_what_is_near_and_freezes_nothing():
     freezer = Freezer(small())
     with pytest.raises(ValueError, match=r"did you mean 'stages\.0\.0\.conv2'"):
-        freezer.freeze(["conv1", "stages.0.0.conv22"])
+        freezer.freeze(["stem.conv", "stages.0.0.conv22"])
     assert freezer.frozen == ()
 
 
 def test_state_of_the_freezer_round_trips():
     first, second = Freezer(small()), Freezer(small())
     first.freeze(SOME)
-    second.freeze(["conv1"])
+    second.freeze(["stem.conv"])
     second.load_state_dict(first.state_dict())
     assert second.frozen == SOME
-    assert not second.module.stages[0][0].conv2.weight.requires_grad and second.module.conv1.weight.requires_grad
+    assert not second.module.stages[0][0].conv2.weight.requires_grad and second.module.stem.conv.weight.requires_grad
 
 
 def test_only_the_given_units_can_freeze():

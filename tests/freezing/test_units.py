@@ -18,7 +18,7 @@ def names(module: nn.Module, example: object = None) -> list[str]:
 def test_resnet18_has_twenty_units_in_data_order():
     units = find_units(ResNet(BasicBlock, (2, 2, 2, 2)))
     assert len(units) == 20
-    assert [unit.name for unit in units[:3]] == ["conv1", "stages.0.0.conv1", "stages.0.0.conv2"]
+    assert [unit.name for unit in units[:3]] == ["stem.conv", "stages.0.0.conv1", "stages.0.0.conv2"]
     assert [unit.name for unit in units[5:8]] == ["stages.1.0.conv1", "stages.1.0.conv2", "stages.1.0.shortcut.0"]
     assert [unit.norm_name for unit in units[5:8]] == ["stages.1.0.bn1", "stages.1.0.bn2", "stages.1.0.shortcut.1"]
     assert all(isinstance(unit.norm, nn.BatchNorm2d) for unit in units)
@@ -33,7 +33,7 @@ def test_all_resnet_norms_fold_and_all_relus_are_kept_by_units_alone():
     seen = trace(ResNet(BasicBlock, (1, 1), width=8))
     assert seen.foldable == {unit.name for unit in seen.units}
     keepers = {relu.name: relu.keepers for relu in seen.relus}
-    assert keepers["relu"] == {"stages.0.0.conv1"}
+    assert keepers["stem.relu"] == {"stages.0.0.conv1"}
     assert keepers["stages.0.0.relu1"] == {"stages.0.0.conv2"}
     assert keepers["stages.0.0.relu2"] == {"stages.1.0.conv1", "stages.1.0.shortcut.0"}
     assert keepers["stages.1.0.relu2"] == set()  # the average pool keeps nothing

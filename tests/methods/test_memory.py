@@ -82,6 +82,9 @@ def test_state_carries_the_reservoir_on() -> None:
     fill(first, 50, generator)
     second.load_state_dict(first.state_dict())
     assert second.count == 50
+    holder = torch.nn.ModuleDict({"memory": Memory(20, 8, 8, VIEW)})
+    holder.load_state_dict({f"memory.{name}": value for name, value in first.state_dict().items()})
+    assert holder["memory"].count == 50
     twin = torch.Generator()
     twin.set_state(generator.get_state())
     fill(first, 50, generator)
@@ -90,7 +93,7 @@ def test_state_carries_the_reservoir_on() -> None:
 
 
 def lump(memory: Memory, **settings):
-    return METHODS["lump"](LumpConfig(**settings), memory, torch.Generator().manual_seed(0))
+    return METHODS["lump"](LumpConfig(**settings), None, memory, torch.Generator().manual_seed(0))
 
 
 def test_mixture_by_hand() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -14,12 +16,17 @@ from ptlf.objectives.barlow_twins import cross_correlation_loss, standardise
 def make(name: str, **settings):
     torch.manual_seed(0)
     kind = OBJECTIVES[name]
-    small = {"projection": 12} if hasattr(kind.Config(), "projection") else {}
-    return kind(kind.Config(name=name, **small, **settings), nn.Identity(), 6, classes=3)
+    small = {"projection": 12, "hidden": 10, "queue": 20}
+    known = {field.name for field in dataclasses.fields(kind.Config)}
+    chosen = {key: value for key, value in {**small, **settings}.items() if key in known}
+    return kind(kind.Config(name=name, **chosen), nn.Linear(6, 6), 6, classes=3)
 
 
 def batch(size: int = 8) -> Batch:
-    return Batch(torch.zeros(size, 4, 4, 3, dtype=torch.uint8), torch.arange(size) % 3, torch.zeros(2, size, 1))
+    """Views are vectors here: the encoder is a linear layer."""
+    made = Batch(torch.zeros(size, 4, 4, 3, dtype=torch.uint8), torch.arange(size) % 3, torch.zeros(2, size, 1))
+    made.mixed = list(torch.randn(2, size, 6, generator=torch.Generator().manual_seed(size)))
+    return made
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -31,7 +38,7 @@ def test_loss_is_finite_and_reaches_every_parameter(name: str) -> None:
     assert loss.ndim == 0
     assert loss.isfinite()
     assert all(f.grad is not None and f.grad.abs().sum() > 0 for f in features)
-    assert all(p.grad is not None for p in objective.parameters())
+    assert all(p.grad is not None for p in objective.parameters() if p.requires_grad)
 
 
 def test_simsiam_by_hand() -> None:
@@ -74,6 +81,141 @@ def test_barlow_twins_survives_a_constant_column() -> None:
     assert loss.isfinite()
     assert z.grad.isfinite().all()
     assert standardise(z)[:, 2].abs().max() == 0
+
+
+def unit(v: np.ndarray) -> np.ndarray:
+    return v / np.linalg.norm(v, axis=1, keepdims=True)
+
+
+def pick_own(logits: np.ndarray) -> float:
+    """Mean negative log-probability of the diagonal, row by row."""
+    return float(np.mean([-row[i] + np.log(np.exp(row).sum()) for i, row in enumerate(logits)]))
+
+
+def test_simclr_by_hand() -> None:
+    objective = make("simclr", temperature=0.3)
+    z1, z2 = torch.randn(2, 8, 12, dtype=torch.float64)
+    z = unit(np.concatenate([z1, z2]))
+    similarity = z @ z.T / 0.3
+    terms = []
+    for i in range(16):
+        others = [similarity[i, j] for j in range(16) if j != i]
+        terms.append(-similarity[i, (i + 8) % 16] + np.log(np.exp(others).sum()))
+    assert objective.compare([z1, z2], batch()).item() == pytest.approx(np.mean(terms), abs=1e-9)
+
+
+def test_vicreg_by_hand() -> None:
+    objective = make("vicreg")
+    z1, z2 = 0.7 * torch.randn(2, 8, 12, dtype=torch.float64)
+    expected = 25 * np.mean((z1 - z2).numpy() ** 2)
+    for z in (z1.numpy(), z2.numpy()):
+        expected += 25 * np.mean(np.maximum(0, 1 - np.sqrt(z.var(0, ddof=1) + 1e-4)))
+        covariance = np.cov(z.T)
+        expected += sum(covariance[i, j] ** 2 for i in range(12) for j in range(12) if i != j) / 12
+    assert objective.compare([z1, z2], batch()).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_byol_by_hand() -> None:
+    """|p1 - t2|^2 + |p2 - t1|^2 for unit vectors, t from the momentum network."""
+    objective = make("byol")
+    b = batch()
+    with torch.no_grad():
+        for parameter in objective.momentum.parameters():
+            parameter.mul_(1.5)  # no longer the trained network
+        z = list(torch.randn(2, 8, 12))
+        p = [unit(objective.predictor(v).numpy()) for v in z]
+        t = [unit(objective.momentum.projector(objective.momentum.encoder(v)).numpy()) for v in b.mixed]
+    expected = np.mean(((p[0] - t[1]) ** 2).sum(1)) + np.mean(((p[1] - t[0]) ** 2).sum(1))
+    assert objective.compare(z, b).item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_moco_by_hand() -> None:
+    """Query 1 against key 2 and the queue of second views' keys, and the other way round."""
+    objective = make("mocov2plus", temperature=0.2)
+    b = batch()
+    z = list(torch.randn(2, 8, 12))
+    q = [unit(v.numpy()) for v in z]
+    with torch.no_grad():
+        k = [unit(objective.momentum.projector(objective.momentum.encoder(v)).numpy()) for v in b.mixed]
+    terms = []
+    for queries, keys, queue in ((q[0], k[1], objective.queue[1]), (q[1], k[0], objective.queue[0])):
+        for query, own in zip(queries, keys, strict=True):
+            logits = np.concatenate([[query @ own], queue.numpy() @ query]) / 0.2
+            terms.append(-logits[0] + np.log(np.exp(logits).sum()))
+    assert objective.compare(z, b).item() == pytest.approx(np.mean(terms), abs=1e-5)
+
+
+def test_moco_queue_is_first_in_first_out() -> None:
+    """20 places, batches of 8, 8, 5 and 8: the oldest keys go first, partial batches included."""
+    objective, encoder = make("mocov2plus"), nn.Linear(6, 6)
+    start = objective.queue.clone()
+    expected = [list(queue) for queue in start]
+    for size in (8, 8, 5, 8):
+        objective.loss(list(torch.randn(2, size, 6)), batch(size))
+        keys = objective.keys.clone()
+        objective.after_step(encoder)
+        for queue, new in zip(expected, keys, strict=True):
+            queue[:] = [*queue[size:], *new]  # newest last
+    pointer = int(objective.pointer)
+    assert pointer == 29 % 20
+    for queue, wanted in zip(objective.queue, expected, strict=True):
+        assert torch.equal(torch.roll(queue, -pointer, 0), torch.stack(wanted))
+    assert {"queue", "pointer", "momentum.encoder.weight", "momentum.step"} <= objective.state_dict().keys()
+
+
+def test_moco_batch_larger_than_its_queue_leaves_the_last_keys() -> None:
+    objective = make("mocov2plus", queue=5)
+    objective.loss(list(torch.randn(2, 8, 6)), batch(8))
+    objective.after_step(nn.Linear(6, 6))
+    assert torch.equal(objective.queue, objective.keys[:, 3:])
+
+
+@pytest.mark.parametrize(("name", "start", "end"), [("mocov2plus", 0.99, 0.999), ("byol", 0.996, 1.0)])
+def test_momentum_by_hand(name: str, start: float, end: float) -> None:
+    """m <- tau m + (1 - tau) p, tau rising by half a cosine over a task and starting again with the next."""
+    objective, encoder = make(name), nn.Linear(6, 6)
+    mean = objective.momentum.encoder.weight.detach().double().numpy().copy()
+    for _ in range(2):
+        objective.begin_task(4)
+        for step in range(4):
+            with torch.no_grad():
+                encoder.weight.normal_()
+            objective.loss(list(torch.randn(2, 8, 6)), batch())
+            objective.after_step(encoder)
+            tau = end - (end - start) * (np.cos(np.pi * step / 4) + 1) / 2
+            mean = tau * mean + (1 - tau) * encoder.weight.detach().double().numpy()
+    np.testing.assert_allclose(objective.momentum.encoder.weight.numpy(), mean, atol=1e-6)
+    assert not any(p.requires_grad for p in objective.momentum.parameters())
+
+
+def test_momentum_networks_run_in_the_encoders_precision() -> None:
+    objective = make("mocov2plus")
+    Model(nn.Linear(6, 6), objective, torch.bfloat16)
+    seen = []
+    objective.momentum.encoder.register_forward_hook(lambda module, given, made: seen.append(made.dtype))
+    objective.compare(list(torch.randn(2, 8, 12)), batch())
+    assert seen == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_distillation_by_hand(name: str) -> None:
+    """Two views, predictions p and an earlier model's z; each objective's own kind of loss."""
+    objective = make(name)
+    p, z = np.random.default_rng(0).normal(size=(2, 2, 8, 12))
+    cosine = np.mean([np.mean(np.sum(unit(a) * unit(b), axis=1)) for a, b in zip(p, z, strict=True)])
+    logits = unit(p.reshape(16, 12)) @ unit(z.reshape(16, 12)).T / 0.2
+    contrastive = (pick_own(logits) + pick_own(logits.T)) / 2
+    crossed = [cross_correlation_loss(torch.tensor(a), torch.tensor(b), 5e-3).item() for a, b in zip(p, z, strict=True)]
+    expected = {
+        "simsiam": -cosine,
+        "supervised": -cosine,
+        "byol": 2 - 2 * cosine,
+        "barlow_twins": 0.1 * np.mean(crossed),
+        "mocov2plus": contrastive,
+        "simclr": contrastive,
+        "vicreg": 25 * np.mean((p - z) ** 2),
+    }[name]
+    assert objective.distill(list(torch.tensor(p)), list(torch.tensor(z))).item() == pytest.approx(expected, abs=1e-9)
 
 
 def test_heads_stay_float32_under_bf16() -> None:

@@ -1,0 +1,120 @@
+"""PNN: a new column for every task, fed by the columns before it, which are never touched again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ptlf.encoders import ResNet
+from ptlf.errors import UserError
+from ptlf.methods.method import Method, MethodConfig
+from ptlf.model import Model
+from ptlf.settings import key
+
+
+@dataclass
+class PNNConfig(MethodConfig):
+    name: str = "pnn"
+    width: float = key(1.0, "a column's channels, as a share of the encoder's", above=0)
+
+
+class PNN(Method):
+    """Each exam is tested with its own task's column, or with the vectors of all columns joined."""
+
+    Config = PNNConfig
+    freezable = False
+
+    @staticmethod
+    def adapt_encoder(config: PNNConfig, encoder: nn.Module, tasks: int) -> nn.Module:
+        if not isinstance(encoder, ResNet):
+            raise UserError(f"method 'pnn' builds columns of a residual network, not of {type(encoder).__name__}")
+        return Columns(encoder, config.width, tasks)
+
+    def begin_task(self, index: int, model: Model) -> None:
+        super().begin_task(index, model)
+        for module in model.modules():  # the encoder, and a copy of it that the objective may keep
+            if isinstance(module, Columns):
+                module.begin(index)
+
+
+class Columns(nn.Module):
+    """Residual networks side by side, one per task, all there from the start; `current` is the newest in use.
+
+    In training the vector is the current column's (B, feature_dim); in eval mode those of all columns so far, joined.
+    Stage by stage from the second on, a column also gets what the stage before gave in all older columns, through a
+    lateral connection. Older columns take no gradient and their norms use running statistics: they do not move.
+    """
+
+    newest: Tensor
+
+    def __init__(self, template: ResNet, width: float, tasks: int) -> None:
+        super().__init__()
+        shape = {**template.shape, "width": max(1, round(width * template.shape["width"]))}
+        self.columns = nn.ModuleList([ResNet(**shape) for _ in range(tasks)])
+        channels = [shape["width"] * 2**stage * shape["block"].expansion for stage in range(len(shape["blocks"]))]
+        self.laterals = nn.ModuleList(
+            [nn.ModuleList([Lateral(older, c) for c in channels[:-1]] if older else []) for older in range(tasks)]
+        )
+        self.feature_dim = channels[-1]
+        self.current = 0
+        self.register_buffer("newest", torch.zeros((), dtype=torch.int64))  # `current`, for the state
+        self.register_load_state_dict_post_hook(lambda columns, _: columns.begin(int(columns.newest)))
+
+    def begin(self, index: int) -> None:
+        self.current = index
+        self.newest.fill_(index)
+        for older in range(index):
+            self.columns[older].requires_grad_(False)
+            self.laterals[older].requires_grad_(False)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Columns:
+        super().train(mode)
+        for column in self.columns[: self.current]:
+            column.eval()
+        return self
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps: list[list[Tensor]] = []  # by column, by stage
+        for index in range(self.current + 1):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and index == self.current):
+                maps.append(self.run(index, images, maps))
+        vectors = [torch.mean(stages[-1], dim=(2, 3)) for stages in maps]
+        return vectors[-1] if self.training else torch.cat(vectors, dim=1)
+
+    def run(self, index: int, images: Tensor, older: list[list[Tensor]]) -> list[Tensor]:
+        """What each stage of one column gives."""
+        column = self.columns[index]
+        assert isinstance(column, ResNet)
+        given: list[Tensor] = []
+        x = column.stem(images)
+        for number, stage in enumerate(column.stages):
+            if number > 0 and older:
+                x = x + self.laterals[index][number - 1]([maps[number - 1] for maps in older])  # type: ignore[index]
+            x = stage(x)
+            given.append(x)
+        return given
+
+    def part(self, task: int) -> slice:
+        """Where the task's column is in the joined vector; a task that has none yet is looked at with the newest."""
+        index = min(task, self.current)
+        return slice(index * self.feature_dim, (index + 1) * self.feature_dim)
+
+    def parts(self) -> list[nn.Module]:
+        return [part for column in self.columns for part in column.parts()]  # type: ignore[operator]
+
+
+class Lateral(nn.Module):
+    """Maps of all older columns, each channel scaled, through a 1x1 convolution and ReLU to one column's channels."""
+
+    def __init__(self, older: int, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(0.1 * torch.rand(1, older * channels, 1, 1))  # small at first, and learned
+        self.conv = nn.Conv2d(older * channels, channels, 1)
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        weight = self.conv.weight * self.scale  # scaled weights in place of scaled maps: backward keeps the maps once
+        return torch.relu(F.conv2d(torch.cat(maps, dim=1), weight, self.conv.bias))

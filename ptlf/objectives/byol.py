@@ -1,0 +1,57 @@
+"""BYOL: each view predicts the other's projection by a momentum network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ptlf.batch import Batch
+from ptlf.objectives.momentum import MomentumNetwork
+from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, negative_cosine, predictor
+from ptlf.settings import key
+
+
+# Settings of Grill et al. 2020. Their squared distance of unit vectors is 2 - 2 cos.
+@dataclass
+class BYOLConfig(ObjectiveConfig):
+    name: str = "byol"
+    hidden: int = key(4096, "hidden width of projector and predictor", least=1)
+    projection: int = key(256, "length of a projection", least=1)
+    momentum_start: float = key(0.996, "share of itself the momentum network keeps, at a task's start", least=0, most=1)
+    momentum_end: float = key(1.0, "the same at a task's end", least=0, most=1)
+
+
+class BYOL(Objective):
+    Config = BYOLConfig
+
+    def __init__(self, config: BYOLConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
+        super().__init__(config, encoder, feature_dim, classes)
+        self.projection_dim = config.projection
+        self.projector = nn.Sequential(
+            nn.Linear(feature_dim, config.hidden),
+            nn.BatchNorm1d(config.hidden),
+            nn.ReLU(),
+            nn.Linear(config.hidden, config.projection),
+        )
+        self.predictor = predictor(config.projection, config.hidden)
+        self.momentum = MomentumNetwork(encoder, self.projector, config.momentum_start, config.momentum_end)
+
+    def begin_task(self, steps: int) -> None:
+        self.momentum.begin_task(steps)
+
+    def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
+        p1, p2 = (self.predictor(z) for z in projected)
+        t1, t2 = self.momentum(batch.mixed, self.dtype)
+        return distance(p1, t2) + distance(p2, t1)
+
+    def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        return mean_over_views([distance(p, z) for p, z in zip(predicted, old, strict=True)])
+
+    def after_step(self, encoder: nn.Module) -> None:
+        self.momentum.follow(encoder, self.projector)
+
+
+def distance(prediction: Tensor, target: Tensor) -> Tensor:
+    return 2 + 2 * negative_cosine(prediction, target)

@@ -1,0 +1,77 @@
+"""MoCo v2+: each view must find the other's momentum key among those of many earlier images (symmetric loss)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ptlf.batch import Batch
+from ptlf.objectives.momentum import MomentumNetwork
+from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
+from ptlf.settings import key
+
+
+# Settings of MoCo v2 (Chen et al. 2020); "+" is the symmetric loss and its hidden width, from SimSiam's comparison.
+# The momentum schedule is CaSSLe's; MoCo v2 itself keeps 0.999 throughout.
+@dataclass
+class MoCoV2PlusConfig(ObjectiveConfig):
+    name: str = "mocov2plus"
+    hidden: int = key(2048, "hidden width of the projector", least=1)
+    projection: int = key(128, "length of a projection", least=1)
+    queue: int = key(65536, "earlier keys to tell apart from, for each view", least=1)
+    temperature: float = key(0.2, "similarities are divided by it", above=0)
+    momentum_start: float = key(0.99, "share of itself the momentum network keeps, at a task's start", least=0, most=1)
+    momentum_end: float = key(0.999, "the same at a task's end", least=0, most=1)
+    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", above=0)
+
+
+class MoCoV2Plus(Objective):
+    Config = MoCoV2PlusConfig
+
+    queue: Tensor
+    pointer: Tensor
+    keys: Tensor  # (2, B, D), from `compare` to `after_step`
+
+    def __init__(self, config: MoCoV2PlusConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
+        super().__init__(config, encoder, feature_dim, classes)
+        self.config = config
+        self.projection_dim = config.projection
+        self.projector = nn.Sequential(
+            nn.Linear(feature_dim, config.hidden), nn.ReLU(), nn.Linear(config.hidden, config.projection)
+        )
+        self.momentum = MomentumNetwork(encoder, self.projector, config.momentum_start, config.momentum_end)
+        self.register_buffer("queue", F.normalize(torch.randn(2, config.queue, config.projection), dim=2))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))  # the row that is overwritten next
+
+    def begin_task(self, steps: int) -> None:
+        self.momentum.begin_task(steps)
+
+    def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
+        q1, q2 = (F.normalize(z, dim=1) for z in projected)
+        k1, k2 = (F.normalize(z, dim=1) for z in self.momentum(batch.mixed, self.dtype))
+        self.keys = torch.stack((k1, k2))
+        first, second = self.queue
+        temperature = self.config.temperature
+        return (key_loss(q1, k2, second, temperature) + key_loss(q2, k1, first, temperature)) / 2
+
+    def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        return contrastive_distillation(predicted, old, self.config.distill_temperature)
+
+    @torch.no_grad()
+    def after_step(self, encoder: nn.Module) -> None:
+        self.momentum.follow(encoder, self.projector)
+        keys = self.keys[:, -self.config.queue :]
+        rows = (self.pointer + torch.arange(keys.shape[1], device=keys.device)) % self.config.queue
+        self.queue.index_copy_(1, rows, keys)
+        self.pointer.copy_((self.pointer + keys.shape[1]) % self.config.queue)
+
+
+def key_loss(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy of picking each query's own key (B, D) among it and the queue's (K, D)."""
+    own = (queries * keys).sum(dim=1, keepdim=True)
+    logits = torch.cat((own, queries @ queue.T), dim=1) / temperature
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))

@@ -1,0 +1,47 @@
+"""SimCLR: each view must find the other among all views of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ptlf.batch import Batch
+from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
+from ptlf.settings import key
+
+
+# Settings of Chen et al. 2020: a head with one hidden layer as wide as ResNet-50's vectors, output 128; temperature 0.5
+# is theirs for CIFAR-10 and small batches, 0.1 for ImageNet with batches of thousands.
+@dataclass
+class SimCLRConfig(ObjectiveConfig):
+    name: str = "simclr"
+    hidden: int = key(2048, "hidden width of the projector", least=1)
+    projection: int = key(128, "length of a projection", least=1)
+    temperature: float = key(0.5, "similarities are divided by it", above=0)
+    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", above=0)
+
+
+class SimCLR(Objective):
+    Config = SimCLRConfig
+
+    def __init__(self, config: SimCLRConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
+        super().__init__(config, encoder, feature_dim, classes)
+        self.config = config
+        self.projection_dim = config.projection
+        self.projector = nn.Sequential(
+            nn.Linear(feature_dim, config.hidden), nn.ReLU(), nn.Linear(config.hidden, config.projection)
+        )
+
+    def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
+        z = F.normalize(torch.cat(list(projected)), dim=1)  # (2B, D)
+        itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+        logits = (z @ z.T / self.config.temperature).masked_fill(itself, float("-inf"))
+        partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
+        return F.cross_entropy(logits, partner)
+
+    def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        return contrastive_distillation(predicted, old, self.config.distill_temperature)

@@ -1,0 +1,66 @@
+"""VICReg: the views' projections are drawn together while every dimension keeps its variance and says its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ptlf.batch import Batch
+from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
+from ptlf.settings import key
+
+
+# Settings of Bardes et al. 2022. As in their code, the invariance term is the mean over images and dimensions.
+@dataclass
+class VICRegConfig(ObjectiveConfig):
+    name: str = "vicreg"
+    projection: int = key(8192, "width of the projector, hidden layers included", least=1)
+    invariance: float = key(25.0, "weight of the squared distance of views, or to an earlier model", least=0)
+    variance: float = key(25.0, "weight of the hinge on each dimension's deviation", least=0)
+    covariance: float = key(1.0, "weight of the squared covariances between dimensions", least=0)
+
+
+class VICReg(Objective):
+    Config = VICRegConfig
+
+    def __init__(self, config: VICRegConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
+        super().__init__(config, encoder, feature_dim, classes)
+        self.config = config
+        self.projection_dim = config.projection
+        self.projector = nn.Sequential(
+            nn.Linear(feature_dim, config.projection),
+            nn.BatchNorm1d(config.projection),
+            nn.ReLU(),
+            nn.Linear(config.projection, config.projection),
+            nn.BatchNorm1d(config.projection),
+            nn.ReLU(),
+            nn.Linear(config.projection, config.projection),
+        )
+
+    def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
+        z1, z2 = projected
+        return (
+            self.config.invariance * F.mse_loss(z1, z2)
+            + self.config.variance * (variance_loss(z1) + variance_loss(z2))
+            + self.config.covariance * (covariance_loss(z1) + covariance_loss(z2))
+        )
+
+    def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        """Invariance alone, as in CaSSLe: the earlier model's projections have their variance already."""
+        pairs = zip(predicted, old, strict=True)
+        return self.config.invariance * mean_over_views([F.mse_loss(p, z) for p, z in pairs])
+
+
+def variance_loss(z: Tensor) -> Tensor:
+    """Mean over dimensions of what the deviation over the batch lacks to 1."""
+    return F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean()
+
+
+def covariance_loss(z: Tensor) -> Tensor:
+    """Sum of the squared off-diagonal covariances over the batch, per dimension."""
+    centred = z - z.mean(0)
+    covariance = centred.T @ centred / (len(z) - 1)
+    return (covariance.square().sum() - covariance.diagonal().square().sum()) / z.shape[1]

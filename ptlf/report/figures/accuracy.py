@@ -1,0 +1,270 @@
+"""How good and how lasting: the answer at a glance, accuracy matrices, accuracy and forgetting over tasks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ptlf.report.drawing import Drawing
+from ptlf.report.figures.axes import (
+    SMALL,
+    TINY,
+    Scale,
+    grid_y,
+    legend,
+    padded,
+    shortened,
+    words_width,
+)
+from ptlf.report.runs import Comparison, Group
+from ptlf.report.theme import DASHES, MARKERS, STEPS, heat_step
+
+WITHIN, AMONG = "within the task", "among all classes"
+TITLES = {
+    "knn_task": f"kNN {WITHIN}",
+    "knn_class": f"kNN {AMONG}",
+    "linear_task": f"linear {WITHIN}",
+    "linear": f"linear {AMONG}",
+    "ridge_task": f"ridge {WITHIN}",
+    "ridge": f"ridge {AMONG}",
+}
+MIB, TERA = 2**20, 1e12
+ROW, HEAD, NAME = 30.0, 40.0, 13.0  # of the answer: row height, room for titles, size of names
+
+
+@dataclass(frozen=True)
+class Measure:
+    title: str
+    unit: str
+    path: tuple[str, ...]
+    scale: float = 1.0
+    digits: int = 2
+    cost: bool = False  # lengths are compared, so its axis begins at zero
+    short: str = ""  # title and subtitle above its panel
+    below: str = ""
+
+    def show(self, value: float | None) -> str:
+        if value is None:
+            return "-"
+        return f"{value / self.scale:,.{self.digits}f}".replace("-", "−")
+
+
+def title_of(probe: str) -> str:
+    return TITLES.get(probe, probe)
+
+
+def accuracy_measures(probe: str) -> list[Measure]:
+    title = title_of(probe)
+    return [
+        Measure(f"accuracy, {title}", "%", ("probes", probe, "accuracy"), short="accuracy", below=title),
+        Measure(f"forgetting, {title}", "points", ("probes", probe, "forgetting"), short="forgetting", below=title),
+    ]
+
+
+COSTS = [
+    Measure("training time", "s", ("cost", "train_seconds"), 1, 1, True, "time", "training, seconds"),
+    Measure("memory for backward", "MiB", ("cost", "saved_activation_bytes"), MIB, 1, True, "memory", "kept, MiB"),
+    Measure("peak GPU memory", "MiB", ("cost", "peak_memory_bytes"), MIB, 0, True, "GPU memory", "peak, MiB"),
+    Measure("backward FLOPs", "T", ("cost", "backward_flops"), TERA, 3, True, "FLOPs", "backward, × 10¹²"),
+]
+
+
+def measured(comparison: Comparison, measures: Sequence[Measure]) -> list[Measure]:
+    return [m for m in measures if any(group.mean(*m.path) is not None for group in comparison.groups)]
+
+
+def answer(comparison: Comparison, width: float) -> Drawing:
+    """A small panel per measure, a dot per run, the baseline's value as a line through it."""
+    measures = [m for probe in comparison.probes[:1] for m in accuracy_measures(probe)] + COSTS
+    measures = measured(comparison, measures)
+    columns = len(measures) if width > 600 else 1
+    longest = max(words_width(group.label, NAME * 1.1) for group in comparison.groups) + 18
+    above = columns == 1 and longest > 110  # no room for names beside the dots
+    names = 0.0 if above else min(longest, 240.0)
+    panel = (width - names) / columns if columns > 1 else width
+    height = HEAD + ROW * len(comparison.groups) + 20
+    drawing = Drawing(width, 0, "Accuracy, forgetting and cost of every run")
+    start = legend(drawing, 0, 8, width, [(g.label, g.colour) for g in comparison.groups]) + 8 if above else 0.0
+    drawing.height = start + height * -(-len(measures) // columns) - 12
+    for place, measure in enumerate(measures):
+        top = start + place // columns * height
+        if names and (place == 0 or columns == 1):
+            for number, group in enumerate(comparison.groups):
+                words, y = shortened(group.label, names - 16, NAME * 1.1), top + HEAD + ROW * (number + 0.5) + 4.5
+                drawing.text(0, y, words, f"run{group.colour}", size=NAME, bold=True)
+        left = names + place % columns * panel
+        answer_panel(drawing, comparison, measure, left, top, left + panel - 18 if columns > 1 else width)
+    return drawing
+
+
+def answer_panel(
+    drawing: Drawing, comparison: Comparison, measure: Measure, left: float, top: float, right: float
+) -> None:
+    figures = [(group, group.mean(*measure.path), group.spread(*measure.path) or 0.0) for group in comparison.groups]
+    found = [(group, mean, spread) for group, mean, spread in figures if mean is not None]
+    base = comparison.baseline.mean(*measure.path) if comparison.baseline else None
+    room = max(words_width(beside(measure, group, mean, base)) for group, mean, _ in found) + 14
+    reach = [value for _, mean, spread in found for value in (mean - spread, mean + spread)]
+    scale = Scale(*padded(reach, zero=measure.cost, least=0.0 if measure.cost else 2.0), left + 4, right - room)
+    head = left if drawing.width > 600 else 0.0
+    drawing.text(head, top + 14, measure.short, "ink", size=NAME, bold=True)
+    drawing.text(head, top + 30, shortened(measure.below, right - head, TINY), "soft", size=TINY)
+    if base is not None:
+        ends = [(scale(base), top + HEAD), (scale(base), top + HEAD + ROW * len(comparison.groups))]
+        drawing.line(ends, "run0", dash="2 2")
+    for group, mean, spread in found:
+        y = top + HEAD + ROW * (comparison.groups.index(group) + 0.5)
+        answer_dot(drawing, scale, measure, group, (mean, spread), y, base)
+        drawing.text(right, y + 4.5, beside(measure, group, mean, base), "ink", size=SMALL, anchor="end")
+
+
+def beside(measure: Measure, group: Group, value: float, base: float | None) -> str:
+    return f"{value / base:.2f}×" if measure.cost and base and group.colour else measure.show(value)
+
+
+def answer_dot(
+    drawing: Drawing,
+    scale: Scale,
+    measure: Measure,
+    group: Group,
+    figures: tuple[float, float],
+    y: float,
+    base: float | None,
+) -> None:
+    (value, spread), role = figures, f"run{group.colour}"
+    start = 0.0 if measure.cost else value if base is None else base
+    drawing.line([(scale(start), y), (scale(value), y)], role, width=4, opacity=0.4)
+    if spread:
+        drawing.line([(scale(value - spread), y), (scale(value + spread), y)], role, width=1.2)
+    title = f"{group.label}: {measure.show(value)} {measure.unit}"
+    drawing.mark(scale(value), y, role, size=5.5, look=MARKERS[group.colour], title=title)
+
+
+def mean_matrix(group: Group, probe: str) -> list[list[float | None]]:
+    """Cell by cell over seeds."""
+    found = [run.results["probes"][probe]["matrix"] for run in group.runs if probe in run.results["probes"]]
+    if not found:
+        return []
+    rows = min(len(matrix) for matrix in found)
+    return [[mean([matrix[i][j] for matrix in found]) for j in range(len(found[0][i]))] for i in range(rows)]
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def heat_bounds(comparison: Comparison, probe: str) -> tuple[float, float]:
+    """One colour scale for all runs of a probe."""
+    cells = [v for group in comparison.groups for row in mean_matrix(group, probe) for v in row if v is not None]
+    starts = [group.first["probes"].get(probe, {}).get("untrained") or [] for group in comparison.groups]
+    cells += [value for row in starts for value in row if value is not None]
+    return (min(cells), max(cells)) if cells else (0.0, 100.0)
+
+
+def heat_map(group: Group, probe: str, bounds: tuple[float, float], width: float) -> Drawing:
+    """Rows: after each task; columns: exams. The untrained encoder stands apart on top."""
+    matrix, exams = mean_matrix(group, probe), group.first["exams"]
+    untrained = [list(u) for run in group.runs if (u := run.results["probes"][probe].get("untrained"))]
+    rows = [("untrained", [mean(column) for column in zip(*untrained, strict=True)])] if untrained else []
+    joint = len(matrix) == 1 and len(exams) > 1 and len(group.first["tasks"]) == 1
+    rows += [("all tasks" if joint else f"task {n}", row) for n, row in enumerate(matrix, start=1)]
+    left, top, gap = 62.0, 34.0, 6.0 if untrained else 0.0
+    cell = (width - left) / max(len(exams), 1)
+    tall = min(max(cell * 0.72, 15.0), 30.0)
+    drawing = Drawing(width, top + gap + tall * len(rows) + 2, f"{title_of(probe)} accuracy of {group.label}")
+    drawing.text(0, top - 6, "after", "soft", size=TINY)
+    drawing.text(left, 10, "tested on the classes of task", "soft", size=TINY)
+    heat_key(drawing, width, bounds)
+    for column in range(len(exams)):
+        if cell >= 18 or column % 2 == 0:
+            drawing.text(left + cell * (column + 0.5), top - 6, str(column + 1), "soft", size=TINY, anchor="middle")
+    for number, (name, row) in enumerate(rows):
+        y = top + number * tall + (gap if untrained and number else 0)
+        drawing.text(0, y + tall / 2 + 3.5, name, "soft" if name == "untrained" else "ink", size=TINY)
+        for column, value in enumerate(row):
+            title = f"{name}, tested on {exams[column]}" if width > 400 else ""
+            heat_cell(drawing, (left + column * cell, y, cell, tall), value, bounds, title)
+    return drawing
+
+
+def heat_key(drawing: Drawing, right: float, bounds: tuple[float, float]) -> None:
+    """The ramp with its ends in %, in the upper right corner."""
+    low, high = (f"{value:.0f}" for value in bounds)
+    left = right - words_width(high, TINY) - 4 - 6 * STEPS
+    drawing.text(right, 10, high, "soft", size=TINY, anchor="end")
+    drawing.text(left - 4, 10, low, "soft", size=TINY, anchor="end")
+    for step in range(STEPS):
+        drawing.rect(left + 6 * step, 2, 6, 8, f"heat{step}")
+
+
+def heat_cell(
+    drawing: Drawing,
+    box: tuple[float, float, float, float],
+    value: float | None,
+    bounds: tuple[float, float],
+    title: str,
+    digits: int = 1,
+) -> None:
+    x, y, wide, tall = box
+    if value is None:
+        return
+    step = heat_step(value, *bounds)
+    words = f"{title}: {value:.2f}" if title else ""
+    drawing.rect(x + 0.5, y + 0.5, wide - 1, tall - 1, f"heat{step}", title=words)
+    shown, size = f"{value:.0f}", min(10.0, wide * 0.45)
+    if wide >= 30:
+        shown, size = f"{value:.{digits}f}", min(12.0, wide * 0.3)
+    if wide >= 15:
+        drawing.text(x + wide / 2, y + tall / 2 + size * 0.35, shown, f"on{step}", size=size, anchor="middle")
+
+
+def by_task(group: Group, probe: str, what: str) -> list[tuple[float, float] | None]:
+    """Mean and standard deviation over seeds after each task; None where it is not defined."""
+    found = [run.results["probes"].get(probe, {}).get(f"{what}_by_task") or [] for run in group.runs]
+    rows = min(map(len, found), default=0)
+    series: list[tuple[float, float] | None] = []
+    for task in range(rows):
+        values = [one[task] for one in found if one[task] is not None]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        series.append((statistics.fmean(values), spread) if values else None)
+    return series
+
+
+def over_tasks(comparison: Comparison, probe: str, what: str, width: float) -> Drawing | None:
+    """One line per run; a band of one standard deviation where there are seeds."""
+    lines = [(group, by_task(group, probe, what)) for group in comparison.groups]
+    pairs = [pair for _, series in lines for pair in series if pair]
+    known = [value for mean, spread in pairs for value in (mean - spread, mean + spread)]
+    if not known:
+        return None
+    tasks, left, height = comparison.tasks, 40.0, 190.0
+    drawing = Drawing(width, 0, f"{what} over tasks, {title_of(probe)}")
+    top = legend(drawing, left, 10, width - left, [(group.label, group.colour) for group in comparison.groups]) + 8
+    low, high = padded(known, least=2.0)
+    scale_y = Scale(low, min(high, 100.4), top + height, top)
+    scale_x = Scale(1, tasks, left + 12, width - 12) if tasks > 1 else Scale(0, 2, left, width)
+    grid_y(drawing, scale_y, left, width, highest=100.0)
+    for task in range(1, tasks + 1):
+        if tasks <= 10 or width > 400 or task % 2:
+            drawing.text(scale_x(task), top + height + 16, str(task), "soft", size=TINY, anchor="middle")
+    drawing.text(width, top + height + 31, "after task", "soft", size=TINY, anchor="end")
+    for group, series in lines:
+        end = len(group.first["tasks"]) == 1 and tasks > 1
+        places = [(tasks if end else t, pair) for t, pair in enumerate(series, start=1) if pair]
+        draw_series(drawing, group, [(scale_x(t), pair) for t, pair in places], scale_y)
+    drawing.height = top + height + 36
+    return drawing
+
+
+def draw_series(drawing: Drawing, group: Group, series: Sequence[tuple[float, tuple[float, float]]], y: Scale) -> None:
+    role = f"run{group.colour}"
+    if any(spread for _, (_, spread) in series):
+        upper = [(x, y(min(value + spread, y.high))) for x, (value, spread) in series]
+        lower = [(x, y(value - spread)) for x, (value, spread) in reversed(series)]
+        drawing.area([*upper, *lower], role, opacity=0.15)
+    if len(series) > 1:
+        drawing.line([(x, y(value)) for x, (value, _) in series], role, width=2, dash=DASHES[group.colour])
+    for x, (value, _) in series:
+        drawing.mark(x, y(value), role, size=3.4, look=MARKERS[group.colour], title=f"{group.label}: {value:.2f}")

@@ -1,0 +1,107 @@
+"""What the figures share: scales, ticks, legends, and how wide words are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ptlf.report.drawing import Drawing
+from ptlf.report.theme import DASHES, MARKERS
+
+SMALL, TINY = 12.0, 10.5
+
+
+def words_width(words: str, size: float = SMALL) -> float:
+    """Close to the true width in a common sans serif; generous, so that nothing runs into its neighbour."""
+    narrow = sum(letter in "iljtf.,:;|!'()[] 1" for letter in words)
+    return size * (0.6 * (len(words) - narrow) + 0.36 * narrow)
+
+
+def shortened(words: str, room: float, size: float = SMALL) -> str:
+    """Cut in the middle, where names of units and tasks differ least."""
+    if words_width(words, size) <= room:
+        return words
+    keep = len(words)
+    while keep > 3 and words_width(cut(words, keep), size) > room:
+        keep -= 1
+    return cut(words, keep)
+
+
+def cut(words: str, keep: int) -> str:
+    head = keep // 3
+    return words[:head] + "…" + words[len(words) - (keep - head) + 1 :]
+
+
+@dataclass(frozen=True)
+class Scale:
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        return self.start + (value - self.low) / ((self.high - self.low) or 1) * (self.end - self.start)
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers within [low, high]."""
+    span = (high - low) or abs(high) or 1.0
+    power = 10 ** math.floor(math.log10(span / most))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if span / (power * factor) <= most)
+    first = math.ceil(low / step - 1e-9)
+    return [round(place * step, 12) for place in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def padded(values: Sequence[float], *, zero: bool = False, least: float = 1.0) -> tuple[float, float]:
+    """Bounds with a little air; from zero where lengths are compared."""
+    low, high = (0.0 if zero else min(values)), max(values)
+    air = max((high - low) * 0.08, 0.0 if high - low >= least else (least - (high - low)) / 2)
+    return (0.0 if zero else low - air), high + air if high + air > low else low + least
+
+
+def plain(value: float) -> str:
+    text = f"{value:.6g}"
+    return text.replace("-", "−")
+
+
+def legend(drawing: Drawing, x: float, y: float, width: float, entries: Sequence[tuple[str, int]]) -> float:
+    """Runs with line, marker and name, wrapped to the width. Returns the y below it."""
+    at = x
+    for label, colour in entries:
+        label = shortened(label, width - 34)
+        need = 34 + words_width(label) + 14
+        if at > x and at + need - 14 > x + width:
+            at, y = x, y + 18
+        role = f"run{colour}"
+        drawing.line([(at, y), (at + 26, y)], role, width=2, dash=DASHES[colour])
+        drawing.mark(at + 13, y, role, size=3.2, look=MARKERS[colour])
+        drawing.text(at + 32, y + 4, label, "ink", size=SMALL)
+        at += need
+    return y + 14
+
+
+def task_key(drawing: Drawing, x: float, y: float, width: float, numbers: Sequence[int]) -> float:
+    """A swatch per task in the order of the stream. Returns the y below it."""
+    drawing.text(x, y + 4, "task", "soft", size=SMALL)
+    room = min(34.0, (width - 36) / max(len(numbers), 1))
+    sparse = math.ceil(15 / room) if room < 26 else 1
+    for place, number in enumerate(numbers):
+        left = x + 34 + place * room
+        if room >= 26:
+            drawing.mark(left + 4, y, f"task{number - 1}", size=4)
+            drawing.text(left + 11, y + 4, str(number), "ink", size=SMALL)
+        else:
+            drawing.rect(left, y - 6, room - 1, 7, f"task{number - 1}")
+            if place % sparse == 0:
+                drawing.text(left + room / 2, y + 11, str(number), "soft", size=8, anchor="middle")
+    return y + (14 if room >= 26 else 20)
+
+
+def grid_y(
+    drawing: Drawing, scale: Scale, left: float, right: float, *, most: int = 5, highest: float = math.inf
+) -> None:
+    for value in ticks(scale.low, min(scale.high, highest), most):
+        y = scale(value)
+        drawing.line([(left, y), (right, y)], "line")
+        drawing.text(left - 6, y + 3.5, plain(value), "soft", size=TINY, anchor="end")

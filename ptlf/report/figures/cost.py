@@ -1,0 +1,126 @@
+"""What it cost while it ran: seconds, memory and FLOPs of every epoch, with the freeze events."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from ptlf.report.drawing import Drawing
+from ptlf.report.figures.accuracy import MIB
+from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, padded
+from ptlf.report.runs import Comparison, Group
+from ptlf.report.theme import DASHES
+
+PANELS = [
+    ("seconds per epoch", "seconds", 1.0),
+    ("kept for backward, MiB", "saved_activation_bytes", MIB),
+    ("peak GPU memory, MiB", "peak_memory_bytes", MIB),
+    ("backward GFLOPs per epoch", "backward_flops", 1e9),
+]
+POINTS = 400  # of a line; more cannot be told apart
+EVENTS = 60  # freeze events of a run that are drawn as triangles; more become dots
+
+Series = list[tuple[float, float]]
+
+
+def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
+    """A panel per cost over all epochs of the stream; a triangle where units froze."""
+    groups = [group for group in comparison.groups if group.runs[0].epochs]
+    if not groups:
+        return None
+    epochs = groups[0].config["training"]["epochs"]
+    tasks = max(len(group.first["tasks"]) for group in groups)
+    left, height = 46.0, 120.0
+    drawing = Drawing(width, 0, "Cost of every epoch")
+    top = legend(drawing, left, 10, width - left, [(group.label, group.colour) for group in groups]) + 22
+    x = Scale(0.5, epochs * tasks + 0.5, left, width - 2)
+    first = True
+    for title, key, unit in PANELS:
+        lines = [(group, mean_line(group, key, unit, epochs)) for group in groups]
+        known = [value for _, series in lines for _, value in series]
+        if not known:
+            continue
+        drawing.text(left, top - 6 if not first else top - 8, title, "ink", size=TINY + 1.5, bold=True)
+        y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
+        panel(drawing, x, y, tasks, epochs)
+        if len(lines) == 2 and comparison.baseline and key != "seconds" and all(series for _, series in lines):
+            corners = [[(x(place), y(value)) for place, value in steps(series)] for _, series in lines]
+            drawing.area([*corners[0], *reversed(corners[1])], f"run{lines[1][0].colour}", opacity=0.14)
+        for group, series in lines:
+            draw_line(drawing, group, series, x, y, stepped=key != "seconds")
+        top, first = top + height + 34, False
+    for task in range(1, tasks + 1):
+        if tasks <= 10 or task % 2 or width > 400:
+            words = f"task {task}" if (width - left) / tasks > 44 else str(task)
+            middle = x((task - 0.5) * epochs + 0.5)
+            drawing.text(middle, top - 18, words, "soft", size=TINY, anchor="middle")
+    drawing.height = top - 8
+    return drawing
+
+
+def panel(drawing: Drawing, x: Scale, y: Scale, tasks: int, epochs: int) -> None:
+    for task in range(0, tasks, 2):
+        left, right = x(task * epochs + 0.5), x((task + 1) * epochs + 0.5)
+        drawing.rect(left, y.end, right - left, y.start - y.end, "empty", opacity=0.45)
+    grid_y(drawing, y, x.start, x.end, most=4)
+
+
+def mean_line(group: Group, key: str, unit: float, epochs: int) -> Series:
+    """(epoch of the stream, mean over seeds)."""
+    found: dict[int, list[float]] = {}
+    for run in group.runs:
+        for line in run.epochs:
+            if line.get(key) is not None:
+                found.setdefault((line["task"] - 1) * epochs + line["epoch"], []).append(line[key] / unit)
+    return [(place, statistics.fmean(values)) for place, values in sorted(found.items())]
+
+
+def draw_line(drawing: Drawing, group: Group, series: Series, x: Scale, y: Scale, *, stepped: bool) -> None:
+    if not series:
+        return
+    role = f"run{group.colour}"
+    points = steps(series) if stepped else thinned(series)
+    drawing.line([(x(place), y(value)) for place, value in points], role, width=1.8, dash=DASHES[group.colour])
+    values, places = dict(series), freeze_places(group)
+    if len(places) > EVENTS:
+        found = [(x(place - 0.5), y(values[place])) for place in places if place in values]
+        if stepped and found:
+            drawing.dots(found, role, size=1.8)
+        return
+    for place in places:
+        if place in values:
+            at = y(values[place])
+            words = freeze_words(group, place)
+            drawing.mark(x(place - 0.5), max(at - 7, y.end + 4), role, size=3.4, look="down", title=words)
+
+
+def steps(series: Series) -> Series:
+    """Flat over each epoch, upright between two: only the corners."""
+    corners: Series = []
+    for number, (place, value) in enumerate(series):
+        if number == 0 or value != series[number - 1][1] or place != series[number - 1][0] + 1:
+            corners.append((place - 0.5, value))
+        if number + 1 == len(series) or value != series[number + 1][1] or place + 1 != series[number + 1][0]:
+            corners.append((place + 0.5, value))
+    return corners
+
+
+def thinned(series: Series) -> Series:
+    """Medians of equally many epochs each where there are too many to see."""
+    size = -(-len(series) // POINTS)
+    blocks = [series[start : start + size] for start in range(0, len(series), size)]
+    return [(block[len(block) // 2][0], statistics.median(value for _, value in block)) for block in blocks]
+
+
+def freeze_places(group: Group) -> list[int]:
+    epochs = group.config["training"]["epochs"]
+    freezing: list[dict[str, Any]] = group.first["freezing"]
+    return [(entry["task"] - 1) * epochs + event["epoch"] for entry in freezing for event in entry["events"]]
+
+
+def freeze_words(group: Group, place: int) -> str:
+    epochs = group.config["training"]["epochs"]
+    task, epoch = divmod(place - 1, epochs)
+    events = [e for entry in group.first["freezing"] if entry["task"] == task + 1 for e in entry["events"]]
+    units = ", ".join(unit for event in events if event["epoch"] == epoch + 1 for unit in event["frozen"])
+    return f"{group.label}, task {task + 1}, epoch {epoch + 1}: {units} froze"

@@ -1,0 +1,102 @@
+"""What the encoder learned: nearest images and a map of the features, before and after the stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ptlf.report.drawing import Drawing
+from ptlf.report.figures.axes import SMALL, TINY, task_key
+from ptlf.report.runs import Group, Run
+
+MOMENTS = {"before": "untrained", "after": "after the stream"}
+Json = dict[str, Any]
+
+
+def shown_run(group: Group) -> Run | None:
+    """The first seed with a gallery of the finished stream."""
+    return next((run for run in group.runs if run.gallery and "after" in run.gallery["looks"]), None)
+
+
+def new_drawing(run: Run, width: float, label: str) -> Drawing:
+    assert run.gallery is not None
+    drawing = Drawing(width, 0, label, run.gallery["sprite"])
+    drawing.sprite_id = "sprite"
+    return drawing
+
+
+def neighbours(group: Group, run: Run, width: float) -> Drawing:
+    """A row per query: itself, its nearest before, its nearest after. Another class is faded and underlined."""
+    gallery = run.gallery
+    assert gallery is not None
+    count = len(gallery["looks"]["after"]["neighbours"][0])
+    columns = 2 if width > 600 else 1
+    between, inner = 44.0, 14.0
+    wide = (width - between * (columns - 1)) / columns
+    side = (wide - 2 * inner) / (1 + 2 * count)
+    drawing = new_drawing(run, width, f"Nearest images before and after, {group.label}")
+    queries = gallery["queries"]
+    total = len(queries) * count
+    before, after = (same_class(gallery, moment) for moment in MOMENTS)
+    words = f"Of the same class: {before} of {total} untrained, {after} of {total} trained."
+    drawing.text(0, 12, words, "ink", size=SMALL)
+    rows = -(-len(queries) // columns)
+    for place, query in enumerate(queries):
+        left, top = place // rows * (wide + between), 44 + place % rows * (side + 6)
+        if place % rows == 0:
+            headings(drawing, left, side, inner, count)
+        tile(drawing, gallery, query, query, left, top, side)
+        for block, moment in enumerate(MOMENTS):
+            start = left + side + inner + block * (count * side + inner)
+            for number, other in enumerate(gallery["looks"][moment]["neighbours"][place]):
+                tile(drawing, gallery, query, other, start + number * side, top, side)
+    drawing.height = 44 + rows * (side + 6)
+    return drawing
+
+
+def same_class(gallery: Json, moment: str) -> int:
+    label = [label for _, label in gallery["tiles"]]
+    rows = zip(gallery["queries"], gallery["looks"][moment]["neighbours"], strict=True)
+    return sum(label[query] == label[other] for query, row in rows for other in row)
+
+
+def headings(drawing: Drawing, left: float, side: float, inner: float, count: int) -> None:
+    drawing.text(left, 36, "image", "soft", size=TINY)
+    drawing.text(left + side + inner, 36, "nearest, untrained", "soft", size=TINY)
+    drawing.text(left + side + 2 * inner + count * side, 36, "nearest, trained", "ink", size=TINY, bold=True)
+
+
+def tile(drawing: Drawing, gallery: Json, query: int, other: int, x: float, y: float, side: float) -> None:
+    sheet = gallery["sprite"]
+    row, column = divmod(other, sheet["columns"])
+    label = gallery["tiles"][other][1]
+    same = label == gallery["tiles"][query][1]
+    title = gallery["labels"][label]
+    place = (column * sheet["size"], row * sheet["size"])
+    drawing.tile(x + 1, y, side - 2, place, title=title, opacity=1.0 if same else 0.4)
+    if not same:
+        drawing.rect(x + 1, y + side - 1, side - 2, 2.5, "bad")
+
+
+def feature_map(group: Group, run: Run, width: float) -> Drawing | None:
+    """Two maps of the same images; near means similar. Axes have no meaning of their own."""
+    gallery = run.gallery
+    assert gallery is not None
+    if not gallery["looks"]["after"]["points"]:
+        return None
+    side = (width - 20) / 2
+    drawing = new_drawing(run, width, f"Map of features before and after, {group.label}")
+    top = task_key(drawing, 0, 10, width, range(1, len(gallery["groups"]) + 1)) + 18
+    radius = 2.6 if width > 400 else 1.7
+    for block, (moment, words) in enumerate(MOMENTS.items()):
+        left = block * (side + 20)
+        drawing.text(left, top - 4, words, "ink" if block else "soft", size=SMALL, bold=bool(block))
+        drawing.rect(left, top + 2, side, side, "card", stroke="line")
+        places = [
+            (left + 10 + x * (side - 20), top + 12 + y * (side - 20)) for x, y in gallery["looks"][moment]["points"]
+        ]
+        for number in range(len(gallery["groups"])):
+            mine = [at for at, one in zip(places, gallery["point_groups"], strict=True) if one == number]
+            if mine:
+                drawing.dots(mine, f"task{number}", size=radius, opacity=0.85)
+    drawing.height = top + side + 4
+    return drawing

@@ -1,0 +1,326 @@
+"""Runs read from their folders and checked; seeds of one configuration grouped; what cannot be compared refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ptlf.errors import UserError, unknown
+from ptlf.report.record import SCHEMA, read_results
+from ptlf.report.theme import RUNS
+
+Json = dict[str, Any]
+NUMBER = (int, float)
+
+
+@dataclass
+class Run:
+    folder: Path
+    results: Json
+    gallery: Json | None = None
+    gallery_problem: str = ""
+
+    @property
+    def config(self) -> Json:
+        return self.results["config"]
+
+    @property
+    def finished(self) -> bool:
+        return self.results["status"] == "finished"
+
+    @property
+    def epochs(self) -> list[Json]:
+        return self.results["cost"]["per_epoch"]
+
+    @property
+    def state(self) -> str:
+        """Empty for a finished run, else what is there of it."""
+        if self.finished:
+            return ""
+        word = {"running": "unfinished", "failed": "failed"}.get(self.results["status"], self.results["status"])
+        total = len(self.results["tasks"]) * self.config["training"]["epochs"]
+        return f"{word}: {len(self.epochs)} of {total} epochs written down"
+
+
+@dataclass
+class Damaged:
+    folder: Path
+    reason: str
+
+
+@dataclass
+class Group:
+    """Seeds of one configuration. `colour` is the number of its role in the theme; 0 is the baseline's."""
+
+    runs: list[Run]
+    label: str = ""
+    colour: int = 0
+
+    @property
+    def first(self) -> Json:
+        return self.runs[0].results
+
+    @property
+    def config(self) -> Json:
+        return self.runs[0].config
+
+    @property
+    def state(self) -> str:
+        return self.runs[0].state
+
+    def values(self, *path: str) -> list[float]:
+        """One number per seed that has it."""
+        found = []
+        for run in self.runs:
+            value: Any = run.results
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                found.append(float(value))
+        return found
+
+    def mean(self, *path: str) -> float | None:
+        values = self.values(*path)
+        return statistics.fmean(values) if values else None
+
+    def spread(self, *path: str) -> float | None:
+        """Sample standard deviation over seeds."""
+        values = self.values(*path)
+        return statistics.stdev(values) if len(values) > 1 else None
+
+
+@dataclass
+class Comparison:
+    groups: list[Group]
+    damaged: list[Damaged] = field(default_factory=list)
+    baseline: Group | None = None
+
+    @property
+    def probes(self) -> list[str]:
+        return list(dict.fromkeys(probe for group in self.groups for probe in group.first["probes"]))
+
+    @property
+    def tasks(self) -> int:
+        return max(max(len(group.first["tasks"]), len(group.first["exams"])) for group in self.groups)
+
+
+def compare(folders: Sequence[Path], baseline: str | None = None) -> Comparison:
+    """All runs in these folders, and in the folders directly below them."""
+    runs: list[Run] = []
+    damaged: list[Damaged] = []
+    for folder in dict.fromkeys(found for given in folders for found in run_folders(given)):
+        try:
+            runs.append(read_run(folder))
+        except UserError as error:
+            damaged.append(Damaged(folder, str(error)))
+    if not runs:
+        raise UserError(f"no run to report on: {damaged[0].reason}")
+    check_comparable(runs)
+    groups = group_seeds(runs)
+    name_groups(groups)
+    base = choose_baseline(groups, baseline)
+    others = [group for group in groups if group is not base]
+    ordered = [base, *others] if base else others
+    for number, group in enumerate(ordered):
+        place = number if base else number + 1
+        group.colour = place if place < RUNS else 1 + (place - 1) % (RUNS - 1)
+    return Comparison(ordered, damaged, base)
+
+
+def run_folders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}; name the folder of a run, or one that holds several")
+    if is_run(folder):
+        return [folder]
+    below = sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path))
+    return below or [folder]
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "results.json").exists() or (folder / "config.yaml").exists()
+
+
+def read_run(folder: Path) -> Run:
+    results = read_results(folder)
+    try:
+        check_results(results)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / 'results.json'} is damaged: {describe(error)}") from None
+    run = Run(folder, results)
+    path = folder / "gallery.json"
+    try:
+        run.gallery = check_gallery(json.loads(path.read_text()))
+    except FileNotFoundError:
+        run.gallery_problem = "this run kept no gallery.json (`--evaluation.gallery true` makes one)"
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        run.gallery_problem = f"{path} is damaged: {describe(error)}"
+    return run
+
+
+def describe(error: Exception) -> str:
+    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def expect(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        names = "number" if kind == NUMBER else getattr(kind, "__name__", str(kind))
+        raise ValueError(f"{where} is {str(value)[:40]!r}, not a {names}")
+    return value
+
+
+def check_results(results: Any) -> None:
+    """Everything the page reads is there and of its type; raises ValueError or KeyError otherwise."""
+    expect(results, dict, "the file")
+    if results.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is {results.get('schema')!r}, this version reads {SCHEMA}")
+    for key in ("config", "environment", "probes", "cost"):
+        expect(results[key], dict, key)
+    for key in ("class_order", "tasks", "exams", "units", "freezing"):
+        expect(results[key], list, key)
+    for key in ("stream", "training", "method", "freezing", "objective", "encoder"):
+        expect(results["config"][key], dict, f"config.{key}")
+    expect(results["config"]["training"]["epochs"], int, "config.training.epochs")
+    for probe, values in results["probes"].items():
+        check_matrix(values["matrix"], len(results["exams"]), probe)
+        expect(values["settings"], dict, f"{probe}.settings")
+    for key in ("train_seconds", "backward_flops"):
+        expect(results["cost"][key], NUMBER, f"cost.{key}")
+    for line in expect(results["cost"]["per_epoch"], list, "cost.per_epoch"):
+        for key in ("task", "epoch", "seconds", "frozen", "backward_flops", "saved_activation_bytes"):
+            expect(line[key], NUMBER, f"cost.per_epoch.{key}")
+    for entry in results["freezing"]:
+        for ratio in entry["ratios"].values():
+            expect(ratio, NUMBER, "freezing.ratios")
+        for event in entry["events"]:
+            expect(event["epoch"], int, "freezing.events.epoch")
+            expect(event["frozen"], list, "freezing.events.frozen")
+
+
+def check_matrix(matrix: Any, exams: int, probe: str) -> None:
+    for row in expect(matrix, list, f"{probe}.matrix"):
+        if len(row) != exams:
+            raise ValueError(f"{probe}.matrix has a row of {len(row)} for {exams} exams")
+        for value in row:
+            if value is not None:
+                expect(value, NUMBER, f"{probe}.matrix")
+
+
+def check_gallery(gallery: Any) -> Json:
+    sheet, tiles = gallery["sprite"], gallery["tiles"]
+    if not re.fullmatch(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+", sheet["image"]):
+        raise ValueError("sprite.image is no picture")
+    for key in ("size", "columns", "width", "height"):
+        expect(sheet[key], int, f"sprite.{key}")
+    for group, label in tiles:
+        gallery["groups"][group], gallery["labels"][label]
+    for look in gallery["looks"].values():
+        for row in [*look["neighbours"], gallery["queries"]]:
+            for tile in row:
+                tiles[tile]
+        for x, y in look["points"]:
+            expect(x, NUMBER, "points"), expect(y, NUMBER, "points")
+        if look["points"] and len(look["points"]) != len(gallery["point_groups"]):
+            raise ValueError(f"{len(look['points'])} points, {len(gallery['point_groups'])} groups of points")
+    return gallery
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Figures may stand side by side only if they answer the same question."""
+    reference = runs[0]
+    for run in runs[1:]:
+        for what, look in COMPARED.items():
+            mine, theirs = look(run), look(reference)
+            if mine != theirs:
+                raise UserError(
+                    f"{run.folder} and {reference.folder} cannot be compared: their {what} differ "
+                    f"({difference(mine, theirs)}); report on them separately"
+                )
+
+
+COMPARED: dict[str, Callable[[Run], Json]] = {
+    "streams": lambda run: {key: value for key, value in run.config["stream"].items() if key != "resident"},
+    "exams": lambda run: {"number of exams": len(run.results["exams"])},
+    "probes": lambda run: {
+        f"{probe}.{key}": value
+        for probe, values in run.results["probes"].items()
+        for key, value in values["settings"].items()
+    },
+    "epochs": lambda run: {"training.epochs": run.config["training"]["epochs"]},
+}
+
+
+def difference(mine: Json, theirs: Json) -> str:
+    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    return ", ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in keys[:3])
+
+
+def group_seeds(runs: Iterable[Run]) -> list[Group]:
+    """Finished runs that differ in nothing but the seed (and the machine) are one group; others stand alone."""
+    groups: dict[str, Group] = {}
+    for run in runs:
+        settings = {key: value for key, value in run.config.items() if key not in ("seed", "device", "data_root")}
+        name = json.dumps(settings, sort_keys=True) if run.finished else str(run.folder)
+        groups.setdefault(name, Group([])).runs.append(run)
+    for group in groups.values():
+        group.runs.sort(key=lambda run: run.results.get("seed") or 0)
+    return list(groups.values())
+
+
+def name_groups(groups: list[Group]) -> None:
+    """Recipe names without what they all begin with; where two are equal, the settings that differ; then the folder."""
+    parts = [plain_name(group).split("/") for group in groups]
+    while len(groups) > 1 and all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
+        parts = [part[1:] for part in parts]
+    for group, part in zip(groups, parts, strict=True):
+        group.label = "/".join(part)
+    for group in groups:
+        twins = [other for other in groups if other.label == group.label]
+        if len(twins) > 1:
+            flat = [flatten(twin.config) for twin in twins]
+            keys = [key for key in flat[0] if len({str(one.get(key)) for one in flat}) > 1 and key != "seed"]
+            for twin, values in zip(twins, flat, strict=True):
+                settings = ", ".join(f"{key.split('.')[-1]} {values.get(key)}" for key in keys[:2])
+                twin.label += f" ({settings or twin.runs[0].folder.name})"
+    for group in groups:
+        twins = [other for other in groups if other.label == group.label]
+        if len(twins) > 1:
+            for twin in twins:
+                twin.label += f" in {twin.runs[0].folder.name}"
+
+
+def plain_name(group: Group) -> str:
+    config = group.config
+    parts = (config[section]["name"] for section in ("stream", "objective", "method"))
+    name = config.get("recipe") or "/".join(parts)
+    policy = config["freezing"].get("policy", "none")
+    usual = "correlation" if name.endswith("ptlf") else "none"
+    if policy == usual:
+        return name
+    return f"{name}, no freezing" if policy == "none" else f"{name} + {policy} freezing".replace("correlation ", "")
+
+
+def flatten(config: Json, prefix: str = "") -> Json:
+    flat: Json = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def choose_baseline(groups: list[Group], name: str | None) -> Group | None:
+    """The group asked for by label, recipe or folder; else the finished LUMP run without freezing, if there is one."""
+    if name is None:
+        return next((g for g in groups if is_lump(g.config) and not g.state), None)
+    for group in groups:
+        names = {group.label, group.config.get("recipe")} | {run.folder.name for run in group.runs}
+        if name in names or Path(name).resolve() in {run.folder.resolve() for run in group.runs}:
+            return group
+    raise unknown("baseline", name, [group.label for group in groups])
+
+
+def is_lump(config: Json) -> bool:
+    return config["method"].get("name") == "lump" and config["freezing"].get("policy") == "none"

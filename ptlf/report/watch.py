@@ -1,0 +1,202 @@
+"""A run watched from its files alone, so it may be on another machine: loss, speed, frozen units, time left."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ptlf.errors import UserError
+from ptlf.report.record import read_results
+from ptlf.report.tables import percent, seconds
+
+Json = dict[str, Any]
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass
+class Progress:
+    """What the files say at one moment."""
+
+    results: Json
+    lines: list[Json]
+    skipped: int = 0  # lines that could not be read
+    units: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        return self.results["status"]
+
+    @property
+    def tasks(self) -> int:
+        return len(self.results["tasks"])
+
+    @property
+    def epochs(self) -> int:
+        return self.results["config"]["training"]["epochs"]
+
+    @property
+    def total(self) -> int:
+        return self.tasks * self.epochs
+
+    @property
+    def epoch_seconds(self) -> float | None:
+        """Of an epoch like the last task's worth of them, with its share of evaluation, correlation and freezing."""
+        recent = [line["seconds"] for line in self.lines[-self.epochs :] if "seconds" in line]
+        if not recent:
+            return None
+        cost = self.results["cost"]
+        others = sum(cost.get(f"{purpose}_seconds") or 0.0 for purpose in ("correlation", "rebuild", "eval"))
+        factor = 1 + others / cost["train_seconds"] if cost.get("train_seconds") else 1.0
+        return sum(recent) / len(recent) * factor
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds. No clock is asked: the run may be on a machine whose clock differs."""
+        each = self.epoch_seconds
+        return None if each is None else each * (self.total - len(self.lines))
+
+
+def read_progress(folder: Path) -> Progress:
+    results = read_results(folder)
+    try:
+        lines, skipped = read_lines(folder / "metrics.jsonl")
+        progress = Progress(results, lines, skipped, list(results["units"]))
+        view(progress)  # whatever it needs is there
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{folder} holds a damaged run: {error}") from None
+    return progress
+
+
+def read_lines(path: Path) -> tuple[list[Json], int]:
+    """Whole lines only: the last one may still be on its way."""
+    lines, skipped = [], 0
+    text = path.read_text() if path.exists() else ""
+    for raw in text.split("\n")[:-1]:
+        try:
+            line = json.loads(raw)
+            lines.append({"task": line["task"], "epoch": line["epoch"], **line})
+        except (ValueError, KeyError, TypeError):
+            skipped += 1
+    return lines, skipped
+
+
+def view(progress: Progress, quiet: float = 0.0) -> Group:
+    """quiet: seconds without a new line, as the watcher saw them."""
+    rows: list[RenderableType] = [head(progress), bar(progress), figures(progress)]
+    if progress.units:
+        rows.append(unit_strip(progress))
+    rows += accuracies(progress)
+    if progress.status == "running" and quiet > max(60.0, 10 * (progress.epoch_seconds or 60.0)):
+        rows.append(Text(f"no new line for {seconds(quiet)}: the run may have stopped", style="yellow"))
+    if progress.skipped:
+        rows.append(Text(f"{progress.skipped} lines of metrics.jsonl cannot be read", style="yellow"))
+    return Group(*rows)
+
+
+def head(progress: Progress) -> Text:
+    config, environment = progress.results["config"], progress.results.get("environment", {})
+    name = config.get("recipe") or config["stream"]["name"]
+    where = environment.get("device_name") or environment.get("device") or "unknown device"
+    text = Text(f"{name}, seed {progress.results.get('seed')}", style="bold")
+    return text.append(f"  {progress.status}, on {where}", style="not bold")
+
+
+def bar(progress: Progress) -> Table:
+    done, total = len(progress.lines), progress.total
+    row = Table.grid(padding=(0, 1))
+    last = progress.lines[-1] if progress.lines else {"task": 1, "epoch": 0}
+    place = f"task {last['task']}/{progress.tasks}, epoch {last['epoch']}/{progress.epochs}"
+    left = progress.remaining if progress.status == "running" else None
+    words = f"{seconds(left)} left" if left is not None else ""
+    share = f"{100 * done / max(total, 1):.0f}%"
+    row.add_row(place, ProgressBar(total=max(total, 1), completed=done, width=28), share, words)
+    return row
+
+
+def figures(progress: Progress) -> Table:
+    table = Table.grid(padding=(0, 2))
+    if not progress.lines:
+        table.add_row("no epoch finished yet")
+        return table
+    last = progress.lines[-1]
+    here = [line for line in progress.lines if line["task"] == last["task"]]
+    for name in last.get("loss", {}):
+        values = [line["loss"][name] for line in here if isinstance(line.get("loss", {}).get(name), (int, float))]
+        table.add_row(f"loss {name}", f"{values[-1]:.4f}" if values else str(last["loss"][name]), spark(values))
+    speeds = [line["views_per_second"] for line in here if "views_per_second" in line]
+    if speeds:
+        table.add_row("views/s", f"{speeds[-1]:,.0f}", spark(speeds))
+    frozen = [line.get("frozen", 0) for line in here]
+    table.add_row("frozen", f"{frozen[-1]}/{len(progress.units)}", spark(frozen))
+    return table
+
+
+def spark(values: list[float], width: int = 40) -> str:
+    """The last values as bars between their least and their greatest."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, span = min(shown), (max(shown) - min(shown)) or 1.0
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in shown)
+
+
+def unit_strip(progress: Progress) -> Text:
+    """A box per unit from input to output, filled when frozen in the task at hand, and which froze last."""
+    task = progress.lines[-1]["task"] if progress.lines else 1
+    events = [(line["epoch"], line.get("newly_frozen") or []) for line in progress.lines if line["task"] == task]
+    frozen = {unit for _, units in events for unit in units}
+    text = Text("units   ")
+    for unit in progress.units:
+        text.append("■" if unit in frozen else "□", style="cyan" if unit in frozen else "dim")
+    latest = [(epoch, units) for epoch, units in events if units]
+    if latest:
+        epoch, units = latest[-1]
+        text.append(f"  epoch {epoch}: {', '.join(units)} froze")
+    return text
+
+
+def accuracies(progress: Progress) -> list[Text]:
+    rows = []
+    for probe, values in progress.results.get("probes", {}).items():
+        if values.get("matrix"):
+            seen = f"after task {len(values['matrix'])}"
+            words = f"accuracy {percent(values.get('accuracy'))}, forgetting {percent(values.get('forgetting'))}"
+            rows.append(Text(f"{probe} {seen}: {words}"))
+    return rows
+
+
+def watch(
+    folder: Path,
+    console: Console,
+    *,
+    once: bool = False,
+    every: float = 2.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Until the run has finished or failed; with `once`, or where output is no terminal, a single look."""
+    once = once or not console.is_terminal
+    while not once and not (folder / "results.json").exists() and (folder / "config.yaml").exists():
+        sleep(every)  # the run has just begun
+    progress = read_progress(folder)
+    if once:
+        console.print(view(progress), highlight=False)
+        return
+    seen, since = len(progress.lines), clock()
+    with Live(view(progress), console=console, auto_refresh=False) as live:
+        while progress.status == "running":
+            sleep(every)
+            progress = read_progress(folder)
+            if len(progress.lines) != seen:
+                seen, since = len(progress.lines), clock()
+            live.update(view(progress, clock() - since), refresh=True)

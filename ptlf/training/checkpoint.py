@@ -1,0 +1,211 @@
+"""Checkpoints: all that a run needs to go on to the same bits. Whole or not there, sealed, read without running code.
+
+A file is a line with the digest of what follows, and then safetensors: the tensors by name, and in the metadata the
+JSON of everything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ptlf.errors import UserError
+from ptlf.files import sync_folder, write_error, write_whole
+from ptlf.settings import key
+
+MAGIC = b"ptlf checkpoint 1 sha256 "
+NAME = re.compile(r"(?:after-task(\d+)|task(\d+)-epoch(\d+)-step(\d+))\.ckpt")
+
+
+@dataclass
+class CheckpointConfig:
+    enabled: bool = key(True, "save checkpoints; false = a run that is stopped starts again from the beginning")
+    every_epochs: int = key(1, "save after every so many epochs of a task; 0 = only after each task", least=0)
+    every_steps: int = key(0, "save after every so many steps of an epoch too; 0 = never", least=0)
+    every_minutes: float = key(0.0, "save after so many minutes without a checkpoint too; 0 = never", least=0)
+    keep: int = key(2, "how many to keep, besides the one after each task", least=1)
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """How far a run has come: tasks finished, epochs finished of the next one, steps finished of its next epoch."""
+
+    task: int = 0
+    epoch: int = 0
+    step: int = 0
+
+    def __str__(self) -> str:
+        """What comes next."""
+        return f"task {self.task + 1}, epoch {self.epoch + 1}, step {self.step + 1}"
+
+    @property
+    def between_tasks(self) -> bool:
+        return self.epoch == self.step == 0
+
+    @property
+    def file(self) -> str:
+        if self.between_tasks:
+            return f"after-task{self.task:02}.ckpt"
+        return f"task{self.task + 1:02}-epoch{self.epoch:03}-step{self.step:05}.ckpt"
+
+    @classmethod
+    def of_file(cls, name: str) -> Position | None:
+        found = NAME.fullmatch(name)
+        if found is None:
+            return None
+        after, task, epoch, step = found.groups()
+        return cls(int(after)) if after else cls(int(task) - 1, int(epoch), int(step))
+
+
+class Damaged(Exception):
+    """The file is no whole checkpoint."""
+
+
+class Checkpoints:
+    """The checkpoints of the run in a folder."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        self.run, self.folder, self.config = folder, folder / "checkpoints", config
+        self.last: Path | None = None
+        self._saved_at = time.monotonic()
+
+    def due(self, position: Position) -> bool:
+        """Whether a run that has come this far should save."""
+        config = self.config
+        if position.between_tasks:
+            return True
+        every, done = config.every_steps, position.step
+        if position.step == 0:
+            every, done = config.every_epochs, position.epoch
+        if every and done % every == 0:
+            return True
+        return bool(config.every_minutes) and time.monotonic() - self._saved_at >= 60 * config.every_minutes
+
+    def save(self, position: Position, state: Mapping[str, Any]) -> None:
+        path = self.folder / position.file
+        try:
+            self.folder.mkdir(exist_ok=True)
+            sync_folder(self.run)
+        except OSError as error:
+            raise write_error(path, error) from error
+        try:
+            write_whole(path, sealed(pack(state)))
+        except UserError as error:
+            trouble = str(error).partition(";")[0]
+            raise UserError(f"{trouble}; {self._way_on()}") from error
+        self.last, self._saved_at = path, time.monotonic()
+        self._prune()
+
+    def load(self) -> dict[str, Any] | None:
+        """The newest state that is whole; those that are not are named and set aside."""
+        for part in self.folder.glob(".*.part"):  # a writer that died left it
+            part.unlink(missing_ok=True)
+        for path in reversed(self.files()):
+            try:
+                state = unpack(unsealed(path))
+            except Damaged as reason:
+                path.rename(path.with_name(path.name + ".damaged"))
+                print(f"ptlf: {path} is damaged ({reason}); trying the one before it", file=sys.stderr)
+                continue
+            self.last = path
+            return state
+        return None
+
+    def files(self) -> list[Path]:
+        """Oldest first."""
+        found = [(Position.of_file(path.name), path) for path in self.folder.glob("*.ckpt")]
+        return [path for position, path in sorted((p, path) for p, path in found if p is not None)]
+
+    def _way_on(self) -> str:
+        if self.last is None:
+            return "nothing of this run is saved yet"
+        return f"put that right, and `ptlf train --resume {self.run}` goes on from {self.last.name}"
+
+    def _prune(self) -> None:
+        passing = [path for path in self.files() if not path.name.startswith("after-")]
+        for path in passing[: -self.config.keep]:
+            path.unlink(missing_ok=True)
+
+
+def pack(state: Mapping[str, Any]) -> bytes:
+    """Nested dicts (text as keys), lists, numbers, text and tensors as one safetensors file."""
+    tensors: dict[str, Tensor] = {}
+
+    def plain(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            tensors[path] = value.detach().cpu().contiguous().clone()  # a clone shares its memory with no other
+            return {"$tensor": path}
+        if isinstance(value, Mapping):
+            return {name: plain(part, f"{path}/{name}" if path else name) for name, part in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(part, f"{path}/{index}") for index, part in enumerate(value)]
+        return value
+
+    return save(tensors, {"state": json.dumps(plain(state, ""))})
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    def whole(value: Any) -> Any:
+        if isinstance(value, dict):
+            return tensors[value["$tensor"]] if "$tensor" in value else {name: whole(v) for name, v in value.items()}
+        return [whole(part) for part in value] if isinstance(value, list) else value
+
+    try:
+        tensors = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return whole(json.loads(header["__metadata__"]["state"]))
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"not a checkpoint's content: {error}") from None
+
+
+def sealed(data: bytes) -> list[bytes]:
+    return [MAGIC, hashlib.sha256(data).hexdigest().encode(), b"\n", data]
+
+
+def unsealed(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            head, data = file.read(len(MAGIC) + 65), file.read()
+    except OSError as error:
+        raise Damaged(error.strerror or str(error)) from None
+    if not head.startswith(MAGIC):
+        raise Damaged("it does not begin as a checkpoint of this version does")
+    if head != b"".join(sealed(data)[:3]):
+        raise Damaged("its checksum does not fit")
+    return data
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """By the parameter's number. Learning rates and the like follow from the settings and are not state."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {str(number): dict(optimizer.state[p]) for number, p in enumerate(parameters) if p in optimizer.state}
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.state.clear()
+    for number, values in state.items():
+        parameter = parameters[int(number)]
+        optimizer.state[parameter] = {name: like(parameter, value) for name, value in values.items()}
+
+
+def like(parameter: Tensor, value: Any) -> Any:
+    """A buffer of the parameter's shape gets its layout too: fused updates want both alike."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -1,0 +1,167 @@
+"""How the step is run: eagerly, with its heavy parts compiled, or compiled and captured in a CUDA graph.
+
+The body of the step is the same in all three; it reads fixed tensors and draws nothing. What a freeze changes is
+compiled and captured anew (`rebuild`); compiled variants are kept and reused for the rest of the process, and by the
+compiler's own cache on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptlf.batch import Batch
+from ptlf.encoders.norm import takes_views_in_one_pass
+from ptlf.errors import UserError
+
+Body = Callable[[Batch], dict[str, Tensor]]
+BACKEND = "inductor"
+ENGINES = ("auto", "eager", "compiled", "captured")
+WARM_UP = 3  # steps run uncaptured first: they compile, pick algorithms and make the optimizer's state
+
+
+def choose_engine(wanted: str, device: torch.device) -> str:
+    """`auto` is captured on a GPU that the compiler knows, and eager elsewhere."""
+    if wanted == "captured" and device.type != "cuda":
+        raise UserError("training.engine captured needs a GPU; use eager or compiled here")
+    if wanted != "auto":
+        return wanted
+    return "captured" if device.type == "cuda" and torch.utils._triton.has_triton() else "eager"
+
+
+class Engine:
+    """Runs the body as it is."""
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        return self.body(batch)
+
+    def rebuild(self) -> None:
+        """What the body does has changed: a unit froze or thawed, or a new task began."""
+
+
+@dataclass
+class Captured:
+    """One batch size: the tensors the graph reads and writes."""
+
+    steps: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    batch: Batch | None = None
+    losses: dict[str, Tensor] = field(default_factory=dict)
+
+
+class CapturedEngine(Engine):
+    """Runs the body a few times, then records it into a CUDA graph, one per batch size, and replays that."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__(body)
+        # Shapes never change, so the fastest algorithms may be looked for; float32 products (the heads) use TF32.
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+        self.stream = torch.cuda.Stream()
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        self.captured: dict[int, Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        mine = self.captured.setdefault(len(batch), Captured())
+        mine.steps += 1
+        if mine.steps <= WARM_UP:
+            return self.uncaptured(batch)
+        if mine.graph is None:
+            self.capture(mine, batch)
+        else:
+            assert mine.batch is not None
+            copy_batch(mine.batch, batch)
+        assert mine.graph is not None
+        mine.graph.replay()
+        return mine.losses
+
+    def uncaptured(self, batch: Batch) -> dict[str, Tensor]:
+        """On the stream that capturing will use, so that its allocations are ready."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            losses = self.body(batch)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return losses
+
+    def capture(self, mine: Captured, batch: Batch) -> None:
+        """Records without running; the replay that follows is this batch's step."""
+        mine.batch = batch
+        mine.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(mine.graph, pool=self.pool, stream=self.stream):
+            mine.losses = self.body(batch)
+
+
+def copy_batch(fixed: Batch, new: Batch) -> None:
+    fixed.images.copy_(new.images)
+    fixed.labels.copy_(new.labels)
+    fixed.uniforms.copy_(new.uniforms)
+    for name, value in new.draws.items():
+        fixed.draws[name].copy_(value)
+
+
+def make_engine(kind: str, body: Body) -> Engine:
+    return CapturedEngine(body) if kind == "captured" else Engine(body)
+
+
+def compile_encoder(encoder: nn.Module, views: int, batch: int) -> None:
+    """Compile the encoder part by part for training on full batches; all else (evaluation, a smaller last batch,
+    replay for the correlation) runs as it is."""
+    allow_many_variants()
+    one_pass = takes_views_in_one_pass(encoder)
+    encoder.__dict__["one_pass"] = one_pass
+    rows = batch * views if one_pass else batch
+    find_parts = getattr(encoder, "parts", None)
+    for part in find_parts() if callable(find_parts) else [encoder]:
+        part._compiled_call_impl = functools.partial(call_part, part, rows)
+
+
+def call_part(part: nn.Module, rows: int, x: Tensor) -> Tensor:
+    if part.training and torch.is_grad_enabled() and len(x) == rows:
+        return compiled(call_forward)(part, variant(part), x)
+    return part._call_impl(x)
+
+
+def variant(part: nn.Module) -> str:
+    """Which forwards stand replaced below this module. An argument of the compiled function, it keeps apart what the
+    compiler's own guards may not notice."""
+    return " ".join(type(m.__dict__["forward"]).__name__ if "forward" in m.__dict__ else "-" for m in part.modules())
+
+
+def call_forward(part: nn.Module, variant: str, x: Tensor) -> Tensor:
+    return part.forward(x)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
+
+
+def compile_function(function: Callable[..., Any], batch: int) -> Callable[..., Any]:
+    """`function` compiled for first arguments of `batch` rows (or lists of such); anything else runs as it is."""
+    allow_many_variants()
+
+    @functools.wraps(function)
+    def call(first: Any, *rest: Any) -> Any:
+        rows = len(first if isinstance(first, Tensor) else first[0])
+        return (compiled(function) if rows == batch else function)(first, *rest)
+
+    return call
+
+
+def allow_many_variants() -> None:
+    """A part has a variant per frozen set; running out of room for them must be an error, not silently slow."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 1024)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8192)
+    config.fail_on_recompile_limit_hit = True

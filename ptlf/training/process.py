@@ -1,0 +1,99 @@
+"""The process that a run is: alone in its folder, and willing to stop when asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from ptlf.errors import UserError
+from ptlf.files import write_error
+
+try:
+    import fcntl
+except ImportError:  # no such locks on this system
+    fcntl = None  # type: ignore[assignment]
+
+
+class Stopped(Exception):
+    """The run was asked to stop by a signal, and has saved itself."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        super().__init__(f"stopped; go on with `ptlf train --resume {folder}`")
+        self.number = number
+
+
+class StopSignals:
+    """Inside, a first SIGINT or SIGTERM only asks (`asked` is its number); a second SIGINT interrupts as usual."""
+
+    def __init__(self, active: bool = True) -> None:
+        """Not active, signals do what they did before."""
+        self.active = active
+        self.asked: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if self.active and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # a run in the background of a shell ignores Ctrl-C
+                    self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = number
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, b"\nptlf: finishing the step, then saving; Ctrl-C (again) leaves at once\n")
+
+
+class FolderLock:
+    """Held while a run uses its folder; the system lets go of it when the process dies, however it dies."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / ".lock"
+
+    def __enter__(self) -> FolderLock:
+        try:
+            while not self._take():
+                pass
+        except OSError as error:
+            raise write_error(self.path, error) from error
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.path.unlink(missing_ok=True)
+        os.close(self.descriptor)
+
+    def _take(self) -> bool:
+        """False where the file was removed by its last holder between opening and locking it."""
+        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if fcntl is not None:
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self.descriptor, 200).decode(errors="replace").strip() or "unknown"
+            os.close(self.descriptor)
+            raise UserError(
+                f"{self.folder} is in use by process {holder}; wait for it, or choose another --out"
+            ) from None
+        if not self._is_current():
+            os.close(self.descriptor)
+            return False
+        os.ftruncate(self.descriptor, 0)
+        os.write(self.descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
+        return True
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression, Ridge
+
+from ptlf.cli import main
+from ptlf.evaluation.linear import LinearConfig, RidgeConfig, linear_fit, ridge_fit
+from ptlf.pipeline import Run, evaluate_run
+
+
+def noisy_linear(count: int, seed: int, classes: int = 5, dim: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random features whose labels are the largest of noisy linear functions, the same for every seed."""
+    truth = np.random.default_rng(0).normal(size=(dim, classes))
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, dim))
+    labels = np.argmax(x @ truth + 2 * rng.normal(size=(count, classes)), axis=1)
+    return torch.tensor(x, dtype=torch.float32), torch.tensor(labels)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return noisy_linear(3000, 1), noisy_linear(4000, 2)
+
+
+def test_linear_probe_is_as_good_as_logistic_regression(data) -> None:
+    (x, y), (x_test, y_test) = data
+    reference = 100 * LogisticRegression(max_iter=1000).fit(x.numpy(), y.numpy()).score(x_test.numpy(), y_test.numpy())
+    probe = linear_fit(x, y, LinearConfig(), torch.Generator().manual_seed(0))
+    ridge = ridge_fit(x, y, RidgeConfig())
+    assert 60 < reference < 95
+    assert probe.accuracy(x_test, y_test) == pytest.approx(reference, abs=0.5)
+    assert ridge.accuracy(x_test, y_test) == pytest.approx(reference, abs=2)
+
+
+def test_ridge_is_sklearns_ridge(data) -> None:
+    (x, y), (x_test, _) = data
+    x = 3 * x + 5  # neither centred nor scaled
+    mean, deviation = x.double().mean(0).numpy(), x.double().std(0, correction=0).numpy()
+    reference = Ridge(alpha=0.1 * len(x)).fit((x.numpy() - mean) / deviation, np.eye(5)[y.numpy()])
+    ridge = ridge_fit(x, y, RidgeConfig(penalty=0.1))
+    expected = reference.predict((x_test.numpy() - mean) / deviation)
+    np.testing.assert_allclose(x_test.numpy() @ ridge.weight.numpy().T + ridge.bias.numpy(), expected, atol=1e-4)
+
+
+def test_linear_probe_repeats_and_draws_from_its_own_generator(data) -> None:
+    (x, y), _ = data
+    before = torch.random.get_rng_state()
+    fits = [linear_fit(x, y, LinearConfig(epochs=2), torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)]
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(fits[0].weight, fits[1].weight)
+    assert not torch.equal(fits[0].weight, fits[2].weight)
+
+
+def test_constant_features_do_no_harm() -> None:
+    x, y = noisy_linear(200, 3)
+    x[:, 0] = 7.0
+    ridge = ridge_fit(x, y, RidgeConfig())
+    assert ridge.weight.isfinite().all()
+    assert ridge.bias.isfinite().all()
+
+
+def test_only_the_classes_that_occur_have_an_output() -> None:
+    x, y = noisy_linear(300, 4, classes=2)
+    names = torch.tensor([7, 4])
+    for fit in (ridge_fit(x, names[y], RidgeConfig()), linear_fit(x, names[y], LinearConfig(), torch.Generator())):
+        assert fit.classes.tolist() == [4, 7]
+        assert fit.accuracy(x, names[y]) > 75
+
+
+def test_a_run_records_the_probes_and_evaluate_repeats_them(tiny, tmp_path) -> None:
+    run = Run(tiny(evaluation__linear__enabled=True, evaluation__ridge__enabled=True), tmp_path / "run")
+    probes = run.train()["probes"]
+    assert list(probes) == ["knn_task", "knn_class", "linear_task", "linear", "ridge_task", "ridge"]
+    for name, bank in (("linear", "all classes seen"), ("linear_task", "own task"), ("ridge", "all classes seen")):
+        assert bank in probes[name]["settings"]["bank"]
+        assert [value is None for value in probes[name]["matrix"][0]] == [False, True]
+        assert probes[name]["untrained_accuracy"] > 0
+    assert probes["linear"]["settings"]["lr"] == 0.1
+    assert probes["linear_task"]["accuracy"] > probes["linear"]["accuracy"] > 40  # of two classes, and of four
+    for family in ("linear", "ridge", "knn"):
+        again, _ = evaluate_run(tmp_path / "run", run.config, family)
+        assert len(again) == 2
+        assert all(name.startswith(family) for name in again)
+        assert all(values["accuracy"] == probes[name]["accuracy"] for name, values in again.items())
+
+
+def test_the_command_takes_a_probe(tiny, tmp_path, capsys) -> None:
+    Run(tiny(training__epochs=1), tmp_path / "run").train()
+    assert main(["evaluate", str(tmp_path / "run"), "--probe", "ridge"]) == 0
+    shown = capsys.readouterr().out
+    assert "ridge_task: accuracy in %, bank:" in shown
+    assert "knn" not in shown

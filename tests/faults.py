@@ -1,0 +1,212 @@
+"""Runs killed at random moments and resumed until done, against the same runs left alone: `python tests/faults.py`.
+
+Every run is a process of its own, forked from this one so that torch is imported once, and ends by SIGKILL: after some
+time, or in the middle of a checkpoint's bytes, just before or after its rename, before the evaluation of a task, before
+results.json gets its name, in a step. Then everything that the run left must be the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import sklearn.datasets
+import sklearn.manifold  # noqa: F401  imported here so that no fork has to
+import torch
+from conftest import tiny_config
+
+from ptlf.cli import main
+from ptlf.config import Config, to_yaml
+from ptlf.pipeline import Run
+from ptlf.training import checkpoint
+
+SETTINGS: list[dict[str, Any]] = [
+    {"name": "digits/simsiam/lump", "freezing__policy": "correlation", "freezing__final": 0.67},
+    {"name": "digits/simsiam/ptlf", "freezing__final": 0.67, "freezing__update": "per-epoch"},
+    {"name": "digits/mocov2plus/finetune", "method__name": "cassle", "freezing__policy": "random"},
+    {"name": "digits/barlow_twins/lump", "freezing__policy": "cost_aware", "training__optimizer": "lars"},
+    {"name": "digits/simsiam/finetune", "method__name": "der", "freezing__policy": "correlation"},
+]
+Kill = tuple[str, float]
+
+
+def settings(number: int, seed: int) -> Config:
+    """Two tasks; with and without checkpoints inside epochs; every fifth with a gallery."""
+    chosen = dict(SETTINGS[number % len(SETTINGS)])
+    more = {
+        "seed": seed,
+        "training__epochs": 3,
+        "training__batch": 64,
+        "checkpoint__every_steps": (2, 3, 0)[number % 3],
+        "evaluation__gallery": number % 5 == 1,
+    }
+    return tiny_config(chosen.pop("name"), **more, **chosen)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def before_call(
+    owner: Any, name: str, count: int, applies: Callable[..., bool] = lambda *a: True, late: bool = False
+) -> None:
+    """Die at the count-th call of owner.name to which `applies`, before it does its work or just after."""
+    whole, calls = getattr(owner, name), [0]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += applies(*args)
+        last = calls[0] == count and applies(*args)
+        if last and not late:
+            die()
+        result = whole(*args, **kwargs)
+        if last:
+            die()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def half_written(count: int) -> None:
+    """Die when half of the bytes of the count-th checkpoint are in the file."""
+    whole, calls = checkpoint.sealed, [0]
+
+    def wrapped(data: bytes) -> list[bytes] | Iterator[bytes]:
+        calls[0] += 1
+        return halves(whole(data)) if calls[0] == count else whole(data)
+
+    def halves(parts: list[bytes]) -> Iterator[bytes]:
+        yield from parts[:-1]
+        yield parts[-1][: len(parts[-1]) // 2]
+        die()
+
+    checkpoint.sealed = wrapped  # type: ignore[assignment]
+
+
+def arm(kind: str, count: int) -> None:
+    to_checkpoint = lambda source, target: str(target).endswith(".ckpt")  # noqa: E731
+    to_results = lambda source, target: str(target).endswith("results.json")  # noqa: E731
+    {
+        "half written": lambda: half_written(count),
+        "before rename": lambda: before_call(os, "replace", count, to_checkpoint),
+        "after rename": lambda: before_call(os, "replace", count, to_checkpoint, late=True),
+        "before evaluation": lambda: before_call(Run, "evaluate", 1 + count % 2),
+        "before results": lambda: before_call(os, "replace", 1 + count % 4, to_results),
+        "in a step": lambda: before_call(Run, "after_step", count + 3),
+        "after seconds": lambda: None,
+    }[kind]()
+
+
+KINDS = ["half written", "before evaluation", "before rename", "in a step", "after rename", "before results"]
+
+
+def attempt(config: Path, folder: Path, kill: Kill | None) -> int | None:
+    """One process from start to its end. Its exit code; None when it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            torch.set_num_threads(1)
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+            if kill:
+                arm(kill[0], int(kill[1]))
+            started = (folder / "config.yaml").exists()
+            code = main(
+                ["train", "--resume", str(folder)] if started else ["train", "-c", str(config), "--out", str(folder)]
+            )
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    if kill and kill[0] == "after seconds":
+        time.sleep(kill[1])
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    return None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+
+
+def lasting(value: Any) -> Any:
+    """Without what another machine or moment would change."""
+    if isinstance(value, dict):
+        passing = ("seconds", "views_per_second", "peak_memory_bytes", "commit")
+        return {name: lasting(part) for name, part in value.items() if not name.endswith(passing)}
+    return [lasting(part) for part in value] if isinstance(value, list) else value
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(part, other[name]) for name, part in one.items())
+    return one == other
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Names of what is not the same in two runs' folders."""
+    found = []
+    for name in ("results.json", "metrics.jsonl", "gallery.json"):
+        texts = [(run / name).read_text() if (run / name).exists() else "" for run in (one, other)]
+        lines = [text.splitlines() if name == "metrics.jsonl" else [text] for text in texts]
+        values = [[lasting(json.loads(line)) for line in part if line] for part in lines]
+        found += [name] * (values[0] != values[1])
+    found += ["encoder"] * ((one / "encoder.safetensors").read_bytes() != (other / "encoder.safetensors").read_bytes())
+    states = [checkpoint.unpack(checkpoint.unsealed(run / "checkpoints" / "after-task02.ckpt")) for run in (one, other)]
+    for name in ("model", "method", "optimizer", "random", "freezing", "position"):
+        found += [f"checkpoint {name}"] * (not same(states[0][name], states[1][name]))
+    return found
+
+
+def torture(number: int, seed: int, root: Path) -> tuple[bool, str]:
+    """One run left alone, one killed again and again."""
+    chance = random.Random(seed)
+    file = root / f"{number}.yaml"
+    config = settings(number, seed)
+    file.write_text(to_yaml(config))
+    began = time.monotonic()
+    assert attempt(file, root / f"{number}-alone", None) == 0
+    seconds = time.monotonic() - began
+    kills: list[Kill] = [
+        (KINDS[number % len(KINDS)], chance.randint(1, 5)),
+        (chance.choice(KINDS), chance.randint(1, 5)),
+    ]
+    kills += [("after seconds", chance.uniform(0, seconds)) for _ in range(chance.randint(1, 2))]
+    if number % 2:
+        kills.insert(0, ("after seconds", chance.uniform(0, 0.8 * seconds)))
+    folder, died, code = root / f"{number}-killed", [], None
+    for kill in [*kills, None]:
+        code = attempt(file, folder, kill)
+        if code is None and kill:
+            died.append(kill[0] if kill[0] != "after seconds" else f"after {kill[1]:.2f} s")
+    wrong = differences(root / f"{number}-alone", folder) if code == 0 else [f"exit code {code}"]
+    return not wrong, f"run {number}, {config.recipe} {config.method.name}, killed {died}: {wrong or 'the same'}"
+
+
+def run_all(runs: int, seed: int) -> bool:
+    good = True
+    with tempfile.TemporaryDirectory() as root:
+        for number in range(runs):
+            fine, told = torture(number, seed + number, Path(root))
+            print(told, flush=True)
+            good = good and fine
+    return good
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    sys.exit(not run_all(arguments.runs, arguments.seed))

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ptlf.encoders.resnet import BasicBlock, ResNet
+from ptlf.errors import UserError
+from ptlf.evaluation import knn_accuracy
+from ptlf.methods.pnn import Columns
+from ptlf.pipeline import Run
+
+
+def columns(tasks: int = 3, width: float = 1.0) -> Columns:
+    torch.manual_seed(0)
+    return Columns(ResNet(BasicBlock, (1, 1, 1), width=4), width, tasks)
+
+
+def test_the_first_column_is_the_network_itself() -> None:
+    made, images = columns(), torch.randn(4, 3, 16, 16)
+    made.eval()
+    assert torch.equal(made(images), made.columns[0](images))
+    assert made.feature_dim == 16
+
+
+def test_lateral_connections_by_hand() -> None:
+    made, images = columns(), torch.randn(4, 3, 16, 16)
+    made.begin(2)
+    made.eval()
+    with torch.no_grad():
+        maps = []
+        for index, column in enumerate(made.columns):
+            x, given = column.stem(images), []
+            for stage in range(3):
+                if stage > 0 and index > 0:
+                    lateral = made.laterals[index][stage - 1]
+                    old = torch.cat([maps[older][stage - 1] for older in range(index)], dim=1)
+                    mixed = torch.einsum("oi,bihw->bohw", lateral.conv.weight[:, :, 0, 0], old * lateral.scale)
+                    x = x + (mixed + lateral.conv.bias[:, None, None]).clamp_min(0)
+                x = column.stages[stage](x)
+                given.append(x)
+            maps.append(given)
+        expected = torch.cat([given[-1].mean((2, 3)) for given in maps], dim=1)
+        torch.testing.assert_close(made(images), expected)
+        assert expected.shape == (4, 48)
+        assert made.part(1) == slice(16, 32)
+        made.begin(1)
+        assert made(images).shape == (4, 32)
+        assert made.part(2) == slice(16, 32)
+
+
+def test_old_columns_stay_to_the_bit_and_new_ones_train(tiny) -> None:
+    run = Run(tiny("digits/simsiam/finetune", method__name="pnn", encoder__name="conftest:tiny_resnet"))
+    snapshots = []
+    end_task = run.method.end_task
+
+    def spy(index, model) -> None:
+        end_task(index, model)
+        model.encoder.eval()
+        with torch.no_grad():
+            images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+            vector = model.encoder(images)[:, model.encoder.part(0)]
+        snapshots.append(({k: v.clone() for k, v in model.encoder.state_dict().items()}, vector))
+
+    run.method.end_task = spy
+    start = {k: v.clone() for k, v in run.model.encoder.state_dict().items()}
+    results = run.train()
+    (first, vector), (second, again) = snapshots
+    old = [key for key in first if key.startswith(("columns.0.", "laterals.0."))]
+    new = [key for key in first if key.startswith(("columns.1.", "laterals.1.")) and key.endswith("weight")]
+    assert all(torch.equal(first[key], second[key]) for key in old)
+    assert torch.equal(vector, again)
+    assert all(torch.equal(first[key], start[key]) for key in new)
+    assert all(not torch.equal(first[key], second[key]) for key in new)
+    matrix = results["probes"]["knn_task"]["matrix"]
+    assert results["probes"]["knn_task"]["forgetting"] is not None
+    assert matrix[1][1] is not None
+
+
+def test_exams_see_their_own_column_or_all(tiny) -> None:
+    run = Run(
+        tiny(
+            "digits/simsiam/finetune",
+            method__name="pnn",
+            encoder__name="conftest:tiny_resnet",
+            evaluation__knn_task__k=3,
+        )
+    )
+    results = run.train()
+    encoder, prober = run.model.encoder.eval(), run.prober
+    with torch.no_grad():
+        banks = [prober.features(encoder, prober.bank, exam.bank) for exam in run.stream.exams]
+        tests = [prober.features(encoder, prober.test, exam.test) for exam in run.stream.exams]
+    width = encoder.feature_dim
+    for task in range(2):
+        own = slice(task * width, (task + 1) * width)
+        (bank, labels), (queries, wanted) = banks[task], tests[task]
+        expected = knn_accuracy(bank[:, own], labels, queries[:, own], wanted, k=3, temperature=0.1, classes=10)
+        assert results["probes"]["knn_task"]["matrix"][1][task] == expected
+    everything = torch.cat([b for b, _ in banks]), torch.cat([labels for _, labels in banks])
+    assert everything[0].shape[1] == 2 * width
+    joined = [knn_accuracy(*everything, *test, k=20, temperature=0.1, classes=10) for test in tests]
+    assert results["probes"]["knn_class"]["accuracy"] == pytest.approx(np.mean(joined))
+
+
+def test_state_rebuilds_the_columns_in_use() -> None:
+    made, fresh = columns(), columns()
+    made.begin(2)
+    fresh.load_state_dict(made.state_dict())
+    assert fresh.current == 2
+    assert not any(p.requires_grad for p in fresh.columns[1].parameters())
+    assert all(p.requires_grad for p in fresh.columns[2].parameters())
+    assert not fresh.train().columns[1].training
+    assert fresh.columns[2].training
+
+
+def test_width_is_a_setting_and_other_networks_are_refused(tiny) -> None:
+    assert columns(width=1.5).feature_dim == 24
+    with pytest.raises(UserError, match="columns of a residual network, not of Sequential"):
+        Run(tiny("digits/simsiam/finetune", method__name="pnn"))
+    with pytest.raises(UserError, match="freezes whole columns itself"):
+        Run(tiny("digits/simsiam/ptlf", method__name="pnn", encoder__name="conftest:tiny_resnet"))

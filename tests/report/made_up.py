@@ -1,0 +1,112 @@
+"""Runs that were never trained: folders with a results.json as a run writes it, of any size, in no time."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from ptlf import evaluation
+from ptlf.config import from_dict
+from ptlf.pipeline import matrix_summary
+from ptlf.recipes import recipe
+from ptlf.settings import as_dict, merge, nested
+
+
+def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4, seed: int = 0, **dotted: Any) -> dict:
+    """`training__epochs=2` overrides a setting."""
+    values: dict[str, Any] = {}
+    for key, value in {"training__epochs": 6, "seed": seed, **dotted}.items():
+        values = merge(values, nested(key.replace("__", "."), value))
+    config = as_dict(from_dict(merge(recipe(name), values)))
+    draw = random.Random(f"{name}{seed}{sorted(dotted.items())}")
+    names = [f"stages.{place}.conv" for place in range(units)]
+    freezing = (
+        [] if config["freezing"]["policy"] == "none" else [entry(draw, t, names, config) for t in range(2, tasks + 1)]
+    )
+    epochs = [
+        line(draw, task, epoch, sum(e["epoch"] <= epoch for f in freezing if f["task"] == task for e in f["events"]))
+        for task in range(1, tasks + 1)
+        for epoch in range(1, config["training"]["epochs"] + 1)
+    ]
+    return {
+        "schema": 1,
+        "ptlf_version": "0",
+        "commit": "c0ffee",
+        "status": "finished",
+        "config": config,
+        "environment": {"torch": "2", "device": "cpu", "device_name": "<machine>"},
+        "seed": seed,
+        "class_order": [str(c) for c in range(2 * tasks)],
+        "tasks": [f"{2 * t}, {2 * t + 1}" for t in range(tasks)],
+        "exams": [f"{2 * t}, {2 * t + 1}" for t in range(tasks)],
+        "units": names,
+        "probes": {probe: accuracies(draw, tasks) for probe in ("knn_task", "knn_class")},
+        "freezing": freezing,
+        "cost": {
+            "train_seconds": sum(e["seconds"] for e in epochs),
+            "correlation_seconds": 1.0,
+            "rebuild_seconds": 0.1,
+            "eval_seconds": 2.0,
+            "backward_flops": sum(e["backward_flops"] for e in epochs),
+            "saved_activation_bytes": epochs[-1]["saved_activation_bytes"],
+            "peak_memory_bytes": None,
+            "per_task": [],
+            "per_epoch": epochs,
+        },
+    }
+
+
+def accuracies(draw: random.Random, tasks: int) -> dict:
+    matrix = [[draw.uniform(70, 99) if j <= i else None for j in range(tasks)] for i in range(tasks)]
+    untrained = [draw.uniform(50, 70) for _ in range(tasks)]
+    settings = {"k": 20, "temperature": 0.1, "similarity": "cosine", "bank": "some"}
+    start = {"untrained": untrained, "untrained_accuracy": evaluation.accuracy([untrained])}
+    return {"settings": settings, **start, **matrix_summary(matrix)}
+
+
+def entry(draw: random.Random, task: int, units: list[str], config: dict) -> dict:
+    ratios = {unit: draw.uniform(0.8, 1) for unit in units}
+    order = sorted(units, key=lambda unit: -ratios[unit])[: max(1, len(units) * 2 // 5)]
+    epochs = config["training"]["epochs"]
+    events = [{"epoch": 2 + place * (epochs - 2) // len(order), "frozen": [u]} for place, u in enumerate(order)]
+    made = {"task": task, "ratios": ratios, "order": order, "events": events}
+    if config["freezing"]["update"] == "per-epoch":
+        made["ratios_by_epoch"] = {"3": {unit: draw.uniform(0.8, 1) for unit in units if unit not in order[:1]}}
+    return made
+
+
+def line(draw: random.Random, task: int, epoch: int, frozen: int) -> dict:
+    return {
+        "task": task,
+        "epoch": epoch,
+        "loss": {"ssl": -draw.random()},
+        "seconds": draw.uniform(1, 1.2) * (1 - 0.03 * frozen),
+        "views_per_second": 1000.0,
+        "frozen": frozen,
+        "newly_frozen": [],
+        "steps": 5,
+        "saved_activation_bytes": 2**20 * (20 - frozen),
+        "backward_flops": 10**9 * (30 - frozen),
+        "peak_memory_bytes": None,
+    }
+
+
+def write(folder: Path, made: dict, gallery: dict | None = None) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps(made))
+    (folder / "config.yaml").write_text("{}")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in made["cost"]["per_epoch"]))
+    if gallery is not None:
+        (folder / "gallery.json").write_text(json.dumps(gallery))
+    return folder
+
+
+def eight(root: Path, gallery: dict | None = None) -> list[Path]:
+    """Eight settings on 20 tasks of 200 epochs, 20 units."""
+    size = {"tasks": 20, "units": 20, "training__epochs": 200}
+    lump = write(root / "lump", results("digits/simsiam/lump", **size), gallery)
+    shares = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+    ptlf = [write(root / f"ptlf{s}", results(freezing__final=s, **size), gallery) for s in shares]
+    return [lump, *ptlf, write(root / "finetune", results("digits/simsiam/finetune", **size), gallery)]

@@ -1,0 +1,121 @@
+"""Colours that can be told apart, pictures as files, and the small sums behind the figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import made_up
+import numpy as np
+import pytest
+from PIL import Image
+from test_page import GALLERY
+
+from ptlf.cli import main
+from ptlf.report.figures.axes import Scale, shortened, ticks, words_width
+from ptlf.report.figures.cost import steps, thinned
+from ptlf.report.figures.freezing import epoch_overlaps, overlap
+from ptlf.report.runs import Run
+from ptlf.report.theme import RUNS, STEPS, colours, contrast, luminance
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_can_be_seen_and_told_apart(dark: bool) -> None:
+    theme = colours(dark, 20)
+    for role in ("ink", "soft", *[f"run{n}" for n in range(RUNS)]):
+        assert contrast(theme[role], theme["page"]) >= 4.5, role
+    for step in range(STEPS):
+        assert contrast(theme[f"on{step}"], theme[f"heat{step}"]) >= 4.5
+    assert contrast(theme["frozen"], theme["empty"]) >= 3
+    assert contrast(theme["task19" if not dark else "task0"], theme["page"]) >= 1.8
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_ordered_colours_are_ordered_in_grey(dark: bool) -> None:
+    theme = colours(dark, 5)
+    for family, count in (("task", 5), ("heat", STEPS)):
+        grey = [luminance(theme[f"{family}{n}"]) for n in range(count)]
+        assert grey in (sorted(grey), sorted(grey, reverse=True))
+        assert len(set(grey)) == count
+
+
+def test_pictures_as_files(tmp_path: Path) -> None:
+    for name in ("lump", "ptlf"):
+        made_up.write(tmp_path / "runs" / name, made_up.results(f"digits/simsiam/{name}"), GALLERY)
+    assert main(["report", str(tmp_path / "runs"), "--figures", str(tmp_path / "figures")]) == 0
+    assert not (tmp_path / "runs" / "report.html").exists()
+    names = {path.stem for path in (tmp_path / "figures").iterdir()}
+    assert {"answer", "cost", "freezing-ptlf", "ratios-ptlf", "matrix-knn_task-lump", "neighbours-ptlf"} <= names
+    for name in names:
+        root = ElementTree.parse(tmp_path / "figures" / f"{name}.svg").getroot()
+        assert "class" not in {key for element in root.iter() for key in element.attrib}  # no style sheet comes with it
+        image = Image.open(tmp_path / "figures" / f"{name}.png")
+        width, height = (float(root.attrib[side].removesuffix("pt")) for side in ("width", "height"))
+        assert image.size == pytest.approx((width / 72 * 300, height / 72 * 300), abs=2)
+        assert np.asarray(image.convert("L")).std() > 5
+
+
+def test_overlap() -> None:
+    assert overlap(["a", "b"], ["b", "c"]) == 0.5
+    assert overlap(["a"], ["a", "b", "c", "d"]) == 0.25
+    assert overlap([], []) == 1.0
+
+
+def test_overlap_between_epochs_by_hand() -> None:
+    results = made_up.results(tasks=2, units=4, freezing__update="per-epoch")
+    results["freezing"] = [
+        {
+            "task": 2,
+            "ratios": {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.6},
+            "order": ["a", "c"],
+            "events": [{"epoch": 2, "frozen": ["a"]}, {"epoch": 4, "frozen": ["c"]}],
+            # At first a and b; after a froze, c leads b: one of two stays. Then nothing changes.
+            "ratios_by_epoch": {"4": {"b": 0.5, "c": 0.7, "d": 0.1}, "10": {"b": 0.2, "c": 0.3, "d": 0.1}},
+        }
+    ]
+    results["freezing"][0]["ratios_by_epoch"]["10"].pop("c")
+    assert epoch_overlaps(Run(Path(), results)) == {4: [0.5], 10: [1.0]}
+
+
+def test_steps_keep_every_level() -> None:
+    series = [(1, 5.0), (2, 5.0), (3, 5.0), (4, 2.0), (5, 2.0), (9, 2.0)]
+    assert steps(series) == [(0.5, 5.0), (3.5, 5.0), (3.5, 2.0), (5.5, 2.0), (8.5, 2.0), (9.5, 2.0)]
+
+
+def test_thinned_lines_keep_their_level_and_ends() -> None:
+    series = [(float(place), 1.0 + (place % 100 == 0)) for place in range(4000)]
+    short = thinned(series)
+    assert len(short) == 400
+    assert {value for _, value in short} == {1.0}  # a lone spike is no level
+    assert short[0][0] < 10
+    assert short[-1][0] > 3990
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (99.2, 100), (-3, 7), (0, 12345), (0.913, 1), (5, 5)])
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert all(low - 1e-9 <= value <= high + 1e-9 for value in found)
+    assert len(found) <= 6
+    assert low == high or len(found) >= 2
+
+
+def test_scales_and_words() -> None:
+    assert Scale(0, 10, 100, 200)(5) == 150
+    assert Scale(3, 3, 100, 200)(3) == 100
+    assert shortened("conv1", 100) == "conv1"
+    cut = shortened("backbone.encoder.stages.3.blocks.11.convolution", 90)
+    assert words_width(cut) <= 90
+    assert cut.endswith("ution")
+    assert "…" in cut
+
+
+def test_gallery_is_checked(tmp_path: Path) -> None:
+    from ptlf.report.runs import read_run
+
+    for key, value in (("queries", [7]), ("tiles", [[9, 0]]), ("point_groups", [0])):
+        broken = {**GALLERY, key: value}
+        folder = made_up.write(tmp_path / key, made_up.results(), json.loads(json.dumps(broken)))
+        run = read_run(folder)
+        assert run.gallery is None
+        assert "gallery.json is damaged" in run.gallery_problem

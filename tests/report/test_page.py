@@ -1,0 +1,310 @@
+"""The page: its numbers are those of results.json, damage stays in its place, and it needs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+from html import escape, unescape
+from pathlib import Path
+
+import made_up
+import pytest
+
+from ptlf.cli import main
+from ptlf.errors import UserError
+from ptlf.report.page import page, write_report
+from ptlf.report.runs import compare
+
+PIXEL = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+GALLERY = {
+    "groups": ["0, 1", "2, 3", "4, 5"],
+    "labels": ["zero", "one"],
+    "sprite": {"image": PIXEL, "size": 1, "columns": 1, "width": 1, "height": 1},
+    "tiles": [[0, 0], [0, 1], [1, 1]],
+    "queries": [0, 1],
+    "point_groups": [0, 1, 2],
+    "looks": {
+        moment: {"neighbours": [[1, 2], [2, 0]], "points": [[0, 0], [0.5, 0.5], [1, 1]]}
+        for moment in ("before", "after")
+    },
+}
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    lump = made_up.write(tmp_path / "lump", made_up.results("digits/simsiam/lump"), GALLERY)
+    return [lump, made_up.write(tmp_path / "ptlf", made_up.results("digits/simsiam/ptlf"), GALLERY)]
+
+
+def html(folders: list[Path], baseline: str | None = None) -> str:
+    return page(compare(folders, baseline))
+
+
+def section(text: str, name: str) -> str:
+    return text[text.index(f'<section id="part-{name}">') :].split("</section>")[0]
+
+
+def look_up(results: dict, path: str) -> float:
+    value = results
+    for key in path.split("."):
+        value = value[key]
+    return value  # type: ignore[return-value]
+
+
+def rows(text: str) -> dict[str, dict[str, tuple[float, str]]]:
+    """By run and measure: the number behind the cell and the words in it."""
+    found: dict[str, dict[str, tuple[float, str]]] = {}
+    for row in re.findall(
+        r'<tr><th scope="row">.*?</tr>', "".join(re.findall(r'<table class="answer">.*?</table>', text))
+    ):
+        cells = re.findall(r'data-measure="([^"]+)" data-value="([^"]+)"><span>([^<]+)', row)
+        (name,) = re.findall(r"<span class=\"f-run\d\">([^<]+)", row)
+        found.setdefault(name, {}).update({m: (float(v), w.strip()) for m, v, w in cells})
+    return found
+
+
+def test_the_table_holds_the_numbers_of_results_json(two: list[Path]) -> None:
+    found = rows(html(two))
+    for folder in two:
+        results = json.loads((folder / "results.json").read_text())
+        cells = found[folder.name]
+        assert len(cells) == 7
+        for measure, (value, words) in cells.items():
+            assert value == look_up(results, measure)
+            unit = {"saved_activation_bytes": 2**20, "backward_flops": 1e12}.get(measure.split(".")[-1], 1)
+            digits = len(words.split(".")[-1])
+            assert float(words.replace(",", "").replace("−", "-")) == pytest.approx(
+                value / unit, abs=0.51 * 10**-digits
+            )
+
+
+def test_the_matrix_holds_the_numbers_of_results_json(two: list[Path]) -> None:
+    text = html(two)
+    for folder in two:
+        values = json.loads((folder / "results.json").read_text())["probes"]["knn_class"]
+        picture = text[text.index(f'id="matrix-knn_class-{folder.name}"') :].split('<div class="phone">')[0]
+        shown = re.findall(r'class="f-on\d+">([^<]+)<', picture)
+        cells = [*values["untrained"], *[value for row in values["matrix"] for value in row if value is not None]]
+        assert shown == [f"{value:.1f}" for value in cells]
+
+
+def test_many_probes_take_several_tables(tmp_path: Path) -> None:
+    results = made_up.results()
+    for probe in ("linear_task", "linear", "ridge"):
+        results["probes"][probe] = results["probes"]["knn_task"]
+    text = html([made_up.write(tmp_path / "run", results)])
+    assert text.count('<table class="answer">') == 2
+    (cells,) = rows(text).values()
+    assert len(cells) == 13
+
+
+def test_costs_are_relative_to_lump(two: list[Path]) -> None:
+    costs = [json.loads((folder / "results.json").read_text())["cost"] for folder in two]
+    ratio = f"<b>{costs[1]['train_seconds'] / costs[0]['train_seconds']:.2f}×</b>"
+    assert ratio in html(two[::-1])  # whatever the order
+    inverse = f"<b>{costs[0]['train_seconds'] / costs[1]['train_seconds']:.2f}×</b>"
+    assert inverse in html(two, "ptlf")
+    with pytest.raises(UserError, match="unknown baseline 'lumb'; did you mean 'lump'"):
+        html(two, "lumb")
+
+
+def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
+    made = [made_up.results(seed=seed) for seed in (0, 1, 2)]
+    folders = [made_up.write(tmp_path / str(seed), results) for seed, results in enumerate(made)]
+    accuracies = [results["probes"]["knn_task"]["accuracy"] for results in made]
+    text = html(folders)
+    (cells,) = rows(text).values()
+    value, words = cells["probes.knn_task.accuracy"]
+    assert value == pytest.approx(statistics.fmean(accuracies))
+    assert words == f"{statistics.fmean(accuracies):.2f} ± {statistics.stdev(accuracies):.2f}"
+    assert "3 seeds" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"training__epochs": 7}, "their epochs differ (training.epochs: 7 and 6)"),
+        ({"stream__classes": 4}, "their streams differ (classes: 4 and None)"),
+        ({"tasks": 4}, "their exams differ"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, change: dict, reason: str) -> None:
+    folders = [
+        made_up.write(tmp_path / "a", made_up.results()),
+        made_up.write(tmp_path / "b", made_up.results(**change)),
+    ]
+    with pytest.raises(UserError, match=re.escape(reason)):
+        compare(folders)
+
+
+def test_other_probe_settings_are_refused(two: list[Path]) -> None:
+    results = json.loads((two[1] / "results.json").read_text())
+    results["probes"]["knn_class"]["settings"]["k"] = 5
+    (two[1] / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match=r"their probes differ \(knn_class.k: 5 and 20\)"):
+        compare(two)
+
+
+def damage(results: dict, how: str) -> str:
+    if how == "cut off":
+        return json.dumps(results)[:500]
+    if how == "no probes":
+        del results["probes"]
+    elif how == "words in the matrix":
+        results["probes"]["knn_task"]["matrix"][0][0] = "good"
+    elif how == "short row":
+        results["probes"]["knn_task"]["matrix"][1].pop()
+    elif how == "another schema":
+        results["schema"] = 99
+    elif how == "epochs without seconds":
+        del results["cost"]["per_epoch"][0]["seconds"]
+    elif how == "a list":
+        return "[]"
+    return json.dumps(results)
+
+
+WAYS = [
+    "cut off",
+    "no probes",
+    "words in the matrix",
+    "short row",
+    "another schema",
+    "epochs without seconds",
+    "a list",
+]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_damaged_run_is_named_and_the_rest_is_there(two: list[Path], tmp_path: Path, how: str) -> None:
+    bad = made_up.write(tmp_path / "bad", made_up.results(freezing__final=0.6))
+    (bad / "results.json").write_text(damage(json.loads((bad / "results.json").read_text()), how))
+    text = html([*two, bad])
+    (problem,) = re.findall(r'<p class="problem">(.*?)</p>', text)
+    assert problem.startswith("<b>bad</b> is left out: ")
+    assert str(bad / "results.json") in unescape(problem)
+    assert set(rows(text)) == {"lump", "ptlf"}
+    with pytest.raises(UserError, match=r"no run to report on: .*bad/results\.json"):
+        compare([bad])
+
+
+def test_an_unfinished_run_says_how_far_it_got(two: list[Path], tmp_path: Path) -> None:
+    results = made_up.results("digits/simsiam/ptlf", seed=1)
+    results["status"] = "running"
+    results["cost"]["per_epoch"] = results["cost"]["per_epoch"][:6]
+    results["freezing"] = []
+    for values in results["probes"].values():
+        values |= {
+            "matrix": values["matrix"][:1],
+            "forgetting": None,
+            "accuracy_by_task": [80.0],
+            "forgetting_by_task": [None],
+        }
+    half = made_up.write(tmp_path / "half", results)
+    text = html([*two, half])
+    assert "unfinished: 6 of 18 epochs" in text
+    assert len(rows(text)) == 3  # no mean with the finished seed
+
+
+def test_a_run_of_which_nothing_is_known_yet(tmp_path: Path) -> None:
+    results = made_up.results()
+    results |= {"status": "running", "freezing": []}
+    results["cost"] |= {"per_epoch": [], "saved_activation_bytes": None, "train_seconds": 0.0, "backward_flops": 0}
+    for values in results["probes"].values():
+        values |= {"matrix": [], "accuracy": None, "forgetting": None, "accuracy_by_task": [], "forgetting_by_task": []}
+    text = html([made_up.write(tmp_path / "new", results)])
+    assert "No epoch has been written down yet" in text
+
+
+def test_what_is_missing_is_named_with_what_would_fill_it(tmp_path: Path) -> None:
+    results = made_up.results("digits/simsiam/lump")
+    results["probes"] = {}
+    text = html([made_up.write(tmp_path / "run", results)])
+    assert "was not evaluated: it needs labelled test images" in section(text, "accuracy")
+    assert "<code>--freezing.policy correlation</code>" in section(text, "correlation")
+    assert "Nothing froze in" in section(text, "freezing")
+    assert "kept no gallery.json" in section(text, "gallery")
+
+
+def test_lines_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:
+    part = section(html([made_up.write(tmp_path / "one", made_up.results(tasks=1))]), "accuracy")
+    assert "No line of forgetting, kNN within the task: it needs forgetting_by_task" in part
+    assert "No line of accuracy" not in part
+    results = made_up.results()
+    del results["probes"]["knn_task"]["accuracy_by_task"]
+    part = section(html([made_up.write(tmp_path / "old", results)]), "accuracy")
+    assert "No line of accuracy, kNN within the task" in part
+
+
+def test_overlap_between_epochs_needs_ratios_by_epoch(two: list[Path], tmp_path: Path) -> None:
+    assert 'id="overlap-epochs"' not in html(two)
+    again = made_up.write(tmp_path / "again", made_up.results(freezing__update="per-epoch"))
+    assert 'id="overlap-epochs"' in html([*two, again])
+
+
+def test_a_damaged_gallery_costs_only_its_part(two: list[Path]) -> None:
+    assert html(two).count('id="neighbours-') == 2
+    (two[0] / "gallery.json").write_text('{"sprite": {}}')
+    (two[1] / "gallery.json").write_text(json.dumps(GALLERY).replace(PIXEL, "https://example.org/a.png"))
+    text = html(two)
+    assert section(text, "gallery").count("is damaged") == 2
+    assert "example.org" not in text
+    assert "Accuracy matrix" in text
+
+
+def test_every_picture_is_there_with_a_sentence(two: list[Path]) -> None:
+    text = html(two)
+    figures = re.findall(r"<figure.*?</figure>", text, re.S)
+    assert len(figures) >= 12
+    for figure in figures:
+        assert re.search(r"<figcaption><h3>[^<]+</h3><p>[^<]{30,}\.</p>", figure)
+        for svg in re.findall(r'<svg viewBox="[^"]*" role="img".*?</svg></div>', figure, re.S):
+            assert svg.count("<") > 8
+        assert figure.count('class="desk"') == figure.count('class="phone"') >= 1
+    names = re.findall(r'id="([^"]+)"', text)
+    assert len(names) == len(set(names))
+
+
+def test_the_page_needs_nothing_but_itself_and_quotes_what_it_shows(tmp_path: Path) -> None:
+    results = made_up.results()
+    wicked = "<script>alert(1)</script>"
+    results["tasks"][0] = results["exams"][0] = results["units"][0] = results["config"]["recipe"] = wicked
+    for entry in results["freezing"]:
+        entry["ratios"][wicked] = 0.9
+    text = html([made_up.write(tmp_path / "run", results, GALLERY)])
+    assert wicked not in text
+    assert escape(wicked) in text
+    assert "<script" not in text
+    assert not re.search(r"(src|href)=\"(?!#|data:)", text)
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_the_command_that_repeats_it(two: list[Path]) -> None:
+    text = section(html(two), "details")
+    for folder in two:
+        assert f"ptlf train --config {folder}/config.yaml --out again" in text
+    assert text.count("c0ffee") == 2
+    assert "freezing.policy" in text.split("<details>")[0]
+
+
+def test_eight_runs_of_twenty_tasks_stay_small_and_quick(tmp_path: Path) -> None:
+    folders = made_up.eight(tmp_path)
+    start = time.perf_counter()
+    path = write_report(folders, tmp_path / "out" / "report.html")
+    assert time.perf_counter() - start < 8
+    assert path.stat().st_size < 5e6
+    assert len(rows(path.read_text())) == 8
+
+
+def test_the_command(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert "ptlf against lump" in (tmp_path / "page.html").read_text()
+    assert main(["report", str(two[0])]) == 0
+    assert (two[0] / "report.html").exists()
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

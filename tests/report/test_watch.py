@@ -1,0 +1,99 @@
+"""A run watched from its files: what is shown, what is guessed, what happens while lines are being written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import made_up
+import pytest
+from rich.console import Console
+
+from ptlf.cli import main
+from ptlf.errors import UserError
+from ptlf.report.watch import read_progress, spark, view, watch
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Path:
+    """Three tasks of six epochs, stopped in the second epoch of task 2, in which a unit froze."""
+    results = made_up.results()
+    lines = results["cost"]["per_epoch"][:8]
+    for line in lines:
+        line["seconds"] = 2.0
+    lines[-1] |= {"newly_frozen": ["stages.2.conv"], "frozen": 1, "loss": {"ssl": -0.25}, "views_per_second": 1234.0}
+    results |= {"status": "running", "freezing": []}
+    results["cost"] |= {"train_seconds": 12.0, "correlation_seconds": 1.0, "rebuild_seconds": 2.0, "eval_seconds": 3.0}
+    folder = made_up.write(tmp_path / "run", results)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def shown(folder: Path, quiet: float = 0.0) -> str:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(view(read_progress(folder), quiet))
+    return console.export_text()
+
+
+def test_once(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(running), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "task 2/3, epoch 2/6" in text
+    assert "44%" in text
+    assert "-0.2500" in text
+    assert "1,234" in text
+    assert "1/4" in text
+    assert "□□■□" in text
+    assert "epoch 2: stages.2.conv froze" in text
+    # 10 epochs left of 2 s each, and for every 12 s of training 6 s of everything else
+    assert "30.0 s left" in text
+
+
+def test_a_line_that_is_being_written_waits(running: Path) -> None:
+    with open(running / "metrics.jsonl", "a") as file:
+        file.write('{"task": 2, "epo')
+    progress = read_progress(running)
+    assert (len(progress.lines), progress.skipped) == (8, 0)
+    with open(running / "metrics.jsonl", "a") as file:
+        file.write("\n")
+    assert "1 lines of metrics.jsonl cannot be read" in shown(running)
+
+
+def test_before_the_first_epoch(running: Path) -> None:
+    (running / "metrics.jsonl").unlink()
+    assert "no epoch finished yet" in shown(running)
+
+
+def test_silence_is_named(running: Path) -> None:
+    assert "may have stopped" not in shown(running, 50)
+    assert "no new line for 10.0 min: the run may have stopped" in shown(running, 600)
+
+
+def test_it_follows_until_the_end(running: Path) -> None:
+    results = json.loads((running / "results.json").read_text())
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            (running / "results.json").write_text(json.dumps({**results, "status": "finished"}))
+
+    with open(running / "screen", "w") as file:
+        watch(running, Console(file=file, force_terminal=True), sleep=sleep)
+    assert len(naps) == 3
+    assert "finished" in (running / "screen").read_text()
+
+
+def test_a_folder_without_a_run(tmp_path: Path, running: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no results\.json"):
+        read_progress(tmp_path)
+    (running / "results.json").write_text('{"status": "running"}')
+    with pytest.raises(UserError, match="damaged"):
+        read_progress(running)
+
+
+def test_spark() -> None:
+    assert spark([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert spark([5, 5]) == "▁▁"
+    assert spark([]) == ""
+    assert len(spark(list(range(100)))) == 40

@@ -1,0 +1,266 @@
+"""What can go wrong while a run goes: kills, signals, two runs in one folder, bad numbers; and the command to go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from faults import lasting
+from torch import nn
+
+from ptlf.cli import main
+from ptlf.errors import UserError
+from ptlf.evaluation.spread import feature_spread
+from ptlf.pipeline import Run
+from ptlf.report.live import Watcher
+from ptlf.training.checkpoint import unpack, unsealed
+from ptlf.training.process import FolderLock, StopSignals
+
+QUICK = [
+    "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2",
+    "--training.batch", "128", "--device", "cpu", "--evaluation.gallery", "false",
+]  # fmt: skip
+
+
+def test_killed_runs_end_as_if_nothing_had_happened() -> None:
+    """`make faults` is the long version."""
+    words = [sys.executable, str(Path(__file__).parent / "faults.py"), "--runs", "4", "--seed", "100"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the same") == 4
+    assert "killed []" not in done.stdout
+
+
+def test_the_table_of_faults_names_tests_that_exist() -> None:
+    tests = Path(__file__).parent
+    code = "".join(path.read_text() for path in tests.rglob("test_*.py"))
+    names = set(re.findall(r"`(test_\w+)`", (tests.parent / "docs" / "faults.md").read_text()))
+    assert len(names) > 10
+    assert [name for name in sorted(names) if f"def {name}(" not in code] == []
+
+
+class Signals(Watcher):
+    """Sends this process a signal at its n-th step, as often as said."""
+
+    def __init__(self, number: int, step: int, times: int = 1) -> None:
+        self.number, self.left, self.times = number, step, times
+
+    def step(self, views: int) -> None:
+        self.left -= 1
+        if self.left == 0:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, number: int, code: int) -> None:
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.report.live.Live", lambda name: Signals(number, 8))
+        assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(folder), *QUICK]) == code
+    told = capfd.readouterr().err
+    assert "finishing the step" in told
+    assert f"go on with `ptlf train --resume {folder}`" in told
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert (folder / "checkpoints" / "task02-epoch000-step00002.ckpt").exists()
+    assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
+    assert main(["train", "--resume", str(folder)]) == 0
+    assert "going on with task 2, epoch 1, step 3" in " ".join(capfd.readouterr().out.split())
+    assert main(["train", "-c", str(folder / "config.yaml"), "--out", str(tmp_path / "alone")]) == 0
+    results = [json.loads((tmp_path / run / "results.json").read_text()) for run in ("run", "alone")]
+    assert lasting(results[0]) == lasting(results[1])
+
+
+def test_a_second_ctrl_c_leaves_at_once(tmp_path, capfd, monkeypatch) -> None:
+    monkeypatch.setattr("ptlf.report.live.Live", lambda name: Signals(signal.SIGINT, 8, times=2))
+    assert main(["train", "--out", str(tmp_path / "run"), *QUICK]) == 130
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert "after-task01.ckpt" in names
+    assert not any(name.startswith("task02") for name in names)
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_second_sigterm_changes_nothing() -> None:
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.asked == signal.SIGTERM
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.asked is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_in_a_thread_leaves_signals_alone(tiny, tmp_path) -> None:
+    done: list[dict] = []
+    config = tiny(evaluation__gallery=False)
+    thread = threading.Thread(target=lambda: done.append(Run(config, tmp_path / "run").train()))
+    thread.start()
+    thread.join()
+    assert done[0]["status"] == "finished"
+
+
+def test_the_second_run_in_a_folder_is_refused(tmp_path, capsys) -> None:
+    with FolderLock(tmp_path):
+        assert main(["train", "--out", str(tmp_path), *QUICK]) == 2
+    assert f"{tmp_path} is in use by process {os.getpid()} on " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, capsys) -> None:
+    code = (
+        "import os, signal, sys, pathlib; from ptlf.training.process import FolderLock\n"
+        "FolderLock(pathlib.Path(sys.argv[1])).__enter__(); print(os.getpid(), flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        pid = other.stdout.readline().strip()
+        with pytest.raises(UserError, match=f"in use by process {pid} on "), FolderLock(tmp_path):
+            pass
+        other.kill()
+    assert (tmp_path / ".lock").read_text().startswith(pid)
+    with FolderLock(tmp_path):
+        assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()} on ")
+    assert not (tmp_path / ".lock").exists()
+
+
+class Poisons(Watcher):
+    """Puts a value into the weights at the n-th step."""
+
+    def __init__(self, left: int, value: float) -> None:
+        self.left, self.value = left, value
+
+    def begin(self, run) -> None:
+        self.run = run
+
+    def step(self, views: int) -> None:
+        self.left -= 1
+        if self.left == 0:
+            with torch.no_grad():
+                next(self.run.model.encoder.parameters()).fill_(self.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "told"),
+    [
+        (
+            7,
+            0,
+            "the loss became nan in task 2, epoch 1, step 2; the last good checkpoint is .*after-task01.ckpt; try a",
+        ),
+        (
+            6,
+            0,
+            "the weights became infinite in task 1, epoch 2, step 3; the last good checkpoint is .*epoch001-step00000",
+        ),
+        (8, 2, "the weights became infinite in task 2, epoch 1, step 2; the last good checkpoint is .*after-task01"),
+        (1, 0, "the loss became nan in task 1, epoch 1, step 2; there is no checkpoint yet; try a lower --training.lr"),
+    ],
+)
+def test_bad_numbers_stop_the_run_and_are_never_saved(tiny, tmp_path, step: int, every: int, told: str) -> None:
+    config = tiny(checkpoint__every_steps=every, evaluation__gallery=False)
+    with pytest.raises(UserError, match=told):
+        Run(config, tmp_path / "run").train(Poisons(step, float("nan")))
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
+    for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
+        weights = unpack(unsealed(path))["model"].values()
+        assert all(tensor.isfinite().all() for tensor in weights)
+    assert Run(config, tmp_path / "run").train(resume=True)["status"] == "finished"
+
+
+def test_features_that_are_spread_or_not() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(512, 3, 4, 4)
+    assert feature_spread(nn.Flatten(), images) == pytest.approx(1, abs=0.02)
+    assert feature_spread(nn.Flatten(), images[:1].expand(512, -1, -1, -1)) == pytest.approx(0, abs=1e-6)
+    assert feature_spread(nn.Flatten(), images + 10) == pytest.approx(0.1, abs=0.01)
+
+
+def test_a_collapse_is_warned_about_once(tiny, capsys) -> None:
+    encoder = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 5))
+    nn.init.constant_(encoder[2].weight, 1e-6)
+    Run(tiny(training__lr=1e-9), encoder=encoder).train()
+    told = capsys.readouterr().err
+    assert told.count("the representation has collapsed in task 1, epoch 1") == told.count("ptlf:") == 1
+    Run(tiny()).train()
+    assert capsys.readouterr().err == ""
+
+
+class TestResume:
+    """`ptlf train --resume`: what it takes, what it refuses."""
+
+    @pytest.fixture
+    def folder(self, tmp_path, monkeypatch, capsys) -> Path:
+        """An unfinished run."""
+        with monkeypatch.context() as patch:
+            patch.setattr("ptlf.report.live.Live", lambda name: Signals(signal.SIGINT, 4))
+            main(["train", "--recipe", "digits/simsiam/lump", "--out", str(tmp_path / "run"), *QUICK])
+        capsys.readouterr()
+        return tmp_path / "run"
+
+    def test_an_unfinished_run_is_not_overwritten(self, folder, capsys) -> None:
+        assert main(["train", "--out", str(folder), *QUICK]) == 2
+        told = capsys.readouterr().err
+        assert f"already holds a run that has not finished; resume it with `ptlf train --resume {folder}`" in told
+
+    @pytest.mark.parametrize(
+        "words",
+        [["--training.lr", "1"], ["--seed=3"], ["--recipe", "digits/simsiam/lump"], ["--out", "x"], ["-c", "x"]],
+    )
+    def test_settings_cannot_be_changed(self, folder, capsys, words: list[str]) -> None:
+        assert main(["train", "--resume", str(folder), *words]) == 2
+        word = words[0].partition("=")[0]
+        assert f"--resume takes the settings of {folder / 'config.yaml'}; leave out {word}" in capsys.readouterr().err
+
+    def test_the_device_may_change_and_a_finished_run_says_so(self, folder, capsys) -> None:
+        config = (folder / "config.yaml").read_text()
+        assert main(["train", "--resume", str(folder), "--device", "cpu"]) == 0
+        assert (folder / "config.yaml").read_text() == config
+        capsys.readouterr()
+        assert main(["train", "--resume", str(folder)]) == 0
+        assert "already finished" in " ".join(capsys.readouterr().out.split())
+
+    def test_without_a_checkpoint_it_starts_from_the_beginning(self, folder, capsys) -> None:
+        for path in (folder / "checkpoints").iterdir():
+            path.unlink()
+        assert main(["train", "--resume", str(folder)]) == 0
+        assert "going on" not in capsys.readouterr().out
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
+
+    def test_a_folder_without_a_run(self, tmp_path, capsys) -> None:
+        assert main(["train", "--resume", str(tmp_path)]) == 2
+        assert f"there is no configuration file {tmp_path / 'config.yaml'}" in capsys.readouterr().err
+        assert main(["train"]) == 2
+        assert "needs --out DIR" in capsys.readouterr().err
+
+    def test_a_checkpoint_of_other_settings_is_refused(self, folder, capsys) -> None:
+        text = (folder / "config.yaml").read_text()
+        (folder / "config.yaml").write_text(text.replace("projection: ", "projection: 1"))
+        assert main(["train", "--resume", str(folder)]) == 2
+        assert f"does not fit the settings in {folder / 'config.yaml'}" in capsys.readouterr().err
+
+
+def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> None:
+    words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.report.live.Live", lambda name: Signals(signal.SIGTERM, 4))
+        assert main(words) == 143
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "going on with task 1, epoch 2, step 2" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,357 @@
+"""Checkpoint files: what goes in comes out, damage is noticed, nothing is run; and runs that go on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ptlf.errors import UserError
+from ptlf.methods import METHODS
+from ptlf.objectives import OBJECTIVES
+from ptlf.pipeline import Run
+from ptlf.randomness import Randomness
+from ptlf.report.live import Watcher
+from ptlf.training import cost
+from ptlf.training.checkpoint import (
+    MAGIC,
+    CheckpointConfig,
+    Checkpoints,
+    Damaged,
+    Position,
+    load_optimizer_state,
+    optimizer_state,
+    pack,
+    sealed,
+    unpack,
+    unsealed,
+)
+from ptlf.training.process import Stopped
+
+
+def state(number: int = 0) -> dict:
+    return {"number": number, "weights": {"a": torch.full((4, 3), float(number))}}
+
+
+def test_what_goes_in_comes_out() -> None:
+    shared = torch.arange(6.0).view(2, 3)
+    tensors = [shared, shared.T, shared[0], torch.tensor(3), torch.zeros(0, 2), torch.ones(3).bfloat16()]
+    tensors += [torch.Generator().manual_seed(1).get_state(), torch.tensor([1.0, float("nan"), -0.0])]
+    values = [None, True, 1, 0.1 + 0.2, 1e-320, "text", [], {}]
+    back = unpack(pack({"tensors": tensors, "values": values, "deep": {"er": {"t": shared}}}))
+    assert back["values"] == values
+    assert torch.equal(back["deep"]["er"]["t"], shared)
+    for one, other in zip(tensors, back["tensors"], strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_files_are_ordered_by_position_and_old_ones_go(tmp_path) -> None:
+    kept = Checkpoints(tmp_path, CheckpointConfig(keep=2))
+    places = [
+        Position(0, 1),
+        Position(0, 2, 5),
+        Position(1),
+        Position(8, 9),
+        Position(9, 10, 99_999),
+        Position(9, 1000),
+    ]
+    for place in places:
+        assert Position.of_file(place.file) == place
+        kept.save(place, state(place.epoch))
+    assert [Position.of_file(path.name) for path in kept.files()] == [places[2], *places[-2:]]
+    found = kept.load()
+    assert found is not None
+    assert found["number"] == 1000
+    assert Position.of_file("notes.ckpt") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "position", "due"),
+    [
+        ({}, Position(0, 1), True),
+        ({}, Position(0, 0, 7), False),
+        ({}, Position(3), True),
+        ({"every_epochs": 3}, Position(0, 2), False),
+        ({"every_epochs": 3}, Position(0, 6), True),
+        ({"every_epochs": 0}, Position(0, 6), False),
+        ({"every_epochs": 0}, Position(1), True),
+        ({"every_steps": 5}, Position(0, 2, 10), True),
+        ({"every_steps": 5}, Position(0, 2, 11), False),
+        ({"every_minutes": 1e-9}, Position(0, 2, 11), True),
+        ({"every_minutes": 60}, Position(0, 2, 11), False),
+    ],
+)
+def test_when_it_is_time(tmp_path, settings: dict, position: Position, due: bool) -> None:
+    assert Checkpoints(tmp_path, CheckpointConfig(**settings)).due(position) is due
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "longer", "folder"])
+def test_a_damaged_file_is_named_and_the_one_before_it_used(tmp_path, capsys, damage: str) -> None:
+    kept = Checkpoints(tmp_path, CheckpointConfig())
+    kept.save(Position(0, 1), state(1))
+    kept.save(Position(0, 2), state(2))
+    path = kept.folder / Position(0, 2).file
+    whole = path.read_bytes()
+    ways = {
+        "cut": range(0, len(whole), 61),
+        "flip": range(0, len(whole), 37),
+        "empty": [0],
+        "longer": [0],
+        "folder": [0],
+    }
+    for place in ways[damage]:
+        if damage == "folder":
+            path.unlink()
+            path.mkdir()
+        elif damage == "flip":
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        else:
+            path.write_bytes({"cut": whole[:place], "empty": b"", "longer": whole + b"\0"}[damage])
+        found = kept.load()
+        assert found is not None
+        assert found["number"] == 1
+        assert f"{path} is damaged" in capsys.readouterr().err
+        assert path.with_name(path.name + ".damaged").exists()
+
+
+def test_without_a_whole_file_there_is_nothing_to_load(tmp_path, capsys) -> None:
+    kept = Checkpoints(tmp_path, CheckpointConfig())
+    assert kept.load() is None
+    kept.save(Position(0, 1), state())
+    (kept.folder / Position(0, 1).file).write_bytes(b"x")
+    (kept.folder / ".task01-epoch002-step00000.ckpt.part").write_bytes(b"x")
+    assert kept.load() is None
+    assert [path.suffix for path in kept.folder.iterdir()] == [".damaged"]
+
+
+class Payload:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_hostile_file_runs_nothing(tmp_path) -> None:
+    mark, path = tmp_path / "ran", tmp_path / "x.ckpt"
+    with pytest.raises(FileExistsError):  # the payload works
+        pickle.loads(pickle.dumps(Payload(tmp_path)))
+    torch.save({"state": Payload(mark)}, tmp_path / "saved.pt")
+    for payload in (pickle.dumps(Payload(mark)), (tmp_path / "saved.pt").read_bytes()):
+        for data in (payload, b"".join(sealed(payload)), MAGIC + payload):
+            path.write_bytes(data)
+            with pytest.raises(Damaged):
+                unpack(unsealed(path))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_optimizer_state_keeps_values_and_layout(momentum: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    model(torch.randn(2, 3, 4, 4)).sum().backward()
+    model[2].bias.grad = None  # as of a frozen unit
+    optimizer.step()
+    before = {p: dict(values) for p, values in optimizer.state.items()}
+    stored = unpack(pack(optimizer_state(optimizer)))
+    load_optimizer_state(optimizer, stored)
+    assert optimizer.state.keys() == before.keys()
+    for parameter, values in before.items():
+        for name, value in values.items():
+            loaded = optimizer.state[parameter][name]
+            assert (loaded is None) == (value is None)
+            if value is not None:
+                assert torch.equal(loaded, value)
+                assert loaded.stride() == parameter.stride()
+
+
+def test_generators_go_back_to_where_they_were() -> None:
+    random = Randomness(3)
+    torch.rand(5, generator=random["used"])
+    stored = random.state_dict()
+    wanted = torch.rand(5, generator=random["used"]), torch.rand(5, generator=random["used later"])
+    random.load_state_dict(stored)
+    assert torch.equal(torch.rand(5, generator=random["used"]), wanted[0])
+    assert torch.equal(torch.rand(5, generator=random["used later"]), wanted[1])
+
+
+@pytest.fixture
+def no_file_over():
+    """Set how long a file may become."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, no_file_over) -> None:
+    kept = Checkpoints(tmp_path, CheckpointConfig())
+    kept.save(Position(0, 1), state(1))
+    no_file_over(10_000)
+    with pytest.raises(
+        UserError, match=r"cannot write .*epoch002.*ckpt: .*; put that right, .* goes on from .*epoch001"
+    ):
+        kept.save(Position(0, 2), {"big": torch.zeros(10_000)})
+    assert [path.name for path in kept.folder.iterdir()] == [Position(0, 1).file]
+    found = kept.load()
+    assert found is not None
+    assert found["number"] == 1
+
+
+def test_a_full_disk_stops_the_run_and_it_goes_on_later(tiny, tmp_path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", disk], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        config = tiny("digits/simsiam/lump", training__epochs=3, evaluation__gallery=False)
+        with pytest.raises(
+            UserError, match=r"no space left on the disk for .*ckpt; put that right, .* goes on from task01-epoch003"
+        ):
+            Run(config, disk / "run").train(FillsTheDisk(disk))
+        (disk / "filler").unlink()
+        results = Run(config, disk / "run").train(resume=True)
+        assert results["status"] == "finished"
+        assert weights(disk / "run") == weights_alone(config, tmp_path)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+class FillsTheDisk(Watcher):
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+
+    def end_task(self, task, rows) -> None:
+        free = os.statvfs(self.disk).f_bavail * os.statvfs(self.disk).f_frsize
+        (self.disk / "filler").write_bytes(bytes(free - 300_000))
+
+
+class StopsAt(Watcher):
+    """Asks the run to stop at its n-th step, as a signal would."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def begin(self, run) -> None:
+        self.run = run
+
+    def step(self, views: int) -> None:
+        self.number -= 1
+        if self.number == 0:
+            self.run.stop.asked = signal.SIGTERM
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "encoder.safetensors").read_bytes()
+
+
+def weights_alone(config, tmp_path: Path) -> bytes:
+    Run(config, tmp_path / "alone").train()
+    return weights(tmp_path / "alone")
+
+
+def lasting(results: dict) -> str:
+    from faults import lasting
+
+    return json.dumps(lasting(results))
+
+
+def stop_and_go_on(config, folder: Path, *stops: int) -> dict:
+    for number in stops:
+        with pytest.raises(Stopped):
+            Run(config, folder).train(StopsAt(number), resume=True)
+    return Run(config, folder).train(resume=True)
+
+
+MEMBERS = [(objective, "finetune") for objective in OBJECTIVES] + [("simsiam", method) for method in METHODS]
+
+
+@pytest.mark.parametrize(("objective", "method"), MEMBERS)
+def test_every_objective_and_method_goes_on_to_the_same_bits(tiny, tmp_path, objective: str, method: str) -> None:
+    """Stopped inside the first epoch of the first task and the last of the second, where a unit is frozen."""
+    policy = "ascending" if METHODS[method].freezable else "none"
+    config = tiny(
+        f"digits/{objective}/finetune",
+        method__name=method,
+        freezing__policy=policy,
+        freezing__final=0.67,
+        evaluation__gallery=False,
+        encoder__name=f"conftest:tiny_{'resnet' if method == 'pnn' else 'encoder'}",
+    )
+    alone = Run(config, tmp_path / "alone").train()
+    steps = sum(line["steps"] for line in alone["cost"]["per_epoch"])
+    stopped = stop_and_go_on(config, tmp_path / "stopped", 2, steps - 3)
+    assert lasting(stopped) == lasting(alone)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "alone")
+
+
+def test_every_step_is_a_place_to_go_on_from(tiny, tmp_path) -> None:
+    config = tiny(
+        "digits/simsiam/ptlf", freezing__final=0.67, training__schedule="cosine", training__warmup=1, training__batch=96
+    )
+    alone = Run(config, tmp_path / "alone").train()
+    steps = sum(line["steps"] for line in alone["cost"]["per_epoch"])
+    stopped = stop_and_go_on(config, tmp_path / "stopped", *[1] * steps)
+    assert lasting(stopped) == lasting(alone)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "alone")
+    gallery = [(tmp_path / name / "gallery.json").read_text() for name in ("alone", "stopped")]
+    assert gallery[0] == gallery[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("engine", ["eager", "captured"])
+def test_a_gpu_run_goes_on_to_the_same_decisions(tiny, tmp_path, engine: str) -> None:
+    config = tiny(
+        "digits/simsiam/ptlf", device="cuda", freezing__final=0.67, training__epochs=3, training__engine=engine
+    )
+    alone = Run(config, tmp_path / "alone").train()
+    stopped = stop_and_go_on(config, tmp_path / "stopped", 4, 7, 3)
+    assert [entry["order"] for entry in stopped["freezing"]] == [entry["order"] for entry in alone["freezing"]]
+    assert [entry["events"] for entry in stopped["freezing"]] == [entry["events"] for entry in alone["freezing"]]
+    losses = [[line["loss"]["ssl"] for line in run["cost"]["per_epoch"]] for run in (alone, stopped)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+def test_metrics_beyond_the_checkpoint_are_dropped(tiny, tmp_path) -> None:
+    config = tiny("digits/simsiam/lump", checkpoint__every_epochs=0, evaluation__gallery=False)
+    Run(config, tmp_path / "alone").train()
+    stop_and_go_on(config, tmp_path / "run", 8)
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"task": 9}\n{"cut')
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    (tmp_path / "run" / "results.json").write_text(json.dumps({**results, "status": "running"}))
+    Run(config, tmp_path / "run").train(resume=True)
+    lines = [
+        [lasting(json.loads(line)) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("alone", "run")
+    ]
+    assert lines[0] == lines[1]
+
+
+def test_seconds_of_all_parts_count_and_checkpoints_do_not(tiny, tmp_path, monkeypatch) -> None:
+    """On a clock on which every checkpoint takes a thousand seconds."""
+    now, save = time.perf_counter, Checkpoints.save
+    saved: list[Position] = []
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: now() + 1000 * len(saved))
+    monkeypatch.setattr(Checkpoints, "save", lambda self, *words: (saved.append(words[0]), save(self, *words)))
+    results = stop_and_go_on(tiny("digits/simsiam/lump", evaluation__gallery=False), tmp_path / "run", 5)
+    spent = results["cost"]
+    assert spent["checkpoint_seconds"] > 1000 * (len(saved) - 2)  # the one at the stop cannot count itself
+    assert all(0 < line["seconds"] < 1000 for line in spent["per_epoch"])
+    assert spent["train_seconds"] == pytest.approx(sum(line["seconds"] for line in spent["per_epoch"]))
+
+
+def test_checkpoints_can_be_switched_off(tiny, tmp_path) -> None:
+    config = tiny(checkpoint__enabled=False, evaluation__gallery=False)
+    Run(config, tmp_path / "run").train()
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ptlf.encoders.encoder import encode
+from ptlf.encoders.norm import takes_views_in_one_pass
+from ptlf.encoders.resnet import BasicBlock, ResNet
+from ptlf.errors import UserError
+from ptlf.freezing import Freezer
+from ptlf.pipeline import Run
+from ptlf.training import engine
+
+FROZEN = ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def small() -> ResNet:
+    torch.manual_seed(0)
+    return ResNet(BasicBlock, (1, 1), width=8).double()
+
+
+def gradients(encoder: nn.Module, views: list[torch.Tensor]) -> list[torch.Tensor]:
+    encoder.zero_grad()
+    first, second = encode(encoder, views, torch.float32)
+    (first.square().sum() + (first * second).sum() + second.sin().sum()).backward()
+    return [p.grad.clone() for p in encoder.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("frozen", [(), FROZEN])
+def test_one_pass_equals_two(frozen: tuple[str, ...]) -> None:
+    """Features, gradients and running statistics, with every view's own batch statistics."""
+    one, two = small(), small()
+    views = list(torch.randn(2, 6, 3, 8, 8, dtype=torch.float64))
+    views[1] = 3 * views[1] + 1  # so that sharing statistics would show
+    one.one_pass = True
+    for encoder in (one, two):
+        Freezer(encoder, example=views[0]).freeze(frozen)
+    features = [encode(encoder, views, torch.float32) for encoder in (one, two)]
+    torch.testing.assert_close(features[0], features[1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients(one, views), gradients(two, views), rtol=0, atol=1e-5)
+    for (name, a), b in zip(one.named_buffers(), two.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=name)
+    assert all(m.views == 1 for m in one.modules() if hasattr(m, "views"))
+
+
+def test_shared_statistics_would_show() -> None:
+    views = list(torch.randn(2, 6, 3, 8, 8, dtype=torch.float64))
+    views[1] = 3 * views[1] + 1
+    encoder = small()
+    apart = encode(encoder, views, torch.float32)[0]
+    together = small()(torch.cat(views)).chunk(2)[0].float()
+    assert (apart - together).abs().max() > 0.01
+
+
+def test_other_norms_keep_two_passes() -> None:
+    assert takes_views_in_one_pass(small())
+    assert not takes_views_in_one_pass(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+
+
+@pytest.fixture
+def light_compiler(monkeypatch):
+    """Traces and splits like the real compiler, and leaves out the slow code generation."""
+    monkeypatch.setattr(engine, "BACKEND", "aot_eager")
+    engine.compiled.cache_clear()
+    torch._dynamo.reset()
+    yield
+    engine.compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_compiled_parts_follow_freezing_and_thawing(light_compiler) -> None:
+    plain, fast = small(), small()
+    views = list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64))
+    engine.compile_encoder(fast, views=2, batch=4)
+    freezers = [Freezer(encoder, example=views[0]) for encoder in (plain, fast)]
+    for frozen in ((), FROZEN[:1], FROZEN, None, FROZEN[1:2]):
+        for freezer in freezers:
+            freezer.thaw() if frozen is None else freezer.freeze(frozen)
+        torch.testing.assert_close(gradients(fast, views), gradients(plain, views), rtol=0, atol=1e-5)
+    reused = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for freezer in freezers:
+        freezer.thaw()
+        freezer.freeze(FROZEN)
+    gradients(fast, views)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == reused  # a set seen before is not compiled again
+
+
+def test_only_full_training_batches_are_compiled(monkeypatch) -> None:
+    called = []
+    monkeypatch.setattr(
+        engine, "compiled", lambda function: lambda part, variant, x: called.append(len(x)) or part._call_impl(x)
+    )
+    encoder = small()
+    engine.compile_encoder(encoder, views=2, batch=4)
+    gradients(encoder, list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)))
+    assert called == [8] * len(encoder.parts())
+    gradients(encoder, list(torch.randn(2, 3, 3, 8, 8, dtype=torch.float64)))  # a smaller last batch
+    encoder.eval()(torch.randn(8, 3, 8, 8, dtype=torch.float64))
+    assert called == [8] * len(encoder.parts())
+    assert copy.deepcopy(encoder).stem._compiled_call_impl is None  # a copy of the encoder is not bound to the original
+
+
+def test_running_out_of_variants_is_an_error(light_compiler) -> None:
+    encoder = small()
+    engine.compile_encoder(encoder, views=1, batch=4)
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(Exception, match="recompile_limit"):
+        for size in (8, 10, 12):
+            encoder(torch.randn(4, 3, size, size, dtype=torch.float64))
+
+
+def test_a_compiled_run_is_like_an_eager_one(light_compiler, tiny) -> None:
+    settings = {"encoder__name": "resnet18-mini", "training__batch": 64, "training__lr": 0.01, "freezing__final": 0.34}
+    runs = [Run(tiny("digits/simsiam/ptlf", **settings, training__engine=kind)) for kind in ("eager", "compiled")]
+    eager, compiled = [run.train() for run in runs]
+    assert compiled["environment"]["engine"] == "compiled"
+    for a, b in zip(eager["cost"]["per_epoch"], compiled["cost"]["per_epoch"], strict=True):
+        assert a["loss"]["ssl"] == pytest.approx(b["loss"]["ssl"], abs=2e-3)
+        assert a["backward_flops"] == b["backward_flops"]
+    assert [entry["order"] for entry in eager["freezing"]] == [entry["order"] for entry in compiled["freezing"]]
+
+
+def test_engine_choice() -> None:
+    cpu = torch.device("cpu")
+    assert engine.choose_engine("auto", cpu) == "eager"
+    assert engine.choose_engine("compiled", cpu) == "compiled"
+    with pytest.raises(UserError, match=r"training\.engine captured needs a GPU"):
+        engine.choose_engine("captured", cpu)
+
+
+@GPU
+def test_captured_bf16_follows_eager_float32(tiny) -> None:
+    """The same loss curve within 0.02 over about 200 steps, freezing included."""
+    settings = {"encoder__name": "resnet18-mini", "training__batch": 64, "training__lr": 0.03, "training__epochs": 20}
+    exact = Run(
+        tiny("digits/simsiam/ptlf", **settings, device="cuda", training__engine="eager", training__precision="fp32")
+    )
+    fast = Run(tiny("digits/simsiam/ptlf", **settings, device="cuda"))
+    curves = [[line["loss"]["ssl"] for line in run.train()["cost"]["per_epoch"]] for run in (exact, fast)]
+    assert fast.trainer.engine_kind == "captured"
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 0.02
