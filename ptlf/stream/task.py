@@ -19,6 +19,9 @@ class StreamConfig:
     )
     tasks: int | None = key(None, "number of tasks; the stream's own number where it has one", least=1)
     classes: int | None = key(None, "use only the first so many classes", least=1)
+    per_class: int | None = key(
+        None, "use only the first so many images of each class, for training and testing", least=1
+    )
     class_order: str | list[str | int] = key("natural", "natural, seeded, or a list of all classes by name or number")
     groups: list[list[str | int]] | None = key(None, "the classes of each task, by name or number, instead of `tasks`")
     labelled: str | None = key(
@@ -119,12 +122,12 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
     tasks_, exams = [], []
     for index, group in enumerate(groups):
         name = ", ".join(data.names[c] for c in group)
-        train = _of(data.train, group)
+        train = _of(data.train, group, config.per_class)
         if len(train) == 0:
             raise UserError(f"task {index + 1} ({name}) of {data.name} has no training images")
         tasks_.append(Task(name, train, group))
         if data.test is not None:
-            exams.append(Exam(name, train, _of(data.test, group), since=index))
+            exams.append(Exam(name, train, _of(data.test, group, config.per_class), since=index))
     ordered = tuple(data.names[c] for c in order)
     return Stream(config.name, data, tuple(tasks_), tuple(exams), data if exams else None, ordered)
 
@@ -184,8 +187,9 @@ def class_number(value: str | int, names: Sequence[str], where: str) -> int:
     raise UserError(f"stream.{where} names {value!r}, which is not a class of this stream ({shown})")
 
 
-def _of(images: Images, labels: Sequence[int]) -> np.ndarray:
-    return np.flatnonzero(np.isin(images.labels, labels))
+def _of(images: Images, labels: Sequence[int], per_class: int | None = None) -> np.ndarray:
+    """Indices of the images with these labels, or of the first so many with each, in the stored order."""
+    return np.sort(np.concatenate([np.flatnonzero(images.labels == label)[:per_class] for label in labels]))
 
 
 def _repeated(order: Sequence[int]) -> list[int]:

@@ -43,6 +43,12 @@ def test_groups_name_the_classes_of_each_task() -> None:
     assert [task.classes for task in stream.tasks] == [(0,), (1, 5, 2)]
 
 
+def test_per_class_takes_the_first_images_of_each() -> None:
+    stream = split(fake(), StreamConfig(tasks=3, per_class=2), seed=0)
+    assert [task.train.tolist() for task in stream.tasks] == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert [len(exam.test) for exam in stream.exams] == [4, 4, 4]
+
+
 def test_joint_is_one_task_with_every_exam() -> None:
     stream = split(fake(), StreamConfig(tasks=3), seed=0).joint()
     assert len(stream.tasks) == 1
