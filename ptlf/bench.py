@@ -37,7 +37,7 @@ def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, re
             freezer.freeze(chosen)
             figures = measure(encoder, images, freezer, repeats)
             freezer.thaw()
-            label = {"plain": "plain PyTorch", "ours": "ptlf.Freezer"}[way] if chosen else ""
+            label = way if chosen else ""
             rows.append({"frozen": name, "way": label, "units": chosen, **figures})
     base = rows[0]
     for row in rows:

@@ -79,9 +79,10 @@ class Live(Watcher):
         accuracy = ", ".join(means) or "not evaluated"
         elapsed = time.perf_counter() - self.started
         self.progress.console.print(
-            f"  task {task + 1}/{self.tasks}: {self.loss}{accuracy}, {self.frozen}/{self.units} units frozen, "
-            f"{elapsed:.0f} s so far",
+            f"  task {task + 1}/{self.tasks}: {self.loss}{accuracy}, "
+            f"{self.frozen}/{self.units} frozen, {elapsed:.0f} s",
             highlight=False,
+            soft_wrap=True,
         )
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,36 @@ def show_matrix(console: Console, probe: str, values: dict[str, Any], exams: lis
 
 
 def show_runs(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None = None) -> None:
+    """Up to three runs side by side with all figures; more of them as a list with the main ones."""
+    (show_side_by_side if len(runs) <= 3 else show_as_list)(console, runs, baseline)
+
+
+def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None) -> None:
+    """One row per run; costs relative to the baseline run, or as they are without one."""
+    parts = [name.split("/") for name in runs]
+    shared = [len({part[i] for part in parts}) == 1 for i in range(min(map(len, parts)))]
+    common = "/".join(name for name, same in zip(parts[0], shared, strict=False) if same)
+    base = runs[baseline]["cost"] if baseline in runs else None
+    table = Table(title=f"{common}; costs relative to {baseline}" if base else common, title_justify="left")
+    table.add_column("run")
+    for column in ("task\n%", "for-\ngets", "class\n%", "for-\ngets", "train", "correl.", "FLOPs", "kept"):
+        table.add_column(column, justify="right")
+    for name, results in runs.items():
+        cells = []
+        for probe in ("knn_task", "knn_class"):
+            values = results["probes"].get(probe, {})
+            cells += [percent(values.get("accuracy")), percent(values.get("forgetting"))]
+        cost = results["cost"]
+        for figure in ("train_seconds", "correlation_seconds", "backward_flops", "saved_activation_bytes"):
+            form = next(form for _, key, form in COSTS if key == figure)
+            relative = base is not None and figure in RELATIVE and base.get(figure)
+            cells.append(f"{cost[figure] / base[figure]:.2f}x" if base and relative else form(cost[figure]))
+        short = [part for part, same in itertools.zip_longest(name.split("/"), shared, fillvalue=False) if not same]
+        table.add_row("/".join(str(part) for part in short) or name, *cells)
+    console.print(table)
+
+
+def show_side_by_side(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None) -> None:
     """One column per run, one row per figure; costs also relative to the baseline run where there is one."""
     table = Table(title="What it came to", title_justify="left")
     table.add_column("")
@@ -85,7 +116,7 @@ def _relative(cost: dict[str, Any], base: dict[str, Any] | None, name: str, form
 def show_results(console: Console, results: dict[str, Any], folder: Any, *, brief: bool = False) -> None:
     """A finished run: its accuracy matrices, one line of figures, and where the files are."""
     for probe, values in results["probes"].items():
-        if not brief:
+        if not brief or (probe == "knn_class" and len(results["exams"]) <= 10):
             show_matrix(console, probe, values, results["exams"])
     if not brief:
         show_runs(console, {results["config"]["recipe"] or "run": results})
