@@ -158,6 +158,8 @@ class Run:
     def begin_epoch(self, epoch: int, indices: np.ndarray) -> None:
         with self.clock("rebuild"):
             self.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlation(indices))
+            if self.newly_frozen or epoch == 0:
+                self.trainer.rebuild()
         if self.newly_frozen or epoch == 0:
             self.step_cost = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
         self.progress, self.trained_before = self.trainer.begin_epoch(), self.clock.seconds.get("training", 0.0)
@@ -332,6 +334,7 @@ class Run:
             self.gallery.looks = state["looks"]
         for name in RECORDED:
             setattr(self, name, state["record"][name])
+        self.trainer.rebuild()
 
     def results(self) -> dict[str, Any]:
         return {

@@ -123,6 +123,35 @@ def test_a_compiled_run_is_like_an_eager_one(light_compiler, tiny) -> None:
     assert [entry["order"] for entry in eager["freezing"]] == [entry["order"] for entry in compiled["freezing"]]
 
 
+@pytest.mark.parametrize("method", ["lump", "cassle", "pnn"])
+def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, method: str) -> None:
+    """A captured step repeats what it recorded: what trains, and what stands replaced, may change at `rebuild` only."""
+
+    class Recorded(engine.Engine):
+        shape: tuple = ()
+
+        def look(self) -> tuple:
+            trains = tuple(parameter.requires_grad for parameter in run.model.parameters())
+            return trains, engine.variant(run.model), tuple(map(id, run.method.parameters()))
+
+        def rebuild(self) -> None:
+            self.shape = self.look()
+            rebuilt.append(len(run.freezing.freezer.frozen))
+
+        def __call__(self, batch):
+            assert self.look() == self.shape
+            return super().__call__(batch)
+
+    rebuilt: list[int] = []
+    settings = {"freezing__policy": "correlation", "freezing__final": 0.67}
+    if method == "pnn":
+        settings = {"encoder__name": "resnet18-mini"}
+    run = Run(tiny("digits/simsiam/finetune", method__name=method, training__epochs=3, **settings))
+    run.trainer.engine = Recorded(run.trainer.step)
+    run.train()
+    assert rebuilt == ([0, 0] if method == "pnn" else [0, 0, 1, 2])
+
+
 def test_engine_choice() -> None:
     cpu = torch.device("cpu")
     assert engine.choose_engine("auto", cpu) == "eager"
