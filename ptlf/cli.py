@@ -392,7 +392,7 @@ def run_data_get(arguments: Arguments) -> None:
 
 def run_data_pack(arguments: Arguments) -> None:
     from ptlf.stream import fetch
-    from ptlf.stream.pack import pack_folder
+    from ptlf.stream.folders import pack_folder
 
     pack = pack_folder(
         arguments.source,

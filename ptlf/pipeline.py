@@ -156,12 +156,11 @@ class Run:
         self.check_spread(indices)
 
     def begin_epoch(self, epoch: int, indices: np.ndarray) -> None:
-        with self.clock("rebuild"):
+        with self.clock("rebuild"):  # what a freeze costs: compiling happens in the first step that is looked at
             self.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlation(indices))
             if self.newly_frozen or epoch == 0:
                 self.trainer.rebuild()
-        if self.newly_frozen or epoch == 0:
-            self.step_cost = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
+                self.step_cost = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
         self.progress, self.trained_before = self.trainer.begin_epoch(), self.clock.seconds.get("training", 0.0)
 
     def after_step(self, views: int, watcher: Watcher) -> None:

@@ -14,7 +14,6 @@ import yaml
 from PIL import Image
 
 from ptlf.cli import main, make_parser
-from ptlf.stream import pack as packing
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
@@ -263,7 +262,7 @@ class TestData:
         def full(*words, **more):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(packing.os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", full)
         assert "no space left" in refused(capsys, *self.pack(tmp_path)).lower()
         assert main(["data", "list"]) == 0
         assert "no packed data sets" in capsys.readouterr().out

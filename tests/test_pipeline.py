@@ -17,7 +17,7 @@ from ptlf.freezing import POLICIES
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.pipeline import Run, evaluate_run
-from ptlf.stream.pack import pack_folder
+from ptlf.stream.folders import pack_folder
 
 # Every objective with every method, frozen and not; every policy with one of each.
 COMBINATIONS = [

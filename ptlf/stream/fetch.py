@@ -27,24 +27,11 @@ import numpy as np
 from PIL import Image
 
 from ptlf.errors import UserError, unknown
-from ptlf.stream.pack import (
-    Chunk,
-    ImageFile,
-    OnError,
-    Pack,
-    check_free,
-    check_space,
-    disk_errors,
-    file_digest,
-    files_below,
-    folder_names,
-    locked,
-    pack_folder,
-    pack_images,
-    progress_bar,
-    say,
-    write_pack,
-)
+from ptlf.stream.console import progress_bar, say
+from ptlf.stream.decode import ImageFile
+from ptlf.stream.disk import check_space, disk_errors, file_digest, locked
+from ptlf.stream.folders import OnError, files_below, pack_folder, pack_images, subfolders
+from ptlf.stream.pack import Chunk, Pack, check_free, write_pack
 
 Via = Literal["auto", "archive", "npm"]
 
@@ -304,7 +291,7 @@ def from_folder(entry: Source, source: Path, root: Path, name: str, options: Opt
         return tiny_from_folder(source, root, name, options)
     if not (source / "train").is_dir() or not any((source / split).is_dir() for split in ("test", "val")):
         raise UserError(f"{source} must hold train/CLASS/... and test/CLASS/... or val/CLASS/... for {name}")
-    if entry.names is None and (found := len(folder_names(source / "train"))) != entry.classes:
+    if entry.names is None and (found := len(subfolders(source / "train"))) != entry.classes:
         raise UserError(f"{source / 'train'} has {found} class folders, {name} has {entry.classes}")
     return pack_folder(
         source,

@@ -5,7 +5,7 @@ import pytest
 
 from ptlf.errors import UserError
 from ptlf.stream import STREAMS, Dataset, Images, StreamConfig, open_stream
-from ptlf.stream.pack import pack_folder
+from ptlf.stream.folders import pack_folder
 from ptlf.stream.task import split, unlabelled
 
 

@@ -1,0 +1,229 @@
+"""Image folders to packs: which file belongs to which class and split, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+from ptlf.errors import UserError, unknown
+from ptlf.stream.console import say
+from ptlf.stream.decode import ImageFile, decode_all, decoders
+from ptlf.stream.disk import disk_errors
+from ptlf.stream.pack import Chunk, Folders, Pack, check_free, check_name, natural, quoted, write_pack
+
+OnError = Literal["refuse", "skip"]
+
+SHOWN_SKIPS = 20
+
+
+def pack_folder(
+    source: Path,
+    root: Path,
+    name: str,
+    *,
+    size: int,
+    folders: Folders = "classes",
+    on_error: OnError = "refuse",
+    workers: int | None = None,
+    overwrite: bool = False,
+    test_fraction: float = 0.0,
+    names: Sequence[str] | None = None,
+    progress: bool = True,
+) -> Pack:
+    """Pack a folder of images: `train/NAME/...` (and `test/` or `val/`), or `NAME/...` directly.
+
+    One folder per class, or per task; files at any depth below it belong to it, hidden files (".x") do not. `names`
+    restricts and orders the folders. Where there is no test folder, `test_fraction` holds out files evenly spread over
+    each class.
+    """
+    source = Path(source)
+    if folders not in ("classes", "tasks"):
+        raise unknown("folders", folders, ("classes", "tasks"))
+    check_name(name)
+    check_free(root, name, overwrite)
+    with disk_errors(source):
+        trees = split_folders(source)
+        if names is None:
+            names = subfolders(trees["train"])
+            check_test_names(trees)
+        splits = {split: list_images(tree, names) for split, tree in trees.items()}
+    if test_fraction:
+        check_fraction(test_fraction, folders, "test" in splits)
+        splits = hold_out(splits["train"], names, test_fraction)
+    return pack_images(
+        root,
+        name,
+        names=names,
+        folders=folders,
+        splits=splits,
+        size=size,
+        source=str(source.resolve()),
+        on_error=on_error,
+        workers=workers,
+        overwrite=overwrite,
+        progress=progress,
+    )
+
+
+def pack_images(
+    root: Path,
+    name: str,
+    *,
+    names: Sequence[str],
+    folders: Folders,
+    splits: Mapping[str, Sequence[ImageFile]],
+    size: int,
+    source: str,
+    on_error: OnError = "refuse",
+    workers: int | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Pack:
+    """Decode listed image files and pack them, in the order given."""
+    if on_error not in ("refuse", "skip"):
+        raise unknown("on_error", on_error, ("refuse", "skip"))
+    if size < 1 or (workers is not None and workers < 1):
+        raise UserError(f"size and workers must be at least 1, not {size} and {workers}")
+    skipped: list[dict[str, str]] = []
+    total = sum(map(len, splits.values()))
+    if workers is None:
+        workers = min(os.cpu_count() or 1, 1 + total // 1000)  # starting a process costs about as much as 1000 images
+
+    with decoders(workers) as pool:
+
+        def chunks(files: Sequence[ImageFile]) -> Iterator[Chunk]:
+            seen: set[int] = set()
+            for images, labels, problems in decode_all(files, size, pool, workers):
+                if problems and on_error == "refuse":
+                    file, why = problems[0]
+                    raise UserError(f"{file} cannot be packed: {why}; repair or remove it, or give --on-error skip")
+                skipped.extend({"file": file, "why": why} for file, why in problems)
+                seen.update(labels.tolist())
+                yield images, labels
+            if lost := {file.label for file in files} - seen:
+                raise UserError(f"no readable image is left in {quoted(names[label] for label in sorted(lost))}")
+
+        pack = write_pack(
+            root,
+            name,
+            names=names,
+            folders=folders,
+            splits={split: (len(files), chunks(files)) for split, files in splits.items()},
+            size=size,
+            source=source,
+            skipped=skipped,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    report_skipped(pack, total)
+    return pack
+
+
+def report_skipped(pack: Pack, total: int) -> None:
+    if not pack.skipped:
+        return
+    say(f"{pack.name}: skipped {len(pack.skipped)} of {total} images:")
+    for entry in pack.skipped[:SHOWN_SKIPS]:
+        say(f"  {entry['file']}: {entry['why']}")
+    if len(pack.skipped) > SHOWN_SKIPS:
+        say(f"  and {len(pack.skipped) - SHOWN_SKIPS} more, all named in {pack.path / 'pack.json'}")
+
+
+# ------------------------------------------------------------------------------------------------------- which files
+
+
+def split_folders(source: Path) -> dict[str, Path]:
+    """{"train": ..., "test": ...?}. A folder `train` without folders in it is a class that is called so."""
+    if not source.is_dir():
+        raise UserError(f"{source} is no folder; give one that holds a folder per class or task")
+    inside = subfolders(source)
+    if not inside:
+        raise UserError(f"{source} holds no folders; put the images into one folder per class or task")
+    if "train" not in inside or not subfolders(source / "train"):
+        if set(inside) <= {"train", "test", "val"}:
+            raise UserError(f"{source / inside[0]} holds no folders; put the images into one folder per class or task")
+        note_unused(source, inside)
+        return {"train": source}
+    trees, known = {"train": source / "train"}, set(subfolders(source / "train"))
+    candidates = [split for split in ("test", "val") if split in inside]
+    usable = [split for split in candidates if known & set(subfolders(source / split))]
+    if candidates and not usable:
+        raise UserError(f"{source / candidates[0]} holds none of the folders of {source / 'train'}")
+    if usable:
+        trees["test"] = source / usable[0]
+    note_unused(source, ["train", *usable[:1]])
+    note_unused(trees["train"], list(known))
+    return trees
+
+
+def note_unused(folder: Path, used: Iterable[str]) -> None:
+    unused = sorted({entry.name for entry in folder.iterdir() if not entry.name.startswith(".")} - set(used))
+    if unused:
+        say(f"note: not packed from {folder}: {quoted(unused)}")
+
+
+def subfolders(folder: Path) -> list[str]:
+    return sorted((e.name for e in folder.iterdir() if e.is_dir() and not e.name.startswith(".")), key=natural)
+
+
+def list_images(tree: Path, names: Sequence[str]) -> list[ImageFile]:
+    if missing := [name for name in names if not (tree / name).is_dir()]:
+        raise UserError(f"{tree} has no folder {quoted(missing)}")
+    listed = []
+    for label, name in enumerate(names):
+        files = files_below(tree / name)
+        if not files:
+            raise UserError(f"{tree / name} holds no files; fill it or remove it")
+        listed += [ImageFile(label, str(file)) for file in files]
+    return listed
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files that are not hidden, sorted by path; links are followed, but no folder is visited twice."""
+    found: list[Path] = []
+    visited: set[tuple[int, int]] = set()
+    for parent, inside, files in os.walk(folder, followlinks=True, onerror=raise_error):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in visited:
+            inside.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        found += [Path(parent, name) for name in files if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+
+
+def raise_error(error: OSError) -> None:
+    raise error
+
+
+def check_test_names(trees: Mapping[str, Path]) -> None:
+    if "test" in trees and (extra := set(subfolders(trees["test"])) - set(subfolders(trees["train"]))):
+        raise UserError(f"{trees['test']} has folders that {trees['train']} lacks: {quoted(sorted(extra))}")
+
+
+def check_fraction(fraction: float, folders: str, has_test: bool) -> None:
+    if not 0 < fraction < 1:
+        raise UserError(f"test_fraction is {fraction}; it must lie between 0 and 1")
+    if folders == "tasks":
+        raise UserError("test_fraction needs folders='classes'; give tasks their own test/ folder")
+    if has_test:
+        raise UserError("test_fraction is given, but the source has a test folder; use one of them")
+
+
+def hold_out(files: Sequence[ImageFile], names: Sequence[str], fraction: float) -> dict[str, list[ImageFile]]:
+    """1/k holds out every k-th file of each class; other fractions are spread as evenly."""
+    share = Fraction(fraction).limit_denominator(1000)
+    splits: dict[str, list[ImageFile]] = {"train": [], "test": []}
+    position = [0] * len(names)
+    for file in files:
+        i = position[file.label] = position[file.label] + 1
+        splits["test" if int(i * share) > int((i - 1) * share) else "train"].append(file)
+    for split, part in splits.items():
+        if lacking := set(range(len(names))) - {file.label for file in part}:
+            short = quoted(names[label] for label in sorted(lacking))
+            raise UserError(f"test_fraction {fraction} leaves no {split} image in {short}; it has too few files")
+    return splits

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import encoded, picture, tree
+from PIL import Image
+
+from ptlf.errors import UserError
+from ptlf.stream import decode
+from ptlf.stream.folders import pack_folder
+from ptlf.stream.pack import verify_pack
+
+
+def test_train_and_val_folders_in_natural_order(tmp_path: Path) -> None:
+    tree(tmp_path / "s" / "train", "c10", "c2", "c1", files=2)
+    tree(tmp_path / "s" / "val", "c1", "c2", "c10", files=1)
+    pack = pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, progress=False)
+    assert pack.names == ("c1", "c2", "c10")
+    assert pack.labels("train").tolist() == [0, 0, 1, 1, 2, 2] and pack.labels("test").tolist() == [0, 1, 2]
+    assert np.array_equal(pack.images("test")[1], np.asarray(Image.open(tmp_path / "s/val/c2/0.png")))
+
+
+def test_task_folders(tmp_path: Path) -> None:
+    tree(tmp_path / "s", "task10", "task2")
+    pack = pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, folders="tasks", progress=False)
+    assert (pack.folders, pack.names) == ("tasks", ("task2", "task10"))
+    with pytest.raises(UserError, match="folders='classes'"):
+        pack_folder(tmp_path / "s", tmp_path / "root", "t", size=8, folders="tasks", test_fraction=0.5)
+
+
+def test_nested_and_hidden_files(tmp_path: Path) -> None:
+    source = tree(tmp_path / "s", "a", files=1)
+    tree(source / "a", "deep", files=2)
+    (source / "a" / ".DS_Store").write_bytes(b"x")
+    os.symlink(source / "a", source / "a" / "deep" / "loop")
+    pack = pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
+    files = ["a/0.png", "a/deep/0.png", "a/deep/1.png"]
+    assert np.array_equal(pack.images("train"), [np.asarray(Image.open(source / file)) for file in files])
+
+
+def test_test_fraction_holds_out_every_kth_file(tmp_path: Path) -> None:
+    source = tree(tmp_path / "s", "a", "b", files=6)
+    pack = pack_folder(source, tmp_path / "root", "set", size=8, test_fraction=1 / 3, progress=False)
+    assert pack.labels("train").tolist() == [0] * 4 + [1] * 4
+    held = [np.asarray(Image.open(source / file)) for file in ("a/2.png", "a/5.png", "b/2.png", "b/5.png")]
+    assert np.array_equal(pack.images("test"), held)
+    with pytest.raises(UserError, match="no test image in 'a', 'b'"):
+        pack_folder(source, tmp_path / "root", "few", size=8, test_fraction=0.1, progress=False)
+    with pytest.raises(UserError, match="between 0 and 1"):
+        pack_folder(source, tmp_path / "root", "few", size=8, test_fraction=1.5, progress=False)
+
+
+def test_names_restrict_and_order(tmp_path: Path) -> None:
+    tree(tmp_path / "s" / "train", "a", "b", "c", files=1)
+    tree(tmp_path / "s" / "test", "a", "b", "c", files=1)
+    pack = pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, names=["c", "a"], progress=False)
+    assert pack.names == ("c", "a")
+    assert np.array_equal(pack.images("train")[0], np.asarray(Image.open(tmp_path / "s/train/c/0.png")))
+    with pytest.raises(UserError, match="has no folder 'd', 'e'"):
+        pack_folder(tmp_path / "s", tmp_path / "root", "other", size=8, names=["a", "d", "e"], progress=False)
+
+
+def test_what_is_not_packed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", "test", "val"):
+        tree(tmp_path / "s" / split, "a", files=1)
+    (tmp_path / "s" / "train" / "words.txt").write_text("")
+    pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, progress=False)
+    told = capsys.readouterr().err
+    assert "'val'" in told and "'words.txt'" in told
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    pack = pack_folder(tree(tmp_path / "s", "car", "train"), tmp_path / "root", "set", size=8, progress=False)
+    assert pack.names == ("car", "train")
+
+
+def test_folders_that_hold_nothing(tmp_path: Path) -> None:
+    def refused(source: Path, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
+
+    refused(tmp_path / "nowhere", "nowhere is no folder")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "empty holds no folders")
+    source = tree(tmp_path / "s", "a")
+    (source / "b").mkdir()
+    refused(source, "s/b holds no files")
+    (tmp_path / "flat" / "train").mkdir(parents=True)
+    refused(tmp_path / "flat", "flat/train holds no folders")
+    tree(tmp_path / "odd" / "train", "a")
+    tree(tmp_path / "odd" / "test", "a", "z")
+    refused(tmp_path / "odd", "lacks: 'z'")
+
+
+def animation() -> bytes:
+    return encoded(picture(), "GIF", save_all=True, append_images=[picture(), picture()])
+
+
+BAD = {
+    "empty.png": (b"", "empty file"),
+    "cut.jpg": (encoded(picture(64, 64), "JPEG")[:-700], "truncated"),
+    "cut.png": (encoded(picture(64, 64), "PNG")[:-700], ""),
+    "cut_header.png": (encoded(picture(), "PNG")[:20], ""),
+    "moving.gif": (animation(), "3 frames"),
+    "pages.tiff": (encoded(picture(), "TIFF", save_all=True, append_images=[picture()]), "2 frames"),
+    "notes.txt": (b"these are no pixels", "not an image"),
+    "float.tiff": (encoded(Image.new("F", (8, 8), 0.5), "TIFF"), "floating-point"),
+    "wide.tiff": (encoded(Image.new("I", (8, 8), 70000), "TIFF"), "16 bits"),
+}
+
+
+@pytest.mark.parametrize("file", BAD)
+def test_bad_image_is_refused_by_name_or_skipped_by_name(
+    tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, why = BAD[file]
+    source, root = tree(tmp_path / "source", "a", "b"), tmp_path / "root"
+    (source / "a" / file).write_bytes(content)
+    with pytest.raises(UserError, match=f"{source / 'a' / file} cannot be packed: .*{why}.*--on-error skip"):
+        pack_folder(source, root, "set", size=8, progress=False)
+    assert not root.exists() or os.listdir(root) == []
+    pack = pack_folder(source, root, "set", size=8, on_error="skip", progress=False)
+    assert [entry["file"] for entry in pack.skipped] == [str(source / "a" / file)] and why in pack.skipped[0]["why"]
+    assert file in capsys.readouterr().err
+    assert pack.labels("train").tolist() == [0, 0, 0, 1, 1, 1]
+    assert np.array_equal(pack.images("train")[5], np.asarray(Image.open(source / "b" / "2.png")))
+    assert verify_pack(root, "set", progress=False) == []
+
+
+def test_a_class_whose_images_all_fail(tmp_path: Path) -> None:
+    source = tree(tmp_path / "source", "a", "b")
+    for file in (source / "b").iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(UserError, match="no readable image is left in 'b'"):
+        pack_folder(source, tmp_path / "root", "set", size=8, on_error="skip", progress=False)
+
+
+def test_worker_processes_give_the_same_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "BATCH_BYTES", 8 * 8 * 3 * 2)  # two images per batch
+    source = tree(tmp_path / "s", "a", "b", files=7)
+    (source / "a" / "1.png").write_bytes(b"")
+    (source / "b" / "6.png").write_bytes(b"no")
+    options = {"size": 8, "on_error": "skip", "progress": False}
+    one = pack_folder(source, tmp_path / "one", "set", workers=1, **options)
+    two = pack_folder(source, tmp_path / "two", "set", workers=2, **options)
+    assert one.splits == two.splits and one.skipped == two.skipped and one.splits["train"].count == 12
