@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptlf import __version__
-from ptlf.errors import UserError
+from ptlf.errors import UserError, unknown
 from ptlf.training.process import Stopped
 
 Arguments = argparse.Namespace
@@ -186,20 +186,18 @@ def overrides_of(words: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def settled(recipe_name: str, file: Path | None, overrides: Sequence[str]):  # type: ignore[no-untyped-def]
-    """The configuration: command line over file over recipe."""
+def settled(recipe_name: str | None, file: Path | None, overrides: Sequence[str]):  # type: ignore[no-untyped-def]
+    """The configuration: command line over file over recipe (the one named, or the file's, or the default)."""
     from ptlf.config import from_dict, read_yaml
-    from ptlf.recipes import recipe
+    from ptlf.recipes import DEFAULT, recipe
     from ptlf.settings import merge
 
-    values: dict[str, Any] = dict(recipe(recipe_name)) if recipe_name else {}
-    if file is not None:
-        values = merge(values, read_yaml(file))
-    return from_dict(merge(values, overrides_of(overrides)))
+    values = read_yaml(file) if file is not None else {}
+    base = recipe(recipe_name or values.get("recipe") or DEFAULT)
+    return from_dict(merge(merge(base, values), overrides_of(overrides)))
 
 
 def run_train(arguments: Arguments) -> None:
-    from ptlf import recipes
     from ptlf.pipeline import Run
     from ptlf.report.live import Live, console
     from ptlf.report.tables import show_results
@@ -208,9 +206,7 @@ def run_train(arguments: Arguments) -> None:
         return resume(arguments)
     if not arguments.out:
         raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
-    # A file on its own is complete (a run's config.yaml); with --recipe it goes on top of it.
-    name = arguments.recipe or ("" if arguments.config else recipes.DEFAULT)
-    run = Run(settled(name, arguments.config, arguments.overrides), arguments.out)
+    run = Run(settled(arguments.recipe, arguments.config, arguments.overrides), arguments.out)
     results = run.train(Live(run.config.recipe or "run"))
     show_results(console, results, arguments.out)
     write_page([arguments.out], arguments.out / "report.html")
@@ -244,6 +240,10 @@ def run_sweep(arguments: Arguments) -> None:
     from ptlf.report.record import read_results
     from ptlf.report.tables import show_results, show_runs
 
+    if any(word.partition("=")[0] == "--seed" for word in arguments.overrides):
+        raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
+    if arguments.baseline and arguments.baseline not in arguments.recipes:
+        raise unknown("baseline", arguments.baseline, arguments.recipes)
     plan = {}
     for recipe in arguments.recipes:
         for seed in arguments.seeds:
@@ -258,7 +258,8 @@ def run_sweep(arguments: Arguments) -> None:
             results = Run(config, folder).train(Live(name), resume=True)
             show_results(console, results, folder, brief=True)
         runs[name] = read_results(folder)
-    baseline = arguments.baseline or next((name for name in runs if "/lump" in name), None)
+    wanted = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
+    baseline = next((name for name in runs if wanted and name.startswith(wanted)), None)
     show_runs(console, runs, baseline)
     write_page([folder for _, folder in plan.values()], arguments.out / "report.html", arguments.baseline)
 
@@ -299,6 +300,9 @@ def run_evaluate(arguments: Arguments) -> None:
     from ptlf.report.live import console
     from ptlf.report.tables import show_matrix
 
+    for word in arguments.overrides:
+        if word.startswith("--") and not word.startswith(("--evaluation.", "--device", "--data-root")):
+            raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
     config = settled("", arguments.folder / "config.yaml", arguments.overrides)
     probes, exams = evaluate_run(arguments.folder, config, arguments.probe)
     for probe, values in probes.items():
@@ -308,7 +312,6 @@ def run_evaluate(arguments: Arguments) -> None:
 def run_list(arguments: Arguments) -> None:
     from ptlf import recipes
     from ptlf.encoders import ENCODERS
-    from ptlf.errors import unknown
     from ptlf.freezing import POLICIES
     from ptlf.methods import METHODS
     from ptlf.objectives import OBJECTIVES
@@ -317,26 +320,37 @@ def run_list(arguments: Arguments) -> None:
 
     families: dict[str, dict[str, str]] = {
         "streams": {name: source.about for name, source in STREAMS.items()},
-        "objectives": {name: summary(kind) for name, kind in OBJECTIVES.items()},
-        "methods": {name: summary(kind) for name, kind in METHODS.items()},
-        "policies": {name: summary(kind) for name, kind in POLICIES.items()},
-        "encoders": dict.fromkeys(ENCODERS, ""),
-        "views": dict.fromkeys(VIEWS, ""),
+        "objectives": summaries(OBJECTIVES),
+        "methods": summaries(METHODS),
+        "policies": summaries(POLICIES),
+        "encoders": dict.fromkeys(ENCODERS, "")
+        | {"PACKAGE.MODULE:FUNCTION": "your own; the function returns a module"},
+        "views": {name: " ".join((make.__doc__ or "").split()) for name, make in VIEWS.items()},
         "recipes": {name: recipes.EXPECTED.get(name, "") for name in recipes.names()},
     }
     if arguments.what is not None and arguments.what not in families:
         raise unknown("family", arguments.what, families)
     for family, members in families.items():
-        if arguments.what in (None, family):
+        if arguments.what is None and family == "recipes":
+            known = [name for name, about in members.items() if about]
+            print(f"recipes: {len(members)} of STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them. Run so far:")
+            members = {name: members[name] for name in known}
+        elif arguments.what in (None, family):
             print(f"{family}:")
+        if arguments.what in (None, family):
             for name, about in members.items():
                 print(f"  {name:<36}{about}".rstrip())
 
 
-def summary(kind: type) -> str:
-    """The first sentence of the class's docstring, or of its file's."""
-    text = kind.__dict__.get("__doc__") or sys.modules[kind.__module__].__doc__ or ""
-    return " ".join(text.split("\n\n")[0].split())
+def summaries(family: Mapping[str, type]) -> dict[str, str]:
+    """What each member is: the first paragraph about its file, or about its class where a file holds several."""
+    files = [kind.__module__ for kind in family.values()]
+    texts = {}
+    for name, kind in family.items():
+        alone = files.count(kind.__module__) == 1
+        text = (sys.modules[kind.__module__].__doc__ if alone else kind.__doc__) or ""
+        texts[name] = " ".join(text.split("\n\n")[0].split())
+    return texts
 
 
 def run_bench_freezing(arguments: Arguments) -> None:

@@ -54,7 +54,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"there is no configuration file {path}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}") from None
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{place} cannot be read as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys and values, as in the config.yaml of a run")
     return values

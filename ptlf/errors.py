@@ -15,4 +15,6 @@ def unknown(kind: str, value: object, known: Iterable[object]) -> UserError:
     names = [str(name) for name in known]
     close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    return UserError(f"unknown {kind} {str(value)!r}{hint} Known: {', '.join(names)}")
+    shown = names if len(names) <= 20 else difflib.get_close_matches(str(value), names, n=5, cutoff=0.0)
+    more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+    return UserError(f"unknown {kind} {str(value)!r}{hint} Known: {', '.join(shown)}{more}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,7 +39,7 @@ from ptlf.stream.fetch import data_root
 from ptlf.stream.loading import ImageSource
 from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
-from ptlf.training.optimizer import make_optimizer
+from ptlf.training.optimizer import check_warmup, make_optimizer
 from ptlf.training.process import FolderLock, Stopped, StopSignals
 from ptlf.training.trainer import EpochResult, Progress, StepCost, Trainer, check_batch
 from ptlf.views import normalise, recipe
@@ -64,7 +66,8 @@ class Run:
         self.stream = stream or make_stream(config)
         self.view_size = config.views.size or self.stream.size
         self.recipe = recipe(config.views.name, self.view_size)
-        check_combination(config)
+        check_combination(config, self.stream)
+        check_warmup(config.training, config.training.epochs)
         check_batch(config.training, [len(task.train) for task in self.stream.tasks])
         self.prober = make_prober(self.stream, config, self.prepare, self.device)
         self.gallery = make_gallery(self.stream, config, self.prepare, self.device) if out else None
@@ -109,12 +112,20 @@ class Run:
             watcher.begin(self)
             try:
                 self.train_stream(watcher)
+            except BaseException as error:
+                self.give_up("stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed")
+                raise
             finally:
                 watcher.end()
             self.status = "finished"
             self.save_encoder()
             self.save_results()
         return self.results()
+
+    def give_up(self, status: str) -> None:
+        self.status = status
+        with contextlib.suppress(UserError, ValueError):  # the reason is on its way already
+            self.save_results()
 
     def train_stream(self, watcher: Watcher) -> None:
         if self.position == Position():
@@ -129,6 +140,8 @@ class Run:
         if self.position.between_tasks:
             self.model.objective.begin_task(self.trainer.steps(self.stream.tasks[task].train))
             self.method.begin_task(task, self.model)
+            if self.method.memory is not None:
+                self.method.memory.begin_task()
             self.freezing.begin_task(task)
         while self.position.epoch < self.config.training.epochs:
             self.train_epoch(watcher)
@@ -177,8 +190,6 @@ class Run:
                 self.check_numbers()
                 self.checkpoints.save(self.position, self.state_dict())
         if self.stop.asked:
-            self.status = "stopped"
-            self.save_results()
             raise Stopped(self.checkpoints.run, self.stop.asked)
 
     def correlation(self, indices) -> dict[str, float]:  # type: ignore[no-untyped-def]
@@ -189,7 +200,7 @@ class Run:
             self.model.train()
             return correlation_ratios(
                 self.model.encoder,
-                self.prepare(memory.stored()),
+                self.prepare(memory.past()),
                 lambda: self.trainer.sample_loss(indices, self.random["correlation"]),
                 self.config.freezing.threshold,
                 batches=self.config.freezing.batches,
@@ -249,11 +260,11 @@ class Run:
     def check_numbers(self) -> None:
         """Nothing goes on, and nothing is saved, with losses or weights that are not finite."""
         bad = self.progress.first_bad() if self.progress else None
-        if bad is None and all_finite(self.model.parameters()):
+        if bad is None and all_finite([*self.model.parameters(), *self.model.buffers()]):
             return
-        self.status = "failed"
-        self.save_results()
-        what, step = (f"loss became {bad[1]}", bad[0] + 1) if bad else ("weights became infinite", self.position.step)
+        what, step = (
+            (f"loss became {bad[1]}", bad[0] + 1) if bad else ("weights are no longer finite", self.position.step)
+        )
         last = self.checkpoints.last if self.checkpoints else None
         raise UserError(
             f"the {what} in task {self.position.task + 1}, epoch {self.position.epoch + 1}, step {step}; "
@@ -385,6 +396,8 @@ class Run:
                 )
         peaks = [line["peak_memory_bytes"] for line in epochs if line["peak_memory_bytes"] is not None]
         return {
+            # The price of learning: the steps, and what freezing adds to them.
+            "learning_seconds": sum(seconds.get(name, 0.0) for name in ("training", "correlation", "rebuild")),
             "train_seconds": seconds.get("training", 0.0),
             "correlation_seconds": seconds.get("correlation", 0.0),
             "rebuild_seconds": seconds.get("rebuild", 0.0),
@@ -431,9 +444,14 @@ class Run:
             batch_statistics=config.freezing.batch_statistics,
             save_memory=config.freezing.save_memory,
         )
+        if config.freezing.policy != "none" and not freezer.units:
+            raise UserError(
+                f"encoder {config.encoder.name!r} has no convolution or linear layer that could freeze; "
+                "use --freezing.policy none"
+            )
         savings = None
         if POLICIES[config.freezing.policy].needs_savings:
-            savings = measure_savings(self.model.encoder, freezer.units, example)
+            savings = measure_savings(self.model.encoder, freezer.units, example, by=config.freezing.savings)
         return ProgressiveFreezing(config.freezing, freezer, config.training.epochs, self.random["policy"], savings)
 
 
@@ -499,10 +517,15 @@ def make_encoder(name: str, seed: int) -> nn.Module:
         if ":" not in name:
             raise unknown("encoder", name, ENCODERS)
         module, _, function = name.partition(":")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # as `python -m` has it
         try:
-            return getattr(importlib.import_module(module), function)()
-        except (ImportError, AttributeError) as error:
-            raise UserError(f"encoder.name is {name!r}, which cannot be imported: {error}") from None
+            made = getattr(importlib.import_module(module), function)()
+        except (ImportError, AttributeError, TypeError) as error:
+            raise UserError(f"encoder.name is {name!r}, which cannot be imported and called: {error}") from None
+        if not isinstance(made, nn.Module):
+            raise UserError(f"encoder.name is {name!r}, which gives {type(made).__name__}, not a torch module")
+        return made
 
 
 def make_model(config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module | None) -> Model:
@@ -511,7 +534,10 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
         encoder = METHODS[config.method.name].adapt_encoder(config.method, encoder, len(stream.tasks))
     objective = OBJECTIVES[config.objective.name]
     with seeded(config.seed, "objective"):
-        heads = objective(config.objective, encoder, feature_dim(encoder, size), len(stream.data.names))
+        try:
+            heads = objective(config.objective, encoder, feature_dim(encoder, size), len(stream.data.names))
+        except (ValueError, RuntimeError, StopIteration) as error:
+            raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
     wanted = config.training.precision
     half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
     return Model(encoder, heads, torch.bfloat16 if half else torch.float32).to(device)
@@ -522,7 +548,7 @@ def on_gpu(setting: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" if setting is None else setting
 
 
-def check_combination(config: Config) -> None:
+def check_combination(config: Config, stream: Stream) -> None:
     if config.freezing.policy not in POLICIES:
         raise unknown("freezing policy", config.freezing.policy, POLICIES)
     if config.freezing.initial > config.freezing.final:
@@ -537,7 +563,7 @@ def check_combination(config: Config) -> None:
             raise UserError(
                 "objective 'supervised' cannot be mixed by method 'lump': its labels are not mixed; use finetune"
             )
-        if config.stream.labelled is not None:
+        if stream.data.folders == "tasks":
             raise UserError(
                 "objective 'supervised' needs labels, and a folder per task has none; choose another objective"
             )

@@ -50,6 +50,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     "split-cifar100": LUMP_PROTOCOL,
     "split-tinyimagenet": LUMP_PROTOCOL,
     "imagenet100": CASSLE_PROTOCOL,
+    "folder": LUMP_PROTOCOL,
 }
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "simsiam": {},
@@ -99,7 +100,11 @@ HEADS = {"digits": DIGITS, "imagenet100": IMAGENET100}
 SUPERVISED_METHODS = ("finetune", "layerwise", "multitask")  # the paper's; `layerwise` is for these alone
 
 DEFAULT = "digits/simsiam/ptlf"
-EXPECTED: dict[str, str] = {}
+EXPECTED: dict[str, str] = {
+    "digits/simsiam/lump": "30 s on two cores: knn_class 92.9, random encoder 83.2",
+    "digits/simsiam/ptlf": "30 s on two cores: knn_class 93.5, random encoder 83.2",
+    "split-cifar10/simsiam/lump": "5 min on one H200: knn_task 90.72, forgetting 1.40, knn_class 63.27",
+}
 
 
 def names() -> list[str]:

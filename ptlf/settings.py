@@ -4,6 +4,8 @@ is one sentence that names it. Recipes, YAML files and the command line all come
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -32,7 +34,8 @@ def key(
 
 def section(kind: type, *, family: Mapping[str, Any] | None = None, noun: str = "") -> Any:
     """A nested dataclass; with `family`, the member called `name` there says which (its `Config`)."""
-    return dataclasses.field(default_factory=kind, metadata={"family": family, "noun": noun})
+    default = kind if family is None else family[kind().name].Config
+    return dataclasses.field(default_factory=default, metadata={"family": family, "noun": noun})
 
 
 def build(kind: type, values: Mapping[str, Any], path: str = "") -> Any:
@@ -45,8 +48,7 @@ def build(kind: type, values: Mapping[str, Any], path: str = "") -> Any:
     for name, value in values.items():
         where = f"{path}.{name}" if path else str(name)
         if name not in fields:
-            error = unknown("key", where, [f"{path}.{known}" if path else known for known in fields])
-            raise error
+            raise unknown("key", where, [f"{path}.{known}" if path else known for known in fields])
         field = fields[name]
         if "family" in field.metadata:
             made[name] = build(_member(field, hints[name], value, where), value, where)
@@ -61,7 +63,7 @@ def _member(field: dataclasses.Field[Any], default: type, value: Any, where: str
     if family is None or not isinstance(value, Mapping):
         return default
     name = value.get("name", default().name)
-    if name not in family:
+    if not isinstance(name, str) or name not in family:
         raise unknown(field.metadata["noun"], name, family)
     return family[name].Config
 
@@ -113,6 +115,8 @@ def _checked(value: Any, meta: Mapping[str, Any], where: str) -> Any:
     if choices and isinstance(value, str) and value not in choices:
         raise unknown(f"value for {where}:", value, choices)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise UserError(f"{where} must be a finite number, not {value}")
         for name, wrong in (("above", "<="), ("least", "<"), ("most", ">")):
             limit = meta.get(name)
             if limit is None:
@@ -149,9 +153,10 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 def parse(text: str) -> Any:
     """A command-line value as YAML reads it: numbers, true/false, null, [lists]; anything else is text."""
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
+    return text if isinstance(value, datetime.date) else value  # a name may look like a date
 
 
 def describe(kind: type, path: str = "") -> list[tuple[str, str, str]]:
@@ -163,9 +168,9 @@ def describe(kind: type, path: str = "") -> list[tuple[str, str, str]]:
         if "family" in field.metadata:
             family = field.metadata["family"]
             rows += describe(hints[field.name], where)
+            shared = {row[0] for row in rows}
             for name, member in (family or {}).items():
-                known = {row[0] for row in rows}
-                rows += [(k, d, f"{a} ({name})") for k, d, a in describe(member.Config, where) if k not in known]
+                rows += [(k, d, f"{name}: {a}") for k, d, a in describe(member.Config, where) if k not in shared]
             continue
         default = getattr(kind(), field.name)
         about = field.metadata.get("about", "")

@@ -39,6 +39,21 @@ def tiny_resnet() -> nn.Module:
     return ResNet(BasicBlock, (1, 1), width=4)
 
 
+def maps() -> nn.Module:
+    return nn.Conv2d(3, 4, 3)
+
+
+class nothing_to_freeze(nn.Module):
+    """Vectors without a convolution or a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, images):
+        return images.mean((2, 3)) * self.scale
+
+
 def tiny_config(name: str = "digits/simsiam/finetune", **dotted: Any) -> Config:
     """Two tasks of the digits, two epochs, a network of three convolutions; `training__epochs=1` overrides."""
     small = {

@@ -77,6 +77,27 @@ def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
     assert "other settings" in refused(capsys, *words, "--training.lr", "0.01")
 
 
+def test_sweep_refuses_what_it_would_ignore(capsys, tmp_path) -> None:
+    words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "s"), *QUICK]
+    assert "takes --seeds" in refused(capsys, *words, "--seed", "7")
+    assert "unknown baseline 'nope'" in refused(capsys, *words, "--baseline", "nope")
+    assert not (tmp_path / "s").exists()
+
+
+def test_evaluate_changes_the_probes_only(capsys, tmp_path) -> None:
+    error = refused(capsys, "evaluate", str(run_folder(tmp_path)), "--encoder.name", "resnet18")
+    assert "changes the probes only; leave out --encoder.name" in error
+
+
+def test_a_file_goes_on_top_of_the_default_recipe(tmp_path) -> None:
+    from ptlf.cli import settled
+
+    file = tmp_path / "c.yaml"
+    file.write_text("training: {epochs: 7}\n")
+    config = settled(None, file, [])
+    assert (config.recipe, config.training.epochs, config.encoder.name) == ("digits/simsiam/ptlf", 7, "resnet18-mini")
+
+
 def test_list_names_everything(capsys) -> None:
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
@@ -138,6 +159,14 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--training.batch", "4096"], "training.batch is 4096, but task 1 has only"),
         (["--evaluation.knn_class.k", "5000"], "evaluation.knn_class.k is 5000, but after the first task"),
         (["--evaluation.knn_task.k", "5000"], "evaluation.knn_task.k is 5000, but a task's kNN bank holds"),
+        (["--training.lr", "inf"], "training.lr must be a finite number, not inf"),
+        (["--training.warmup", "40"], "training.warmup is 40 epochs, but a task has only 30"),
+        (["--method.name", "[1]"], "unknown method '[1]'"),
+        (["--encoder.name", "os:getcwd"], "encoder.name is 'os:getcwd', which gives str, not a torch module"),
+        (["--encoder.name", "conftest:maps"], "encoder 'conftest:maps' does not take images of 16 px: an encoder must"),
+        (["--encoder.name", "conftest:nothing_to_freeze"], "encoder 'conftest:nothing_to_freeze' has no convolution"),
+        (["--stream.pack", "photos"], "stream 'digits' is embedded and reads no stream.pack"),
+        (["--stream.groups", "[[0]]", "--stream.tasks", "1"], "stream.groups says it all; leave out stream.tasks"),
         (["--device", "tpu"], "device must be auto, cpu or cuda, not 'tpu'"),
         (["-c", "nowhere.yaml"], "there is no configuration file nowhere.yaml"),
         (["--stream.name", "split-cifar10"], "no packed data set 'cifar10' in "),

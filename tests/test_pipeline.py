@@ -200,6 +200,29 @@ def test_streamed_and_resident_images_give_the_same_run(tiny) -> None:
     assert runs[0]["probes"] == runs[1]["probes"]
 
 
+def test_labels_are_not_made_up_for_a_folder_per_task(tiny, tmp_path) -> None:
+    pictures(tmp_path / "tasks", {"monday": 12, "tuesday": 12})
+    pack_folder(tmp_path / "tasks", tmp_path, "days", size=12, folders="tasks", workers=1, progress=False)
+    folder = {"stream__name": "folder", "stream__pack": "days", "stream__groups": None, "data_root": str(tmp_path)}
+    with pytest.raises(UserError, match="a folder per task has none"):
+        Run(tiny("digits/supervised/finetune", **folder, training__batch=8))
+    with pytest.raises(UserError, match="a folder per task and no classes"):
+        Run(tiny(**folder, training__batch=8, stream__classes=1))
+
+
+def test_statistics_that_are_not_finite_stop_the_run(tiny) -> None:
+    run = Run(tiny())
+    run.model.encoder[1].running_var[0] = float("inf")
+    with pytest.raises(UserError, match="weights are no longer finite"):
+        run.check_numbers()
+
+
+def test_the_default_configuration_is_complete() -> None:
+    from ptlf.config import Config
+
+    assert Config().objective.projection == 2048
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path) -> None:
     with pytest.raises(UserError, match=r"the loss became (nan|inf|-inf) in task 1, epoch \d"):
         Run(tiny("digits/barlow_twins/finetune", training__lr=1e30), tmp_path / "run").train()

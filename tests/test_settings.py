@@ -54,7 +54,7 @@ def test_a_configuration_survives_yaml() -> None:
         ("training.epochs", True, "training.epochs must be a whole number, not True"),
         ("training.lr", 0, "training.lr must be more than 0, not 0.0"),
         ("training.lr", "fast", "training.lr must be a number, not 'fast'"),
-        ("training.lr", float("nan"), "training.lr must be more than 0, not nan"),
+        ("training.lr", float("nan"), "training.lr must be a finite number, not nan"),
         ("training.batch", 1, "training.batch must be at least 2, not 1"),
         ("training.schedule", "cosin", "unknown value for training.schedule: 'cosin'; did you mean 'cosine'?"),
         ("training.channels_last", "maybe", "training.channels_last must be true or false or null, not 'maybe'"),

@@ -160,7 +160,8 @@ class Prober:
         first = sum(len(exam.bank) for exam in self.stream.exams if exam.since == 0)
         if joint > first:
             raise UserError(
-                f"evaluation.knn_class.k is {joint}, but after the first task the bank holds {first} images"
+                f"evaluation.knn_class.k is {joint}, but after the first task the bank holds {first} images; "
+                f"choose --evaluation.knn_class.k {min(20, first)} or another of at most {first}"
             )
 
 

@@ -22,6 +22,7 @@ class FreezingConfig:
     shape: str = key("cosine", "how the share rises", choices=("cosine", "linear", "constant", "printed"))
     update: str = key("one-shot", "when correlation is computed", choices=("one-shot", "per-epoch"))
     threshold: float = key(0.99, "energy of the past's inputs that a unit's subspace keeps", above=0, most=1)
+    savings: str = key("flops", "what cost_aware saves: counted, or timed here", choices=("flops", "seconds"))
     batches: int = key(8, "batches of the new task whose gradients are averaged for the ratios", least=1)
     batch_statistics: bool = key(False, "frozen norms use batch statistics (true) or their running statistics (false)")
     save_memory: bool = key(True, "keep only what backward needs; false = plain requires_grad=False")
@@ -44,10 +45,6 @@ class ProgressiveFreezing:
         self.context = Context([unit.name for unit in freezer.units], None, savings, generator)
         self.log: list[dict[str, Any]] = []
         self.active = False
-
-    @property
-    def needs_ratios(self) -> bool:
-        return self.policy.needs_ratios
 
     def begin_task(self, index: int) -> None:
         """Everything thaws. The first task (index 0) has no past: nothing freezes in it."""

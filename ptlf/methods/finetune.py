@@ -8,7 +8,7 @@ from ptlf.methods.method import Method, MethodConfig
 
 
 class Finetune(Method):
-    pass
+    """The objective alone, task after task."""
 
 
 @dataclass
@@ -17,5 +17,7 @@ class MultitaskConfig(MethodConfig):
 
 
 class Multitask(Method):
+    """The objective alone, on all tasks at once: what could be had without forgetting."""
+
     Config = MultitaskConfig
     joint = True

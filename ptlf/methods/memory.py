@@ -26,6 +26,8 @@ class Memory(nn.Module):
     """
 
     images: Tensor
+    old_images: Tensor
+    old_seen: Tensor
     views: Tensor
     outputs: Tensor
     seen: Tensor
@@ -39,6 +41,8 @@ class Memory(nn.Module):
         self.register_buffer("views", torch.zeros(size + 1, 3, view_size, view_size))
         self.register_buffer("outputs", torch.zeros(size + 1, outputs))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("old_images", torch.zeros_like(self.images))
+        self.register_buffer("old_seen", torch.zeros_like(self.seen))
         self.count = 0  # `seen` on the host: asking the device would make it wait
         self.register_load_state_dict_post_hook(lambda memory, _: memory.recount())
 
@@ -72,6 +76,15 @@ class Memory(nn.Module):
     def fresh(self, picks: Tensor, uniforms: Tensor) -> Tensor:
         """A new augmentation of the picked images, (B, 3, S, S)."""
         return self.augment(self.images[picks], uniforms, self.view, self.view_size)
+
+    def begin_task(self) -> None:
+        """From here on, `past` is what the memory holds now."""
+        self.old_images.copy_(self.images)
+        self.old_seen.copy_(self.seen)
+
+    def past(self) -> Tensor:
+        """The images held when the task began, (len, H, W, 3) uint8: none of the task's own."""
+        return self.old_images[: min(int(self.old_seen), self.size)]
 
     def stored(self) -> Tensor:
         """The images held, (len, H, W, 3) uint8."""

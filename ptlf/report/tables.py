@@ -58,10 +58,10 @@ def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: st
             values = results["probes"].get(probe, {})
             cells += [percent(values.get("accuracy")), percent(values.get("forgetting"))]
         cost = results["cost"]
-        for figure in ("train_seconds", "correlation_seconds", "backward_flops", "saved_activation_bytes"):
+        for figure in ("learning_seconds", "correlation_seconds", "backward_flops", "saved_activation_bytes"):
             form = next(form for _, key, form in COSTS if key == figure)
-            relative = base is not None and figure in RELATIVE and base.get(figure)
-            cells.append(f"{cost[figure] / base[figure]:.2f}x" if base and relative else form(cost[figure]))
+            relative = _relative(cost, base, figure, form)
+            cells.append(relative.split()[-1] if relative.endswith("x") else relative)
         short = [part for part, same in itertools.zip_longest(name.split("/"), shared, fillvalue=False) if not same]
         table.add_row("/".join(str(part) for part in short) or name, *cells)
     console.print(table)
@@ -93,15 +93,16 @@ def show_side_by_side(console: Console, runs: dict[str, dict[str, Any]], baselin
 
 
 COSTS: list[tuple[str, str, Callable[[float], str]]] = [
-    ("training", "train_seconds", seconds),
-    ("correlation", "correlation_seconds", seconds),
-    ("freezing and thawing", "rebuild_seconds", seconds),
+    ("training, all in all", "learning_seconds", seconds),
+    ("  the steps", "train_seconds", seconds),
+    ("  correlation", "correlation_seconds", seconds),
+    ("  freezing and rebuilding", "rebuild_seconds", seconds),
     ("evaluation", "eval_seconds", seconds),
     ("backward FLOPs", "backward_flops", lambda flops: f"{flops / 1e12:.3g} T"),
     ("kept for backward, last epoch", "saved_activation_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
     ("peak GPU memory", "peak_memory_bytes", lambda size: f"{size / 2**20:.0f} MiB"),
 ]
-RELATIVE = ("train_seconds", "backward_flops", "saved_activation_bytes", "peak_memory_bytes")
+RELATIVE = ("learning_seconds", "train_seconds", "backward_flops", "saved_activation_bytes", "peak_memory_bytes")
 
 
 def _relative(cost: dict[str, Any], base: dict[str, Any] | None, name: str, form: Callable[[float], str]) -> str:

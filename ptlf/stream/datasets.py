@@ -48,6 +48,8 @@ def digits() -> Dataset:
 def open_stream(config: StreamConfig, sources: dict[str, Source], root: Path, seed: int) -> Stream:
     source = sources[config.name]
     if source.embedded is not None:
+        if config.pack is not None:
+            raise UserError(f"stream {config.name!r} is embedded and reads no stream.pack; use --stream.name folder")
         data = source.embedded()
     else:
         pack = config.pack or source.pack
@@ -61,7 +63,8 @@ def open_stream(config: StreamConfig, sources: dict[str, Source], root: Path, se
         raise UserError(
             "stream.labelled goes with a folder per task; this set has a folder per class and grades itself"
         )
-    settled.tasks = settled.tasks or source.tasks
+    if settled.groups is None:
+        settled.tasks = settled.tasks or source.tasks
     if settled.tasks is None and settled.groups is None:
         raise UserError(
             f"stream {config.name!r} needs stream.tasks (a number) or stream.groups (the classes of each task)"

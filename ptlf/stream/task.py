@@ -101,6 +101,8 @@ class Stream:
 def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
     """The data set's classes, ordered and dealt out to tasks, in consecutive runs or in the groups given."""
     if config.groups is not None:
+        if config.tasks is not None or config.classes is not None or config.class_order != "natural":
+            raise UserError("stream.groups says it all; leave out stream.tasks, stream.classes and stream.class_order")
         groups = [tuple(class_number(c, data.names, "groups") for c in group) for group in config.groups]
         order = [c for group in groups for c in group]
         if not groups or not all(groups):
@@ -138,7 +140,12 @@ def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) ->
         raise UserError(
             f"stream.tasks is {config.tasks}, but {data.name} was packed with {len(data.names)} task folders"
         )
-    tasks = tuple(Task(name, _of(data.train, (index,))) for index, name in enumerate(data.names))
+    if config.classes is not None or config.groups is not None or config.class_order != "natural":
+        raise UserError(
+            f"{data.name} has a folder per task and no classes; leave out stream.classes, stream.groups and "
+            "stream.class_order"
+        )
+    tasks = tuple(Task(name, _of(data.train, (index,), config.per_class)) for index, name in enumerate(data.names))
     exams: tuple[Exam, ...] = ()
     if labelled is not None:
         if labelled.test is None:

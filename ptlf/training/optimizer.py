@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from ptlf.errors import UserError
 from ptlf.settings import key
 
 
@@ -34,6 +35,11 @@ def learning_rate(config: OptimizerConfig, epoch: float, epochs: int) -> float:
     if config.schedule == "constant":
         return peak
     return peak * 0.5 * (1 + math.cos(math.pi * (epoch - config.warmup) / max(1, epochs - config.warmup)))
+
+
+def check_warmup(config: OptimizerConfig, epochs: int) -> None:
+    if config.warmup and config.warmup >= epochs:
+        raise UserError(f"training.warmup is {config.warmup} epochs, but a task has only {epochs}; it must be less")
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

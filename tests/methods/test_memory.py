@@ -92,6 +92,15 @@ def test_state_carries_the_reservoir_on() -> None:
     assert torch.equal(first.images[:20], second.images[:20])
 
 
+def test_the_past_is_what_was_held_when_the_task_began() -> None:
+    memory = Memory(20, 8, 8, VIEW)
+    fill(memory, 12, torch.Generator().manual_seed(0), batch=6)
+    memory.begin_task()
+    fill(memory, 200, torch.Generator().manual_seed(1))
+    assert memory.past()[:, 0, 0, 0].tolist() == list(range(12))
+    assert memory.stored()[:, 0, 0, 0].tolist() != memory.past()[:, 0, 0, 0].tolist()
+
+
 def lump(memory: Memory, **settings):
     return METHODS["lump"](LumpConfig(**settings), None, memory, torch.Generator().manual_seed(0))
 

@@ -45,6 +45,7 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
         "probes": {probe: accuracies(draw, tasks) for probe in ("knn_task", "knn_class")},
         "freezing": freezing,
         "cost": {
+            "learning_seconds": sum(e["seconds"] for e in epochs) + 3.0,
             "train_seconds": sum(e["seconds"] for e in epochs),
             "correlation_seconds": 1.0,
             "rebuild_seconds": 0.1,

@@ -105,9 +105,9 @@ def test_many_probes_take_several_tables(tmp_path: Path) -> None:
 
 def test_costs_are_relative_to_lump(two: list[Path]) -> None:
     costs = [json.loads((folder / "results.json").read_text())["cost"] for folder in two]
-    ratio = f"<b>{costs[1]['train_seconds'] / costs[0]['train_seconds']:.2f}×</b>"
+    ratio = f"<b>{costs[1]['learning_seconds'] / costs[0]['learning_seconds']:.2f}×</b>"
     assert ratio in html(two[::-1])  # whatever the order
-    inverse = f"<b>{costs[0]['train_seconds'] / costs[1]['train_seconds']:.2f}×</b>"
+    inverse = f"<b>{costs[0]['learning_seconds'] / costs[1]['learning_seconds']:.2f}×</b>"
     assert inverse in html(two, "ptlf")
     with pytest.raises(UserError, match="unknown baseline 'lumb'; did you mean 'lump'"):
         html(two, "lumb")
@@ -213,7 +213,13 @@ def test_an_unfinished_run_says_how_far_it_got(two: list[Path], tmp_path: Path) 
 def test_a_run_of_which_nothing_is_known_yet(tmp_path: Path) -> None:
     results = made_up.results()
     results |= {"status": "running", "freezing": []}
-    results["cost"] |= {"per_epoch": [], "saved_activation_bytes": None, "train_seconds": 0.0, "backward_flops": 0}
+    results["cost"] |= {
+        "per_epoch": [],
+        "saved_activation_bytes": None,
+        "learning_seconds": 0.0,
+        "train_seconds": 0.0,
+        "backward_flops": 0,
+    }
     for values in results["probes"].values():
         values |= {"matrix": [], "accuracy": None, "forgetting": None, "accuracy_by_task": [], "forgetting_by_task": []}
     text = html([made_up.write(tmp_path / "new", results)])

@@ -63,7 +63,7 @@ def accuracy_measures(probe: str) -> list[Measure]:
 
 
 COSTS = [
-    Measure("training time", "s", ("cost", "train_seconds"), 1, 1, True, "time", "training, seconds"),
+    Measure("training time", "s", ("cost", "learning_seconds"), 1, 1, True, "time", "with correlation, seconds"),
     Measure("memory for backward", "MiB", ("cost", "saved_activation_bytes"), MIB, 1, True, "memory", "kept, MiB"),
     Measure("peak GPU memory", "MiB", ("cost", "peak_memory_bytes"), MIB, 0, True, "GPU memory", "peak, MiB"),
     Measure("backward FLOPs", "T", ("cost", "backward_flops"), TERA, 3, True, "FLOPs", "backward, × 10¹²"),
