@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,18 +28,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides = rest
         arguments.run(arguments)
     except UserError as error:
-        print(f"ptlf: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     except OSError as error:
-        print(f"ptlf: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr)
+        say(f"{error.filename or 'the system'}: {error.strerror or error}")
         return 2
     except Stopped as stopped:
-        print(f"ptlf: {stopped}", file=sys.stderr)
+        if process() == 0:
+            say(str(stopped))
         return 128 + stopped.number
     except KeyboardInterrupt:
         print("ptlf: stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def process() -> int:
+    """Which of the processes that torchrun started this is; 0 for one on its own."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def say(trouble: str) -> None:
+    print(f"ptlf: process {process()}: {trouble}" if process() else f"ptlf: {trouble}", file=sys.stderr)
 
 
 def positive(text: str) -> int:
@@ -199,43 +210,49 @@ def settled(recipe_name: str, file: Path | None, overrides: Sequence[str]):  # t
 
 
 def run_train(arguments: Arguments) -> None:
-    from ptlf import recipes
-    from ptlf.pipeline import Run
-    from ptlf.report.live import Live, console
-    from ptlf.report.tables import show_results
+    from ptlf import ranks
 
-    if arguments.resume:
-        return resume(arguments)
+    with ranks.together():
+        resume(arguments) if arguments.resume else train(arguments)
+
+
+def train(arguments: Arguments) -> None:
+    from ptlf import recipes
+
     if not arguments.out:
         raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
     # A file on its own is complete (a run's config.yaml); with --recipe it goes on top of it.
     name = arguments.recipe or ("" if arguments.config else recipes.DEFAULT)
-    run = Run(settled(name, arguments.config, arguments.overrides), arguments.out)
-    results = run.train(Live(run.config.recipe or "run"))
-    show_results(console, results, arguments.out)
-    write_page([arguments.out], arguments.out / "report.html")
+    # After a restart by torchrun the command is the same, and the run is there already.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    train_in(arguments.out, settled(name, arguments.config, arguments.overrides), resume=restarted)
 
 
 def resume(arguments: Arguments) -> None:
     """The settings are those of the folder's config.yaml; the device is the machine's, and may change."""
-    from ptlf.pipeline import Run, has_finished
-    from ptlf.report.live import Live, console
-    from ptlf.report.tables import show_results
-
     folder = arguments.resume
     named = ["--out"] * bool(arguments.out) + ["--recipe"] * bool(arguments.recipe) + ["-c"] * bool(arguments.config)
     named += [word.partition("=")[0] for word in arguments.overrides if word.startswith("--")]
     for word in named:
         if word != "--device":
             raise UserError(f"--resume takes the settings of {folder / 'config.yaml'}; leave out {word}")
-    config = settled("", folder / "config.yaml", arguments.overrides)
-    if has_finished(folder):
+    train_in(folder, settled("", folder / "config.yaml", arguments.overrides), resume=True, strict=False)
+
+
+def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None:  # type: ignore[no-untyped-def]
+    """Train, show and draw. A run to resume must have these very settings, if `strict`."""
+    from ptlf.pipeline import Run, finished, has_finished
+    from ptlf.report.live import Live, console
+    from ptlf.report.tables import show_results
+
+    if resume and (finished(folder, config) if strict else has_finished(folder)):
         console.print(f"{folder}: already finished", highlight=False)
         return
     run = Run(config, folder)
-    results = run.train(Live(run.config.recipe or "run"), resume=True)
-    show_results(console, results, folder)
-    write_page([folder], folder / "report.html")
+    results = run.train(Live(run.config.recipe or "run"), resume=resume)
+    if process() == 0:
+        show_results(console, results, folder)
+        write_page([folder], folder / "report.html")
 
 
 def run_sweep(arguments: Arguments) -> None:

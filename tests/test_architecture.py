@@ -12,7 +12,7 @@ import ptlf
 PACKAGE = Path(ptlf.__file__).parent
 # A module may import from its own room and from those above it in this list.
 ROOMS = [
-    {"errors", "files", "settings", "randomness", "batch"},
+    {"errors", "files", "settings", "randomness", "ranks", "batch"},
     {"stream"},
     {"views"},
     {"encoders"},
