@@ -217,15 +217,15 @@ def run_train(arguments: Arguments) -> None:
 
 
 def train(arguments: Arguments) -> None:
-    from ptlf import recipes
+    from ptlf import ranks, recipes
 
     if not arguments.out:
         raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
     # A file on its own is complete (a run's config.yaml); with --recipe it goes on top of it.
     name = arguments.recipe or ("" if arguments.config else recipes.DEFAULT)
     # After a restart by torchrun the command is the same, and the run is there already.
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    train_in(arguments.out, settled(name, arguments.config, arguments.overrides), resume=restarted)
+    config = settled(name, arguments.config, arguments.overrides)
+    train_in(arguments.out, config, resume=ranks.restarts() > 0)
 
 
 def resume(arguments: Arguments) -> None:

@@ -48,8 +48,11 @@ def together() -> Iterator[None]:
     if local < torch.cuda.device_count():
         torch.cuda.set_device(local)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
-    _rank, _count = dist.get_rank(), dist.get_world_size()
+    store, number, processes = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    # A restarted process must not find the addresses of those that were there before it.
+    store = dist.PrefixStore(f"start {restarts()}", store)
+    dist.init_process_group(backend, store=store, rank=number, world_size=processes, timeout=TIMEOUT)
+    _rank, _count = number, processes
     try:
         yield
         dist.destroy_process_group()  # not after an error: one that has lost the others may wait for them forever
@@ -58,6 +61,11 @@ def together() -> Iterator[None]:
             raise
         raise UserError(f"another process of this run has ended, or does not answer: {first_line(error)}") from error
     _rank, _count = 0, 1
+
+
+def restarts() -> int:
+    """How often torchrun has started this process again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def lost_contact(error: RuntimeError) -> bool:
