@@ -96,6 +96,13 @@ def make_parser() -> Parser:
         "--out", type=Path, required=True, help="a folder below this for each run; finished ones are kept"
     )
     sweep.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds (default: 0)")
+    sweep.add_argument(
+        "--cluster", choices=("local", "slurm"), help="each run a job of its own, here or on a cluster, with submitit"
+    )
+    sweep.add_argument("--jobs", type=positive, help="how many jobs at once (default: all)")
+    sweep.add_argument(
+        "--job-options", nargs="+", default=[], metavar="KEY=VALUE", help="for submitit, as slurm_partition=gpu"
+    )
     sweep.add_argument("--baseline", help="the recipe that costs are relative to (default: the one with lump, if any)")
 
     evaluate = verb("evaluate", "Test the encoder of a finished run again.", run_evaluate, overrides=True)
@@ -261,23 +268,46 @@ def run_sweep(arguments: Arguments) -> None:
     from ptlf.report.record import read_results
     from ptlf.report.tables import show_results, show_runs
 
+    if not arguments.cluster and (arguments.jobs or arguments.job_options):
+        raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("torchrun can share one run among processes: start `ptlf train` with it, not `ptlf sweep`")
     plan = {}
     for recipe in arguments.recipes:
         for seed in arguments.seeds:
+            name = recipe if len(arguments.seeds) == 1 else f"{recipe} seed {seed}"
             folder = arguments.out / f"{recipe.replace('/', '-')}-seed{seed}"
-            plan[recipe, seed] = settled(recipe, None, [*arguments.overrides, f"--seed={seed}"]), folder
-    runs = {}
-    for (recipe, seed), (config, folder) in plan.items():
-        name = recipe if len(arguments.seeds) == 1 else f"{recipe} seed {seed}"
+            plan[name] = settled(recipe, None, [*arguments.overrides, f"--seed={seed}"]), folder
+    missing = {}
+    for name, (config, folder) in plan.items():
         if finished(folder, config):
             console.print(f"{name}: already finished in {folder}")
         else:
+            missing[name] = config, folder
+    if arguments.cluster:
+        train_as_jobs(arguments, missing)
+    else:
+        for name, (config, folder) in missing.items():
             results = Run(config, folder).train(Live(name), resume=True)
             show_results(console, results, folder, brief=True)
-        runs[name] = read_results(folder)
+    runs = {name: read_results(folder) for name, (_, folder) in plan.items()}
     baseline = arguments.baseline or next((name for name in runs if "/lump" in name), None)
     show_runs(console, runs, baseline)
     write_page([folder for _, folder in plan.values()], arguments.out / "report.html", arguments.baseline)
+
+
+def train_as_jobs(arguments: Arguments, missing: dict[str, Any]) -> None:
+    from ptlf.cluster import train_all
+    from ptlf.report.live import console
+
+    train_all(
+        missing,
+        arguments.out / "jobs",
+        cluster=arguments.cluster,
+        at_once=arguments.jobs,
+        options=arguments.job_options,
+        tell=lambda line: console.print(line, highlight=False, soft_wrap=True),
+    )
 
 
 def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) -> None:

@@ -53,14 +53,18 @@ def together() -> Iterator[None]:
     store = dist.PrefixStore(f"start {restarts()}", store)
     dist.init_process_group(backend, store=store, rank=number, world_size=processes, timeout=TIMEOUT)
     _rank, _count = number, processes
+    in_order = True
     try:
         yield
-        dist.destroy_process_group()  # not after an error: one that has lost the others may wait for them forever
     except RuntimeError as error:
+        in_order = False
         if not lost_contact(error):
             raise
         raise UserError(f"another process of this run has ended, or does not answer: {first_line(error)}") from error
-    _rank, _count = 0, 1
+    finally:
+        _rank, _count = 0, 1
+        if in_order or "nccl" not in backend:  # NCCL may wait forever for those that have gone
+            dist.destroy_process_group()
 
 
 def restarts() -> int:
@@ -124,7 +128,8 @@ def rows_of_whole(mine: Tensor, rows: Tensor) -> Tensor:
     here = (place >= 0) & (place < len(mine))
     found = torch.zeros(len(rows), *mine.shape[1:], dtype=mine.dtype, device=mine.device)
     found[here] = mine[place[here]]
-    dist.all_reduce(found)  # zeros but on one process: the sum is that one's row
+    if len(rows):
+        dist.all_reduce(found)  # zeros but on one process: the sum is that one's row
     return found
 
 

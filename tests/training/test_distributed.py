@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -181,6 +182,23 @@ def test_a_process_that_dies_ends_the_run_and_it_goes_on(tmp_path, capsys, monke
     results = json.loads((folder / "results.json").read_text())
     assert results["status"] == "finished"
     assert [(line["task"], line["epoch"]) for line in results["cost"]["per_epoch"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+def test_a_signal_to_one_stops_all(tmp_path) -> None:
+    folder = tmp_path / "run"
+    words = [*MORTAL, "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "500", "--out", str(folder)]
+    processes = start(["-m", "ptlf", *words], 2)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "checkpoints").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        processes[1].send_signal(signal.SIGTERM)
+    finally:
+        (code, told), (second, silent) = finish(processes, 60)
+    assert (code, second) == (143, 143), told + silent
+    assert f"go on with `ptlf train --resume {folder}`" in told
+    assert silent == ""
+    assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
 
 
 def test_torchrun_restarts_and_the_run_goes_on(tmp_path) -> None:
