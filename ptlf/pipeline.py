@@ -114,6 +114,8 @@ class Run:
         watcher = watcher if watcher and ranks.first() else Watcher()
         with claimed(self.out, resume), StopSignals(self.resumable, tell=ranks.first()) as self.stop:
             self.settle_in(resume)
+            if ranks.count() > 1 and self.device.type == "cuda":
+                tell(f"ptlf: with {ranks.count()} processes the step runs eagerly, not captured")
             watcher.begin(self)
             try:
                 self.train_stream(watcher)
