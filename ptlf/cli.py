@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,18 +28,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides = rest
         arguments.run(arguments)
     except UserError as error:
-        print(f"ptlf: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     except OSError as error:
-        print(f"ptlf: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr)
+        say(f"{error.filename or 'the system'}: {error.strerror or error}")
         return 2
     except Stopped as stopped:
-        print(f"ptlf: {stopped}", file=sys.stderr)
+        if process() == 0:
+            say(str(stopped))
         return 128 + stopped.number
     except KeyboardInterrupt:
         print("ptlf: stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def process() -> int:
+    """Which of the processes that torchrun started this is; 0 for one on its own."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def say(trouble: str) -> None:
+    print(f"ptlf: process {process()}: {trouble}" if process() else f"ptlf: {trouble}", file=sys.stderr)
 
 
 def positive(text: str) -> int:
@@ -85,6 +96,13 @@ def make_parser() -> Parser:
         "--out", type=Path, required=True, help="a folder below this for each run; finished ones are kept"
     )
     sweep.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds (default: 0)")
+    sweep.add_argument(
+        "--cluster", choices=("local", "slurm"), help="each run a job of its own, here or on a cluster, with submitit"
+    )
+    sweep.add_argument("--jobs", type=positive, help="how many jobs at once (default: all)")
+    sweep.add_argument(
+        "--job-options", nargs="+", default=[], metavar="KEY=VALUE", help="for submitit, as slurm_partition=gpu"
+    )
     sweep.add_argument("--baseline", help="the recipe that costs are relative to (default: the one with lump, if any)")
 
     evaluate = verb("evaluate", "Test the encoder of a finished run again.", run_evaluate, overrides=True)
@@ -198,40 +216,47 @@ def settled(recipe_name: str | None, file: Path | None, overrides: Sequence[str]
 
 
 def run_train(arguments: Arguments) -> None:
-    from ptlf.pipeline import Run
-    from ptlf.report.live import Live, console
-    from ptlf.report.tables import show_results
+    from ptlf import ranks
 
-    if arguments.resume:
-        return resume(arguments)
+    with ranks.together():
+        resume(arguments) if arguments.resume else train(arguments)
+
+
+def train(arguments: Arguments) -> None:
+    from ptlf import ranks
+
     if not arguments.out:
         raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
-    run = Run(settled(arguments.recipe, arguments.config, arguments.overrides), arguments.out)
-    results = run.train(Live(run.config.recipe or "run"))
-    show_results(console, results, arguments.out)
-    write_page([arguments.out], arguments.out / "report.html")
+    # After a restart by torchrun the command is the same, and the run is there already.
+    config = settled(arguments.recipe, arguments.config, arguments.overrides)
+    train_in(arguments.out, config, resume=ranks.restarts() > 0)
 
 
 def resume(arguments: Arguments) -> None:
     """The settings are those of the folder's config.yaml; the device is the machine's, and may change."""
-    from ptlf.pipeline import Run, has_finished
-    from ptlf.report.live import Live, console
-    from ptlf.report.tables import show_results
-
     folder = arguments.resume
     named = ["--out"] * bool(arguments.out) + ["--recipe"] * bool(arguments.recipe) + ["-c"] * bool(arguments.config)
     named += [word.partition("=")[0] for word in arguments.overrides if word.startswith("--")]
     for word in named:
         if word != "--device":
             raise UserError(f"--resume takes the settings of {folder / 'config.yaml'}; leave out {word}")
-    config = settled("", folder / "config.yaml", arguments.overrides)
-    if has_finished(folder):
+    train_in(folder, settled("", folder / "config.yaml", arguments.overrides), resume=True, strict=False)
+
+
+def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None:  # type: ignore[no-untyped-def]
+    """Train, show and draw. A run to resume must have these very settings, if `strict`."""
+    from ptlf.pipeline import Run, finished, has_finished
+    from ptlf.report.live import Live, console
+    from ptlf.report.tables import show_results
+
+    if resume and (finished(folder, config) if strict else has_finished(folder)):
         console.print(f"{folder}: already finished", highlight=False)
         return
     run = Run(config, folder)
-    results = run.train(Live(run.config.recipe or "run"), resume=True)
-    show_results(console, results, folder)
-    write_page([folder], folder / "report.html")
+    results = run.train(Live(run.config.recipe or "run"), resume=resume)
+    if process() == 0:
+        show_results(console, results, folder)
+        write_page([folder], folder / "report.html")
 
 
 def run_sweep(arguments: Arguments) -> None:
@@ -244,24 +269,47 @@ def run_sweep(arguments: Arguments) -> None:
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
     if arguments.baseline and arguments.baseline not in arguments.recipes:
         raise unknown("baseline", arguments.baseline, arguments.recipes)
+    if not arguments.cluster and (arguments.jobs or arguments.job_options):
+        raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("torchrun can share one run among processes: start `ptlf train` with it, not `ptlf sweep`")
     plan = {}
     for recipe in arguments.recipes:
         for seed in arguments.seeds:
+            name = recipe if len(arguments.seeds) == 1 else f"{recipe} seed {seed}"
             folder = arguments.out / f"{recipe.replace('/', '-')}-seed{seed}"
-            plan[recipe, seed] = settled(recipe, None, [*arguments.overrides, f"--seed={seed}"]), folder
-    runs = {}
-    for (recipe, seed), (config, folder) in plan.items():
-        name = recipe if len(arguments.seeds) == 1 else f"{recipe} seed {seed}"
+            plan[name] = settled(recipe, None, [*arguments.overrides, f"--seed={seed}"]), folder
+    missing = {}
+    for name, (config, folder) in plan.items():
         if finished(folder, config):
             console.print(f"{name}: already finished in {folder}")
         else:
+            missing[name] = config, folder
+    if arguments.cluster:
+        train_as_jobs(arguments, missing)
+    else:
+        for name, (config, folder) in missing.items():
             results = Run(config, folder).train(Live(name), resume=True)
             show_results(console, results, folder, brief=True)
-        runs[name] = read_results(folder)
+    runs = {name: read_results(folder) for name, (_, folder) in plan.items()}
     wanted = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
     baseline = next((name for name in runs if wanted and name.startswith(wanted)), None)
     show_runs(console, runs, baseline)
     write_page([folder for _, folder in plan.values()], arguments.out / "report.html", arguments.baseline)
+
+
+def train_as_jobs(arguments: Arguments, missing: dict[str, Any]) -> None:
+    from ptlf.cluster import train_all
+    from ptlf.report.live import console
+
+    train_all(
+        missing,
+        arguments.out / "jobs",
+        cluster=arguments.cluster,
+        at_once=arguments.jobs,
+        options=arguments.job_options,
+        tell=lambda line: console.print(line, highlight=False, soft_wrap=True),
+    )
 
 
 def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) -> None:

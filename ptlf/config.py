@@ -18,6 +18,7 @@ from ptlf.objectives import OBJECTIVES, ObjectiveConfig
 from ptlf.settings import as_dict, build, key, section
 from ptlf.stream import StreamConfig
 from ptlf.training.checkpoint import CheckpointConfig
+from ptlf.training.distributed import DistributedConfig
 from ptlf.training.trainer import TrainingConfig
 from ptlf.views import ViewsConfig
 
@@ -38,6 +39,7 @@ class Config:
     training: TrainingConfig = section(TrainingConfig)
     evaluation: EvaluationConfig = section(EvaluationConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    distributed: DistributedConfig = section(DistributedConfig)
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:

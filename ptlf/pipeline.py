@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 import ptlf
-from ptlf import evaluation
+from ptlf import evaluation, ranks
 from ptlf.config import Config, from_dict, read_yaml, to_yaml
 from ptlf.encoders import ENCODERS, feature_dim
 from ptlf.errors import UserError, unknown
@@ -39,6 +39,7 @@ from ptlf.stream.fetch import data_root
 from ptlf.stream.loading import ImageSource
 from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
+from ptlf.training.distributed import make_alike
 from ptlf.training.optimizer import check_warmup, make_optimizer
 from ptlf.training.process import FolderLock, Stopped, StopSignals
 from ptlf.training.trainer import EpochResult, Progress, StepCost, Trainer, check_batch
@@ -49,7 +50,11 @@ RECORDED = ("per_epoch", "matrices", "untrained", "future", "newly_frozen", "tra
 
 
 class Run:
-    """Everything is built and checked in the constructor; nothing is written before `train`."""
+    """Everything is built and checked in the constructor; nothing is written before `train`.
+
+    Where several processes share the run, every one of them makes the same `Run` and takes the same steps; the first
+    one writes.
+    """
 
     def __init__(
         self,
@@ -60,8 +65,9 @@ class Run:
         stream: Stream | None = None,
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
-        self.config, self.out = config, out
-        self.device = choose_device(config.device)
+        self.config, self.folder = config, out
+        self.out = out if ranks.first() else None  # where this process writes
+        self.device = ranks.local_device(choose_device(config.device))
         self.random = Randomness(config.seed)
         self.stream = stream or make_stream(config)
         self.view_size = config.views.size or self.stream.size
@@ -70,12 +76,13 @@ class Run:
         check_warmup(config.training, config.training.epochs)
         check_batch(config.training, [len(task.train) for task in self.stream.tasks])
         self.prober = make_prober(self.stream, config, self.prepare, self.device)
-        self.gallery = make_gallery(self.stream, config, self.prepare, self.device) if out else None
+        self.gallery = make_gallery(self.stream, config, self.prepare, self.device) if self.out else None
         self.model = make_model(config, self.stream, self.view_size, self.device, encoder)
         self.channels_last = on_gpu(config.training.channels_last, self.device)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.method = self.make_method().to(self.device)
+        make_alike([self.model, self.method], config.distributed, self.device)
         parameters = [*self.model.parameters(), *self.method.parameters()]
         self.trainer = Trainer(
             model=self.model,
@@ -95,7 +102,8 @@ class Run:
         self.matrices: dict[str, list[list[float | None]]] = {}
         self.untrained: dict[str, list[float | None]] = {}
         self.future: list[float | None] = []
-        self.checkpoints = Checkpoints(out, config.checkpoint) if out and config.checkpoint.enabled else None
+        self.resumable = out is not None and config.checkpoint.enabled
+        self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
         self.position = Position()
         self.progress: Progress | None = None  # of the epoch that runs
         self.newly_frozen: list[str] = []  # in it
@@ -106,9 +114,11 @@ class Run:
 
     def train(self, watcher: Watcher | None = None, *, resume: bool = False) -> dict[str, Any]:
         """The whole stream, or with `resume` what the run in the folder has left. Returns what `results.json` holds."""
-        watcher = watcher or Watcher()
-        with claimed(self.out, resume), StopSignals(active=self.checkpoints is not None) as self.stop:
+        watcher = watcher if watcher and ranks.first() else Watcher()
+        with claimed(self.out, resume), StopSignals(self.resumable, tell=ranks.first()) as self.stop:
             self.settle_in(resume)
+            if ranks.count() > 1 and self.device.type == "cuda":
+                tell(f"ptlf: with {ranks.count()} processes the step runs eagerly, not captured")
             watcher.begin(self)
             try:
                 self.train_stream(watcher)
@@ -166,6 +176,7 @@ class Run:
         watcher.end_epoch(result)
         self.note_epoch(result)
         self.check_numbers()
+        self.check_processes()
         self.check_spread(indices)
 
     def begin_epoch(self, epoch: int, indices: np.ndarray) -> None:
@@ -183,14 +194,17 @@ class Run:
 
     def pause(self) -> None:
         """A moment at which the run can be left: it saves itself if it is time to, and stops if it was asked to."""
-        if self.checkpoints is None:
+        if self.folder is None or not self.resumable:
             return
-        if self.stop.asked or self.checkpoints.due(self.position):
+        due_here = self.checkpoints is not None and self.checkpoints.due(self.position)
+        asked, due = ranks.most([self.stop.asked or 0, int(due_here)])  # the processes stop and save together
+        if asked or due:
             with self.clock("checkpoint"):
                 self.check_numbers()
-                self.checkpoints.save(self.position, self.state_dict())
-        if self.stop.asked:
-            raise Stopped(self.checkpoints.run, self.stop.asked)
+                if self.checkpoints:
+                    self.checkpoints.save(self.position, self.state_dict())
+        if asked:
+            raise Stopped(self.folder, asked)
 
     def correlation(self, indices) -> dict[str, float]:  # type: ignore[no-untyped-def]
         """Ratios of the units not yet frozen: the past is the memory, the gradient the new task's."""
@@ -198,7 +212,7 @@ class Run:
             memory = self.method.memory
             frozen = set(self.freezing.freezer.frozen)
             self.model.train()
-            return correlation_ratios(
+            ratios = correlation_ratios(
                 self.model.encoder,
                 self.prepare(memory.past()),
                 lambda: self.trainer.sample_loss(indices, self.random["correlation"]),
@@ -206,7 +220,9 @@ class Run:
                 batches=self.config.freezing.batches,
                 units=[unit for unit in self.freezing.freezer.units if unit.name not in frozen],
                 keep=[self.model],
+                combine=ranks.average_,
             )
+            return ranks.from_first(ratios)
 
     def evaluate(self, index: int) -> dict[str, list[float | None]]:
         if not self.prober:
@@ -252,6 +268,7 @@ class Run:
             "saved_activation_bytes": self.step_cost.kept_bytes,
             "backward_flops": round(self.step_cost.backward_flops_per_view * result.views),
             "peak_memory_bytes": self.step_cost.peak_memory_bytes,
+            "all_reduced_bytes": self.trainer.parallel.bytes if self.trainer.parallel else 0,  # in each step
         }
         self.per_epoch.append(line)
         if self.out:
@@ -272,6 +289,10 @@ class Run:
             "try a lower --training.lr or --training.precision fp32"
         )
 
+    def check_processes(self) -> None:
+        if not ranks.are_same(self.model.parameters()):
+            raise RuntimeError("the processes' weights differ; a parameter's gradient was not averaged over them")
+
     def check_spread(self, indices: np.ndarray) -> None:
         """Warn once when the encoder gives every image the same vector."""
         if self.warned:
@@ -281,34 +302,31 @@ class Run:
             spread = feature_spread(self.model.encoder, self.prepare(self.trainer.source.gather(chosen)))
         if spread < COLLAPSED:
             self.warned = True
-            print(
+            tell(
                 f"ptlf: warning: the representation has collapsed in task {self.position.task + 1}, epoch "
                 f"{self.position.epoch + 1}: normalised features of {len(chosen)} images differ by {spread:.1e} "
-                "(1 = spread evenly, 0 = all the same); try a lower --training.lr or another objective",
-                file=sys.stderr,
+                "(1 = spread evenly, 0 = all the same); try a lower --training.lr or another objective"
             )
 
     def settle_in(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""
-        if self.out is None:
-            return
-        if not (self.out / "config.yaml").exists():
+        if self.out and not (self.out / "config.yaml").exists():
             self.save_text("config.yaml", to_yaml(self.config))
         if resume:
-            if self.checkpoints:
-                self.load_checkpoint(self.checkpoints)
+            if self.resumable:
+                self.load_checkpoint()
             self.save_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.per_epoch))
 
-    def load_checkpoint(self, checkpoints: Checkpoints) -> None:
-        state = checkpoints.load()
+    def load_checkpoint(self) -> None:
+        state = ranks.from_first(self.checkpoints.load() if self.checkpoints else None)
         if state is None:
             return
         try:
             self.load_state_dict(state)
         except (RuntimeError, LookupError, TypeError) as error:
             why = " ".join(str(error).split())[:200]
-            settings = checkpoints.run / "config.yaml"
-            raise UserError(f"{checkpoints.last} does not fit the settings in {settings}: {why}") from error
+            last = self.checkpoints.last if self.checkpoints else "the checkpoint"
+            raise UserError(f"{last} does not fit the settings in {self.folder}/config.yaml: {why}") from error
         self.save_results()
 
     def state_dict(self) -> dict[str, Any]:
@@ -353,7 +371,7 @@ class Run:
             "commit": record.commit(),
             "status": self.status,
             "config": as_dict(self.config),
-            "environment": record.environment(self.device) | self.trainer.arithmetic(),
+            "environment": record.environment(self.device) | self.trainer.arithmetic() | {"processes": ranks.count()},
             "seed": self.config.seed,
             "class_order": list(self.stream.class_order),
             "tasks": [task.name for task in self.stream.tasks],
@@ -567,6 +585,11 @@ def check_combination(config: Config, stream: Stream) -> None:
             raise UserError(
                 "objective 'supervised' needs labels, and a folder per task has none; choose another objective"
             )
+
+
+def tell(warning: str) -> None:
+    if ranks.first():
+        print(warning, file=sys.stderr)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import ptlf
 PACKAGE = Path(ptlf.__file__).parent
 # A module may import from its own room and from those above it in this list.
 ROOMS = [
-    {"errors", "files", "settings", "randomness", "batch"},
+    {"errors", "files", "settings", "randomness", "ranks", "batch"},
     {"stream"},
     {"views"},
     {"encoders"},
@@ -23,7 +23,7 @@ ROOMS = [
     {"training"},
     {"evaluation"},
     {"report"},
-    {"config", "recipes", "pipeline", "cli", "bench", "__main__"},
+    {"config", "recipes", "pipeline", "cluster", "cli", "bench", "__main__"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 # Freezing and reports are libraries of their own; evaluation tests an encoder, whoever trained it.

@@ -1,4 +1,4 @@
-"""BatchNorm that keeps several views apart when they pass through the encoder in one batch."""
+"""BatchNorm that keeps several views apart in one batch, and BatchNorm over the batch of several processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from ptlf import ranks
 
 
 class ViewBatchNorm2d(nn.BatchNorm2d):
@@ -37,3 +39,56 @@ def takes_views_in_one_pass(encoder: nn.Module) -> bool:
     """Whether every norm that looks at the batch keeps views apart."""
     batch_norms = [m for m in encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     return all(isinstance(norm, ViewBatchNorm2d) for norm in batch_norms)
+
+
+class SharedStatistics(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm over the batch of all processes, on CPUs, where PyTorch has none. Every share has equal size."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        dims = [0, *range(2, input.ndim)]
+        var, mean = torch.var_mean(input.float() if input.dtype is torch.bfloat16 else input, dims, correction=0)
+        means, variances = ranks.whole(torch.stack((mean, var))[None]).unbind(1)  # (processes, C) each
+        mean = means.mean(0)
+        var = variances.mean(0) + (means - mean).square().mean(0)
+        if self.track_running_stats:
+            self.note(mean.detach(), var.detach(), ranks.count() * input.numel() // input.shape[1])
+        scale = torch.rsqrt(var + self.eps)
+        scale = scale if self.weight is None else scale * self.weight
+        shift = -mean * scale if self.bias is None else self.bias - mean * scale
+        shape = (1, -1, *[1] * (input.ndim - 2))
+        return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+
+    def note(self, mean: Tensor, var: Tensor, values: int) -> None:
+        """Statistics of a batch, with `values` per channel, into the running ones."""
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None and self.running_var is not None
+        self.num_batches_tracked += 1
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, share)
+        self.running_var.lerp_(var * values / (values - 1), share)
+
+
+class SharedBatchNorm1d(SharedStatistics, nn.BatchNorm1d):
+    pass
+
+
+class SharedBatchNorm2d(SharedStatistics, nn.BatchNorm2d):
+    pass
+
+
+def synchronise(module: nn.Module, device: torch.device) -> None:
+    """Make every BatchNorm below the module one over the batch of all processes. Parameters stay the same objects."""
+    if device.type == "cuda":
+        nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        return
+    for norm in module.modules():
+        if isinstance(norm, nn.BatchNorm1d):
+            norm.__class__ = SharedBatchNorm1d
+        elif isinstance(norm, nn.BatchNorm2d):
+            norm.__class__ = SharedBatchNorm2d
+
+
+def is_synchronised(norm: nn.Module) -> bool:
+    return isinstance(norm, nn.SyncBatchNorm | SharedStatistics)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ptlf import ranks
 from ptlf.errors import UserError
 from ptlf.evaluation.knn import KnnClassConfig, KnnTaskConfig, knn_accuracy
 from ptlf.evaluation.linear import LinearConfig, RidgeConfig, linear_fit, ridge_fit
@@ -144,8 +145,11 @@ class Prober:
     def features(self, encoder: nn.Module, source: ImageSource, indices) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
         """Features (N, D) in float32 and labels (N,) of the images with these indices."""
         chosen = torch.from_numpy(indices)
-        parts = [encoder(self.prepare(source.gather(part))).float() for part in chosen.split(self.config.batch)]
-        return torch.cat(parts), source.labels[chosen].to(self.device)
+        # Every process looks at its share; the last image fills up what cannot be shared equally.
+        filled = torch.cat((chosen, chosen[-1:].expand(-len(chosen) % ranks.count())))
+        mine = filled[ranks.share(len(filled))]
+        parts = [encoder(self.prepare(source.gather(part))).float() for part in mine.split(self.config.batch)]
+        return ranks.whole(torch.cat(parts))[: len(chosen)], source.labels[chosen].to(self.device)
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """What each probe's figures were measured with."""

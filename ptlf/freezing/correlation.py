@@ -33,6 +33,7 @@ def correlation_ratios(
     example: Any = None,
     chunk: int = 64,
     keep: Sequence[nn.Module] = (),
+    combine: Callable[[list[Tensor]], None] = lambda gradients: None,
 ) -> dict[str, float]:
     """Ratio by unit name, at the module's present weights.
 
@@ -45,6 +46,7 @@ def correlation_ratios(
     Everything is left as it was, also if `loss_fn` raises: parameters, buffers (batch-norm statistics), `.grad`,
     modes, hooks and torch's global random state. `keep` names further modules that `loss_fn` changes, such as heads
     with batch norm, a momentum encoder or a queue. Generators that `loss_fn` owns advance; they are the caller's.
+    `combine` may change the averaged gradients in place, as where several processes have a share of each batch.
 
     Memory: the Gram matrices R R^T alive together (m x m, float64) never exceed the largest one, for which the replay
     is forwarded several times. On top come the activations of one chunk, `COLUMN_BYTES` of R (twice while they are
@@ -65,6 +67,7 @@ def correlation_ratios(
         units = [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
     with unchanged(module, *keep):
         gradients = mean_gradients(units, loss_fn, batches)
+        combine(list(gradients.values()))
     ratios: dict[str, float] = {}
     with unchanged(module), torch.no_grad():
         for together in passes(units):

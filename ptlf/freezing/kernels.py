@@ -16,9 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptlf.encoders.norm import ViewBatchNorm2d
+from ptlf.encoders.norm import SharedStatistics, ViewBatchNorm2d
 
 Pair = tuple[int, int]
+PLAIN_FORWARDS = (
+    nn.BatchNorm2d.forward,
+    nn.SyncBatchNorm.forward,
+    SharedStatistics.forward,
+    ViewBatchNorm2d.forward,
+)
 
 
 class _FrozenConv2d(torch.autograd.Function):
@@ -307,7 +313,7 @@ def is_plain_batch_norm(norm: nn.Module | None) -> bool:
     """Whether the norm is a BatchNorm with running statistics and no more: a subclass may add an activation."""
     return (
         isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
-        and type(norm).forward in (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward, ViewBatchNorm2d.forward)
+        and type(norm).forward in PLAIN_FORWARDS
         and "forward" not in norm.__dict__
         and norm.running_mean is not None
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ptlf import ranks
 from ptlf.batch import Batch
 from ptlf.settings import key
 from ptlf.views import View, apply_view
@@ -44,6 +45,7 @@ class Memory(nn.Module):
         self.register_buffer("old_images", torch.zeros_like(self.images))
         self.register_buffer("old_seen", torch.zeros_like(self.seen))
         self.count = 0  # `seen` on the host: asking the device would make it wait
+        self.drawn = torch.zeros(0, dtype=torch.int64)  # the slots of the step's whole batch, on the host
         self.register_load_state_dict_post_hook(lambda memory, _: memory.recount())
 
     def __len__(self) -> int:
@@ -56,7 +58,8 @@ class Memory(nn.Module):
         slots = torch.where(number < self.size, number, (chance * (number + 1)).long()).clamp(max=self.size)
         claimed_later = torch.triu(slots[:, None] == slots[None, :], diagonal=1).any(dim=1)
         self.count += batch
-        return torch.where(claimed_later, self.size, slots)
+        self.drawn = torch.where(claimed_later, self.size, slots)
+        return self.drawn
 
     def picks(self, batch: int, generator: torch.Generator) -> Tensor:
         """`batch` memory images drawn without replacement, (B,) int64; in several rounds where it holds fewer."""
@@ -67,11 +70,17 @@ class Memory(nn.Module):
         return torch.cat([torch.randperm(filled, generator=generator) for _ in range(rounds)])[:batch]
 
     def add(self, batch: Batch, slots: Tensor, outputs: Tensor | None = None) -> None:
-        self.images.index_copy_(0, slots, batch.images)
-        self.views.index_copy_(0, slots, batch.views[-1].detach().to(self.views.dtype))
+        images, views = batch.images, batch.views[-1].detach().to(self.views.dtype)
+        if ranks.count() > 1:  # every process keeps the same memory, and has a share of the batch
+            rows = (self.drawn < self.size).nonzero().flatten()
+            slots = self.drawn[rows].to(images.device)
+            images, views = ranks.rows_of_whole(images, rows), ranks.rows_of_whole(views, rows)
+            outputs = None if outputs is None else ranks.rows_of_whole(outputs, rows)
+        self.images.index_copy_(0, slots, images)
+        self.views.index_copy_(0, slots, views)
         if outputs is not None:
             self.outputs.index_copy_(0, slots, outputs)
-        self.seen += len(batch)
+        self.seen += len(batch) * ranks.count()
 
     def fresh(self, picks: Tensor, uniforms: Tensor) -> Tensor:
         """A new augmentation of the picked images, (B, 3, S, S)."""

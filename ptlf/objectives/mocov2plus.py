@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ptlf.batch import Batch
 from ptlf.objectives.momentum import MomentumNetwork
 from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
+from ptlf.ranks import whole
 from ptlf.settings import key
 
 
@@ -34,7 +35,7 @@ class MoCoV2Plus(Objective):
 
     queue: Tensor
     pointer: Tensor
-    keys: Tensor  # (2, B, D), from `compare` to `after_step`
+    keys: Tensor  # (2, B, D) of the whole batch, from `compare` to `after_step`
 
     def __init__(self, config: MoCoV2PlusConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
@@ -53,7 +54,7 @@ class MoCoV2Plus(Objective):
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         q1, q2 = (F.normalize(z, dim=1) for z in projected)
         k1, k2 = (F.normalize(z, dim=1) for z in self.momentum(batch.mixed, self.dtype))
-        self.keys = torch.stack((k1, k2))
+        self.keys = torch.stack((whole(k1), whole(k2)))
         first, second = self.queue
         temperature = self.config.temperature
         return (key_loss(q1, k2, second, temperature) + key_loss(q2, k1, first, temperature)) / 2

@@ -4,6 +4,9 @@ An objective sees float32 features, one tensor (B, feature_dim) per view, and th
 `projector` turns them into projections z (B, projection_dim); `compare` is the loss between the views' projections,
 `distill` the same kind of loss between predicted projections and those of an earlier model. Its parameters train with
 the encoder's; what moves without a gradient moves in `after_step`.
+
+Where several processes share a run, each has its share of the batch. A loss that is a mean over images needs to know
+nothing of it; one that compares images, or takes statistics over them, asks for the `whole` batch first.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.batch import Batch
+from ptlf.ranks import whole
 from ptlf.settings import key
 
 
@@ -89,7 +93,7 @@ def contrastive_distillation(predicted: Sequence[Tensor], old: Sequence[Tensor],
 
     All views are pooled: V views of B images give V * B candidates.
     """
-    p, z = (F.normalize(torch.cat(list(vectors)), dim=1) for vectors in (predicted, old))
+    p, z = (F.normalize(torch.cat([whole(v) for v in vectors]), dim=1) for vectors in (predicted, old))
     logits = p @ z.T / temperature
     own = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ptlf.batch import Batch
 from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
+from ptlf.ranks import whole
 from ptlf.settings import key
 
 
@@ -37,7 +38,7 @@ class SimCLR(Objective):
         )
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
-        z = F.normalize(torch.cat(list(projected)), dim=1)  # (2B, D)
+        z = F.normalize(torch.cat([whole(z) for z in projected]), dim=1)  # (2B, D)
         itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
         logits = (z @ z.T / self.config.temperature).masked_fill(itself, float("-inf"))
         partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)

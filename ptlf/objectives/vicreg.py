@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ptlf.batch import Batch
 from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
+from ptlf.ranks import whole
 from ptlf.settings import key
 
 
@@ -41,7 +42,7 @@ class VICReg(Objective):
         )
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
-        z1, z2 = projected
+        z1, z2 = (whole(z) for z in projected)
         return (
             self.config.invariance * F.mse_loss(z1, z2)
             + self.config.variance * (variance_loss(z1) + variance_loss(z2))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ptlf import ranks
 from ptlf.batch import Batch
 from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.errors import UserError
@@ -26,11 +27,13 @@ WARM_UP = 3  # steps run uncaptured first: they compile, pick algorithms and mak
 
 
 def choose_engine(wanted: str, device: torch.device) -> str:
-    """`auto` is captured on a GPU that the compiler knows, and eager elsewhere."""
+    """`auto` is captured on a GPU that the compiler knows, and eager elsewhere and where processes share the run."""
     if wanted == "captured" and device.type != "cuda":
         raise UserError("training.engine captured needs a GPU; use eager or compiled here")
-    if wanted != "auto":
-        return wanted
+    if wanted not in ("auto", "eager") and ranks.count() > 1:
+        raise UserError(f"training.engine {wanted} is for one process; under torchrun use eager or auto")
+    if wanted != "auto" or ranks.count() > 1:
+        return "eager" if wanted == "auto" else wanted
     return "captured" if device.type == "cuda" and torch.utils._triton.has_triton() else "eager"
 
 

@@ -30,9 +30,9 @@ class Stopped(Exception):
 class StopSignals:
     """Inside, a first SIGINT or SIGTERM only asks (`asked` is its number); a second SIGINT interrupts as usual."""
 
-    def __init__(self, active: bool = True) -> None:
-        """Not active, signals do what they did before."""
-        self.active = active
+    def __init__(self, active: bool = True, tell: bool = True) -> None:
+        """Not active, signals do what they did before. `tell`: say on stderr that the signal was understood."""
+        self.active, self.tell = active, tell
         self.asked: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -51,8 +51,8 @@ class StopSignals:
         if self.asked is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = number
-        # Not print: the signal may have come in the middle of one.
-        os.write(2, b"\nptlf: finishing the step, then saving; Ctrl-C (again) leaves at once\n")
+        if self.tell:  # not print: the signal may have come in the middle of one
+            os.write(2, b"\nptlf: finishing the step, then saving; Ctrl-C (again) leaves at once\n")
 
 
 class FolderLock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ptlf import ranks
 from ptlf.batch import Batch, to_device
 from ptlf.errors import UserError
 from ptlf.freezing.correlation import unchanged
@@ -20,6 +22,7 @@ from ptlf.randomness import Randomness
 from ptlf.settings import key
 from ptlf.stream.loading import ImageSource
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
+from ptlf.training.distributed import Parallel, average_statistics
 from ptlf.training.engine import ENGINES, choose_engine, compile_encoder, compile_function, make_engine
 from ptlf.training.optimizer import OptimizerConfig, learning_rate, set_rate, settle_momentum
 from ptlf.views import View, apply_view, draw
@@ -28,7 +31,7 @@ from ptlf.views import View, apply_view, draw
 @dataclass
 class TrainingConfig(OptimizerConfig):
     epochs: int = key(200, "passes over each task's images", least=1)
-    batch: int = key(256, "images per step (each gives two views)", least=2)
+    batch: int = key(256, "images per step, of all processes (each gives two views)", least=2)
     last_batch: str = key("use", "what to do with an epoch's last, smaller batch", choices=("use", "drop"))
     precision: str = key("auto", "the encoder's arithmetic; auto = bf16 on a GPU", choices=("auto", "fp32", "bf16"))
     channels_last: bool | None = key(None, "memory layout of images and convolutions; null = on a GPU")
@@ -93,6 +96,7 @@ class Trainer:
         if self.engine_kind != "eager":
             self.compile_parts()
         self.engine = make_engine(self.engine_kind, self.step)
+        self.parallel: Parallel | None = None  # where several processes share the run, from an epoch's start on
 
     def arithmetic(self) -> dict[str, Any]:
         """How the step is computed here, for the record."""
@@ -102,13 +106,15 @@ class Trainer:
     def step(self, batch: Batch) -> dict[str, Tensor]:
         batch.views = self.views(batch)
         batch.mixed = self.method.mix(batch)
-        losses = self.method.losses(self.model, batch)
+        losses = self.parallel(batch) if self.parallel else self.method.losses(self.model, batch)
         self.optimizer.zero_grad(set_to_none=True)
         total(losses).backward()
         self.method.after_backward(self.model, self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.model.objective.after_step(self.model.encoder)
         self.method.remember(batch)
+        if self.parallel:
+            average_statistics(self.model, self.method)
         return {name: loss.detach() for name, loss in losses.items()}
 
     def begin_epoch(self) -> Progress:
@@ -120,11 +126,13 @@ class Trainer:
         progress = progress or self.begin_epoch()
         self.random["order"].set_state(progress.order)
         order = list(self.batches(indices, self.random["order"]))
+        self.join_processes(indices)
         for chosen in order[progress.steps :]:
             rate = learning_rate(self.config, epoch + progress.steps / len(order), self.config.epochs)
             set_rate(self.optimizer, rate)
             batch = self.load(chosen, self.random["views"], self.method.draw(len(chosen)))
-            progress.add(self.engine(batch), len(batch) * len(self.recipe), of=len(order))
+            losses = ranks.average(self.engine(batch))
+            progress.add(losses, len(chosen) * len(self.recipe), of=len(order))
             self.on_step(progress.views)
         return progress.result()
 
@@ -148,27 +156,65 @@ class Trainer:
         """A unit froze or thawed, or a task began: the engine starts afresh."""
         settle_momentum(self.optimizer)
         self.engine.rebuild()
+        self.parallel = None
+
+    def join_processes(self, indices: np.ndarray) -> None:
+        """Before an epoch's steps: gradients of the parameters that the loss reaches by now are averaged."""
+        if ranks.count() > 1 and self.parallel is None:
+            self.parallel = Parallel(self.model, self.method, self.reached(indices))
+
+    def reached(self, indices: np.ndarray) -> list[nn.Parameter]:
+        """The parameters that get a gradient in a step as things stand. Trains nothing, leaves no trace."""
+        trainable = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        with self.rehearsed(indices) as batch:
+            loss = total(self.method.losses(self.model, batch))
+            gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
+        return [p for p, gradient in zip(trainable, gradients, strict=True) if gradient is not None]
+
+    @contextmanager
+    def rehearsed(self, indices: np.ndarray) -> Iterator[Batch]:
+        """A batch ready for the losses, and everything as it was afterwards."""
+        chosen = torch.from_numpy(indices[: self.config.batch])
+        self.model.train()
+        with self.method.rehearsal(), unchanged(self.model, self.method):
+            batch = self.load(chosen, torch.Generator().manual_seed(0), self.method.draw(len(chosen)))
+            batch.views = self.views(batch)
+            batch.mixed = self.method.mix(batch)
+            yield batch
 
     def load(self, chosen: Tensor, generator: torch.Generator, draws: dict[str, Tensor] | None = None) -> Batch:
-        """The images with these indices and the step's randomness, on the device."""
+        """The images with these indices and the step's randomness, on the device.
+
+        Where several processes share the run, each draws for all images and takes its share: a draw is one value per
+        image, or a single one for the step.
+        """
+        mine = ranks.share(len(chosen))
+        shared = {name: value[mine] if value.ndim else value for name, value in (draws or {}).items()}
         return Batch(
-            images=self.source.gather(chosen),
-            labels=to_device(self.source.labels[chosen], self.device),
-            uniforms=to_device(draw(len(chosen), generator, len(self.recipe)), self.device),
-            draws={name: to_device(value, self.device) for name, value in (draws or {}).items()},
+            images=self.source.gather(chosen[mine]),
+            labels=to_device(self.source.labels[chosen[mine]], self.device),
+            uniforms=to_device(draw(len(chosen), generator, len(self.recipe))[:, mine], self.device),
+            draws={name: to_device(value, self.device) for name, value in shared.items()},
         )
 
     def batches(self, indices: np.ndarray, generator: torch.Generator) -> Iterator[Tensor]:
-        """Shuffled batches of indices. A single left-over image has no batch statistics and is always dropped."""
+        """Shuffled batches of indices. The last one is cut to what the processes can share equally."""
         shuffled = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)]
         for part in shuffled.split(self.config.batch):
-            if len(part) == self.config.batch or (self.config.last_batch == "use" and len(part) > 1):
-                yield part
+            if size := self.usable(len(part)):
+                yield part[:size]
+
+    def usable(self, images: int) -> int:
+        """How many of a batch's images are trained on. A single one in a process has no batch statistics."""
+        if images == self.config.batch:
+            return images
+        each = images // ranks.count()
+        return each * ranks.count() if self.config.last_batch == "use" and each > 1 else 0
 
     def steps(self, indices: np.ndarray) -> int:
         """Steps of a whole task with these images."""
         full, rest = divmod(len(indices), self.config.batch)
-        return self.config.epochs * (full + (rest > 1 and self.config.last_batch == "use"))
+        return self.config.epochs * (full + (self.usable(rest) > 0))
 
     def cost_of_step(self, indices: np.ndarray, exclude: Iterable[Tensor] = ()) -> StepCost:
         """Bytes kept for backward and backward FLOPs of a step as things stand. Trains nothing, leaves no trace.
@@ -176,12 +222,7 @@ class Trainer:
         Parameters and buffers are there anyway and do not count, nor does what `exclude` names, nor forwards without a
         backward such as a frozen copy's.
         """
-        chosen = torch.from_numpy(indices[: self.config.batch])
-        self.model.train()
-        with self.method.rehearsal(), unchanged(self.model, self.method):
-            batch = self.load(chosen, torch.Generator().manual_seed(0), self.method.draw(len(chosen)))
-            batch.views = self.views(batch)
-            batch.mixed = self.method.mix(batch)
+        with self.rehearsed(indices) as batch:
             losses: list[Tensor] = []
             kept = kept_bytes(
                 lambda: losses.append(total(self.method.losses(self.model, batch))),
@@ -219,6 +260,12 @@ def total(losses: dict[str, Tensor]) -> Tensor:
 
 
 def check_batch(config: TrainingConfig, sizes: list[int]) -> None:
+    processes = ranks.count()
+    if config.batch % processes or config.batch < 2 * processes:
+        raise UserError(
+            f"training.batch is {config.batch}, the images of one step of all {processes} processes; "
+            f"choose a multiple of {processes}, at least {2 * processes}"
+        )
     for number, size in enumerate(sizes, start=1):
         if config.batch > size:
             raise UserError(

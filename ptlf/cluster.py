@@ -1,0 +1,90 @@
+"""Many runs at once, each a job of its own on this machine or on a SLURM cluster, through submitit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptlf.config import Config, from_dict
+from ptlf.errors import UserError
+from ptlf.pipeline import Run
+from ptlf.settings import as_dict, parse
+
+CLUSTERS = ("local", "slurm")
+DEFAULTS = {"timeout_min": 24 * 60}  # minutes, after which a cluster ends a job
+
+
+class Job:
+    """One run, or what its folder lacks of it. Called in a process of its own, perhaps on another machine."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.folder = as_dict(config), folder.absolute()
+
+    def __call__(self) -> None:
+        Run(from_dict(self.config), self.folder).train(resume=True)
+
+    def checkpoint(self) -> Any:
+        """What submitit puts into the queue when the job's time is over: the same again, which goes on."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+def train_all(
+    plan: Mapping[str, tuple[Config, Path]],
+    folder: Path,
+    *,
+    cluster: str,
+    at_once: int | None = None,
+    options: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Train the runs of the plan (name: settings, folder), `at_once` at most together. Waits until all have ended.
+
+    folder: for the jobs' own files: what they print, and why they failed.
+    options: KEY=VALUE of submitit's `update_parameters`, such as slurm_partition=gpu.
+    """
+    executor = make_executor(cluster, folder, options)
+    waiting, failed = list(plan.items()), []
+    running: dict[str, Any] = {}  # name: submitit's job
+    while waiting or running:
+        while waiting and (at_once is None or len(running) < at_once):
+            name, (config, target) = waiting.pop(0)
+            running[name] = executor.submit(Job(config, target))
+            tell(f"{name}: job {running[name].job_id} in {target}")
+        for name, job in [(name, job) for name, job in running.items() if job.done()]:
+            del running[name]
+            why = job.exception()
+            tell(f"{name}: {'failed' if why else 'finished'}")
+            if why:
+                failed.append(f"{name} failed ({last_line(why)}; see {job.paths.stderr})")
+        time.sleep(0.2 if cluster == "local" else 10)  # seconds; a cluster's controller is not to be asked often
+    if failed:
+        raise UserError("; ".join(failed) + "; the same command goes on with what is not finished")
+
+
+def make_executor(cluster: str, folder: Path, options: Sequence[str]) -> Any:
+    try:
+        import submitit
+    except ImportError:
+        raise UserError("--cluster needs submitit; install it with `pip install 'ptlf[cluster]'`") from None
+    executor = submitit.AutoExecutor(folder, cluster=cluster)
+    parameters: dict[str, Any] = {**DEFAULTS}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise UserError(f"--job-options takes KEY=VALUE, such as slurm_partition=gpu, not {option!r}")
+        parameters[key] = parse(value)
+    try:
+        executor.update_parameters(name="ptlf", **parameters)
+    except (NameError, TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"--job-options: {' '.join(str(error).split())[:200]}") from None
+    return executor
+
+
+def last_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip() and set(line) != {"-"}]
+    found = [line for line in lines if "Error" in line or "Stopped" in line]
+    return (found or lines or [type(error).__name__])[-1].strip()[:200]

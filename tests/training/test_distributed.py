@@ -1,0 +1,237 @@
+"""Two processes against one with the same global batch; a process that dies; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import RUNS
+
+from ptlf import ranks
+from ptlf.cli import main
+from ptlf.errors import UserError
+from ptlf.objectives import OBJECTIVES
+from ptlf.training.engine import choose_engine
+from ptlf.training.trainer import TrainingConfig, check_batch
+
+HERE = Path(__file__).parent
+SYNCHRONISED = [name for name in RUNS if not name.endswith("local")]
+MORTAL = [
+    "train", "--recipe", "digits/simsiam/ptlf", "--freezing.final", "0.67", "--stream.groups", "[[0, 1], [2, 3]]",
+    "--encoder.name", "processes:mortal_encoder", "--training.epochs", "2", "--training.batch", "64",
+    "--training.last_batch", "drop", "--device", "cpu", "--evaluation.gallery", "false",
+    "--checkpoint.every_steps", "2",
+]  # fmt: skip
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(HERE.parent.parent), str(HERE.parent), str(HERE)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
+
+
+def start(words: list[str], count: int) -> list[subprocess.Popen]:
+    """As torchrun would start them, without one who watches over them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    return [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank)) if count > 1 else environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def finish(processes: list[subprocess.Popen], seconds: float) -> list[tuple[int, str]]:
+    """Exit code and output of each."""
+    ends = []
+    try:
+        for process in processes:
+            text = process.communicate(timeout=seconds)[0]
+            ends.append((process.returncode, text))
+    finally:
+        for process in processes:
+            process.kill()
+    return ends
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """What the runs of `processes.py` came to: alone, and in the first and second of two processes."""
+    folder = tmp_path_factory.mktemp("found")
+    files = {name: folder / f"{name}.pt" for name in ("alone", "first", "second")}
+    script = str(HERE / "processes.py")
+    processes = start([script, str(files["alone"])], 1)
+    pair = start([script, str(folder / "pair")], 2)
+    for code, text in finish([*processes, *pair], 240):
+        assert code == 0, text
+    for rank, name in enumerate(("first", "second")):
+        (folder / f"pair{rank}").rename(files[name])
+    return {name: torch.load(file, weights_only=False) for name, file in files.items()}
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference, as a share of the largest value."""
+    assert one.keys() == other.keys()
+    largest = max(float(value.abs().max()) for value in one.values())
+    return max(float((value - other[name]).abs().max()) for name, value in one.items()) / largest
+
+
+def test_every_objective_is_there() -> None:
+    assert {name.split()[0] for name in SYNCHRONISED} == set(OBJECTIVES)
+
+
+@pytest.mark.parametrize("name", SYNCHRONISED)
+def test_gradients_are_those_of_one_process(found, name: str) -> None:
+    """At the first step of every epoch: of the run, of the second task, and after each freeze."""
+    alone, pair = found["alone"][name], found["first"][name]
+    assert alone["gradients"].keys() == pair["gradients"].keys()
+    assert len(alone["gradients"]) == (2 if "pnn" in name else 4)
+    for place, gradients in alone["gradients"].items():
+        assert apart(gradients, pair["gradients"][place]) < 1e-9, place
+
+
+@pytest.mark.parametrize("name", SYNCHRONISED)
+def test_a_run_ends_as_in_one_process(found, name: str) -> None:
+    alone, pair = found["alone"][name], found["first"][name]
+    for one, other in zip(alone["freezing"], pair["freezing"], strict=True):
+        assert (one["order"], one["events"]) == (other["order"], other["events"])
+        assert one["ratios"] == pytest.approx(other["ratios"], abs=1e-9)
+    assert alone["probes"] == pair["probes"]
+    assert alone["random"].keys() == pair["random"].keys()
+    assert all(torch.equal(state, pair["random"][source]) for source, state in alone["random"].items())
+    for part in ("model", "method"):
+        states = [
+            {
+                # The memory's last row takes what is not kept: here nothing is sent there.
+                key: (value[:-1] if key.startswith("memory.") and value.ndim else value).double()
+                for key, value in run[part].items()
+                if value.numel()
+            }
+            for run in (alone, pair)
+        ]
+        for key, value in states[0].items():
+            torch.testing.assert_close(
+                states[1][key], value, rtol=1e-7, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}"
+            )
+    losses = [[line["loss"] for line in run["per_epoch"]] for run in (alone, pair)]
+    assert all(one == pytest.approx(other, abs=1e-9) for one, other in zip(*losses, strict=True))
+    assert [e["steps"] for e in alone["per_epoch"]] == [e["steps"] for e in pair["per_epoch"]]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_both_processes_hold_the_same_bits(found, name: str) -> None:
+    first, second = found["first"][name], found["second"][name]
+    for part in ("model", "method"):
+        assert all(torch.equal(value, second[part][key]) for key, value in first[part].items())
+    assert first["freezing"] == second["freezing"]
+    assert first["probes"] == second["probes"]
+
+
+def test_local_norms_see_their_share(found) -> None:
+    """They make another run of it, and a sound one."""
+    alone, pair = found["alone"]["simsiam local"], found["first"]["simsiam local"]
+    assert apart(alone["gradients"][1, 1], pair["gradients"][1, 1]) > 1e-3
+    key = "encoder.1.running_mean"
+    torch.testing.assert_close(pair["model"][key], alone["model"][key], rtol=0.5, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["simsiam lump", "simclr si", "barlow_twins der"])
+def test_frozen_parameters_are_not_sent(found, name: str) -> None:
+    """What is sent in a step, as counted where it is sent, falls by the bytes of the frozen parameters."""
+    pair = found["first"][name]
+    (entry,) = pair["freezing"]
+    size, sent = pair["unit_bytes"], pair["sent"]
+    first, second = (event["frozen"] for event in entry["events"])
+    assert sent[1, 1] == sent[1, 2] > 0
+    assert sent[1, 2] - sent[2, 1] == sum(size[unit] for unit in first) > 0
+    assert sent[2, 1] - sent[2, 2] == sum(size[unit] for unit in second) > 0
+    assert [line["all_reduced_bytes"] for line in pair["per_epoch"]] == list(sent.values())
+    assert {line["all_reduced_bytes"] for line in found["alone"][name]["per_epoch"]} == {0}
+
+
+def test_a_process_that_dies_ends_the_run_and_it_goes_on(tmp_path, capsys, monkeypatch) -> None:
+    """Nobody watches over these two: the other one notices by itself."""
+    folder, began = tmp_path / "run", time.monotonic()
+    (code, told), (death, _) = finish(start(["-m", "ptlf", *MORTAL, "--out", str(folder)], 2), 90)
+    assert time.monotonic() - began < 90
+    assert death == -9
+    assert code == 2
+    assert "ptlf: another process of this run has ended, or does not answer" in told
+    assert "Traceback" not in told
+    assert (folder / "checkpoints").exists()
+    assert not (folder / ".lock").exists()
+    # One process is as good as two: a checkpoint knows nothing of their number.
+    monkeypatch.syspath_prepend(str(HERE))
+    assert main(["train", "--resume", str(folder)]) == 0
+    assert "going on with task" in " ".join(capsys.readouterr().out.split())
+    results = json.loads((folder / "results.json").read_text())
+    assert results["status"] == "finished"
+    assert [(line["task"], line["epoch"]) for line in results["cost"]["per_epoch"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+def test_a_signal_to_one_stops_all(tmp_path) -> None:
+    folder = tmp_path / "run"
+    words = [*MORTAL, "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "500", "--out", str(folder)]
+    processes = start(["-m", "ptlf", *words], 2)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "checkpoints").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        processes[1].send_signal(signal.SIGTERM)
+    finally:
+        (code, told), (second, silent) = finish(processes, 60)
+    assert (code, second) == (143, 143), told + silent
+    assert f"go on with `ptlf train --resume {folder}`" in told
+    assert silent == ""
+    assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
+
+
+def test_torchrun_restarts_and_the_run_goes_on(tmp_path) -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words += ["-m", "ptlf", *MORTAL, "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, *words], env=environment(), capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on with task" in " ".join(done.stdout.split())
+    assert done.stdout.count("files: ") == 1  # the first process shows, the second is silent
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (results["status"], results["environment"]["processes"]) == ("finished", 2)
+
+
+class TestRefused:
+    @pytest.fixture
+    def three(self, monkeypatch) -> None:
+        monkeypatch.setattr(ranks, "_count", 3)
+
+    @pytest.mark.parametrize(("batch", "told"), [(128, "choose a multiple of 3"), (3, "at least 6")])
+    def test_a_batch_that_cannot_be_shared(self, three, batch: int, told: str) -> None:
+        with pytest.raises(UserError, match=told):
+            check_batch(TrainingConfig(batch=batch), [1000])
+        check_batch(TrainingConfig(batch=126), [1000])
+
+    def test_engines_for_one_process(self, three) -> None:
+        with pytest.raises(UserError, match="compiled is for one process; under torchrun use eager or auto"):
+            choose_engine("compiled", torch.device("cpu"))
+        assert choose_engine("auto", torch.device("cpu")) == "eager"
+
+    def test_one_gpu_for_all(self, three) -> None:
+        with pytest.raises(UserError, match="every process has its own GPU; use --device cuda"):
+            ranks.local_device(torch.device("cuda:0"))
+        with pytest.raises(UserError, match="too few for process"):
+            ranks.local_device(torch.device("cuda"))
