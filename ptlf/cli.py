@@ -403,7 +403,7 @@ def summaries(family: Mapping[str, type]) -> dict[str, str]:
 
 def run_bench_freezing(arguments: Arguments) -> None:
     from ptlf import bench
-    from ptlf.pipeline import choose_device, make_encoder
+    from ptlf.assembly import choose_device, make_encoder
     from ptlf.report import record
     from ptlf.report.live import console
     from ptlf.report.tables import show_bench
@@ -420,7 +420,7 @@ def run_bench_freezing(arguments: Arguments) -> None:
 
 def run_bench_step(arguments: Arguments) -> None:
     from ptlf import bench
-    from ptlf.pipeline import choose_device
+    from ptlf.assembly import choose_device
     from ptlf.report import record
     from ptlf.report.live import console
     from ptlf.report.tables import show_steps

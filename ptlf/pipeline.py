@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import math
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,22 +18,26 @@ from torch import Tensor, nn
 
 import ptlf
 from ptlf import evaluation, ranks
+from ptlf.assembly import (
+    check_combination,
+    choose_device,
+    make_gallery,
+    make_model,
+    make_prober,
+    make_stream,
+    on_gpu,
+)
 from ptlf.config import Config, from_dict, read_yaml, to_yaml
-from ptlf.encoders import ENCODERS, feature_dim
-from ptlf.errors import UserError, unknown
-from ptlf.evaluation import Gallery, Prober
+from ptlf.errors import UserError
 from ptlf.evaluation.spread import COLLAPSED, feature_spread
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing, correlation_ratios
 from ptlf.freezing.policies import measure_savings
 from ptlf.methods import METHODS, Memory
-from ptlf.model import Model
-from ptlf.objectives import OBJECTIVES
-from ptlf.randomness import Randomness, derived_seed, seeded
+from ptlf.randomness import Randomness, seeded
 from ptlf.report import record
 from ptlf.report.live import Watcher
 from ptlf.settings import as_dict
-from ptlf.stream import STREAMS, Stream, open_stream
-from ptlf.stream.fetch import data_root
+from ptlf.stream import Stream
 from ptlf.stream.loading import ImageSource
 from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
@@ -389,7 +391,7 @@ class Run:
         for probe, settings in self.prober.settings().items():
             values: dict[str, Any] = {"settings": settings, "untrained": self.untrained[probe]}
             values["untrained_accuracy"] = evaluation.accuracy([self.untrained[probe]])
-            values |= matrix_summary(self.matrices.get(probe, []))
+            values |= evaluation.summary(self.matrices.get(probe, []))
             if probe == "knn_task" and self.future:
                 values["forward_transfer"] = evaluation.forward_transfer(
                     self.future, self.untrained[probe][1 : 1 + len(self.future)]
@@ -473,120 +475,6 @@ class Run:
         return ProgressiveFreezing(config.freezing, freezer, config.training.epochs, self.random["policy"], savings)
 
 
-def matrix_summary(matrix: list[list[float | None]]) -> dict[str, Any]:
-    if not matrix:
-        return {"matrix": [], "accuracy": None, "forgetting": None}
-    return {
-        "matrix": matrix,
-        "accuracy": evaluation.accuracy(matrix),
-        "forgetting": evaluation.forgetting(matrix),
-        "forgetting_just_learned": evaluation.forgetting_just_learned(matrix),
-        "backward_transfer": evaluation.backward_transfer(matrix),
-        "accuracy_by_task": [evaluation.accuracy(matrix[:rows]) for rows in range(1, len(matrix) + 1)],
-        "forgetting_by_task": [evaluation.forgetting(matrix[:rows]) for rows in range(1, len(matrix) + 1)],
-    }
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device must be auto, cpu or cuda, not {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device must be auto, cpu or cuda, not {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device is {name!r}, but torch sees no GPU here; use --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device is {name!r}, but there are {torch.cuda.device_count()} GPUs here, counted from cuda:0")
-    return device
-
-
-def make_stream(config: Config) -> Stream:
-    if config.stream.name not in STREAMS:
-        raise unknown("stream", config.stream.name, STREAMS)
-    stream = open_stream(config.stream, STREAMS, data_root(config.data_root), config.seed)
-    return stream.joint() if METHODS[config.method.name].joint else stream
-
-
-def make_prober(
-    stream: Stream, config: Config, prepare: Callable[[Tensor], Tensor], device: torch.device
-) -> Prober | None:
-    if not config.evaluation.enabled or not stream.exams:
-        return None
-    return Prober(stream, config.evaluation, prepare, device)
-
-
-def make_gallery(
-    stream: Stream, config: Config, prepare: Callable[[Tensor], Tensor], device: torch.device
-) -> Gallery | None:
-    if not config.evaluation.enabled or not config.evaluation.gallery:
-        return None
-    seed = derived_seed(config.seed, "gallery")
-    return Gallery(stream, prepare, device, batch=config.evaluation.batch, seed=seed)
-
-
-def make_encoder(name: str, seed: int) -> nn.Module:
-    """An encoder of ours by name, or anybody's as "package.module:function". Its weights follow from the seed."""
-    with seeded(seed, "encoder"):
-        if name in ENCODERS:
-            return ENCODERS[name]()
-        if ":" not in name:
-            raise unknown("encoder", name, ENCODERS)
-        module, _, function = name.partition(":")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # as `python -m` has it
-        try:
-            made = getattr(importlib.import_module(module), function)()
-        except (ImportError, AttributeError, TypeError) as error:
-            raise UserError(f"encoder.name is {name!r}, which cannot be imported and called: {error}") from None
-        if not isinstance(made, nn.Module):
-            raise UserError(f"encoder.name is {name!r}, which gives {type(made).__name__}, not a torch module")
-        return made
-
-
-def make_model(config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module | None) -> Model:
-    encoder = encoder or make_encoder(config.encoder.name, config.seed)
-    with seeded(config.seed, "adapted encoder"):
-        encoder = METHODS[config.method.name].adapt_encoder(config.method, encoder, len(stream.tasks))
-    objective = OBJECTIVES[config.objective.name]
-    with seeded(config.seed, "objective"):
-        try:
-            heads = objective(config.objective, encoder, feature_dim(encoder, size), len(stream.data.names))
-        except (ValueError, RuntimeError, StopIteration) as error:
-            raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
-    wanted = config.training.precision
-    half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
-    return Model(encoder, heads, torch.bfloat16 if half else torch.float32).to(device)
-
-
-def on_gpu(setting: bool | None, device: torch.device) -> bool:
-    """A setting that, left open, is on for a GPU and off elsewhere."""
-    return device.type == "cuda" if setting is None else setting
-
-
-def check_combination(config: Config, stream: Stream) -> None:
-    if config.freezing.policy not in POLICIES:
-        raise unknown("freezing policy", config.freezing.policy, POLICIES)
-    if config.freezing.initial > config.freezing.final:
-        raise UserError(
-            f"freezing.initial is {config.freezing.initial}, more than freezing.final, {config.freezing.final}; "
-            "what is frozen stays frozen, so the share can only rise"
-        )
-    if config.freezing.policy != "none" and not METHODS[config.method.name].freezable:
-        raise UserError(f"method {config.method.name!r} freezes whole columns itself; use --freezing.policy none")
-    if OBJECTIVES[config.objective.name].needs_labels:
-        if config.method.name == "lump":
-            raise UserError(
-                "objective 'supervised' cannot be mixed by method 'lump': its labels are not mixed; use finetune"
-            )
-        if stream.data.folders == "tasks":
-            raise UserError(
-                "objective 'supervised' needs labels, and a folder per task has none; choose another objective"
-            )
-
-
 def tell(warning: str) -> None:
     if ranks.first():
         print(warning, file=sys.stderr)
@@ -638,7 +526,7 @@ def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tup
         run.prober.choose(family)
     rows = run.prober.rows(run.model.encoder, len(run.stream.tasks))
     settings = run.prober.settings()
-    probes = {probe: {"settings": settings[probe], **matrix_summary([row])} for probe, row in rows.items()}
+    probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}
     return probes, [exam.name for exam in run.stream.exams]
 
 

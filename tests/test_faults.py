@@ -167,9 +167,13 @@ class Poisons(Watcher):
         (
             6,
             0,
-            "the weights are no longer finite in task 1, epoch 2, step 3; the last good checkpoint is .*epoch001-step00000",
+            "the weights are no longer finite in task 1, epoch 2, step 3; the last good checkpoint is .*epoch001-step",
         ),
-        (8, 2, "the weights are no longer finite in task 2, epoch 1, step 2; the last good checkpoint is .*after-task01"),
+        (
+            8,
+            2,
+            "the weights are no longer finite in task 2, epoch 1, step 2; the last good checkpoint is .*after-task01",
+        ),
         (1, 0, "the loss became nan in task 1, epoch 1, step 2; there is no checkpoint yet; try a lower --training.lr"),
     ],
 )

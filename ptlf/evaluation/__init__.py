@@ -8,6 +8,7 @@ from ptlf.evaluation.accuracy_matrix import (
     forgetting,
     forgetting_just_learned,
     forward_transfer,
+    summary,
 )
 from ptlf.evaluation.gallery import Gallery
 from ptlf.evaluation.knn import knn_accuracy, knn_predict
@@ -24,4 +25,5 @@ __all__ = [
     "forward_transfer",
     "knn_accuracy",
     "knn_predict",
+    "summary",
 ]

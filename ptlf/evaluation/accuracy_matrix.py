@@ -7,6 +7,7 @@ stream (lower triangle), one fixed exam (a single full column) and joint trainin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 Row = Sequence[float | None]
 Matrix = Sequence[Row]
@@ -36,6 +37,21 @@ def backward_transfer(matrix: Matrix) -> float | None:
 def forward_transfer(future: Row, untrained: Row) -> float | None:
     """Mean over exams of (accuracy just before the exam's own task) - (accuracy of the untrained encoder)."""
     return _mean(a - b for a, b in zip(future, untrained, strict=True) if a is not None and b is not None)
+
+
+def summary(matrix: Matrix) -> dict[str, Any]:
+    """Everything above, for the record; by task: as it stood after each."""
+    if not matrix:
+        return {"matrix": [], "accuracy": None, "forgetting": None}
+    return {
+        "matrix": matrix,
+        "accuracy": accuracy(matrix),
+        "forgetting": forgetting(matrix),
+        "forgetting_just_learned": forgetting_just_learned(matrix),
+        "backward_transfer": backward_transfer(matrix),
+        "accuracy_by_task": [accuracy(matrix[:rows]) for rows in range(1, len(matrix) + 1)],
+        "forgetting_by_task": [forgetting(matrix[:rows]) for rows in range(1, len(matrix) + 1)],
+    }
 
 
 def _columns(matrix: Matrix) -> list[list[float]]:

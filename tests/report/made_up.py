@@ -9,7 +9,7 @@ from typing import Any
 
 from ptlf import evaluation
 from ptlf.config import from_dict
-from ptlf.pipeline import matrix_summary
+from ptlf.evaluation import summary
 from ptlf.recipes import recipe
 from ptlf.settings import as_dict, merge, nested
 
@@ -64,7 +64,7 @@ def accuracies(draw: random.Random, tasks: int) -> dict:
     untrained = [draw.uniform(50, 70) for _ in range(tasks)]
     settings = {"k": 20, "temperature": 0.1, "similarity": "cosine", "bank": "some"}
     start = {"untrained": untrained, "untrained_accuracy": evaluation.accuracy([untrained])}
-    return {"settings": settings, **start, **matrix_summary(matrix)}
+    return {"settings": settings, **start, **summary(matrix)}
 
 
 def entry(draw: random.Random, task: int, units: list[str], config: dict) -> dict:
