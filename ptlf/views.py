@@ -86,11 +86,20 @@ def draw(batch: int, generator: torch.Generator, views: int = 2) -> Tensor:
     return torch.rand((views, batch, UNIFORMS_PER_VIEW), generator=generator)
 
 
-def make_views(images: Tensor, uniforms: Tensor, recipe: Sequence[View], size: int) -> list[Tensor]:
-    """images (B, H, W, 3) uint8, uniforms (V, B, UNIFORMS_PER_VIEW) -> V tensors (B, 3, size, size)."""
+def make_views(
+    images: Tensor,
+    uniforms: Tensor,
+    recipe: Sequence[View],
+    size: int,
+    augment: Callable[[Tensor, Tensor, View, int], Tensor] | None = None,
+) -> list[Tensor]:
+    """images (B, H, W, 3) uint8, uniforms (V, B, UNIFORMS_PER_VIEW) -> V tensors (B, 3, size, size).
+
+    augment: `apply_view`, or a compiled form of it.
+    """
     if len(uniforms) != len(recipe):
         raise ValueError(f"the recipe has {len(recipe)} views, uniforms were drawn for {len(uniforms)}")
-    return [apply_view(images, u, view, size) for u, view in zip(uniforms, recipe, strict=True)]
+    return [(augment or apply_view)(images, u, view, size) for u, view in zip(uniforms, recipe, strict=True)]
 
 
 @torch.no_grad()

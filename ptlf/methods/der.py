@@ -13,7 +13,6 @@ from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
 from ptlf.settings import key
-from ptlf.views import UNIFORMS_PER_VIEW
 
 
 @dataclass
@@ -37,11 +36,8 @@ class DER(Method):
         self.config = config
 
     def draw(self, batch: int) -> dict[str, Tensor]:
-        draws = {
-            "picks": self.memory.picks(batch, self.generator),
-            "memory_uniforms": torch.rand(batch, UNIFORMS_PER_VIEW, generator=self.generator),
-            "filled": torch.tensor(len(self.memory) > 0),
-        }
+        draws = self.memory.draw(batch, self.generator)
+        draws["filled"] = torch.tensor(len(self.memory) > 0)
         return {**draws, **super().draw(batch)}
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
 from ptlf.settings import key
-from ptlf.views import UNIFORMS_PER_VIEW
 
 
 @dataclass
@@ -35,11 +34,8 @@ class Lump(Method):
         self.config = config
 
     def draw(self, batch: int) -> dict[str, Tensor]:
-        draws = {
-            "picks": self.memory.picks(batch, self.generator),
-            "memory_uniforms": torch.rand(batch, UNIFORMS_PER_VIEW, generator=self.generator),
-            "lam": beta(self.config.alpha, self.generator),
-        }
+        draws = self.memory.draw(batch, self.generator)
+        draws["lam"] = beta(self.config.alpha, self.generator)
         mixing = self.task > 0 or self.config.mix_first_task
         if not mixing or len(self.memory) == 0:
             draws["lam"] = torch.ones(())

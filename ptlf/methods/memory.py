@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ptlf import ranks
 from ptlf.batch import Batch
 from ptlf.settings import key
-from ptlf.views import View, apply_view
+from ptlf.views import UNIFORMS_PER_VIEW, View, apply_view
 
 
 @dataclass
@@ -68,6 +68,11 @@ class Memory(nn.Module):
             return torch.full((batch,), self.size, dtype=torch.int64)
         rounds = -(-batch // filled)
         return torch.cat([torch.randperm(filled, generator=generator) for _ in range(rounds)])[:batch]
+
+    def draw(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """What `fresh` needs for `batch` images: which ones, and the randomness of their augmentation."""
+        picks = self.picks(batch, generator)
+        return {"picks": picks, "memory_uniforms": torch.rand(batch, UNIFORMS_PER_VIEW, generator=generator)}
 
     def add(self, batch: Batch, slots: Tensor, outputs: Tensor | None = None) -> None:
         images, views = batch.images, batch.views[-1].detach().to(self.views.dtype)

@@ -25,7 +25,7 @@ from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, re
 from ptlf.training.distributed import Parallel, average_statistics
 from ptlf.training.engine import ENGINES, choose_engine, compile_encoder, compile_function, make_engine
 from ptlf.training.optimizer import OptimizerConfig, learning_rate, set_rate, settle_momentum
-from ptlf.views import View, apply_view, draw
+from ptlf.views import View, apply_view, draw, make_views
 
 
 @dataclass
@@ -137,8 +137,7 @@ class Trainer:
         return progress.result()
 
     def views(self, batch: Batch) -> list[Tensor]:
-        pairs = zip(batch.uniforms, self.recipe, strict=True)
-        views = [self.augment(batch.images, uniforms, view, self.view_size) for uniforms, view in pairs]
+        views = make_views(batch.images, batch.uniforms, self.recipe, self.view_size, self.augment)
         if self.channels_last:
             views = [view.contiguous(memory_format=torch.channels_last) for view in views]
         return views
