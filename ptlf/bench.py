@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,9 +95,20 @@ def random_stream(size: int, images: int) -> Stream:
     return Stream("noise", data, (Task("noise", np.arange(images)),), (), None)
 
 
-def step(config: Config, size: int, steps: int, stages: Sequence[int], save_memory: bool) -> list[dict[str, Any]]:
+def step(
+    config: Config,
+    size: int,
+    steps: int,
+    stages: Sequence[int],
+    *,
+    save_memory: bool = True,
+    traces: Path | None = None,
+) -> list[dict[str, Any]]:
     """A row per stage of freezing (that many units around the middle, frozen one after the other): milliseconds of a
-    step with everything in it, and its memory. Timed after warming up, over `steps` steps, the device synchronised."""
+    step with everything in it, and its memory. Timed after warming up, over `steps` steps, the device synchronised.
+
+    traces: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
+    """
     config.freezing.save_memory = save_memory
     run = Run(config, stream=random_stream(size, 4 * config.training.batch))
     names = [unit.name for unit in run.freezing.freezer.units]
@@ -105,11 +117,12 @@ def step(config: Config, size: int, steps: int, stages: Sequence[int], save_memo
     for frozen in stages:
         run.freezing.freezer.thaw()
         run.freezing.freezer.freeze(middle[:frozen])
-        rows.append({"frozen": frozen, "units": middle[:frozen], **time_steps(run, steps)})
+        trace = traces / f"frozen-{frozen}.json.gz" if traces else None
+        rows.append({"frozen": frozen, "units": middle[:frozen], **time_steps(run, steps, trace)})
     return rows
 
 
-def time_steps(run: Run, steps: int) -> dict[str, Any]:
+def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any]:
     trainer, device = run.trainer, run.device
     indices = run.stream.tasks[0].train
     chosen = torch.from_numpy(indices[: trainer.config.batch])
@@ -131,6 +144,7 @@ def time_steps(run: Run, steps: int) -> dict[str, Any]:
         graph = trainer.engine.captured[len(chosen)].graph
         assert graph is not None
         alone = per_call(graph.replay, steps, device)
+    kernels = {} if trace is None else {"kernels": profile(one, trace, device)}
     return {
         "step_ms": 1000 * seconds,
         "device_ms": None if alone is None else 1000 * alone,
@@ -140,7 +154,28 @@ def time_steps(run: Run, steps: int) -> dict[str, Any]:
         "kept_bytes": cost.kept_bytes,
         "backward_flops": round(cost.backward_flops_per_view * len(chosen) * len(trainer.recipe)),
         "peak_memory_bytes": cost.peak_memory_bytes,
+        **kernels,
     }
+
+
+def profile(work: Callable[[], Any], trace: Path, device: torch.device, times: int = 10) -> list[dict[str, Any]]:
+    """Leave a trace of `times` calls, for chrome://tracing or Perfetto; what took the device's time, the most first."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    synchronise(device)
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for _ in range(times):
+            work()
+        synchronise(device)
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(trace))
+    used = []
+    for event in profiler.key_averages():
+        on_device = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        if on_device > 0:
+            used.append({"name": event.key, "calls": event.count / times, "ms": on_device / times / 1000})
+    return sorted(used, key=lambda row: -row["ms"])
 
 
 def per_call(work: Callable[[], Any], times: int, device: torch.device) -> float:

@@ -144,6 +144,7 @@ def make_parser() -> Parser:
     step.add_argument("--steps", type=positive, default=100, help="timed steps per stage (default: 100)")
     step.add_argument("--stages", type=int, nargs="+", default=[0, 2, 4, 6, 8], help="numbers of frozen units")
     step.add_argument("--plain", action="store_true", help="freeze with requires_grad=False alone")
+    step.add_argument("--profile", type=Path, help="leave a trace of every stage in this folder, and list the kernels")
     step.add_argument("--json", type=Path, help="also write the figures to this file")
 
     data = verbs.add_parser("data", help="Get, pack, check and list data sets.", description="Data sets on the disk.")
@@ -427,7 +428,14 @@ def run_bench_step(arguments: Arguments) -> None:
     from ptlf.settings import as_dict
 
     config = settled(arguments.recipe, None, arguments.overrides)
-    rows = bench.step(config, arguments.size, arguments.steps, arguments.stages, not arguments.plain)
+    rows = bench.step(
+        config,
+        arguments.size,
+        arguments.steps,
+        arguments.stages,
+        save_memory=not arguments.plain,
+        traces=arguments.profile,
+    )
     environment = record.environment(choose_device(config.device))
     show_steps(console, f"{arguments.recipe}, {arguments.size} px, {environment['device_name']}", rows)
     if arguments.json:
