@@ -92,14 +92,20 @@ def make_views(
     recipe: Sequence[View],
     size: int,
     augment: Callable[[Tensor, Tensor, View, int], Tensor] | None = None,
+    *,
+    at_once: bool = False,
 ) -> list[Tensor]:
     """images (B, H, W, 3) uint8, uniforms (V, B, UNIFORMS_PER_VIEW) -> V tensors (B, 3, size, size).
 
-    augment: `apply_view`, or a compiled form of it.
+    augment: `apply_view`, or a compiled form of it. at_once: views of the same kind are made in one call.
     """
     if len(uniforms) != len(recipe):
         raise ValueError(f"the recipe has {len(recipe)} views, uniforms were drawn for {len(uniforms)}")
-    return [(augment or apply_view)(images, u, view, size) for u, view in zip(uniforms, recipe, strict=True)]
+    augment = augment or apply_view
+    if at_once and all(view == recipe[0] for view in recipe):
+        copies = images.repeat(len(recipe), 1, 1, 1)
+        return list(augment(copies, uniforms.flatten(0, 1), recipe[0], size).chunk(len(recipe)))
+    return [augment(images, u, view, size) for u, view in zip(uniforms, recipe, strict=True)]
 
 
 @torch.no_grad()

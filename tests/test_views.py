@@ -337,6 +337,14 @@ def test_a_view_is_one_graph_for_the_compiler() -> None:
     torch.testing.assert_close(compiled(images, u, view, 40), V.apply_view(images, u, view, 40))
 
 
+@pytest.mark.parametrize("name", ["lump", "cassle-barlow"])
+def test_views_made_at_once_are_the_same(name: str) -> None:
+    images = torch.randint(0, 256, (5, 40, 40, 3), dtype=torch.uint8)
+    u = V.draw(5, torch.Generator().manual_seed(0))
+    apart = V.make_views(images, u, V.recipe(name, 32), 32)
+    torch.testing.assert_close(V.make_views(images, u, V.recipe(name, 32), 32, at_once=True), apart, rtol=0, atol=1e-6)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", V.VIEWS)
 def test_views_captured_in_a_cuda_graph_are_the_cpus(name: str) -> None:

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from ptlf.batch import Batch
 from ptlf.objectives.momentum import MomentumNetwork
-from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, negative_cosine, predictor
+from ptlf.objectives.objective import (
+    Objective,
+    ObjectiveConfig,
+    each_view,
+    mean_over_views,
+    negative_cosine,
+    predictor,
+)
 from ptlf.settings import key
 
 
@@ -42,7 +49,7 @@ class BYOL(Objective):
         self.momentum.begin_task(steps)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
-        p1, p2 = (self.predictor(z) for z in projected)
+        p1, p2 = each_view(self.predictor, projected)
         t1, t2 = self.momentum(batch.mixed, self.dtype)
         return distance(p1, t2) + distance(p2, t1)
 

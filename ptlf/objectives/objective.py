@@ -42,7 +42,7 @@ class Objective(nn.Module):
         self.feature_dim = feature_dim
 
     def loss(self, features: Sequence[Tensor], batch: Batch) -> Tensor:
-        return self.compare([self.projector(f) for f in features], batch)
+        return self.compare(each_view(self.projector, features), batch)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         """The loss, from the views' projections."""
@@ -57,6 +57,18 @@ class Objective(nn.Module):
 
     def after_step(self, encoder: nn.Module) -> None:
         """Called after the optimizer's step, for what moves without a gradient."""
+
+
+def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
+    """The head's output for every view, each with its own batch statistics. Compiled code takes the products of all
+    views at once."""
+    if not torch.compiler.is_compiling() or not isinstance(head, nn.Sequential):
+        return [head(view) for view in views]
+    x = torch.cat(list(views))
+    for layer in head:
+        apart = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        x = torch.cat([layer(view) for view in x.chunk(len(views))]) if apart else layer(x)
+    return list(x.chunk(len(views)))
 
 
 def projector(inputs: int, hidden: int, outputs: int) -> nn.Sequential:

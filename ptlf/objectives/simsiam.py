@@ -11,6 +11,7 @@ from ptlf.batch import Batch
 from ptlf.objectives.objective import (
     Objective,
     ObjectiveConfig,
+    each_view,
     mean_over_views,
     negative_cosine,
     predictor,
@@ -37,7 +38,7 @@ class SimSiam(Objective):
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         z1, z2 = projected
-        p1, p2 = self.predictor(z1), self.predictor(z2)
+        p1, p2 = each_view(self.predictor, projected)
         return (negative_cosine(p1, z2.detach()) + negative_cosine(p2, z1.detach())) / 2
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from ptlf import ranks
 from ptlf.batch import Batch
 from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.errors import UserError
+from ptlf.training.fused import can_fuse, forward
 
 Body = Callable[[Batch], dict[str, Tensor]]
 BACKEND = "inductor"
@@ -124,9 +125,17 @@ def compile_encoder(encoder: nn.Module, views: int, batch: int) -> None:
     one_pass = takes_views_in_one_pass(encoder)
     encoder.__dict__["one_pass"] = one_pass
     rows = batch * views if one_pass else batch
+    if next(encoder.parameters()).is_cuda and torch.utils._triton.has_triton():
+        encoder._compiled_call_impl = functools.partial(call_encoder, encoder)
     find_parts = getattr(encoder, "parts", None)
     for part in find_parts() if callable(find_parts) else [encoder]:
         part._compiled_call_impl = functools.partial(call_part, part, rows)
+
+
+def call_encoder(encoder: nn.Module, images: Tensor) -> Tensor:
+    if encoder.training and torch.is_grad_enabled() and can_fuse(encoder):
+        return forward(encoder, images)  # type: ignore[arg-type]
+    return encoder._call_impl(images)
 
 
 def call_part(part: nn.Module, rows: int, x: Tensor) -> Tensor:
@@ -150,14 +159,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
 
 
-def compile_function(function: Callable[..., Any], batch: int) -> Callable[..., Any]:
-    """`function` compiled for first arguments of `batch` rows (or lists of such); anything else runs as it is."""
+def compile_function(function: Callable[..., Any], *sizes: int) -> Callable[..., Any]:
+    """`function` compiled for first arguments of so many rows (or lists of such); anything else runs as it is."""
     allow_many_variants()
 
     @functools.wraps(function)
     def call(first: Any, *rest: Any) -> Any:
         rows = len(first if isinstance(first, Tensor) else first[0])
-        return (compiled(function) if rows == batch else function)(first, *rest)
+        return (compiled(function) if rows in sizes else function)(first, *rest)
 
     return call
 

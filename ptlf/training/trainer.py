@@ -137,7 +137,8 @@ class Trainer:
         return progress.result()
 
     def views(self, batch: Batch) -> list[Tensor]:
-        views = make_views(batch.images, batch.uniforms, self.recipe, self.view_size, self.augment)
+        at_once = self.engine_kind != "eager"
+        views = make_views(batch.images, batch.uniforms, self.recipe, self.view_size, self.augment, at_once=at_once)
         if self.channels_last:
             views = [view.contiguous(memory_format=torch.channels_last) for view in views]
         return views
@@ -146,7 +147,7 @@ class Trainer:
         """The encoder, the augmentation and the objective's heads and loss, for full batches."""
         batch = self.config.batch
         compile_encoder(self.model.encoder, len(self.recipe), batch)
-        self.augment = compile_function(apply_view, batch)
+        self.augment = compile_function(apply_view, batch, batch * len(self.recipe))
         if self.method.memory is not None:
             self.method.memory.augment = self.augment
         self.model.objective.loss = compile_function(self.model.objective.loss, batch)  # type: ignore[method-assign]

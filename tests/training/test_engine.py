@@ -13,6 +13,7 @@ from ptlf.errors import UserError
 from ptlf.freezing import Freezer
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
+from ptlf.objectives.objective import each_view, predictor
 from ptlf.pipeline import Run
 from ptlf.training import engine
 
@@ -89,6 +90,15 @@ def test_compiled_parts_follow_freezing_and_thawing(light_compiler) -> None:
         freezer.freeze(FROZEN)
     gradients(fast, views)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == reused  # a set seen before is not compiled again
+
+
+def test_compiled_heads_keep_the_views_apart(light_compiler) -> None:
+    torch.manual_seed(0)
+    head = predictor(6, 4).double()
+    views = [torch.randn(5, 6, dtype=torch.float64), 3 * torch.randn(5, 6, dtype=torch.float64) + 1]
+    expected, found = each_view(head, views), engine.compiled(each_view)(copy.deepcopy(head), views)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(head(torch.cat(views)), torch.cat(expected))  # shared statistics would show
 
 
 def test_only_full_training_batches_are_compiled(monkeypatch) -> None:

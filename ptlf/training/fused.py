@@ -1,0 +1,135 @@
+"""A residual network's training forward with the passes of `ptlf.training.passes`: what the compiler would make of it
+block by block, in fewer passes over memory, and with nothing to compile when a unit freezes or thaws."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptlf.encoders.norm import ViewBatchNorm2d
+from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
+from ptlf.freezing.kernels import FrozenLayer, MaskedReLU, PassThrough, frozen_conv2d, is_plain_layer
+
+Pair = tuple[Tensor, Tensor]  # one value for two who use it
+Block = BasicBlock | Bottleneck
+Layers = tuple[nn.Conv2d, ViewBatchNorm2d]
+
+
+def can_fuse(encoder: nn.Module) -> bool:
+    """Whether it is one of our residual networks, and every unit trainable, or frozen with its norm folded."""
+    if type(encoder) is not ResNet or not all(type(block) in (BasicBlock, Bottleneck) for block in blocks(encoder)):
+        return False
+    return all(map(is_known, units(encoder)))
+
+
+def is_known(unit: Layers) -> bool:
+    layer, norm = unit
+    if folded(layer) is not None:
+        return isinstance(norm.__dict__.get("forward"), PassThrough)
+    plain = "forward" not in norm.__dict__ and isinstance(norm, ViewBatchNorm2d) and norm.affine
+    return plain and is_plain_layer(layer) and norm.track_running_stats is True and norm.momentum is not None
+
+
+def blocks(encoder: ResNet) -> list[Block]:
+    return [block for stage in encoder.stages.children() for block in stage.children()]  # type: ignore[misc]
+
+
+def units(encoder: ResNet) -> list[Layers]:
+    found: list[Layers] = [(encoder.stem.conv, encoder.stem.bn)]
+    for block in blocks(encoder):
+        found += [layers for layers, _ in branch(block)]
+        if isinstance(block.shortcut, nn.Sequential):
+            found.append(tuple(block.shortcut))  # type: ignore[arg-type]
+    return found
+
+
+def branch(block: Block) -> list[tuple[Layers, nn.ReLU]]:
+    """The layers of the block's longer way, in order."""
+    found = [((block.conv1, block.bn1), block.relu1), ((block.conv2, block.bn2), block.relu2)]
+    return [*found, ((block.conv3, block.bn3), block.relu3)] if isinstance(block, Bottleneck) else found
+
+
+def folded(layer: nn.Module) -> FrozenLayer | None:
+    override = layer.__dict__.get("forward")
+    return override if isinstance(override, FrozenLayer) and override.weight is not None else None
+
+
+def forward(encoder: ResNet, images: Tensor) -> Tensor:
+    """What `encoder(images)` computes in training mode."""
+    dtype = images.dtype
+    if torch.is_autocast_enabled(images.device.type):
+        dtype = torch.get_autocast_dtype(images.device.type)
+    with torch.autocast(images.device.type, enabled=False):
+        return Forward(encoder, dtype)(images)
+
+
+class Forward:
+    """One forward, with the weights in the type it computes in."""
+
+    def __init__(self, encoder: ResNet, dtype: torch.dtype) -> None:
+        from ptlf.training import passes  # needs Triton
+
+        self.encoder, self.dtype, self.passes = encoder, dtype, passes
+        layers = [layer for layer, _ in units(encoder)]
+        weights = [layer.weight if (frozen := folded(layer)) is None else frozen.tensors()[0] for layer in layers]
+        self.weights = dict(zip(layers, passes.cast_all(weights, dtype), strict=True))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        x = self.stem(self.encoder.stem, images)
+        for block in blocks(self.encoder):
+            x = self.block(block, x)
+        return torch.mean(x[0], dim=(2, 3))
+
+    def stem(self, stem: Stem, images: Tensor) -> Pair:
+        if stem.conv.kernel_size == (3, 3):
+            return self.first(stem, images)
+        x, _ = self.unit((stem.conv, stem.bn), stem.relu, images.to(self.dtype, memory_format=torch.channels_last))
+        pooled = stem.pool(x)
+        return pooled, pooled
+
+    def first(self, stem: Stem, images: Tensor) -> Pair:
+        """Three channels are too few for the convolutions' kernels: as a product this takes half the time."""
+        n, _, height, width = images.shape
+        rows, frozen = self.passes.patches(images, self.dtype), folded(stem.conv)
+        weight = F.pad(self.weights[stem.conv].flatten(1), (0, rows.shape[1] - 27))
+        if frozen is None:
+            product = F.linear(rows, weight)
+        else:
+            assert frozen.bias is not None
+            product = torch._addmm_activation(frozen.bias.to(self.dtype), rows, weight.T)  # with a ReLU
+        x = product.view(n, height, width, -1).permute(0, 3, 1, 2)
+        return (x, x) if frozen is not None else self.passes.norm_relu(x, stem.bn)
+
+    def block(self, block: Block, x: Pair) -> Pair:
+        y, skip = x
+        *before, (last, relu) = branch(block)
+        for layers, inner in before:
+            y, _ = self.unit(layers, inner, y)
+        extra = None
+        if isinstance(block.shortcut, nn.Sequential):
+            skip, extra = self.shortcut(block.shortcut, skip)
+        return self.unit(last, relu, y, skip, extra)
+
+    def shortcut(self, shortcut: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The shortcut's output, and a bias (C,) that is still to be added to it."""
+        layer: nn.Conv2d = shortcut[0]  # type: ignore[assignment]
+        frozen = folded(layer)
+        if frozen is None:
+            return self.passes.norm_relu(self.convolve(layer, x), shortcut[1], relu=False)[0], None  # type: ignore[arg-type]
+        return frozen_conv2d(x, self.weights[layer], None, layer.stride, layer.padding), frozen.bias  # type: ignore[arg-type]
+
+    def unit(
+        self, layers: Layers, relu: nn.ReLU, x: Tensor, residual: Tensor | None = None, extra: Tensor | None = None
+    ) -> Pair:
+        """relu(norm(layer(x)) + extra + residual)"""
+        layer, norm = layers
+        frozen, as_bits = folded(layer), isinstance(relu.__dict__.get("forward"), MaskedReLU)
+        if frozen is None:
+            return self.passes.norm_relu(self.convolve(layer, x), norm, residual, extra, as_bits=as_bits)
+        assert frozen.bias is not None
+        bias = (frozen.bias if extra is None else frozen.bias + extra).to(self.dtype)
+        return self.passes.frozen_conv_relu(x, self.weights[layer], bias, layer, residual, as_bits=as_bits)
+
+    def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weights[layer], None, layer.stride, layer.padding)

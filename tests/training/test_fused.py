@@ -1,0 +1,162 @@
+"""The fused forward against the plain one. Without a GPU the kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("Triton's interpreter is off", allow_module_level=True)
+
+from ptlf.encoders.encoder import encode
+from ptlf.encoders.norm import views_in_one_pass
+from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet
+from ptlf.freezing import Freezer
+from ptlf.training import engine, fused
+from ptlf.training.cost import kept_bytes
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+UNITS = (
+    "stem.conv",
+    "stages.0.0.conv1",
+    "stages.0.0.conv2",
+    "stages.1.0.conv1",
+    "stages.1.0.conv2",
+    "stages.1.0.shortcut.0",
+)
+
+
+def small(block: type = BasicBlock, stem: str = "cifar") -> ResNet:
+    torch.manual_seed(0)
+    encoder = ResNet(block, (1, 1), width=8, stem=stem).to(DEVICE, memory_format=torch.channels_last)
+    for name, parameter in encoder.named_parameters():
+        if "bn" in name or "shortcut.1" in name:
+            torch.nn.init.uniform_(parameter, 0.3, 1.5)
+    return encoder
+
+
+def two_views(size: int = 6, pixels: int = 8) -> list[torch.Tensor]:
+    views = torch.randn(2, size, 3, pixels, pixels, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    views[1] = 3 * views[1] + 1
+    return list(views)
+
+
+def look(encoder: ResNet, views: list[torch.Tensor], *, as_one: bool) -> tuple[list, list, list]:
+    """Features, gradients and buffers after one forward and backward."""
+    encoder.zero_grad()
+    if as_one:
+        with views_in_one_pass(encoder, len(views)):
+            features = fused.forward(encoder, torch.cat(views)).chunk(len(views))
+    else:
+        features = encode(encoder, views, torch.float32)
+    (features[0].square().sum() + (features[0] * features[1]).sum() + features[1].sin().sum()).backward()
+    gradients = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
+    return [f.detach() for f in features], gradients, {name: b.clone() for name, b in encoder.named_buffers()}
+
+
+SETS = [
+    (),
+    UNITS[:1],
+    UNITS[1:2],
+    UNITS[2:3],
+    UNITS[5:],
+    UNITS[4:5],
+    UNITS[3:4],
+    UNITS[:3],
+    UNITS[1:3],
+    UNITS[2:4],
+    UNITS[2:],
+    UNITS[4:],
+    (UNITS[2], UNITS[3], UNITS[5]),
+    UNITS,
+]
+
+
+@pytest.mark.parametrize("frozen", SETS, ids=lambda frozen: "+".join(name[-7:] for name in frozen) or "nothing")
+def test_fused_is_the_plain_forward(frozen: tuple[str, ...]) -> None:
+    plain, fast = small(), small()
+    views = two_views()
+    for encoder in (plain, fast):
+        look(encoder, views, as_one=False)  # so that the statistics are not those of the constructor
+        Freezer(encoder, example=views[0]).freeze(frozen)
+    assert fused.can_fuse(fast)
+    if len(frozen) == len(UNITS):
+        with views_in_one_pass(fast, 2), torch.no_grad():
+            torch.testing.assert_close(fused.forward(fast, views[0]), plain(views[0]), rtol=1e-4, atol=1e-5)
+        return
+    expected, found = look(plain, views, as_one=False), look(fast, views, as_one=True)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=5e-4 * scale, msg=name)
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("block", "stem"), [(Bottleneck, "cifar"), (BasicBlock, "imagenet")])
+def test_other_residual_networks(block: type, stem: str) -> None:
+    plain, fast = small(block, stem), small(block, stem)
+    views = two_views(pixels=16)
+    expected, found = look(plain, views, as_one=False), look(fast, views, as_one=True)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    for name, gradient in expected[1].items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=5e-4 * scale, msg=name)
+
+
+def test_low_precision_follows_float32() -> None:
+    plain, fast = small(), small()
+    views = two_views()
+    for encoder in (plain, fast):
+        Freezer(encoder, example=views[0]).freeze(UNITS[2:3])
+    expected = look(plain, views, as_one=False)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        found = look(fast, views, as_one=True)
+    for a, b in zip(found[0], expected[0], strict=True):
+        assert (a - b).norm() < 0.03 * b.norm()
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert found[1][name].dtype is torch.float32
+        assert (found[1][name] - gradient).norm() < 0.25 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("frozen", [UNITS[1:3], UNITS[2:]])
+def test_a_mask_takes_one_bit(frozen: tuple[str, ...]) -> None:
+    """Freezing frees what only frozen layers would have kept; what is left of a ReLU is one bit per element."""
+    encoder, views = small(), torch.cat(two_views(size=8))
+    freezer = Freezer(encoder, example=views[:2])
+
+    def kept() -> int:
+        return kept_bytes(
+            lambda: fused.forward(encoder, views), [*encoder.parameters(), *encoder.buffers(), *freezer.folded]
+        )
+
+    before = kept()
+    freezer.freeze(frozen)
+    assert kept() < 0.8 * before
+
+
+def test_frozen_norms_on_batch_statistics_are_not_fused() -> None:
+    encoder, views = small(), two_views()
+    assert fused.can_fuse(encoder)
+    freezer = Freezer(encoder, example=views[0], batch_statistics=True)
+    freezer.freeze(UNITS[:1])
+    assert not fused.can_fuse(encoder)
+    freezer.thaw()
+    assert fused.can_fuse(encoder)
+    assert not fused.can_fuse(torch.nn.Sequential(encoder))
+
+
+def test_the_engine_fuses_training_alone(monkeypatch) -> None:
+    encoder, views = small(), two_views()
+    called = []
+    monkeypatch.setattr(engine, "forward", lambda encoder, images: called.append(len(images)) or images)
+    engine.call_encoder(encoder, views[0])
+    assert called == [6]
+    with torch.no_grad():
+        engine.call_encoder(encoder, views[0])
+    engine.call_encoder(encoder.eval(), views[0])
+    assert called == [6]
