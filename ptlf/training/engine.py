@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -157,7 +158,11 @@ def compile_function(function: Callable[..., Any], batch: int) -> Callable[..., 
     @functools.wraps(function)
     def call(first: Any, *rest: Any) -> Any:
         rows = len(first if isinstance(first, Tensor) else first[0])
-        return (compiled(function) if rows == batch else function)(first, *rest)
+        if rows != batch:
+            return function(first, *rest)
+        if isinstance(function, MethodType):  # what is compiled stays for good: not the object with it
+            return compiled(function.__func__)(function.__self__, first, *rest)
+        return compiled(function)(first, *rest)
 
     return call
 
