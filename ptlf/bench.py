@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from ptlf.assembly import make_stream
 from ptlf.config import Config
+from ptlf.errors import UserError
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.freezing.policies import measure_savings, synchronise
+from ptlf.methods import METHODS
 from ptlf.pipeline import Run
-from ptlf.stream import Dataset, Images, Stream, Task
+from ptlf.report.live import Watcher
+from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.engine import CapturedEngine
 
@@ -88,11 +95,12 @@ def timed(loss: Loss, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def random_stream(size: int, images: int) -> Stream:
+def random_stream(size: int, images: int, tasks: int = 1) -> Stream:
     """Noise in place of images: the time of a step does not depend on what they show."""
     pixels = np.random.default_rng(0).integers(0, 256, (images, size, size, 3), dtype=np.uint8)
     data = Dataset("noise", ("noise",), Images(pixels, np.zeros(images, np.int64)), None)
-    return Stream("noise", data, (Task("noise", np.arange(images)),), (), None)
+    parts = np.array_split(np.arange(images), tasks)
+    return Stream("noise", data, tuple(Task("noise", part) for part in parts), (), None)
 
 
 def step(
@@ -185,3 +193,120 @@ def per_call(work: Callable[[], Any], times: int, device: torch.device) -> float
         work()
     synchronise(device)
     return (time.perf_counter() - started) / times
+
+
+def streams_for(configs: Sequence[Config], noise: int | None, size: int) -> list[Stream]:
+    """What each configuration trains on, or `noise` images of `size` px in as many tasks, with nothing to test on."""
+    streams = []
+    for config in configs:
+        if noise is None:
+            streams.append(make_stream(config))
+            continue
+        wanted = config.stream
+        tasks = len(wanted.groups or ()) or wanted.tasks or STREAMS[wanted.name].tasks or 1
+        made = random_stream(size, noise, tasks)
+        streams.append(made.joint() if METHODS[config.method.name].joint else made)
+    check_tasks(len(stream.tasks) for stream in streams)
+    return streams
+
+
+def check_tasks(counts: Iterable[int]) -> None:
+    counts = list(counts)
+    if len(set(counts)) > 1:
+        listed = ", ".join(map(str, counts))
+        raise UserError(f"the runs have {listed} tasks; only runs with the same number of tasks can be compared")
+
+
+def warm_up(config: Config, stream: Stream, batches: int = 8) -> None:
+    """A short run, thrown away: one epoch of a few batches of the first two tasks, tested too. Imports, the CUDA
+    context and the compiler's work that all runs share are then paid for."""
+    enough = batches * config.training.batch
+    tasks = tuple(replace(task, train=task.train[:enough]) for task in stream.tasks[:2])
+    exams = tuple(exam for exam in stream.exams if exam.since < 2)
+    short = replace(config, training=replace(config.training, epochs=1, warmup=0))
+    Run(short, stream=replace(stream, tasks=tasks, exams=exams)).train()
+
+
+def timed_run(config: Config, stream: Stream, out: Path | None, watcher: Watcher) -> dict[str, Any]:
+    """What `results.json` holds, with the seconds of it all and the share of a step that the GPU waits for the host."""
+    gc.collect()  # the run before: its tensors would count in this one's peak memory
+    started = time.perf_counter()
+    run = Run(config, out, stream=stream)
+    results = run.train(watcher)
+    return {**results, "wall_seconds": time.perf_counter() - started, "host_share": host_share(run)}
+
+
+def host_share(run: Run, steps: int = 100) -> float | None:
+    """Of a run that is over, with the units frozen that were at its end; None where no step is captured."""
+    if not isinstance(run.trainer.engine, CapturedEngine):
+        return None
+    if run.freezing.log:
+        run.freezing.freezer.freeze(run.freezing.log[-1]["order"])
+    return time_steps(run, steps)["host_share"]
+
+
+def compare(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `results.json` of each run comes to beside the first one's: the step by freeze stage, and the overheads.
+
+    A stage is the epochs with as many units frozen, in the first task or in those after it; its ratios are to the
+    first run's epochs of the same tasks. What a record does not hold is None.
+    """
+    check_tasks(len(result["tasks"]) for result in results)
+    first = results[0]["cost"]["per_epoch"], overheads(results[0])
+    runs = []
+    for result in results:
+        own = overheads(result)
+        own |= {f"{key}_ratio": ratio(own[key], first[1][key]) for key in ("later_learning_seconds", "wall_seconds")}
+        what = {key: result[key] for key in ("config", "environment", "commit")}
+        rows = stages(result["cost"]["per_epoch"], first[0])
+        runs.append({"run": what["config"]["recipe"] or "run", **what, "stages": rows, "overheads": own})
+    return {"runs": runs}
+
+
+def stages(epochs: list[dict[str, Any]], first: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def stage(line: dict[str, Any]) -> tuple[bool, int]:
+        return line["task"] > 1, line["frozen"]
+
+    rows = []
+    for (later, frozen), group in itertools.groupby(sorted(epochs, key=stage), stage):
+        lines = list(group)
+        tasks = {line["task"] for line in lines}
+        own, base = figures(lines), figures([line for line in first if line["task"] in tasks])
+        own |= {f"{key}_ratio": ratio(own[key], base[key]) for key in own if key not in ("steps", "views_per_second")}
+        rows.append({"stage": f"{frozen} frozen" if later else "first task", "epochs": len(lines), **own})
+    return rows
+
+
+def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of some epochs: the mean step and the median epoch's, the mean of the bytes kept, the highest peak."""
+    seconds, steps = sum(line["seconds"] for line in lines), sum(line["steps"] for line in lines)
+    peaks = [line["peak_memory_bytes"] for line in lines if line["peak_memory_bytes"] is not None]
+    return {
+        "steps": steps,
+        "step_ms": 1000 * seconds / steps,
+        "median_step_ms": statistics.median(1000 * line["seconds"] / line["steps"] for line in lines),
+        "views_per_second": sum(line["views_per_second"] * line["seconds"] for line in lines) / seconds,
+        "kept_bytes": statistics.fmean(line["saved_activation_bytes"] for line in lines),
+        "peak_memory_bytes": max(peaks, default=None),
+    }
+
+
+def overheads(result: dict[str, Any]) -> dict[str, Any]:
+    """`later` is of the tasks after the first, the ones that freezing changes."""
+    cost, purposes = result["cost"], ("train", "correlation", "rebuild")
+    later = [[task.get(f"{purpose}_seconds") for purpose in purposes] for task in cost["per_task"] if task["task"] > 1]
+    known = bool(later) and None not in itertools.chain(*later)
+    learning = sum(map(sum, later)) if known else None
+    probes = {probe: result["probes"].get(probe, {}) for probe in ("knn_task", "knn_class")}
+    return {
+        **{f"{purpose}_seconds": cost.get(f"{purpose}_seconds") for purpose in (*purposes, "checkpoint", "eval")},
+        "later_learning_seconds": learning,
+        "later_correlation_share": ratio(sum(task[1] for task in later), learning) if known else None,
+        "wall_seconds": result.get("wall_seconds"),
+        "host_share": result.get("host_share"),
+        **{f"{probe}_{key}": probes[probe].get(key) for probe in probes for key in ("accuracy", "forgetting")},
+    }
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None

@@ -147,6 +147,23 @@ def make_parser() -> Parser:
     step.add_argument("--profile", type=Path, help="leave a trace of every stage in this folder, and list the kernels")
     step.add_argument("--json", type=Path, help="also write the figures to this file")
 
+    about = "Whole runs side by side in one process: the step by freeze stage, the overheads, the accuracies."
+    runs = verb("run", about, run_bench_run, under=benches, overrides=True)
+    default = ["split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf"]
+    runs.add_argument("--recipes", nargs="+", default=default, metavar="RECIPE", help=f"default: {' '.join(default)}")
+    runs.add_argument(
+        "--from", type=Path, nargs="+", dest="folders", metavar="DIR", help="train nothing: finished runs"
+    )
+    runs.add_argument("--noise", type=positive, help="train on so many noise images in all; nothing is tested then")
+    runs.add_argument("--size", type=positive, default=32, help="side of the noise images in pixels (default: 32)")
+    runs.add_argument("--out", type=Path, metavar="DIR", help="keep each run in a folder below this")
+    runs.add_argument("--json", type=Path, help="also write the figures to this file")
+    runs.epilog = (
+        "Ratios are to the first run. Before it, a short run of its recipe is made and thrown away (one epoch of up\n"
+        "to 8 batches of two tasks): imports, CUDA contexts and the compiler are not charged to whoever comes first.\n"
+        "Settings, such as --training.epochs 20, hold for all runs."
+    )
+
     data = verbs.add_parser("data", help="Get, pack, check and list data sets.", description="Data sets on the disk.")
     kinds = data.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
     get = verb("get", "Get a data set and pack it.", run_data_get, under=kinds)
@@ -272,8 +289,7 @@ def run_sweep(arguments: Arguments) -> None:
         raise unknown("baseline", arguments.baseline, arguments.recipes)
     if not arguments.cluster and (arguments.jobs or arguments.job_options):
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("torchrun can share one run among processes: start `ptlf train` with it, not `ptlf sweep`")
+    check_alone("sweep")
     plan = {}
     for recipe in arguments.recipes:
         for seed in arguments.seeds:
@@ -297,6 +313,11 @@ def run_sweep(arguments: Arguments) -> None:
     baseline = next((name for name in runs if wanted and name.startswith(wanted)), None)
     show_runs(console, runs, baseline)
     write_page([folder for _, folder in plan.values()], arguments.out / "report.html", arguments.baseline)
+
+
+def check_alone(verb: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"torchrun can share one run among processes: start `ptlf train` with it, not `ptlf {verb}`")
 
 
 def train_as_jobs(arguments: Arguments, missing: dict[str, Any]) -> None:
@@ -440,6 +461,49 @@ def run_bench_step(arguments: Arguments) -> None:
     show_steps(console, f"{arguments.recipe}, {arguments.size} px, {environment['device_name']}", rows)
     if arguments.json:
         record.write_json(arguments.json, {"config": as_dict(config), "environment": environment, "rows": rows})
+
+
+def run_bench_run(arguments: Arguments) -> None:
+    from ptlf import bench
+    from ptlf.report import record
+    from ptlf.report.live import console
+    from ptlf.report.tables import show_comparison
+
+    check_alone("bench run")
+    comparison = bench.compare(finished_runs(arguments) if arguments.folders else timed_runs(arguments))
+    show_comparison(console, comparison)
+    if arguments.json:
+        record.write_json(arguments.json, comparison)
+
+
+def finished_runs(arguments: Arguments) -> list[dict[str, Any]]:
+    from ptlf.report.record import read_results
+
+    named = [*arguments.overrides[:1], *["--noise"] * bool(arguments.noise), *["--out"] * bool(arguments.out)]
+    if named:
+        raise UserError(f"--from trains nothing; leave out {named[0]}")
+    results = [read_results(folder) for folder in arguments.folders]
+    for folder, result in zip(arguments.folders, results, strict=True):
+        if result["status"] != "finished":
+            raise UserError(f"the run in {folder} has not finished; `ptlf train --resume {folder}` goes on with it")
+    return results
+
+
+def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
+    from ptlf import bench
+    from ptlf.report.live import Live, console
+
+    if arguments.out and any(arguments.out.glob("*/config.yaml")):
+        raise UserError(f"{arguments.out} already holds runs; choose another --out")
+    configs = [settled(recipe, None, arguments.overrides) for recipe in arguments.recipes]
+    streams = bench.streams_for(configs, arguments.noise, arguments.size)
+    console.print("warming up", highlight=False)
+    bench.warm_up(configs[0], streams[0])
+    results = []
+    for number, (config, stream) in enumerate(zip(configs, streams, strict=True), start=1):
+        out = arguments.out / f"{number}-{config.recipe.replace('/', '-')}" if arguments.out else None
+        results.append(bench.timed_run(config, stream, out, Live(config.recipe)))
+    return results
 
 
 def run_data_get(arguments: Arguments) -> None:

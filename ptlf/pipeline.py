@@ -48,7 +48,7 @@ from ptlf.training.trainer import EpochResult, Progress, StepCost, Trainer, chec
 from ptlf.views import normalise, recipe
 
 # What a run notes down as it goes, all of it plain values.
-RECORDED = ("per_epoch", "matrices", "untrained", "future", "newly_frozen", "trained_before", "warned")
+RECORDED = ("per_epoch", "matrices", "untrained", "future", "newly_frozen", "spent_before", "warned")
 
 
 class Run:
@@ -109,7 +109,7 @@ class Run:
         self.position = Position()
         self.progress: Progress | None = None  # of the epoch that runs
         self.newly_frozen: list[str] = []  # in it
-        self.trained_before = 0.0  # seconds
+        self.spent_before: dict[str, float] = {}  # seconds by purpose, when it began
         self.step_cost = StepCost(0, 0.0, None)
         self.warned = False
         self.status = "running"
@@ -182,12 +182,13 @@ class Run:
         self.check_spread(indices)
 
     def begin_epoch(self, epoch: int, indices: np.ndarray) -> None:
+        self.spent_before = self.clock.state_dict()
         with self.clock("rebuild"):  # what a freeze costs: compiling happens in the first step that is looked at
             self.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlation(indices))
             if self.newly_frozen or epoch == 0:
                 self.trainer.rebuild()
                 self.step_cost = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
-        self.progress, self.trained_before = self.trainer.begin_epoch(), self.clock.seconds.get("training", 0.0)
+        self.progress = self.trainer.begin_epoch()
 
     def after_step(self, views: int, watcher: Watcher) -> None:
         self.position = Position(self.position.task, self.position.epoch, self.position.step + 1)
@@ -257,12 +258,17 @@ class Run:
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
 
     def note_epoch(self, result: EpochResult) -> None:
-        seconds = self.clock.seconds["training"] - self.trained_before
+        now, before = self.clock.seconds, self.spent_before
+        seconds, correlation, rebuild = (
+            now.get(purpose, 0.0) - before.get(purpose, 0.0) for purpose in ("training", "correlation", "rebuild")
+        )
         line = {
             "task": self.position.task + 1,
             "epoch": self.position.epoch + 1,
             "loss": {name: value if math.isfinite(value) else str(value) for name, value in result.losses.items()},
             "seconds": seconds,
+            "correlation_seconds": correlation,
+            "rebuild_seconds": rebuild,
             "views_per_second": result.views / seconds,
             "frozen": len(self.freezing.freezer.frozen),
             "newly_frozen": self.newly_frozen,
@@ -409,6 +415,8 @@ class Run:
                     {
                         "task": number,
                         "train_seconds": sum(line["seconds"] for line in mine),
+                        "correlation_seconds": sum(line["correlation_seconds"] for line in mine),
+                        "rebuild_seconds": sum(line["rebuild_seconds"] for line in mine),
                         "backward_flops": sum(line["backward_flops"] for line in mine),
                         "saved_activation_bytes": mine[-1]["saved_activation_bytes"],
                         "peak_memory_bytes": mine[-1]["peak_memory_bytes"],

@@ -114,6 +114,7 @@ def test_help_of_every_command(capsys) -> None:
         ["sweep"],
         ["evaluate"],
         ["list"],
+        *(["bench", v] for v in ("freezing", "step", "run")),
         ["data"],
         *(["data", v] for v in ("get", "pack", "verify", "list")),
     ):

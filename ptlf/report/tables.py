@@ -44,15 +44,13 @@ def show_runs(console: Console, runs: dict[str, dict[str, Any]], baseline: str |
 
 def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None) -> None:
     """One row per run; costs relative to the baseline run, or as they are without one."""
-    parts = [name.split("/") for name in runs]
-    shared = [len({part[i] for part in parts}) == 1 for i in range(min(map(len, parts)))]
-    common = "/".join(name for name, same in zip(parts[0], shared, strict=False) if same)
+    common, short = shortened(list(runs))
     base = runs[baseline]["cost"] if baseline in runs else None
     table = Table(title=f"{common}; costs relative to {baseline}" if base else common, title_justify="left")
     table.add_column("run")
     for column in ("task\n%", "for-\ngets", "class\n%", "for-\ngets", "train", "correl.", "FLOPs", "kept"):
         table.add_column(column, justify="right")
-    for name, results in runs.items():
+    for name, results in zip(short, runs.values(), strict=True):
         cells = []
         for probe in ("knn_task", "knn_class"):
             values = results["probes"].get(probe, {})
@@ -62,9 +60,17 @@ def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: st
             form = next(form for _, key, form in COSTS if key == figure)
             relative = _relative(cost, base, figure, form)
             cells.append(relative.split()[-1] if relative.endswith("x") else relative)
-        short = [part for part, same in itertools.zip_longest(name.split("/"), shared, fillvalue=False) if not same]
-        table.add_row("/".join(str(part) for part in short) or name, *cells)
+        table.add_row(name, *cells)
     console.print(table)
+
+
+def shortened(names: list[str]) -> tuple[str, list[str]]:
+    """What all recipes share, and each one without it."""
+    parts = [name.split("/") for name in names]
+    shared = [len({part[i] for part in parts}) == 1 for i in range(min(map(len, parts)))]
+    common = "/".join(name for name, same in zip(parts[0], shared, strict=False) if same)
+    short = [[p for p, same in itertools.zip_longest(part, shared, fillvalue=False) if not same] for part in parts]
+    return common, ["/".join(map(str, rest)) or name for rest, name in zip(short, names, strict=True)]
 
 
 def show_side_by_side(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None) -> None:
@@ -180,3 +186,58 @@ def show_steps(console: Console, title: str, rows: list[dict[str, Any]]) -> None
             seconds(row["rebuild_seconds"]),
         )
     console.print(table)
+
+
+def show_comparison(console: Console, comparison: dict[str, Any]) -> None:
+    """The step by run and freeze stage, and below it the overheads; costs also relative to the first run."""
+    runs = comparison["runs"]
+    common, names = shortened([run["run"] for run in runs])
+    device = runs[0]["environment"]["device_name"]
+    table = Table(title=f"{common} on {device}; x: relative to {names[0]} in the same tasks", title_justify="left")
+    table.add_column("run", no_wrap=True)
+    table.add_column("stage", no_wrap=True)
+    for heading, _, _ in STAGE:
+        table.add_column(heading, justify="right")
+    for name, run in zip(names, runs, strict=True):
+        table.add_section()
+        for row in run["stages"]:
+            cells = [_beside(row, key, form, run is not runs[0]) for _, key, form in STAGE]
+            table.add_row(name if row is run["stages"][0] else "", row["stage"], *cells)
+    console.print(table)
+    below = Table()
+    below.add_column("")
+    for name in names:
+        below.add_column(name, justify="right")
+    for label, key, form in OVERHEADS:
+        below.add_row(label, *[_beside(run["overheads"], key, form, run is not runs[0]) for run in runs])
+    console.print(below)
+
+
+def _beside(row: dict[str, Any], key: str, form: Callable[[float], str], relative: bool) -> str:
+    times = row.get(f"{key}_ratio") if relative else None
+    return "-" if row[key] is None else form(row[key]) + (f"  {times:.2f}x" if times is not None else "")
+
+
+STAGE: list[tuple[str, str, Callable[[float], str]]] = [
+    ("steps", "steps", str),
+    ("step, ms", "step_ms", "{:.2f}".format),
+    ("median epoch's", "median_step_ms", "{:.2f}".format),
+    ("views/s", "views_per_second", "{:,.0f}".format),
+    ("kept, MiB", "kept_bytes", lambda size: f"{size / 2**20:.1f}"),
+    ("peak, MiB", "peak_memory_bytes", lambda size: f"{size / 2**20:.0f}"),
+]
+OVERHEADS: list[tuple[str, str, Callable[[float], str]]] = [
+    ("training steps", "train_seconds", seconds),
+    ("correlation", "correlation_seconds", seconds),
+    ("freezing and rebuilding", "rebuild_seconds", seconds),
+    ("checkpoints", "checkpoint_seconds", seconds),
+    ("evaluation", "eval_seconds", seconds),
+    ("learning after the first task", "later_learning_seconds", seconds),
+    ("  of it correlation", "later_correlation_share", "{:.1%}".format),
+    ("whole run", "wall_seconds", seconds),
+    ("GPU waits for the host", "host_share", "{:.1%}".format),
+    ("knn_task accuracy, %", "knn_task_accuracy", percent),
+    ("knn_task forgetting", "knn_task_forgetting", percent),
+    ("knn_class accuracy, %", "knn_class_accuracy", percent),
+    ("knn_class forgetting", "knn_class_forgetting", percent),
+]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -166,7 +167,11 @@ def compile_function(function: Callable[..., Any], *sizes: int) -> Callable[...,
     @functools.wraps(function)
     def call(first: Any, *rest: Any) -> Any:
         rows = len(first if isinstance(first, Tensor) else first[0])
-        return (compiled(function) if rows in sizes else function)(first, *rest)
+        if rows not in sizes:
+            return function(first, *rest)
+        if isinstance(function, MethodType):  # what is compiled stays for good: not the object with it
+            return compiled(function.__func__)(function.__self__, first, *rest)
+        return compiled(function)(first, *rest)
 
     return call
 

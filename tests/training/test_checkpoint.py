@@ -344,11 +344,14 @@ def test_seconds_of_all_parts_count_and_checkpoints_do_not(tiny, tmp_path, monke
     saved: list[Position] = []
     monkeypatch.setattr(cost.time, "perf_counter", lambda: now() + 1000 * len(saved))
     monkeypatch.setattr(Checkpoints, "save", lambda self, *words: (saved.append(words[0]), save(self, *words)))
-    results = stop_and_go_on(tiny("digits/simsiam/lump", evaluation__gallery=False), tmp_path / "run", 5)
+    results = stop_and_go_on(tiny("digits/simsiam/ptlf", evaluation__gallery=False), tmp_path / "run", 5, 3)
     spent = results["cost"]
-    assert spent["checkpoint_seconds"] > 1000 * (len(saved) - 2)  # the one at the stop cannot count itself
+    assert spent["checkpoint_seconds"] > 1000 * (len(saved) - 3)  # the one at a stop cannot count itself
     assert all(0 < line["seconds"] < 1000 for line in spent["per_epoch"])
     assert spent["train_seconds"] == pytest.approx(sum(line["seconds"] for line in spent["per_epoch"]))
+    for purpose in ("train_seconds", "correlation_seconds", "rebuild_seconds"):
+        assert spent[purpose] == pytest.approx(sum(task[purpose] for task in spent["per_task"]))
+    assert [task["correlation_seconds"] > 0 for task in spent["per_task"]] == [False, True]
 
 
 def test_checkpoints_can_be_switched_off(tiny, tmp_path) -> None:

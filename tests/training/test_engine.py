@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -133,6 +135,15 @@ def test_a_compiled_run_is_like_an_eager_one(light_compiler, tiny) -> None:
         assert a["loss"]["ssl"] == pytest.approx(b["loss"]["ssl"], abs=2e-3)
         assert a["backward_flops"] == b["backward_flops"]
     assert [entry["order"] for entry in eager["freezing"]] == [entry["order"] for entry in compiled["freezing"]]
+
+
+def test_what_is_compiled_does_not_keep_the_run(light_compiler, tiny) -> None:
+    run = Run(tiny(training__epochs=1, training__engine="compiled"))
+    run.train()
+    parameters = [weakref.ref(p) for p in run.model.parameters()]
+    del run
+    gc.collect()
+    assert [p() for p in parameters] == [None] * len(parameters)
 
 
 @pytest.mark.parametrize("method", ["lump", "cassle", "pnn"])

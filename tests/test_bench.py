@@ -1,0 +1,150 @@
+"""`ptlf bench run`: figures by hand, and the command on runs of seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import QUICK, refused
+
+from ptlf.bench import compare
+from ptlf.cli import main
+
+PAIR = ["digits/simsiam/lump", "digits/simsiam/ptlf"]
+
+
+def epoch(task: int, frozen: int, steps: int, seconds: float, kept: int, peak: int | None) -> dict[str, Any]:
+    cost = {"seconds": seconds, "views_per_second": 20 * steps / seconds, "saved_activation_bytes": kept}
+    return {"task": task, "frozen": frozen, "steps": steps, "peak_memory_bytes": peak, **cost}
+
+
+def made(recipe: str, epochs: list[dict[str, Any]], per_task: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    seconds = dict.fromkeys(("train_seconds", "correlation_seconds", "rebuild_seconds", "eval_seconds"), 1.5)
+    return {
+        "config": {"recipe": recipe},
+        "environment": {"device_name": "GPU"},
+        "commit": None,
+        "status": "finished",
+        "tasks": ["a", "b"],
+        "probes": {"knn_task": {"accuracy": 90.0, "forgetting": 1.0}},
+        "cost": {**seconds, "per_epoch": epochs, "per_task": per_task},
+        **more,
+    }
+
+
+def spent(*tasks: tuple[float, float, float]) -> list[dict[str, Any]]:
+    names = ("train_seconds", "correlation_seconds", "rebuild_seconds")
+    return [{"task": n, **dict(zip(names, seconds, strict=True))} for n, seconds in enumerate(tasks, start=1)]
+
+
+def first() -> dict[str, Any]:
+    lines = [epoch(1, 0, 10, 1.0, 100, 200), epoch(2, 0, 10, 2.0, 100, 200), epoch(2, 0, 10, 4.0, 100, 240)]
+    return made("s/o/lump", lines, spent((1.0, 0.0, 3.0), (6.0, 0.0, 2.0)), wall_seconds=20.0, host_share=0.1)
+
+
+def second() -> dict[str, Any]:
+    frozen = [epoch(2, 3, 10, 1.0, 40, 100), epoch(2, 3, 10, 1.2, 60, 120), epoch(2, 3, 20, 3.8, 80, 110)]
+    lines = [epoch(1, 0, 10, 1.1, 100, 200), epoch(2, 0, 10, 3.0, 100, 240), *frozen]
+    return made("s/o/ptlf", lines, spent((1.1, 0.0, 3.0), (9.0, 2.0, 1.0)), wall_seconds=25.0, host_share=None)
+
+
+def test_stages_by_hand() -> None:
+    lump, ptlf = (run["stages"] for run in compare([first(), second()])["runs"])
+    assert [row["stage"] for row in lump] == ["first task", "0 frozen"]
+    assert [row["stage"] for row in ptlf] == ["first task", "0 frozen", "3 frozen"]
+    assert [row["step_ms_ratio"] for row in lump] == [1, 1]
+    assert [row["step_ms_ratio"] for row in ptlf] == pytest.approx([1.1, 1.0, 0.5])
+    assert ptlf[2] == {
+        "stage": "3 frozen",
+        "epochs": 3,
+        "steps": 40,
+        "step_ms": pytest.approx(150),  # 6 s in 40 steps; LUMP's second task took 300
+        "step_ms_ratio": pytest.approx(0.5),
+        "median_step_ms": pytest.approx(120),  # of 100, 120, 190; LUMP's of 200, 400
+        "median_step_ms_ratio": pytest.approx(0.4),
+        "views_per_second": pytest.approx(800 / 6),
+        "kept_bytes": 60,
+        "kept_bytes_ratio": 0.6,
+        "peak_memory_bytes": 120,
+        "peak_memory_bytes_ratio": 0.5,
+    }
+
+
+def test_overheads_by_hand() -> None:
+    lump, ptlf = (run["overheads"] for run in compare([first(), second()])["runs"])
+    assert (lump["later_learning_seconds"], ptlf["later_learning_seconds"]) == (8, 12)
+    assert (lump["later_correlation_share"], ptlf["later_correlation_share"]) == (0, pytest.approx(1 / 6))
+    assert (ptlf["later_learning_seconds_ratio"], ptlf["wall_seconds_ratio"]) == (1.5, 1.25)
+    assert (lump["host_share"], ptlf["host_share"]) == (0.1, None)
+    assert (ptlf["knn_task_accuracy"], ptlf["knn_class_forgetting"]) == (90, None)
+    assert (ptlf["train_seconds"], ptlf["checkpoint_seconds"]) == (1.5, None)
+
+
+def test_what_an_older_record_does_not_hold_is_none() -> None:
+    runs = [first(), second()]
+    for run in runs:
+        del run["wall_seconds"], run["host_share"]
+        run["cost"]["per_task"] = [{"task": 1, "train_seconds": 1.0}, {"task": 2, "train_seconds": 6.0}]
+    runs[1]["cost"]["per_epoch"][0]["peak_memory_bytes"] = None
+    found = compare(runs)["runs"][1]
+    names = ("later_learning_seconds", "later_correlation_share", "later_learning_seconds_ratio", "wall_seconds")
+    assert [found["overheads"][name] for name in names] == [None] * 4
+    assert found["stages"][0]["peak_memory_bytes_ratio"] is None
+
+
+def test_runs_side_by_side_and_again_from_their_folders(capsys, tmp_path) -> None:
+    out, file = tmp_path / "runs", tmp_path / "new.json"
+    words = ["bench", "run", "--recipes", *PAIR, *QUICK, "--training.epochs", "2", "--out", str(out)]
+    assert main([*words, "--json", str(file)]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "warming up",
+        "digits/simsiam/ptlf: 2 tasks",
+        "first task",
+        "0 frozen",
+        "1 frozen",
+        "of it correlation",
+    ):
+        assert text in shown
+    found = json.loads(file.read_text())["runs"]
+    assert [run["run"] for run in found] == PAIR
+    for run in found:
+        assert run["overheads"]["wall_seconds"] > run["overheads"]["later_learning_seconds"] > 0
+        assert run["overheads"]["host_share"] is None
+        assert sum(row["steps"] for row in run["stages"]) == 12
+    assert found[1]["stages"][-1]["kept_bytes_ratio"] < 1
+    folders = [str(out / f"{number}-{recipe.replace('/', '-')}") for number, recipe in enumerate(PAIR, start=1)]
+    assert main(["bench", "run", "--from", *folders, "--json", str(file)]) == 0
+    assert shown.splitlines()[-5] == capsys.readouterr().out.splitlines()[-5]
+    again = json.loads(file.read_text())["runs"]
+    assert [run["stages"] for run in again] == [run["stages"] for run in found]
+    assert again[0]["overheads"]["wall_seconds"] is None
+    assert "already holds runs" in refused(capsys, *words)
+
+
+def test_noise_needs_no_data(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PTLF_DATA", str(tmp_path))
+    small = ["--size", "8", "--training.batch", "4", *QUICK[2:6], "--device", "cpu", "--evaluation.gallery", "false"]
+    assert main(["bench", "run", "--noise", "20", *small, "--objective.projection", "8", "--memory.size", "4"]) == 0
+    assert "split-cifar10/simsiam/ptlf: 5 tasks, 20 images of 8 px" in capsys.readouterr().out
+
+
+def test_refusals(capsys, tmp_path) -> None:
+    bench = ["bench", "run"]
+    assert "unknown recipe 'digits/simsiam/lumpy'" in refused(capsys, *bench, "--recipes", "digits/simsiam/lumpy")
+    error = refused(capsys, *bench, "--recipes", PAIR[0], "digits/simsiam/multitask", *QUICK)
+    assert "the runs have 2, 1 tasks; only runs with the same number of tasks can be compared" in error
+    assert "holds no results.json" in refused(capsys, *bench, "--from", str(tmp_path))
+    assert "leave out --seed" in refused(capsys, *bench, "--from", str(tmp_path), "--seed", "1")
+    write(tmp_path / "a", first())
+    write(tmp_path / "b", {**second(), "status": "stopped"})
+    assert "b has not finished" in refused(capsys, *bench, "--from", str(tmp_path / "a"), str(tmp_path / "b"))
+    write(tmp_path / "c", {**second(), "tasks": ["a", "b", "c"]})
+    assert "have 2, 3 tasks" in refused(capsys, *bench, "--from", str(tmp_path / "a"), str(tmp_path / "c"))
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(results))
