@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -95,9 +96,12 @@ def timed(loss: Loss, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def random_stream(size: int, images: int, tasks: int = 1) -> Stream:
-    """Noise in place of images: the time of a step does not depend on what they show."""
+def random_stream(size: int, images: int, tasks: int = 1, file: Path | None = None) -> Stream:
+    """Noise in place of images, in memory or in a file: the time of a step does not depend on what they show."""
     pixels = np.random.default_rng(0).integers(0, 256, (images, size, size, 3), dtype=np.uint8)
+    if file:
+        np.save(file, pixels)
+        pixels = np.load(file, mmap_mode="r")
     data = Dataset("noise", ("noise",), Images(pixels, np.zeros(images, np.int64)), None)
     parts = np.array_split(np.arange(images), tasks)
     return Stream("noise", data, tuple(Task("noise", part) for part in parts), (), None)
@@ -110,15 +114,20 @@ def step(
     stages: Sequence[int],
     *,
     save_memory: bool = True,
+    streamed: bool = False,
     traces: Path | None = None,
 ) -> list[dict[str, Any]]:
     """A row per stage of freezing (that many units around the middle, frozen one after the other): milliseconds of a
     step with everything in it, and its memory. Timed after warming up, over `steps` steps, the device synchronised.
 
+    streamed: the images are read ahead from a file, not held on the device.
     traces: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
     """
     config.freezing.save_memory = save_memory
-    run = Run(config, stream=random_stream(size, 4 * config.training.batch))
+    config.stream.resident = False if streamed else config.stream.resident
+    with TemporaryDirectory() as folder:  # the run holds the file open
+        file = Path(folder) / "noise.npy" if streamed else None
+        run = Run(config, stream=random_stream(size, 4 * config.training.batch, file=file))
     names = [unit.name for unit in run.freezing.freezer.units]
     middle = sorted(names, key=lambda name: abs(names.index(name) - (len(names) - 1) / 2))
     rows = []
@@ -133,26 +142,29 @@ def step(
 def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any]:
     trainer, device = run.trainer, run.device
     indices = run.stream.tasks[0].train
-    chosen = torch.from_numpy(indices[: trainer.config.batch])
+    chosen, *others = torch.from_numpy(indices).split(trainer.config.batch)
+    order = [chosen, *(other for other in others if len(other) == len(chosen))]
     cost = trainer.cost_of_step(indices, run.freezing.freezer.folded)
     trainer.model.train()
 
     def one() -> None:
-        trainer.engine(trainer.load(chosen, trainer.random["views"], trainer.method.draw(len(chosen))))
+        draws = trainer.method.draw(len(chosen))
+        trainer.engine(trainer.load(chosen, trainer.random["views"], draws, next(images)))
 
     started = time.perf_counter()
     trainer.rebuild()
-    for _ in range(8):
-        one()
-    synchronise(device)
-    rebuild = time.perf_counter() - started
-    seconds = per_call(one, steps, device)
+    with trainer.source.batches(itertools.cycle(order)) as images:
+        for _ in range(8):
+            one()
+        synchronise(device)
+        rebuild = time.perf_counter() - started
+        seconds = per_call(one, steps, device)
+        kernels = {} if trace is None else {"kernels": profile(one, trace, device)}
     alone = None
     if isinstance(trainer.engine, CapturedEngine):
         graph = trainer.engine.captured[len(chosen)].graph
         assert graph is not None
         alone = per_call(graph.replay, steps, device)
-    kernels = {} if trace is None else {"kernels": profile(one, trace, device)}
     return {
         "step_ms": 1000 * seconds,
         "device_ms": None if alone is None else 1000 * alone,

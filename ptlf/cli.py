@@ -143,6 +143,7 @@ def make_parser() -> Parser:
     step.add_argument("--size", type=positive, default=32, help="side of the images in pixels (default: 32)")
     step.add_argument("--steps", type=positive, default=100, help="timed steps per stage (default: 100)")
     step.add_argument("--stages", type=int, nargs="+", default=[0, 2, 4, 6, 8], help="numbers of frozen units")
+    step.add_argument("--streamed", action="store_true", help="read the images from a file, none held on the device")
     step.add_argument("--plain", action="store_true", help="freeze with requires_grad=False alone")
     step.add_argument("--profile", type=Path, help="leave a trace of every stage in this folder, and list the kernels")
     step.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -455,6 +456,7 @@ def run_bench_step(arguments: Arguments) -> None:
         arguments.steps,
         arguments.stages,
         save_memory=not arguments.plain,
+        streamed=arguments.streamed,
         traces=arguments.profile,
     )
     environment = record.environment(choose_device(config.device))

@@ -148,7 +148,8 @@ class Prober:
         # Every process looks at its share; the last image fills up what cannot be shared equally.
         filled = torch.cat((chosen, chosen[-1:].expand(-len(chosen) % ranks.count())))
         mine = filled[ranks.share(len(filled))]
-        parts = [encoder(self.prepare(source.gather(part))).float() for part in mine.split(self.config.batch)]
+        with source.batches(mine.split(self.config.batch)) as batches:
+            parts = [encoder(self.prepare(images)).float() for images in batches]
         return ranks.whole(torch.cat(parts))[: len(chosen)], source.labels[chosen].to(self.device)
 
     def settings(self) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,7 @@ class StreamConfig:
     labelled: str | None = key(
         None, "for a folder per task: the packed labelled set to evaluate on; none = no evaluation"
     )
-    resident: bool | None = key(None, "hold all images on the device; null = when they fit")
+    resident: bool | None = key(None, "hold all images on the device, else read them ahead; null = when they fit")
 
 
 @dataclass(frozen=True)

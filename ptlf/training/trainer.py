@@ -127,13 +127,15 @@ class Trainer:
         self.random["order"].set_state(progress.order)
         order = list(self.batches(indices, self.random["order"]))
         self.join_processes(indices)
-        for chosen in order[progress.steps :]:
-            rate = learning_rate(self.config, epoch + progress.steps / len(order), self.config.epochs)
-            set_rate(self.optimizer, rate)
-            batch = self.load(chosen, self.random["views"], self.method.draw(len(chosen)))
-            losses = ranks.average(self.engine(batch))
-            progress.add(losses, len(chosen) * len(self.recipe), of=len(order))
-            self.on_step(progress.views)
+        rest = order[progress.steps :]
+        with self.source.batches([chosen[ranks.share(len(chosen))] for chosen in rest]) as loaded:
+            for chosen, images in zip(rest, loaded, strict=True):
+                rate = learning_rate(self.config, epoch + progress.steps / len(order), self.config.epochs)
+                set_rate(self.optimizer, rate)
+                batch = self.load(chosen, self.random["views"], self.method.draw(len(chosen)), images)
+                losses = ranks.average(self.engine(batch))
+                progress.add(losses, len(chosen) * len(self.recipe), of=len(order))
+                self.on_step(progress.views)
         return progress.result()
 
     def views(self, batch: Batch) -> list[Tensor]:
@@ -182,8 +184,15 @@ class Trainer:
             batch.mixed = self.method.mix(batch)
             yield batch
 
-    def load(self, chosen: Tensor, generator: torch.Generator, draws: dict[str, Tensor] | None = None) -> Batch:
-        """The images with these indices and the step's randomness, on the device.
+    def load(
+        self,
+        chosen: Tensor,
+        generator: torch.Generator,
+        draws: dict[str, Tensor] | None = None,
+        images: Tensor | None = None,
+    ) -> Batch:
+        """The images with these indices (this process's share may be there already) and the step's randomness, on the
+        device.
 
         Where several processes share the run, each draws for all images and takes its share: a draw is one value per
         image, or a single one for the step.
@@ -191,7 +200,7 @@ class Trainer:
         mine = ranks.share(len(chosen))
         shared = {name: value[mine] if value.ndim else value for name, value in (draws or {}).items()}
         return Batch(
-            images=self.source.gather(chosen[mine]),
+            images=self.source.gather(chosen[mine]) if images is None else images,
             labels=to_device(self.source.labels[chosen[mine]], self.device),
             uniforms=to_device(draw(len(chosen), generator, len(self.recipe))[:, mine], self.device),
             draws={name: to_device(value, self.device) for name, value in shared.items()},
