@@ -21,6 +21,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.randomness import derived_seed, seeded
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.fetch import data_root
+from ptlf.stream.loading import ImageSource
 
 
 def choose_device(name: str) -> torch.device:
@@ -47,11 +48,12 @@ def make_stream(config: Config) -> Stream:
 
 
 def make_prober(
-    stream: Stream, config: Config, prepare: Callable[[Tensor], Tensor], device: torch.device
+    stream: Stream, config: Config, prepare: Callable[[Tensor], Tensor], source: ImageSource
 ) -> Prober | None:
+    """`source` holds the stream's training images."""
     if not config.evaluation.enabled or not stream.exams:
         return None
-    return Prober(stream, config.evaluation, prepare, device)
+    return Prober(stream, config.evaluation, prepare, source.device, source)
 
 
 def make_gallery(

@@ -77,7 +77,8 @@ class Run:
         check_combination(config, self.stream)
         check_warmup(config.training, config.training.epochs)
         check_batch(config.training, [len(task.train) for task in self.stream.tasks])
-        self.prober = make_prober(self.stream, config, self.prepare, self.device)
+        source = ImageSource(self.stream.data.train, self.device, config.stream.resident)
+        self.prober = make_prober(self.stream, config, self.prepare, source)
         self.gallery = make_gallery(self.stream, config, self.prepare, self.device) if self.out else None
         self.model = make_model(config, self.stream, self.view_size, self.device, encoder)
         self.channels_last = on_gpu(config.training.channels_last, self.device)
@@ -90,7 +91,7 @@ class Run:
             model=self.model,
             method=self.method,
             optimizer=make_optimizer(config.training, [p for p in parameters if p.requires_grad]),
-            source=ImageSource(self.stream.data.train, self.device, config.stream.resident),
+            source=source,
             recipe=self.recipe,
             view_size=self.view_size,
             config=config.training,
@@ -302,8 +303,10 @@ class Run:
             raise RuntimeError("the processes' weights differ; a parameter's gradient was not averaged over them")
 
     def check_spread(self, indices: np.ndarray) -> None:
-        """Warn once when the encoder gives every image the same vector."""
-        if self.warned:
+        """Warn once when the encoder gives every image the same vector. Looked at after 1, 2, 4, 8... epochs of a task
+        and after its last: on a GPU an epoch may take less than a second."""
+        done = self.position.epoch + 1
+        if self.warned or (done & (done - 1) and done < self.config.training.epochs):
             return
         with self.clock("evaluation"):
             chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])

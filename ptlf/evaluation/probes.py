@@ -52,14 +52,21 @@ class Prober:
     """
 
     def __init__(
-        self, stream: Stream, config: EvaluationConfig, prepare: Callable[[Tensor], Tensor], device: torch.device
+        self,
+        stream: Stream,
+        config: EvaluationConfig,
+        prepare: Callable[[Tensor], Tensor],
+        device: torch.device,
+        source: ImageSource | None = None,
     ) -> None:
+        """`source` already holds the stream's training images, which mostly are those of the exams' banks too."""
         self.stream, self.config, self.prepare, self.device = stream, config, prepare, device
         data = stream.graded
         if data is None or data.test is None:
             raise UserError(f"stream {stream.name} has no labelled test images to evaluate on")
         self.classes = len(data.names)
-        self.bank, self.test = ImageSource(data.train, device), ImageSource(data.test, device)
+        self.bank = source if source and data is stream.data else ImageSource(data.train, device)
+        self.test = ImageSource(data.test, device)
         enabled = {"knn": True, "linear": config.linear.enabled, "ridge": config.ridge.enabled}
         self.chosen = [family for family, wanted in enabled.items() if wanted]
         self._check_k()

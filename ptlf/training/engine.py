@@ -25,7 +25,7 @@ from ptlf.training.fused import can_fuse, forward
 Body = Callable[[Batch], dict[str, Tensor]]
 BACKEND = "inductor"
 ENGINES = ("auto", "eager", "compiled", "captured")
-WARM_UP = 3  # steps run uncaptured first: they compile, pick algorithms and make the optimizer's state
+WARM_UP = 3  # steps run uncaptured at first: they compile, pick algorithms and make the optimizer's state
 
 
 def choose_engine(wanted: str, device: torch.device) -> str:
@@ -71,16 +71,20 @@ class CapturedEngine(Engine):
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")
         self.stream = torch.cuda.Stream()
-        self.rebuild()
+        self.warm_up = WARM_UP
+        self.captured: dict[int, Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle()
 
     def rebuild(self) -> None:
-        self.captured: dict[int, Captured] = {}
+        if any(captured.graph for captured in self.captured.values()):
+            self.warm_up = 1  # all but what the change brings is warm
+        self.captured = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())
         mine.steps += 1
-        if mine.steps <= WARM_UP:
+        if mine.steps <= self.warm_up:
             return self.uncaptured(batch)
         if mine.graph is None:
             self.capture(mine, batch)

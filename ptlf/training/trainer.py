@@ -231,17 +231,18 @@ class Trainer:
         Parameters and buffers are there anyway and do not count, nor does what `exclude` names, nor forwards without a
         backward such as a frozen copy's.
         """
+        self.optimizer.zero_grad(set_to_none=True)
         with self.rehearsed(indices) as batch:
             losses: list[Tensor] = []
+            reset_peak_memory(self.device)
             kept = kept_bytes(
                 lambda: losses.append(total(self.method.losses(self.model, batch))),
                 exclude=[*tensors_of(self.model), *tensors_of(self.method), *exclude],
             )
             flops = backward_flops(losses.pop())
-            self.optimizer.zero_grad(set_to_none=True)
-            reset_peak_memory(self.device)
-            total(self.method.losses(self.model, batch)).backward()
             peak = peak_memory_bytes(self.device)
+            if peak is not None:  # without what the rehearsal itself keeps, to put things back
+                peak -= sum(tensor.nbytes for tensor in {*tensors_of(self.model), *tensors_of(self.method)})
         self.optimizer.zero_grad(set_to_none=True)
         return StepCost(kept, flops / (len(batch) * len(batch.views)), peak)
 
