@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("Triton's interpreter is off", allow_module_level=True)
 
 from ptlf.encoders.encoder import encode
 from ptlf.encoders.norm import views_in_one_pass
