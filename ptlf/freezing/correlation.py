@@ -49,9 +49,9 @@ def correlation_ratios(
     `combine` may change the averaged gradients in place, as where several processes have a share of each batch.
 
     Memory: the Gram matrices R R^T alive together (m x m, float64) never exceed the largest one, for which the replay
-    is forwarded several times. On top come the activations of one chunk, `COLUMN_BYTES` of R (twice while they are
-    laid out), the eigendecomposition of one Gram (about three more of its size), one float64 gradient per weight, and
-    a copy of the parameters and buffers.
+    is forwarded several times. On top come the activations of one chunk, `COLUMN_BYTES` of R, the eigendecomposition
+    of one Gram (about three more of its size), one float64 gradient per weight, and a copy of the parameters and
+    buffers.
 
     A unit without a gradient, or whose inputs are all zero or never seen, has ratio 0: see `projection_ratio`.
     """
@@ -161,16 +161,21 @@ def columns(layer: Layer, inputs: Tensor) -> Iterator[Tensor]:
     positions = -(-height // layer.stride[0]) * -(-width // layer.stride[1])  # of one image, at most
     step = max(1, COLUMN_BYTES // (8 * groups(layer) * fan_in(layer) * positions))
     for some in images.split(step):
-        patches = unfold(layer, pad(layer, some.double()))  # (b, groups * m, positions)
-        split = patches.unflatten(1, (groups(layer), fan_in(layer)))
-        yield split.permute(1, 2, 0, 3).flatten(2)
+        seen = windows(layer, pad(layer, some.double()).contiguous())  # rows in the order of weight.reshape(C_out, -1)
+        yield seen.permute(1, 2, 3, 0, 4, 5).reshape(groups(layer), fan_in(layer), -1)
 
 
-def unfold(layer: nn.Conv2d, padded: Tensor) -> Tensor:
-    """Patches (b, C_in * kh * kw, positions), ordered as `weight.reshape(C_out, -1)`."""
-    if tuple(layer.kernel_size) == (1, 1):
-        return padded[:, :, :: layer.stride[0], :: layer.stride[1]].flatten(2)
-    return F.unfold(padded, layer.kernel_size, dilation=layer.dilation, stride=layer.stride)
+def windows(layer: nn.Conv2d, padded: Tensor) -> Tensor:
+    """A view (b, C_in, kh, kw, rows, columns) of what the kernel sees at each position. Laying it out is one kernel on
+    a GPU, where `F.unfold` needs one per image."""
+    kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
+    reach = [dilation[axis] * (kernel[axis] - 1) for axis in (0, 1)]
+    rows, cols = ((padded.shape[2 + axis] - 1 - reach[axis]) // stride[axis] + 1 for axis in (0, 1))
+    image, channel, down, right = padded.stride()
+    return padded.as_strided(
+        (*padded.shape[:2], *kernel, rows, cols),
+        (image, channel, down * dilation[0], right * dilation[1], down * stride[0], right * stride[1]),
+    )
 
 
 def pad(layer: nn.Conv2d, images: Tensor) -> Tensor:
