@@ -68,14 +68,15 @@ def correlation_ratios(
     with unchanged(module, *keep):
         gradients = mean_gradients(units, loss_fn, batches)
         combine(list(gradients.values()))
-    ratios: dict[str, float] = {}
+    ratios: dict[str, Tensor] = {}
     with unchanged(module), torch.no_grad():
         for together in passes(units):
             grams = replay_grams(module, together, replay, chunk)
             for unit in together:
                 gradient, basis = gradients.pop(unit.name), leading_eigenvectors(grams.pop(unit.name), threshold)
                 ratios[unit.name] = projection_ratio(gradient, basis)
-    return ratios
+    values = torch.stack(list(ratios.values())).tolist() if ratios else []
+    return dict(zip(ratios, values, strict=True))
 
 
 def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches: int) -> dict[str, Tensor]:
@@ -91,9 +92,8 @@ def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches
         for total, gradient in zip(sums, gradients, strict=True):
             if gradient is not None:
                 total += gradient
-    for unit, total in zip(units, sums, strict=True):
-        if not total.isfinite().all():
-            raise ValueError(f"the new task's gradient for unit {unit.name!r} is not finite")
+    for name in not_finite({unit.name: total for unit, total in zip(units, sums, strict=True)}):
+        raise ValueError(f"the new task's gradient for unit {name!r} is not finite")
     return {
         unit.name: (total / batches).reshape(groups(unit.layer), -1, fan_in(unit.layer))
         for unit, total in zip(units, sums, strict=True)
@@ -119,10 +119,15 @@ def replay_grams(module: nn.Module, units: Sequence[Unit], replay: Iterable[Tens
             handle.remove()
     if count == 0:
         raise ValueError("the replay is empty: no input subspace without an input")
-    for unit in units:
-        if not grams[unit.name].isfinite().all():
-            raise ValueError(f"the replay's inputs to unit {unit.name!r} are not finite")
+    for name in not_finite(grams):
+        raise ValueError(f"the replay's inputs to unit {name!r} are not finite")
     return grams
+
+
+def not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors with a NaN or infinity, asked of the device in one go."""
+    fine = torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).tolist() if tensors else []
+    return [name for name, good in zip(tensors, fine, strict=True) if not good]
 
 
 def gram_hook(total: Tensor) -> Callable[..., None]:
@@ -206,17 +211,15 @@ def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
     return vectors[..., :k] * wanted[..., None, :k]
 
 
-def projection_ratio(gradient: Tensor, basis: Tensor) -> float:
-    """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups together.
+def projection_ratio(gradient: Tensor, basis: Tensor) -> Tensor:
+    """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups together; still on the device.
 
     A gradient of zero gives 0, not 1: it tells nothing about the past, and it mostly belongs to a unit that the loss
     does not reach, which would take a place among the frozen without saving anything.
     """
     gradient = gradient.to(basis.dtype)
-    norm = gradient.norm()
-    if norm == 0:
-        return 0.0
-    return min(1.0, float((gradient @ basis).norm() / norm))
+    norm = gradient.norm().clamp(min=torch.finfo(gradient.dtype).tiny)
+    return ((gradient @ basis).norm() / norm).clamp(max=1.0)
 
 
 def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
