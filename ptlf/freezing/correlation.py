@@ -8,7 +8,9 @@ new task's weight gradient, and the ratio is ||G B||_F / ||G||_F in [0, 1].
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from ptlf.freezing.units import Unit, find_units
 Layer = nn.Conv2d | nn.Linear
 
 COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image has more
+THREADS = 4  # that decompose Grams beside each other
 
 
 def correlation_ratios(
@@ -34,6 +37,7 @@ def correlation_ratios(
     chunk: int = 64,
     keep: Sequence[nn.Module] = (),
     combine: Callable[[list[Tensor]], None] = lambda gradients: None,
+    at_once: bool | None = None,
 ) -> dict[str, float]:
     """Ratio by unit name, at the module's present weights.
 
@@ -49,9 +53,11 @@ def correlation_ratios(
     `combine` may change the averaged gradients in place, as where several processes have a share of each batch.
 
     Memory: the Gram matrices R R^T alive together (m x m, float64) never exceed the largest one, for which the replay
-    is forwarded several times. On top come the activations of one chunk, `COLUMN_BYTES` of R (twice while they are
-    laid out), the eigendecomposition of one Gram (about three more of its size), one float64 gradient per weight, and
-    a copy of the parameters and buffers.
+    is forwarded several times. On top come the activations of one chunk, `COLUMN_BYTES` of R, the eigendecomposition
+    of one Gram (about three more of its size), one float64 gradient per weight, and a copy of the parameters and
+    buffers. With `at_once` the replay is forwarded a single time, all Grams are alive together, and `THREADS` of them
+    are decomposed at a time while the losses run: no more than five times all Grams, and much faster on a GPU. By
+    default that is done where all Grams take less than a sixteenth of a GPU's free memory.
 
     A unit without a gradient, or whose inputs are all zero or never seen, has ratio 0: see `projection_ratio`.
     """
@@ -65,17 +71,31 @@ def correlation_ratios(
         if example is None:
             example = next((images[:2].to(next(module.parameters()).device) for images in replay), None)
         units = [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
-    with unchanged(module, *keep):
-        gradients = mean_gradients(units, loss_fn, batches)
-        combine(list(gradients.values()))
-    ratios: dict[str, float] = {}
-    with unchanged(module), torch.no_grad():
-        for together in passes(units):
-            grams = replay_grams(module, together, replay, chunk)
-            for unit in together:
-                gradient, basis = gradients.pop(unit.name), leading_eigenvectors(grams.pop(unit.name), threshold)
-                ratios[unit.name] = projection_ratio(gradient, basis)
-    return ratios
+
+    def wanted() -> dict[str, Tensor]:
+        with unchanged(module, *keep):
+            gradients = mean_gradients(units, loss_fn, batches)
+            combine(list(gradients.values()))
+        return gradients
+
+    ratios: dict[str, Tensor] = {}
+    if units and (fit_at_once(units) if at_once is None else at_once):
+        with unchanged(module), torch.no_grad():
+            grams = replay_grams(module, units, replay, chunk)
+        with decomposed(grams, threshold) as bases:
+            gradients = wanted()
+            for unit in units:
+                ratios[unit.name] = projection_ratio(gradients.pop(unit.name), bases[unit.name].result())
+    else:
+        gradients = wanted()
+        with unchanged(module), torch.no_grad():
+            for together in passes(units):
+                grams = replay_grams(module, together, replay, chunk)
+                for unit in together:
+                    gradient, basis = gradients.pop(unit.name), leading_eigenvectors(grams.pop(unit.name), threshold)
+                    ratios[unit.name] = projection_ratio(gradient, basis)
+    values = torch.stack(list(ratios.values())).tolist() if ratios else []
+    return dict(zip(ratios, values, strict=True))
 
 
 def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches: int) -> dict[str, Tensor]:
@@ -91,9 +111,8 @@ def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches
         for total, gradient in zip(sums, gradients, strict=True):
             if gradient is not None:
                 total += gradient
-    for unit, total in zip(units, sums, strict=True):
-        if not total.isfinite().all():
-            raise ValueError(f"the new task's gradient for unit {unit.name!r} is not finite")
+    for name in not_finite({unit.name: total for unit, total in zip(units, sums, strict=True)}):
+        raise ValueError(f"the new task's gradient for unit {name!r} is not finite")
     return {
         unit.name: (total / batches).reshape(groups(unit.layer), -1, fan_in(unit.layer))
         for unit, total in zip(units, sums, strict=True)
@@ -119,10 +138,15 @@ def replay_grams(module: nn.Module, units: Sequence[Unit], replay: Iterable[Tens
             handle.remove()
     if count == 0:
         raise ValueError("the replay is empty: no input subspace without an input")
-    for unit in units:
-        if not grams[unit.name].isfinite().all():
-            raise ValueError(f"the replay's inputs to unit {unit.name!r} are not finite")
+    for name in not_finite(grams):
+        raise ValueError(f"the replay's inputs to unit {name!r} are not finite")
     return grams
+
+
+def not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors with a NaN or infinity, asked of the device in one go."""
+    fine = torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).tolist() if tensors else []
+    return [name for name, good in zip(tensors, fine, strict=True) if not good]
 
 
 def gram_hook(total: Tensor) -> Callable[..., None]:
@@ -161,16 +185,21 @@ def columns(layer: Layer, inputs: Tensor) -> Iterator[Tensor]:
     positions = -(-height // layer.stride[0]) * -(-width // layer.stride[1])  # of one image, at most
     step = max(1, COLUMN_BYTES // (8 * groups(layer) * fan_in(layer) * positions))
     for some in images.split(step):
-        patches = unfold(layer, pad(layer, some.double()))  # (b, groups * m, positions)
-        split = patches.unflatten(1, (groups(layer), fan_in(layer)))
-        yield split.permute(1, 2, 0, 3).flatten(2)
+        seen = windows(layer, pad(layer, some.double()).contiguous())  # rows in the order of weight.reshape(C_out, -1)
+        yield seen.permute(1, 2, 3, 0, 4, 5).reshape(groups(layer), fan_in(layer), -1)
 
 
-def unfold(layer: nn.Conv2d, padded: Tensor) -> Tensor:
-    """Patches (b, C_in * kh * kw, positions), ordered as `weight.reshape(C_out, -1)`."""
-    if tuple(layer.kernel_size) == (1, 1):
-        return padded[:, :, :: layer.stride[0], :: layer.stride[1]].flatten(2)
-    return F.unfold(padded, layer.kernel_size, dilation=layer.dilation, stride=layer.stride)
+def windows(layer: nn.Conv2d, padded: Tensor) -> Tensor:
+    """A view (b, C_in, kh, kw, rows, columns) of what the kernel sees at each position. Laying it out is one kernel on
+    a GPU, where `F.unfold` needs one per image."""
+    kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
+    reach = [dilation[axis] * (kernel[axis] - 1) for axis in (0, 1)]
+    rows, cols = ((padded.shape[2 + axis] - 1 - reach[axis]) // stride[axis] + 1 for axis in (0, 1))
+    image, channel, down, right = padded.stride()
+    return padded.as_strided(
+        (*padded.shape[:2], *kernel, rows, cols),
+        (image, channel, down * dilation[0], right * dilation[1], down * stride[0], right * stride[1]),
+    )
 
 
 def pad(layer: nn.Conv2d, images: Tensor) -> Tensor:
@@ -201,22 +230,70 @@ def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
     return vectors[..., :k] * wanted[..., None, :k]
 
 
-def projection_ratio(gradient: Tensor, basis: Tensor) -> float:
-    """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups together.
+@contextmanager
+def decomposed(grams: dict[str, Tensor], threshold: float) -> Iterator[dict[str, Future[Tensor]]]:
+    """`leading_eigenvectors` of every Gram, in threads and largest first: one alone leaves most of a GPU idle. Takes
+    the Grams out of the dict; on leaving, nothing runs any more."""
+    device = next(iter(grams.values())).device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    ready = stream.record_event() if stream else None
+    threads = decomposers(device)
+    names = sorted(grams, key=lambda name: grams[name].numel(), reverse=True)
+    bases = {name: threads.submit(decompose, grams.pop(name), threshold, stream, ready) for name in names}
+    try:
+        yield bases
+    finally:
+        for basis in bases.values():
+            basis.cancel()
+        wait(bases.values())
+
+
+def decompose(
+    gram: Tensor, threshold: float, caller: torch.cuda.Stream | None, ready: torch.cuda.Event | None
+) -> Tensor:
+    if caller is None or ready is None:
+        return leading_eigenvectors(gram, threshold)
+    stream = torch.cuda.current_stream(gram.device)
+    stream.wait_event(ready)
+    try:
+        basis = leading_eigenvectors(gram, threshold)
+        basis.record_stream(caller)  # it is read there, and its memory belongs to this stream
+        return basis
+    finally:
+        stream.synchronize()  # before the basis is read, and before the Gram's memory goes back to the caller's stream
+
+
+@cache
+def decomposers(device: torch.device) -> ThreadPoolExecutor:
+    """Threads that stay, each with a stream of its own: a new stream would find none of the memory set aside before."""
+
+    def begin() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # small kernels, ahead of the losses' large
+
+    torch.linalg.eigh(torch.eye(2, device=device))  # the first call loads a library, which threads must not do together
+    return ThreadPoolExecutor(THREADS, "decompose", begin)
+
+
+def fit_at_once(units: Sequence[Unit]) -> bool:
+    device = units[0].layer.weight.device
+    return device.type == "cuda" and 16 * 8 * sum(map(gram_size, units)) < torch.cuda.mem_get_info(device)[0]
+
+
+def projection_ratio(gradient: Tensor, basis: Tensor) -> Tensor:
+    """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups together; still on the device.
 
     A gradient of zero gives 0, not 1: it tells nothing about the past, and it mostly belongs to a unit that the loss
     does not reach, which would take a place among the frozen without saving anything.
     """
     gradient = gradient.to(basis.dtype)
-    norm = gradient.norm()
-    if norm == 0:
-        return 0.0
-    return min(1.0, float((gradient @ basis).norm() / norm))
+    norm = gradient.norm().clamp(min=torch.finfo(gradient.dtype).tiny)
+    return ((gradient @ basis).norm() / norm).clamp(max=1.0)
 
 
 def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     """Runs of consecutive units whose Grams together take no more than the largest Gram alone."""
-    sizes = [groups(unit.layer) * fan_in(unit.layer) ** 2 for unit in units]
+    sizes = [gram_size(unit) for unit in units]
     together: list[Unit] = []
     used = 0
     for unit, size in zip(units, sizes, strict=True):
@@ -227,6 +304,10 @@ def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
         used += size
     if together:
         yield together
+
+
+def gram_size(unit: Unit) -> int:
+    return groups(unit.layer) * fan_in(unit.layer) ** 2
 
 
 def groups(layer: Layer) -> int:

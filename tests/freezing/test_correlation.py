@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
+import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import correlation
 from ptlf.freezing.correlation import (
     correlation_ratios,
+    fit_at_once,
     gram,
     leading_eigenvectors,
     mean_gradients,
@@ -203,6 +207,93 @@ def test_grams_alive_never_exceed_the_largest(network, monkeypatch):
     assert 1 < len(list(passes(units))) < len(units)
 
 
+def test_at_once_gives_the_same_ratios_from_one_forward(network):
+    replay = torch.randn(20, 3, 8, 8)
+    units = units_of(network, NAMES)
+    network.drop.p = 0.0
+    seen = []
+    network.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])) if not module.training else None)
+
+    def ratios(at_once):
+        seen.clear()
+        return correlation_ratios(network, replay, task_loss(network), batches=2, units=units, at_once=at_once, chunk=8)
+
+    expected = ratios(False)
+    assert len(seen) == 3 * len(list(passes(units)))
+    assert ratios(None) == expected  # a CPU
+    assert len(seen) == 3 * len(list(passes(units)))
+    found = ratios(True)
+    assert seen == [8, 8, 4]
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert list(found) == NAMES
+    assert correlation_ratios(network, replay, task_loss(network), units=[], at_once=True) == {}
+
+
+def test_at_once_decomposes_in_threads_while_the_losses_run(network, monkeypatch):
+    lossy, here = threading.Event(), threading.current_thread()
+    sizes, original = [], correlation.leading_eigenvectors
+
+    def watched(gram, threshold):
+        assert threading.current_thread() is not here
+        sizes.append(gram.numel())
+        assert lossy.wait(20)
+        return original(gram, threshold)
+
+    def loss():
+        lossy.set()
+        return network(torch.ones(2, 3, 8, 8)).sum()
+
+    monkeypatch.setattr(correlation, "leading_eigenvectors", watched)
+    units = units_of(network, NAMES)
+    correlation_ratios(network, torch.randn(4, 3, 8, 8), loss, batches=1, units=units, at_once=True)
+    assert len(sizes) == len(NAMES)
+    assert max(sizes) in sizes[: correlation.THREADS]
+
+
+@pytest.mark.parametrize("fails", ["in a thread", "in the loss"])
+def test_at_once_raises_what_went_wrong_and_leaves_nothing_running(network, monkeypatch, fails):
+    begun, ended, original = [], [], correlation.leading_eigenvectors
+    cancelled, original_wait = threading.Event(), correlation.wait
+
+    def watched(gram, threshold):
+        begun.append(gram)
+        if fails == "in a thread" and gram.shape[-1] == network.stem.weight[0].numel():
+            ended.append(gram)
+            raise ArithmeticError("as planned")
+        assert cancelled.wait(20)
+        time.sleep(0.02)
+        ended.append(gram)
+        return original(gram, threshold)
+
+    def loss():
+        if fails == "in the loss":
+            raise ArithmeticError("as planned")
+        return network(torch.ones(2, 3, 8, 8)).sum()
+
+    def watched_wait(bases):
+        cancelled.set()
+        return original_wait(bases)
+
+    monkeypatch.setattr(correlation, "leading_eigenvectors", watched)
+    monkeypatch.setattr(correlation, "wait", watched_wait)
+    units = units_of(network, ["stem", "strided", "grouped", "dilated", "plain", "tokens", "head"])
+    if fails == "in a thread":
+        units = units[:3]  # all begin at once
+    with pytest.raises(ArithmeticError, match="as planned"):
+        correlation_ratios(network, torch.randn(4, 3, 8, 8), loss, batches=1, units=units, at_once=True)
+    assert len(begun) == len(ended) <= correlation.THREADS  # those that had not begun never did
+
+
+def test_at_once_where_a_gpu_has_room(network, monkeypatch):
+    weight = SimpleNamespace(device=torch.device("cuda", 0), shape=torch.Size([7, 3, 2, 2]))
+    units = [SimpleNamespace(layer=SimpleNamespace(weight=weight))] * 5
+    grams = 5 * 12 * 12 * 8
+    for free, fit in {grams * 15: False, grams * 17: True}.items():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**15))
+        assert fit_at_once(units) is fit
+    assert not fit_at_once(units_of(network, NAMES))
+
+
 def state(module: nn.Module) -> dict[str, object]:
     return {
         "tensors": {name: value.clone() for name, value in module.state_dict().items()},
@@ -227,8 +318,9 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("fails", ["never", "in the loss", "in the replay"])
-def test_everything_is_left_as_it_was(network, fails):
+def test_everything_is_left_as_it_was(network, fails, at_once):
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -255,7 +347,9 @@ def test_everything_is_left_as_it_was(network, fails):
 
     def run() -> None:
         replay = torch.randn(5, 3 if fails != "in the replay" else 4, 8, 8, generator=torch.Generator().manual_seed(0))
-        correlation_ratios(network, replay, loss, batches=3, units=units_of(network, NAMES), keep=[head])
+        correlation_ratios(
+            network, replay, loss, batches=3, units=units_of(network, NAMES), keep=[head], at_once=at_once
+        )
 
     before = state(network), state(head)
     if fails == "never":
@@ -267,7 +361,8 @@ def test_everything_is_left_as_it_was(network, fails):
     for old, new in zip(before, after, strict=True):
         for part in old:
             assert same(old[part], new[part]), part
-    assert calls == [True] * (2 if fails == "in the loss" else 3)
+    reached = {"never": 3, "in the loss": 2, "in the replay": 0 if at_once else 3}
+    assert calls == [True] * reached[fails]
 
 
 def test_gradient_is_taken_in_the_mode_found_and_inputs_in_eval_mode(network):
