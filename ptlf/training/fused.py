@@ -55,6 +55,11 @@ def folded(layer: nn.Module) -> FrozenLayer | None:
     return override if isinstance(override, FrozenLayer) and override.weight is not None else None
 
 
+def folded_tensors(layer: nn.Module) -> list[Tensor]:
+    frozen = folded(layer)
+    return [] if frozen is None else frozen.tensors()
+
+
 def forward(encoder: ResNet, images: Tensor) -> Tensor:
     """What `encoder(images)` computes in training mode."""
     dtype = images.dtype
@@ -71,9 +76,12 @@ class Forward:
         from ptlf.training import passes  # needs Triton
 
         self.encoder, self.dtype, self.passes = encoder, dtype, passes
-        layers = [layer for layer, _ in units(encoder)]
-        weights = [layer.weight if (frozen := folded(layer)) is None else frozen.tensors()[0] for layer in layers]
-        self.weights = dict(zip(layers, passes.cast_all(weights, dtype), strict=True))
+        trained = {layer: layer.weight for layer, _ in units(encoder) if folded(layer) is None}
+        frozen = {layer: tensors[0] for layer, _ in units(encoder) if (tensors := folded_tensors(layer))}
+        self.weights = {**self.cast(trained), **self.cast(frozen)}  # apart, or the frozen would ask for a gradient
+
+    def cast(self, weights: dict[nn.Conv2d, Tensor]) -> dict[nn.Conv2d, Tensor]:
+        return dict(zip(weights, self.passes.cast_all(list(weights.values()), self.dtype), strict=True))
 
     def __call__(self, images: Tensor) -> Tensor:
         x = self.stem(self.encoder.stem, images)

@@ -366,7 +366,7 @@ class _Cast(torch.autograd.Function):
 
 
 def cast_all(weights: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return tuple(weights) if weights[0].dtype is dtype else _Cast.apply(dtype, *weights)
+    return _Cast.apply(dtype, *weights) if weights and weights[0].dtype is not dtype else tuple(weights)
 
 
 class _NormReLU(torch.autograd.Function):

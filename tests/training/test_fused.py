@@ -97,17 +97,18 @@ def test_other_residual_networks(block: type, stem: str) -> None:
     plain, fast = small(block, stem), small(block, stem)
     views = two_views(pixels=16)
     expected, found = look(plain, views, as_one=False), look(fast, views, as_one=True)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=1e-3)  # on a GPU both round products to TF32
     for name, gradient in expected[1].items():
         scale = gradient.abs().max().item()
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=5e-4 * scale, msg=name)
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-2, atol=5e-3 * scale, msg=name)
 
 
-def test_low_precision_follows_float32() -> None:
+@pytest.mark.parametrize("frozen", [(), UNITS[2:3], UNITS[:3]])
+def test_low_precision_follows_float32(frozen: tuple[str, ...]) -> None:
     plain, fast = small(), small()
     views = two_views()
     for encoder in (plain, fast):
-        Freezer(encoder, example=views[0]).freeze(UNITS[2:3])
+        Freezer(encoder, example=views[0]).freeze(frozen)
     expected = look(plain, views, as_one=False)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         found = look(fast, views, as_one=True)
@@ -117,6 +118,16 @@ def test_low_precision_follows_float32() -> None:
     for name, gradient in expected[1].items():
         assert found[1][name].dtype is torch.float32
         assert (found[1][name] - gradient).norm() < 0.25 * gradient.norm(), name
+
+
+def test_nothing_goes_back_into_a_frozen_beginning() -> None:
+    encoder, views = small(), two_views()
+    Freezer(encoder, example=views[0]).freeze(UNITS[:3])
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        forward = fused.Forward(encoder, torch.bfloat16)
+        x = forward.stem(encoder.stem, torch.cat(views))
+        x = forward.block(encoder.stages[0][0], x)
+    assert not x[0].requires_grad and not x[1].requires_grad
 
 
 @pytest.mark.parametrize("frozen", [UNITS[1:3], UNITS[2:]])
