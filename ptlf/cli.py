@@ -446,7 +446,7 @@ def run_bench_step(arguments: Arguments) -> None:
     from ptlf.assembly import choose_device
     from ptlf.report import record
     from ptlf.report.live import console
-    from ptlf.report.tables import show_steps
+    from ptlf.report.tables import show_kernels, show_steps
     from ptlf.settings import as_dict
 
     config = settled(arguments.recipe, None, arguments.overrides)
@@ -461,6 +461,7 @@ def run_bench_step(arguments: Arguments) -> None:
     )
     environment = record.environment(choose_device(config.device))
     show_steps(console, f"{arguments.recipe}, {arguments.size} px, {environment['device_name']}", rows)
+    show_kernels(console, rows)
     if arguments.json:
         record.write_json(arguments.json, {"config": as_dict(config), "environment": environment, "rows": rows})
 

@@ -241,3 +241,20 @@ OVERHEADS: list[tuple[str, str, Callable[[float], str]]] = [
     ("knn_class accuracy, %", "knn_class_accuracy", percent),
     ("knn_class forgetting", "knn_class_forgetting", percent),
 ]
+
+
+def show_kernels(console: Console, rows: list[dict[str, Any]], most: int = 15) -> None:
+    """What took the time of a step, for each stage that was profiled."""
+    for row in rows:
+        kernels = row.get("kernels", [])
+        total = sum(kernel["ms"] for kernel in kernels)
+        if not total:
+            continue
+        table = Table(title=f"{row['frozen']} frozen: {total:.2f} ms in {len(kernels)} kinds", title_justify="left")
+        table.add_column("kernel", no_wrap=True, max_width=60)
+        for column in ("calls", "ms", "share"):
+            table.add_column(column, justify="right")
+        for kernel in kernels[:most]:
+            share = f"{kernel['ms'] / total:.1%}"
+            table.add_row(kernel["name"], f"{kernel['calls']:.0f}", f"{kernel['ms']:.3f}", share)
+        console.print(table)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 # Where a ReLU's mask comes from in backward: there is none; what went into the norm; what came out; packed bits.
 NONE, BY_INPUT, BY_OUTPUT, BY_BITS = 0, 1, 2, 3
-PROGRAMS = 528  # of a sum: four for every multiprocessor of an H200
+PROGRAMS = 512  # of a sum: about four for every multiprocessor of an H200
 
 
 class Tiles:
@@ -391,7 +391,7 @@ class _NormReLU(torch.autograd.Function):
         mean, deviation = torch.empty(2, views, tiles.channels, device=x.device)
         partial, out = tiles.partial_sums(x), torch.empty_like(x)
         _sums[tiles.shared](x, partial, *tiles.size, tiles.parts, **tiles.block, num_warps=8)
-        _statistics[(triton.cdiv(tiles.channels, 16),)](
+        _statistics[(triton.cdiv(tiles.channels, 8),)](
             partial,
             x,
             norm.running_mean,
@@ -405,7 +405,7 @@ class _NormReLU(torch.autograd.Function):
             norm.eps,
             VIEWS=views,
             BLOCK_P=triton.next_power_of_2(tiles.parts),
-            BLOCK_C=16,
+            BLOCK_C=8,
         )
         has_residual, has_extra = residual is not None, extra is not None
         _normalise[small.each](
@@ -465,7 +465,7 @@ class _NormReLU(torch.autograd.Function):
         )
         coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
         of_weight, of_bias = torch.empty_like(weight), torch.empty_like(bias)
-        _coefficients[(triton.cdiv(tiles.channels, 16),)](
+        _coefficients[(triton.cdiv(tiles.channels, 8),)](
             partial,
             mean,
             deviation,
@@ -477,7 +477,7 @@ class _NormReLU(torch.autograd.Function):
             tiles.parts,
             VIEWS=tiles.views,
             BLOCK_P=triton.next_power_of_2(tiles.parts),
-            BLOCK_C=16,
+            BLOCK_C=8,
         )
         _input_gradient[small.each](
             total,
