@@ -42,6 +42,7 @@ from ptlf.stream.loading import ImageSource
 from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
 from ptlf.training.distributed import make_alike
+from ptlf.training.engine import why_not_captured
 from ptlf.training.optimizer import check_warmup, make_optimizer
 from ptlf.training.process import FolderLock, Stopped, StopSignals
 from ptlf.training.trainer import EpochResult, Progress, StepCost, Trainer, check_batch
@@ -120,8 +121,8 @@ class Run:
         watcher = watcher if watcher and ranks.first() else Watcher()
         with claimed(self.out, resume), StopSignals(self.resumable, tell=ranks.first()) as self.stop:
             self.settle_in(resume)
-            if ranks.count() > 1 and self.device.type == "cuda":
-                tell(f"ptlf: with {ranks.count()} processes the step runs eagerly, not captured")
+            if why := why_not_captured(self.config.training.engine, self.device):
+                tell(f"ptlf: {why}: the step runs eagerly, not captured")
             watcher.begin(self)
             try:
                 self.train_stream(watcher)

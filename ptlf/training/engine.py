@@ -34,9 +34,18 @@ def choose_engine(wanted: str, device: torch.device) -> str:
         raise UserError("training.engine captured needs a GPU; use eager or compiled here")
     if wanted not in ("auto", "eager") and ranks.count() > 1:
         raise UserError(f"training.engine {wanted} is for one process; under torchrun use eager or auto")
-    if wanted != "auto" or ranks.count() > 1:
-        return "eager" if wanted == "auto" else wanted
-    return "captured" if device.type == "cuda" and torch.utils._triton.has_triton() else "eager"
+    if wanted != "auto":
+        return wanted
+    return "captured" if device.type == "cuda" and why_not_captured(wanted, device) is None else "eager"
+
+
+def why_not_captured(wanted: str, device: torch.device) -> str | None:
+    """What keeps `auto` from the fast way on this GPU, if anything does."""
+    if wanted != "auto" or device.type != "cuda":
+        return None
+    if ranks.count() > 1:
+        return f"{ranks.count()} processes share this run"
+    return None if torch.utils._triton.has_triton() else "there is no Triton compiler for this GPU"
 
 
 class Engine:

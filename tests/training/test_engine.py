@@ -183,6 +183,18 @@ def test_engine_choice() -> None:
         engine.choose_engine("captured", cpu)
 
 
+def test_a_gpu_without_a_compiler_runs_eagerly_and_says_so(monkeypatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
+    assert engine.choose_engine("auto", gpu) == "captured"
+    assert engine.why_not_captured("auto", gpu) is None
+    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: False)
+    assert engine.choose_engine("auto", gpu) == "eager"
+    assert engine.why_not_captured("auto", gpu) == "there is no Triton compiler for this GPU"
+    assert engine.why_not_captured("auto", torch.device("cpu")) is None
+    assert engine.why_not_captured("eager", gpu) is None
+
+
 @GPU
 def test_captured_bf16_follows_eager_float32(tiny) -> None:
     """The same loss curve within 0.02 over about 200 steps, freezing included."""
