@@ -8,9 +8,7 @@ new task's weight gradient, and the ratio is ||G B||_F / ||G||_F in [0, 1].
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from ptlf.freezing.units import Unit, find_units
 Layer = nn.Conv2d | nn.Linear
 
 COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image has more
-THREADS = 4  # that decompose Grams beside each other
 
 
 def correlation_ratios(
@@ -55,9 +52,8 @@ def correlation_ratios(
     Memory: the Gram matrices R R^T alive together (m x m, float64) never exceed the largest one, for which the replay
     is forwarded several times. On top come the activations of one chunk, `COLUMN_BYTES` of R, the eigendecomposition
     of one Gram (about three more of its size), one float64 gradient per weight, and a copy of the parameters and
-    buffers. With `at_once` the replay is forwarded a single time, all Grams are alive together, and `THREADS` of them
-    are decomposed at a time while the losses run: no more than five times all Grams, and much faster on a GPU. By
-    default that is done where all Grams take less than a sixteenth of a GPU's free memory.
+    buffers. With `at_once` the replay is forwarded a single time and all Grams are alive together. By default that is
+    done where all Grams take less than an eighth of a GPU's free memory.
 
     A unit without a gradient, or whose inputs are all zero or never seen, has ratio 0: see `projection_ratio`.
     """
@@ -71,29 +67,18 @@ def correlation_ratios(
         if example is None:
             example = next((images[:2].to(next(module.parameters()).device) for images in replay), None)
         units = [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
-
-    def wanted() -> dict[str, Tensor]:
-        with unchanged(module, *keep):
-            gradients = mean_gradients(units, loss_fn, batches)
-            combine(list(gradients.values()))
-        return gradients
-
+    with unchanged(module, *keep):
+        gradients = mean_gradients(units, loss_fn, batches)
+        combine(list(gradients.values()))
+    if at_once is None:
+        at_once = fit_at_once(units)
     ratios: dict[str, Tensor] = {}
-    if units and (fit_at_once(units) if at_once is None else at_once):
-        with unchanged(module), torch.no_grad():
-            grams = replay_grams(module, units, replay, chunk)
-        with decomposed(grams, threshold) as bases:
-            gradients = wanted()
-            for unit in units:
-                ratios[unit.name] = projection_ratio(gradients.pop(unit.name), bases[unit.name].result())
-    else:
-        gradients = wanted()
-        with unchanged(module), torch.no_grad():
-            for together in passes(units):
-                grams = replay_grams(module, together, replay, chunk)
-                for unit in together:
-                    gradient, basis = gradients.pop(unit.name), leading_eigenvectors(grams.pop(unit.name), threshold)
-                    ratios[unit.name] = projection_ratio(gradient, basis)
+    with unchanged(module), torch.no_grad():
+        for together in [units] if units and at_once else passes(units):
+            grams = replay_grams(module, together, replay, chunk)
+            for unit in together:
+                gradient, basis = gradients.pop(unit.name), leading_eigenvectors(grams.pop(unit.name), threshold)
+                ratios[unit.name] = projection_ratio(gradient, basis)
     values = torch.stack(list(ratios.values())).tolist() if ratios else []
     return dict(zip(ratios, values, strict=True))
 
@@ -230,54 +215,9 @@ def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
     return vectors[..., :k] * wanted[..., None, :k]
 
 
-@contextmanager
-def decomposed(grams: dict[str, Tensor], threshold: float) -> Iterator[dict[str, Future[Tensor]]]:
-    """`leading_eigenvectors` of every Gram, in threads and largest first: one alone leaves most of a GPU idle. Takes
-    the Grams out of the dict; on leaving, nothing runs any more."""
-    device = next(iter(grams.values())).device
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    ready = stream.record_event() if stream else None
-    threads = decomposers(device)
-    names = sorted(grams, key=lambda name: grams[name].numel(), reverse=True)
-    bases = {name: threads.submit(decompose, grams.pop(name), threshold, stream, ready) for name in names}
-    try:
-        yield bases
-    finally:
-        for basis in bases.values():
-            basis.cancel()
-        wait(bases.values())
-
-
-def decompose(
-    gram: Tensor, threshold: float, caller: torch.cuda.Stream | None, ready: torch.cuda.Event | None
-) -> Tensor:
-    if caller is None or ready is None:
-        return leading_eigenvectors(gram, threshold)
-    stream = torch.cuda.current_stream(gram.device)
-    stream.wait_event(ready)
-    try:
-        basis = leading_eigenvectors(gram, threshold)
-        basis.record_stream(caller)  # it is read there, and its memory belongs to this stream
-        return basis
-    finally:
-        stream.synchronize()  # before the basis is read, and before the Gram's memory goes back to the caller's stream
-
-
-@cache
-def decomposers(device: torch.device) -> ThreadPoolExecutor:
-    """Threads that stay, each with a stream of its own: a new stream would find none of the memory set aside before."""
-
-    def begin() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # small kernels, ahead of the losses' large
-
-    torch.linalg.eigh(torch.eye(2, device=device))  # the first call loads a library, which threads must not do together
-    return ThreadPoolExecutor(THREADS, "decompose", begin)
-
-
 def fit_at_once(units: Sequence[Unit]) -> bool:
-    device = units[0].layer.weight.device
-    return device.type == "cuda" and 16 * 8 * sum(map(gram_size, units)) < torch.cuda.mem_get_info(device)[0]
+    device = units[0].layer.weight.device if units else torch.device("cpu")
+    return device.type == "cuda" and 8 * 8 * sum(map(gram_size, units)) < torch.cuda.mem_get_info(device)[0]
 
 
 def projection_ratio(gradient: Tensor, basis: Tensor) -> Tensor:
