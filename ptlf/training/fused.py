@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ptlf.encoders.norm import ViewBatchNorm2d
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
-from ptlf.freezing.kernels import FrozenLayer, MaskedReLU, PassThrough, frozen_conv2d, is_plain_layer
+from ptlf.freezing.kernels import FrozenLayer, MaskedReLU, Override, RunningStatistics, frozen_conv2d
 
 Pair = tuple[Tensor, Tensor]  # one value for two who use it
 Block = BasicBlock | Bottleneck
@@ -17,18 +17,17 @@ Layers = tuple[nn.Conv2d, ViewBatchNorm2d]
 
 
 def can_fuse(encoder: nn.Module) -> bool:
-    """Whether it is one of our residual networks, and every unit trainable, or frozen with its norm folded."""
+    """Whether it is one of our residual networks, in training and in float32, however its units are frozen."""
     if type(encoder) is not ResNet or not all(type(block) in (BasicBlock, Bottleneck) for block in blocks(encoder)):
         return False
-    return all(map(is_known, units(encoder)))
+    return all(isinstance(norm, ViewBatchNorm2d) and is_usual(layer, norm) for layer, norm in units(encoder))
 
 
-def is_known(unit: Layers) -> bool:
-    layer, norm = unit
-    if folded(layer) is not None:
-        return isinstance(norm.__dict__.get("forward"), PassThrough)
-    plain = "forward" not in norm.__dict__ and isinstance(norm, ViewBatchNorm2d) and norm.affine
-    return plain and is_plain_layer(layer) and norm.track_running_stats is True and norm.momentum is not None
+def is_usual(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> bool:
+    replaced = [module.__dict__["forward"] for module in (layer, norm) if "forward" in module.__dict__]
+    as_made = norm.affine and norm.running_mean is not None and norm.momentum is not None and layer.bias is None
+    known = all(isinstance(override, Override) for override in replaced)
+    return as_made and known and norm.training and layer.weight.dtype is torch.float32
 
 
 def blocks(encoder: ResNet) -> list[Block]:
@@ -55,11 +54,6 @@ def folded(layer: nn.Module) -> FrozenLayer | None:
     return override if isinstance(override, FrozenLayer) and override.weight is not None else None
 
 
-def folded_tensors(layer: nn.Module) -> list[Tensor]:
-    frozen = folded(layer)
-    return [] if frozen is None else frozen.tensors()
-
-
 def forward(encoder: ResNet, images: Tensor) -> Tensor:
     """What `encoder(images)` computes in training mode."""
     dtype = images.dtype
@@ -76,12 +70,11 @@ class Forward:
         from ptlf.training import passes  # needs Triton
 
         self.encoder, self.dtype, self.passes = encoder, dtype, passes
-        trained = {layer: layer.weight for layer, _ in units(encoder) if folded(layer) is None}
-        frozen = {layer: tensors[0] for layer, _ in units(encoder) if (tensors := folded_tensors(layer))}
-        self.weights = {**self.cast(trained), **self.cast(frozen)}  # apart, or the frozen would ask for a gradient
-
-    def cast(self, weights: dict[nn.Conv2d, Tensor]) -> dict[nn.Conv2d, Tensor]:
-        return dict(zip(weights, self.passes.cast_all(list(weights.values()), self.dtype), strict=True))
+        self.weights: dict[nn.Conv2d, Tensor] = {}
+        for trained in (True, False):  # apart, or the copies of frozen weights would ask for a gradient
+            layers = [layer for layer, _ in units(encoder) if layer.weight.requires_grad is trained]
+            weights = [layer.weight if (frozen := folded(layer)) is None else frozen.tensors()[0] for layer in layers]
+            self.weights.update(zip(layers, passes.cast_all(weights, dtype), strict=True))
 
     def __call__(self, images: Tensor) -> Tensor:
         x = self.stem(self.encoder.stem, images)
@@ -107,7 +100,7 @@ class Forward:
             assert frozen.bias is not None
             product = torch._addmm_activation(frozen.bias.to(self.dtype), rows, weight.T)  # with a ReLU
         x = product.view(n, height, width, -1).permute(0, 3, 1, 2)
-        return (x, x) if frozen is not None else self.passes.norm_relu(x, stem.bn)
+        return self.norm_relu(x, stem.bn) if frozen is None else (x, x)
 
     def block(self, block: Block, x: Pair) -> Pair:
         y, skip = x
@@ -121,11 +114,9 @@ class Forward:
 
     def shortcut(self, shortcut: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The shortcut's output, and a bias (C,) that is still to be added to it."""
-        layer: nn.Conv2d = shortcut[0]  # type: ignore[assignment]
-        frozen = folded(layer)
-        if frozen is None:
-            return self.passes.norm_relu(self.convolve(layer, x), shortcut[1], relu=False)[0], None  # type: ignore[arg-type]
-        return frozen_conv2d(x, self.weights[layer], None, layer.stride, layer.padding), frozen.bias  # type: ignore[arg-type]
+        layer, norm = shortcut
+        y, frozen = self.convolve(layer, x), folded(layer)  # type: ignore[arg-type]
+        return (y, frozen.bias) if frozen is not None else (self.norm_relu(y, norm, relu=False)[0], None)  # type: ignore[arg-type]
 
     def unit(
         self, layers: Layers, relu: nn.ReLU, x: Tensor, residual: Tensor | None = None, extra: Tensor | None = None
@@ -134,10 +125,30 @@ class Forward:
         layer, norm = layers
         frozen, as_bits = folded(layer), isinstance(relu.__dict__.get("forward"), MaskedReLU)
         if frozen is None:
-            return self.passes.norm_relu(self.convolve(layer, x), norm, residual, extra, as_bits=as_bits)
+            return self.norm_relu(self.convolve(layer, x), norm, residual, extra, as_bits=as_bits)
         assert frozen.bias is not None
         bias = (frozen.bias if extra is None else frozen.bias + extra).to(self.dtype)
         return self.passes.frozen_conv_relu(x, self.weights[layer], bias, layer, residual, as_bits=as_bits)
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weights[layer], None, layer.stride, layer.padding)
+        """Without a bias. A frozen layer keeps its input only where freezing was to save no memory."""
+        saving = isinstance(layer.__dict__.get("forward"), FrozenLayer)
+        return (frozen_conv2d if saving else F.conv2d)(x, self.weights[layer], None, layer.stride, layer.padding)  # type: ignore[arg-type]
+
+    def norm_relu(
+        self,
+        x: Tensor,
+        norm: ViewBatchNorm2d,
+        residual: Tensor | None = None,
+        extra: Tensor | None = None,
+        *,
+        relu: bool = True,
+        as_bits: bool = False,
+    ) -> Pair:
+        if not isinstance(norm.__dict__.get("forward"), RunningStatistics):
+            return self.passes.norm_relu(x, norm, residual, extra, relu=relu, as_bits=as_bits)
+        x = norm(x)  # frozen, and not folded: as PyTorch does it
+        for more in (residual, None if extra is None else extra.to(x.dtype).view(-1, 1, 1)):
+            x = x if more is None else x + more
+        x = x.relu() if relu else x
+        return x, x

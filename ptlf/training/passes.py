@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 # Where a ReLU's mask comes from in backward: there is none; what went into the norm; what came out; packed bits.
 NONE, BY_INPUT, BY_OUTPUT, BY_BITS = 0, 1, 2, 3
@@ -85,6 +86,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     momentum,
     eps,
     VIEWS: tl.constexpr,
+    TRACK: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -99,15 +101,17 @@ def _statistics(  # type: ignore[no-untyped-def]
         sums = partial + ((view * parts + p) * 2 * channels)[:, None] + c[None, :]
         first = tl.sum(tl.load(sums, mask=inside, other=0.0), 0) / rows
         second = tl.sum(tl.load(sums + channels, mask=inside, other=0.0), 0) / rows
-        var = tl.maximum(second - first * first, 0.0)
+        var = second - first * first
+        var = tl.where(var < 0, 0.0, var)
         tl.store(mean + view * channels + c, first + near, mask=c < channels)
         tl.store(deviation + view * channels + c, 1 / tl.sqrt(var + eps), mask=c < channels)
         old_mean += momentum * (first + near - old_mean)
         old_var += momentum * (var * (rows / (rows - 1)) - old_var)
-    tl.store(running_mean + c, old_mean, mask=c < channels)
-    tl.store(running_var + c, old_var, mask=c < channels)
-    if tl.program_id(0) == 0:
-        tl.store(tracked, tl.load(tracked) + VIEWS)
+    if TRACK:
+        tl.store(running_mean + c, old_mean, mask=c < channels)
+        tl.store(running_var + c, old_var, mask=c < channels)
+        if tl.program_id(0) == 0:
+            tl.store(tracked, tl.load(tracked) + VIEWS)
 
 
 @triton.jit
@@ -137,7 +141,7 @@ def _normalise(  # type: ignore[no-untyped-def]
     if RESIDUAL:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
-        value = tl.maximum(value, 0.0)
+        value = tl.where(value < 0, 0.0, value)  # a NaN stays one
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -357,6 +361,7 @@ class _Cast(torch.autograd.Function):
         return tuple(cast)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [grad for grad in grads if grad is not None]
         cast = [torch.empty_like(grad, dtype=ctx.dtype) for grad in given]
@@ -404,6 +409,7 @@ class _NormReLU(torch.autograd.Function):
             norm.momentum,
             norm.eps,
             VIEWS=views,
+            TRACK=norm.track_running_stats,
             BLOCK_P=triton.next_power_of_2(tiles.parts),
             BLOCK_C=8,
         )
@@ -434,6 +440,7 @@ class _NormReLU(torch.autograd.Function):
         return out, out.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, deviation, source = ctx.saved_tensors
         if grad is None:
@@ -522,11 +529,12 @@ class _FrozenConvReLU(torch.autograd.Function):
         where = (layer.stride, layer.padding, layer.dilation, layer.groups)
         if not x.is_cuda:
             out = F.conv2d(x, weight, bias, *where)
-            out = rows_first((out if residual is None else out + residual).relu())
+            out = (out if residual is None else out + residual).relu()
         elif residual is None:
             out = torch.cudnn_convolution_relu(x, weight, bias, *where)
         else:
             out = torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *where)
+        out = rows_first(out)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
             ctx.mask = BY_BITS if as_bits else BY_OUTPUT
             ctx.save_for_backward(weight, pack(out) if as_bits else out)
@@ -535,6 +543,7 @@ class _FrozenConvReLU(torch.autograd.Function):
         return out, out.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, source = ctx.saved_tensors
         if grad is None:
