@@ -144,6 +144,8 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any
     indices = run.stream.tasks[0].train
     chosen, *others = torch.from_numpy(indices).split(trainer.config.batch)
     order = [chosen, *(other for other in others if len(other) == len(chosen))]
+    started = time.perf_counter()
+    trainer.rebuild()
     cost = trainer.cost_of_step(indices, run.freezing.freezer.folded)
     trainer.model.train()
 
@@ -151,8 +153,6 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any
         draws = trainer.method.draw(len(chosen))
         trainer.engine(trainer.load(chosen, trainer.random["views"], draws, next(images)))
 
-    started = time.perf_counter()
-    trainer.rebuild()
     with trainer.source.batches(itertools.cycle(order)) as images:
         for _ in range(8):
             one()
@@ -192,9 +192,10 @@ def profile(work: Callable[[], Any], trace: Path, device: torch.device, times: i
     profiler.export_chrome_trace(str(trace))
     used = []
     for event in profiler.key_averages():
-        on_device = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-        if on_device > 0:
-            used.append({"name": event.key, "calls": event.count / times, "ms": on_device / times / 1000})
+        cuda = event.device_type == torch.autograd.DeviceType.CUDA
+        took = event.self_device_time_total if cuda else event.self_cpu_time_total
+        if cuda is (device.type == "cuda") and took > 0:
+            used.append({"name": event.key, "calls": event.count / times, "ms": took / times / 1000})
     return sorted(used, key=lambda row: -row["ms"])
 
 

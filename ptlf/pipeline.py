@@ -33,7 +33,7 @@ from ptlf.evaluation.spread import COLLAPSED, feature_spread
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing, correlation_ratios
 from ptlf.freezing.policies import measure_savings
 from ptlf.methods import METHODS, Memory
-from ptlf.randomness import Randomness, seeded
+from ptlf.randomness import Randomness, global_state, seeded, set_global_state
 from ptlf.report import record
 from ptlf.report.live import Watcher
 from ptlf.settings import as_dict
@@ -119,7 +119,8 @@ class Run:
     def train(self, watcher: Watcher | None = None, *, resume: bool = False) -> dict[str, Any]:
         """The whole stream, or with `resume` what the run in the folder has left. Returns what `results.json` holds."""
         watcher = watcher if watcher and ranks.first() else Watcher()
-        with claimed(self.out, resume), StopSignals(self.resumable, tell=ranks.first()) as self.stop:
+        global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
+        with claimed(self.out, resume), global_randomness, StopSignals(self.resumable, tell=ranks.first()) as self.stop:
             self.settle_in(resume)
             if why := why_not_captured(self.config.training.engine, self.device):
                 tell(f"ptlf: {why}: the step runs eagerly, not captured")
@@ -138,7 +139,7 @@ class Run:
 
     def give_up(self, status: str) -> None:
         self.status = status
-        with contextlib.suppress(UserError, ValueError):  # the reason is on its way already
+        with contextlib.suppress(Exception):  # the reason is on its way already
             self.save_results()
 
     def train_stream(self, watcher: Watcher) -> None:
@@ -350,6 +351,7 @@ class Run:
             "optimizer": optimizer_state(self.trainer.optimizer),
             "freezing": self.freezing.state_dict(),
             "random": self.random.state_dict(),
+            "torch_random": global_state(self.device),
             "progress": vars(self.progress) if self.progress and self.position.step else None,
             "step_cost": vars(self.step_cost),
             "clock": self.clock.state_dict(),
@@ -365,6 +367,7 @@ class Run:
         load_optimizer_state(self.trainer.optimizer, state["optimizer"])
         self.freezing.load_state_dict(state["freezing"])
         self.random.load_state_dict(state["random"])
+        set_global_state(state["torch_random"], self.device)
         if state["progress"] is not None:
             self.progress = Progress(**state["progress"])
             self.progress.losses = {name: values.to(self.device) for name, values in self.progress.losses.items()}
@@ -399,12 +402,13 @@ class Run:
             return {}
         found = {}
         for probe, settings in self.prober.settings().items():
-            values: dict[str, Any] = {"settings": settings, "untrained": self.untrained[probe]}
-            values["untrained_accuracy"] = evaluation.accuracy([self.untrained[probe]])
+            untrained = self.untrained.get(probe, [])
+            values: dict[str, Any] = {"settings": settings, "untrained": untrained}
+            values["untrained_accuracy"] = evaluation.accuracy([untrained]) if untrained else None
             values |= evaluation.summary(self.matrices.get(probe, []))
             if probe == "knn_task" and self.future:
                 values["forward_transfer"] = evaluation.forward_transfer(
-                    self.future, self.untrained[probe][1 : 1 + len(self.future)]
+                    self.future, untrained[1 : 1 + len(self.future)]
                 )
             found[probe] = values
         return found
@@ -483,7 +487,15 @@ class Run:
             )
         savings = None
         if POLICIES[config.freezing.policy].needs_savings:
-            savings = measure_savings(self.model.encoder, freezer.units, example, by=config.freezing.savings)
+            batch = example
+            if config.freezing.savings == "seconds":  # which depend on the step's size, type and layout
+                batch = example[:1].expand(config.training.batch * len(self.recipe), -1, -1, -1)
+                batch = batch.contiguous(
+                    memory_format=torch.channels_last if self.channels_last else torch.contiguous_format
+                )
+            low = self.model.dtype is torch.bfloat16
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=low):
+                savings = measure_savings(self.model.encoder, freezer.units, batch, by=config.freezing.savings)
         return ProgressiveFreezing(config.freezing, freezer, config.training.epochs, self.random["policy"], savings)
 
 

@@ -37,8 +37,21 @@ def derived_seed(seed: int, name: str) -> int:
 
 
 @contextmanager
-def seeded(seed: int, name: str) -> Iterator[None]:
-    """Inside, torch's global generator follows from (seed, name), for initial weights; afterwards it is as it was."""
-    with torch.random.fork_rng(devices=[]):
+def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator[None]:
+    """Inside, torch's global generator (and the GPU's) follows from (seed, name); afterwards it is as it was."""
+    gpus = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(derived_seed(seed, name))
         yield
+
+
+def global_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Of the generators that code without one of its own draws from, such as dropout."""
+    state = {"cpu": torch.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+
+
+def set_global_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -40,6 +40,10 @@ def tiny_encoder() -> nn.Module:
     )
 
 
+def dropping_encoder() -> nn.Module:
+    return nn.Sequential(tiny_encoder(), nn.Dropout(0.3))
+
+
 def tiny_resnet() -> nn.Module:
     return ResNet(BasicBlock, (1, 1), width=4)
 

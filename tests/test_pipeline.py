@@ -227,3 +227,15 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path) -> None:
     with pytest.raises(UserError, match=r"the loss became (nan|inf|-inf) in task 1, epoch \d"):
         Run(tiny("digits/barlow_twins/finetune", training__lr=1e30), tmp_path / "run").train()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
+
+
+def test_a_failure_before_the_first_task_is_told_as_it_is(tiny, tmp_path, monkeypatch) -> None:
+    run = Run(tiny(), tmp_path / "run")
+
+    def broken(*_):
+        raise UserError("the file has been cut short")
+
+    monkeypatch.setattr(run.prober, "rows", broken)
+    with pytest.raises(UserError, match="cut short"):
+        run.train()
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"

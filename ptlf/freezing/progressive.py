@@ -78,10 +78,13 @@ class ProgressiveFreezing:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values. The policies' randomness is in the generator, which whoever made it stores."""
-        state = {"active": self.active, "ratios": self.context.ratios, "log": self.log}
+        savings = {name: vars(saving) for name, saving in (self.context.savings or {}).items()}
+        state = {"active": self.active, "ratios": self.context.ratios, "savings": savings, "log": self.log}
         return {**self.freezer.state_dict(), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load weights and optimizer first."""
         self.freezer.load_state_dict(state)
         self.active, self.context.ratios, self.log = state["active"], state["ratios"], list(state["log"])
+        if state["savings"]:  # as they were, should they have been timed
+            self.context.savings = {name: Saving(**saving) for name, saving in state["savings"].items()}

@@ -111,8 +111,11 @@ class PixelFile:
 
     def read(self, rows: list[int], out: np.ndarray) -> None:
         for row, image in zip(rows, out, strict=True):
+            got, place = 0, memoryview(image).cast("B")
             with disk_errors(self.path):
-                got = os.preadv(self.descriptor, [image], self.begin + row * self.bytes)
+                at = self.begin + row * self.bytes
+                while got < self.bytes and (more := os.preadv(self.descriptor, [place[got:]], at + got)):
+                    got += more
             if got < self.bytes:
                 raise UserError(
                     f"{self.path} has been cut short: of image {row} it holds {got} of {self.bytes} bytes; "

@@ -1,20 +1,23 @@
 """How the step is run: eagerly, with its heavy parts compiled, or compiled and captured in a CUDA graph.
 
-The body of the step is the same in all three; it reads fixed tensors and draws nothing. What a freeze changes is
-compiled and captured anew (`rebuild`); compiled variants are kept and reused for the rest of the process, and by the
-compiler's own cache on disk.
+The body of the step is the same in all three; it reads fixed tensors and draws nothing. After a freeze it is captured
+anew (`rebuild`). On a GPU our residual networks run through `ptlf.training.fused`, where a freeze leaves nothing to
+compile; other encoders are compiled, once for every set of frozen units, and what was compiled is reused for the rest
+of the process, and by the compiler's own cache on disk.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from ptlf import ranks
 from ptlf.batch import Batch
@@ -45,7 +48,7 @@ def why_not_captured(wanted: str, device: torch.device) -> str | None:
         return None
     if ranks.count() > 1:
         return f"{ranks.count()} processes share this run"
-    return None if torch.utils._triton.has_triton() else "there is no Triton compiler for this GPU"
+    return None if has_triton() else "there is no Triton compiler for this GPU"
 
 
 class Engine:
@@ -59,6 +62,10 @@ class Engine:
 
     def rebuild(self) -> None:
         """What the body does has changed: a unit froze or thawed, or a new task began."""
+
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """For parts of the body that run outside of a step: as they run in one."""
+        return nullcontext()
 
 
 @dataclass
@@ -76,9 +83,6 @@ class CapturedEngine(Engine):
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)
-        # Shapes never change, so the fastest algorithms may be looked for; float32 products (the heads) use TF32.
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")
         self.stream = torch.cuda.Stream()
         self.warm_up = WARM_UP
         self.captured: dict[int, Captured] = {}
@@ -89,6 +93,18 @@ class CapturedEngine(Engine):
             self.warm_up = 1  # all but what the change brings is warm
         self.captured = {}
         self.pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Shapes never change, so the fastest algorithms may be looked for; float32 products (the heads) use TF32."""
+        before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before[0]
+            torch.set_float32_matmul_precision(before[1])
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())
@@ -107,7 +123,7 @@ class CapturedEngine(Engine):
     def uncaptured(self, batch: Batch) -> dict[str, Tensor]:
         """On the stream that capturing will use, so that its allocations are ready."""
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), self.arithmetic():
             losses = self.body(batch)
         torch.cuda.current_stream().wait_stream(self.stream)
         return losses
@@ -116,7 +132,7 @@ class CapturedEngine(Engine):
         """Records without running; the replay that follows is this batch's step."""
         mine.batch = batch
         mine.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(mine.graph, pool=self.pool, stream=self.stream):
+        with torch.cuda.graph(mine.graph, pool=self.pool, stream=self.stream), self.arithmetic():
             mine.losses = self.body(batch)
 
 
@@ -133,13 +149,13 @@ def make_engine(kind: str, body: Body) -> Engine:
 
 
 def compile_encoder(encoder: nn.Module, views: int, batch: int) -> None:
-    """Compile the encoder part by part for training on full batches; all else (evaluation, a smaller last batch,
-    replay for the correlation) runs as it is."""
+    """Make training go through the fused forward where the encoder has one; else compile it, part by part if it has
+    parts, for full batches. All else (evaluation, replay for the correlation) runs as it is."""
     allow_many_variants()
     one_pass = takes_views_in_one_pass(encoder)
     encoder.__dict__["one_pass"] = one_pass
     rows = batch * views if one_pass else batch
-    if next(encoder.parameters()).is_cuda and torch.utils._triton.has_triton():
+    if next(encoder.parameters()).is_cuda and has_triton():
         encoder._compiled_call_impl = functools.partial(call_encoder, encoder)
     find_parts = getattr(encoder, "parts", None)
     for part in find_parts() if callable(find_parts) else [encoder]:
@@ -153,9 +169,13 @@ def call_encoder(encoder: nn.Module, images: Tensor) -> Tensor:
 
 
 def call_part(part: nn.Module, rows: int, x: Tensor) -> Tensor:
-    if part.training and torch.is_grad_enabled() and len(x) == rows:
+    if not (part.training and torch.is_grad_enabled() and len(x) == rows):
+        return part._call_impl(x)
+    try:
         return compiled(call_forward)(part, variant(part), x)
-    return part._call_impl(x)
+    except torch._dynamo.exc.Unsupported as error:
+        why = str(error).strip().splitlines()[0]
+        raise UserError(f"{type(part).__name__} cannot be compiled ({why}); use --training.engine eager") from error
 
 
 def variant(part: nn.Module) -> str:

@@ -178,7 +178,7 @@ class Trainer:
         """A batch ready for the losses, and everything as it was afterwards."""
         chosen = torch.from_numpy(indices[: self.config.batch])
         self.model.train()
-        with self.method.rehearsal(), unchanged(self.model, self.method):
+        with self.method.rehearsal(), unchanged(self.model, self.method), self.engine.arithmetic():
             batch = self.load(chosen, torch.Generator().manual_seed(0), self.method.draw(len(chosen)))
             batch.views = self.views(batch)
             batch.mixed = self.method.mix(batch)
@@ -250,8 +250,9 @@ class Trainer:
         """The objective on a random batch of these images, unmixed: the gradient a new task asks for."""
         chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[: self.config.batch]]
         batch = self.load(chosen, generator)
-        batch.views = batch.mixed = self.views(batch)
-        return self.model.objective.loss(self.model.encode(batch.mixed), batch)
+        with self.engine.arithmetic():
+            batch.views = batch.mixed = self.views(batch)
+            return self.model.objective.loss(self.model.encode(batch.mixed), batch)
 
 
 @dataclass(frozen=True)

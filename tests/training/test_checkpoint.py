@@ -308,6 +308,30 @@ def test_every_step_is_a_place_to_go_on_from(tiny, tmp_path) -> None:
     assert gallery[0] == gallery[1]
 
 
+def test_dropout_goes_on_where_it_was(tiny, tmp_path) -> None:
+    """Code that draws from torch's global generator is reproducible, and leaves that as it was."""
+    config = tiny("digits/simsiam/finetune", encoder__name="conftest:dropping_encoder")
+    before = torch.get_rng_state()
+    alone = Run(config, tmp_path / "alone").train()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)
+    stopped = stop_and_go_on(config, tmp_path / "stopped", 3, 4)
+    assert lasting(stopped) == lasting(alone)
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "alone")
+
+
+def test_timed_savings_are_not_timed_again(tiny, tmp_path) -> None:
+    config = tiny(
+        "digits/simsiam/ptlf", freezing__policy="cost_aware", freezing__savings="seconds", freezing__final=0.67
+    )
+    first = Run(config, tmp_path / "run")
+    state = first.freezing.state_dict()
+    second = Run(config, tmp_path / "run")
+    assert second.freezing.context.savings != first.freezing.context.savings  # timed anew
+    second.freezing.load_state_dict(state)
+    assert second.freezing.context.savings == first.freezing.context.savings
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("engine", ["eager", "captured"])
 def test_a_gpu_run_goes_on_to_the_same_decisions(tiny, tmp_path, engine: str) -> None:

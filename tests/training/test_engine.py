@@ -175,6 +175,18 @@ def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, met
     assert rebuilt == ([0, 0] if method == "pnn" else [0, 0, 1, 2])
 
 
+def test_an_encoder_that_cannot_be_compiled_says_so(light_compiler) -> None:
+    class Odd(nn.Module):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return x.mean((2, 3))
+
+    odd = nn.Sequential(nn.Conv2d(3, 4, 3), Odd())
+    engine.compile_encoder(odd, views=2, batch=2)
+    with pytest.raises(UserError, match=r"Sequential cannot be compiled \(.*\); use --training.engine eager"):
+        odd(torch.randn(4, 3, 8, 8))
+
+
 def test_engine_choice() -> None:
     cpu = torch.device("cpu")
     assert engine.choose_engine("auto", cpu) == "eager"
@@ -185,10 +197,10 @@ def test_engine_choice() -> None:
 
 def test_a_gpu_without_a_compiler_runs_eagerly_and_says_so(monkeypatch) -> None:
     gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
+    monkeypatch.setattr(engine, "has_triton", lambda: True)
     assert engine.choose_engine("auto", gpu) == "captured"
     assert engine.why_not_captured("auto", gpu) is None
-    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: False)
+    monkeypatch.setattr(engine, "has_triton", lambda: False)
     assert engine.choose_engine("auto", gpu) == "eager"
     assert engine.why_not_captured("auto", gpu) == "there is no Triton compiler for this GPU"
     assert engine.why_not_captured("auto", torch.device("cpu")) is None
