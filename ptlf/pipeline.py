@@ -442,6 +442,7 @@ class Run:
             "backward_flops": sum(line["backward_flops"] for line in epochs),
             "saved_activation_bytes": epochs[-1]["saved_activation_bytes"] if epochs else None,
             "peak_memory_bytes": max(peaks) if peaks else None,
+            "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
             "per_task": per_task,
             "per_epoch": epochs,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import subprocess
@@ -32,11 +33,19 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
 def read_results(folder: Path) -> dict[str, Any]:
     path = folder / "results.json"
     try:
-        return json.loads(path.read_text())
+        return completed(json.loads(path.read_text()))
     except FileNotFoundError:
         raise UserError(f"{folder} holds no results.json; `ptlf train --out {folder}` makes one") from None
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def completed(results: Any) -> Any:
+    """With a figure that older files have only in their epochs. Whoever reads on finds what else is wrong."""
+    with contextlib.suppress(LookupError, TypeError, AttributeError):
+        cost = results["cost"]
+        cost.setdefault("last_peak_memory_bytes", cost["per_epoch"][-1]["peak_memory_bytes"])
+    return results
 
 
 def environment(device: torch.device) -> dict[str, Any]:

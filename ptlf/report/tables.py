@@ -106,9 +106,9 @@ COSTS: list[tuple[str, str, Callable[[float], str]]] = [
     ("evaluation", "eval_seconds", seconds),
     ("backward FLOPs", "backward_flops", lambda flops: f"{flops / 1e12:.3g} T"),
     ("kept for backward, last epoch", "saved_activation_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
-    ("peak GPU memory", "peak_memory_bytes", lambda size: f"{size / 2**20:.0f} MiB"),
+    ("peak GPU memory, last epoch", "last_peak_memory_bytes", lambda size: f"{size / 2**20:.0f} MiB"),
 ]
-RELATIVE = ("learning_seconds", "train_seconds", "backward_flops", "saved_activation_bytes", "peak_memory_bytes")
+RELATIVE = ("learning_seconds", "train_seconds", "backward_flops", "saved_activation_bytes", "last_peak_memory_bytes")
 
 
 def _relative(cost: dict[str, Any], base: dict[str, Any] | None, name: str, form: Callable[[float], str]) -> str:

@@ -83,7 +83,7 @@ class CapturedEngine(Engine):
 
     def __init__(self, body: Body) -> None:
         super().__init__(body)
-        self.stream = torch.cuda.Stream()
+        self.stream = capturing_stream()
         self.warm_up = WARM_UP
         self.captured: dict[int, Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
@@ -134,6 +134,12 @@ class CapturedEngine(Engine):
         mine.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(mine.graph, pool=self.pool, stream=self.stream), self.arithmetic():
             mine.losses = self.body(batch)
+
+
+@functools.cache
+def capturing_stream() -> torch.cuda.Stream:
+    """One for all engines: libraries keep a workspace for every stream they have seen."""
+    return torch.cuda.Stream()
 
 
 def copy_batch(fixed: Batch, new: Batch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,10 @@ class Measure:
     def show(self, value: float | None) -> str:
         if value is None:
             return "-"
-        return f"{value / self.scale:,.{self.digits}f}".replace("-", "−")
+        value, digits = value / self.scale, self.digits
+        if self.cost and abs(value) >= 1:  # four digits tell a cost well enough
+            digits = max(0, min(digits, 3 - int(math.log10(abs(value)))))
+        return f"{value:,.{digits}f}".replace("-", "−")
 
 
 def title_of(probe: str) -> str:
@@ -56,16 +60,17 @@ def title_of(probe: str) -> str:
 
 def accuracy_measures(probe: str) -> list[Measure]:
     title = title_of(probe)
+    below = title.replace(WITHIN, "own task").replace(AMONG, "all classes")
     return [
-        Measure(f"accuracy, {title}", "%", ("probes", probe, "accuracy"), short="accuracy", below=title),
-        Measure(f"forgetting, {title}", "points", ("probes", probe, "forgetting"), short="forgetting", below=title),
+        Measure(f"accuracy, {title}", "%", ("probes", probe, "accuracy"), short="accuracy", below=below),
+        Measure(f"forgetting, {title}", "points", ("probes", probe, "forgetting"), short="forgetting", below=below),
     ]
 
 
 COSTS = [
-    Measure("training time", "s", ("cost", "learning_seconds"), 1, 1, True, "time", "with correlation, seconds"),
+    Measure("training time", "s", ("cost", "learning_seconds"), 1, 1, True, "time", "all in, seconds"),
     Measure("memory for backward", "MiB", ("cost", "saved_activation_bytes"), MIB, 1, True, "memory", "kept, MiB"),
-    Measure("peak GPU memory", "MiB", ("cost", "peak_memory_bytes"), MIB, 0, True, "GPU memory", "peak, MiB"),
+    Measure("peak GPU memory", "MiB", ("cost", "last_peak_memory_bytes"), MIB, 0, True, "GPU memory", "peak, MiB"),
     Measure("backward FLOPs", "T", ("cost", "backward_flops"), TERA, 3, True, "FLOPs", "backward, × 10¹²"),
 ]
 

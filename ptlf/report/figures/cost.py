@@ -37,9 +37,12 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
     first = True
     for title, key, unit in PANELS:
         lines = [(group, mean_line(group, key, unit, epochs)) for group in groups]
-        known = [value for _, series in lines for _, value in series]
+        known = [value for _, series in lines for _, value in (thinned(series) if key == "seconds" else series)]
         if not known:
             continue
+        if key == "backward_flops" and max(known) >= 1000:
+            title, known = title.replace("GFLOPs", "TFLOPs"), [value / 1000 for value in known]
+            lines = [(group, [(place, value / 1000) for place, value in series]) for group, series in lines]
         drawing.text(left, top - 6 if not first else top - 8, title, "ink", size=TINY + 1.5, bold=True)
         y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
         panel(drawing, x, y, tasks, epochs)
