@@ -20,7 +20,7 @@ from ptlf.assembly import make_stream
 from ptlf.config import Config
 from ptlf.errors import UserError
 from ptlf.freezing import Freezer, Unit, find_units
-from ptlf.freezing.policies import measure_savings, synchronise
+from ptlf.freezing.policies import measure_savings, wait_for
 from ptlf.methods import METHODS
 from ptlf.pipeline import Run
 from ptlf.report.live import Watcher
@@ -89,10 +89,10 @@ def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats:
 
 
 def timed(loss: Loss, device: torch.device) -> float:
-    synchronise(device)
+    wait_for(device)
     started = time.perf_counter()
     loss().backward()
-    synchronise(device)
+    wait_for(device)
     return time.perf_counter() - started
 
 
@@ -156,7 +156,7 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any
     with trainer.source.batches(itertools.cycle(order)) as images:
         for _ in range(8):
             one()
-        synchronise(device)
+        wait_for(device)
         rebuild = time.perf_counter() - started
         seconds = per_call(one, steps, device)
         kernels = {} if trace is None else {"kernels": profile(one, trace, device)}
@@ -183,11 +183,11 @@ def profile(work: Callable[[], Any], trace: Path, device: torch.device, times: i
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    synchronise(device)
+    wait_for(device)
     with torch.profiler.profile(activities=kinds) as profiler:
         for _ in range(times):
             work()
-        synchronise(device)
+        wait_for(device)
     trace.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(trace))
     used = []
@@ -200,11 +200,11 @@ def profile(work: Callable[[], Any], trace: Path, device: torch.device, times: i
 
 
 def per_call(work: Callable[[], Any], times: int, device: torch.device) -> float:
-    synchronise(device)
+    wait_for(device)
     started = time.perf_counter()
     for _ in range(times):
         work()
-    synchronise(device)
+    wait_for(device)
     return (time.perf_counter() - started) / times
 
 

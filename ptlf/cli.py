@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -307,8 +308,12 @@ def run_sweep(arguments: Arguments) -> None:
         train_as_jobs(arguments, missing)
     else:
         for name, (config, folder) in missing.items():
-            results = Run(config, folder).train(Live(name), resume=True)
+            try:
+                results = Run(config, folder).train(Live(name), resume=True)
+            except Stopped as stopped:
+                raise stopped.again("the same `ptlf sweep` goes on from here") from None
             show_results(console, results, folder, brief=True)
+            gc.collect()  # a run refers to itself: its GPU memory would count in the next one's peak
     runs = {name: read_results(folder) for name, (_, folder) in plan.items()}
     wanted = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
     baseline = next((name for name in runs if wanted and name.startswith(wanted)), None)

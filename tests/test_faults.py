@@ -265,6 +265,6 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr("ptlf.report.live.Live", lambda name: Signals(signal.SIGTERM, 4))
         assert main(words) == 143
-    capsys.readouterr()
+    assert "stopped; the same `ptlf sweep` goes on from here" in capsys.readouterr().err
     assert main(words) == 0
     assert "going on with task 1, epoch 2, step 2" in " ".join(capsys.readouterr().out.split())

@@ -44,22 +44,25 @@ class _FrozenConv2d(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs
+        x, weight, _, *ctx.where = inputs
         ctx.save_for_backward(weight)
-        # Rows and columns that the stride never reached: they belong to the input, and get a gradient of zero.
-        ctx.output_padding = [
-            (x.shape[2 + i] + 2 * ctx.padding[i] - ctx.dilation[i] * (weight.shape[2 + i] - 1) - 1) % ctx.stride[i]
-            for i in range(2)
-        ]
+        ctx.size = x.shape[2:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        with _no_autocast(grad.device.type):
-            gradient = F.conv_transpose2d(
-                grad, weight, None, ctx.stride, ctx.padding, ctx.output_padding, ctx.groups, ctx.dilation
-            )
-        return gradient, None, None, None, None, None, None
+        return input_gradient(grad, weight, ctx.size, *ctx.where), None, None, None, None, None, None
+
+
+def input_gradient(
+    grad: Tensor, weight: Tensor, size: Sequence[int], stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> Tensor:
+    """Of a conv2d whose input had (height, width) `size`."""
+    # Rows and columns that the stride never reached: they belong to the input, and get a gradient of zero.
+    reach = [size[i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1 for i in range(2)]
+    beyond = [reach[i] % stride[i] for i in range(2)]
+    with _no_autocast(grad.device.type):
+        return F.conv_transpose2d(grad, weight, None, stride, padding, beyond, groups, dilation)
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:

@@ -215,15 +215,15 @@ def seconds(layer: Layer, given: Tensor, output: Tensor, repeats: int) -> tuple[
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):
-        synchronise(device)
+        wait_for(device)
         start = time.perf_counter()
         work()
-        synchronise(device)
+        wait_for(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])  # the first one warms up
 
 
-def synchronise(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -31,7 +31,7 @@ def is_usual(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> bool:
 
 
 def blocks(encoder: ResNet) -> list[Block]:
-    return [block for stage in encoder.stages.children() for block in stage.children()]  # type: ignore[misc]
+    return encoder.parts()[1:]  # type: ignore[return-value]
 
 
 def units(encoder: ResNet) -> list[Layers]:

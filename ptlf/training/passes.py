@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ptlf.freezing.kernels import input_gradient
+
 # Where a ReLU's mask comes from in backward: there is none; what went into the norm; what came out; packed bits.
 NONE, BY_INPUT, BY_OUTPUT, BY_BITS = 0, 1, 2, 3
 PROGRAMS = 512  # of a sum: about four for every multiprocessor of an H200
@@ -551,10 +553,7 @@ class _FrozenConvReLU(torch.autograd.Function):
         assert grad is not None
         total, of_input = masked(grad, other, source, ctx.mask), None
         if ctx.needs_input_grad[0]:
-            stride, padding, dilation, groups = ctx.where
-            reach = [(ctx.size[i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1) for i in range(2)]
-            beyond = [reach[i] % stride[i] for i in range(2)]
-            of_input = F.conv_transpose2d(total, weight, None, stride, padding, beyond, groups, dilation)
+            of_input = input_gradient(total, weight, ctx.size, *ctx.where)
         return of_input, None, None, total if ctx.needs_input_grad[3] else None, None, None
 
 

@@ -22,9 +22,13 @@ except ImportError:  # no such locks on this system
 class Stopped(Exception):
     """The run was asked to stop by a signal, and has saved itself."""
 
-    def __init__(self, folder: Path, number: int) -> None:
-        super().__init__(f"stopped; go on with `ptlf train --resume {folder}`")
-        self.number = number
+    def __init__(self, folder: Path, number: int, advice: str = "") -> None:
+        super().__init__(f"stopped; {advice or f'go on with `ptlf train --resume {folder}`'}")
+        self.folder, self.number = folder, number
+
+    def again(self, advice: str) -> Stopped:
+        """The same, where something else than the run alone goes on."""
+        return Stopped(self.folder, self.number, advice)
 
 
 class StopSignals:
