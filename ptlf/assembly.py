@@ -14,14 +14,17 @@ from ptlf.config import Config
 from ptlf.encoders import ENCODERS, feature_dim
 from ptlf.errors import UserError, unknown
 from ptlf.evaluation import Gallery, Prober
-from ptlf.freezing import POLICIES
-from ptlf.methods import METHODS
+from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
+from ptlf.freezing.policies import measure_savings
+from ptlf.methods import METHODS, Memory, Method
 from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.randomness import derived_seed, seeded
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.fetch import data_root
 from ptlf.stream.loading import ImageSource
+from ptlf.training.trainer import Trainer
+from ptlf.views import recipe
 
 
 def choose_device(name: str) -> torch.device:
@@ -63,6 +66,44 @@ def make_gallery(
         return None
     seed = derived_seed(config.seed, "gallery")
     return Gallery(stream, prepare, device, batch=config.evaluation.batch, seed=seed)
+
+
+def make_method(config: Config, stream: Stream, model: Model, view_size: int, generator: torch.Generator) -> Method:
+    kind = METHODS[config.method.name]
+    memory = None
+    if kind.needs_memory or POLICIES[config.freezing.policy].needs_ratios:
+        (fresh, *_) = recipe(config.views.memory, view_size)
+        outputs = model.objective.feature_dim if kind.needs_outputs else 0
+        memory = Memory(config.memory.size, stream.size, view_size, fresh, outputs)
+    with seeded(config.seed, "method"):
+        return kind(config.method, model, memory, generator)
+
+
+def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) -> ProgressiveFreezing:
+    encoder = trainer.model.encoder
+    example = torch.zeros(2, 3, trainer.view_size, trainer.view_size, device=trainer.device)
+    freezer = Freezer(
+        encoder,
+        trainer.optimizer,
+        example=example,
+        batch_statistics=config.freezing.batch_statistics,
+        save_memory=config.freezing.save_memory,
+    )
+    if config.freezing.policy != "none" and not freezer.units:
+        raise UserError(
+            f"encoder {config.encoder.name!r} has no convolution or linear layer that could freeze; "
+            "use --freezing.policy none"
+        )
+    savings = None
+    if POLICIES[config.freezing.policy].needs_savings:
+        if config.freezing.savings == "seconds":  # which depend on the step's size, type and layout
+            layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
+            rows = config.training.batch * len(trainer.recipe)
+            example = example[:1].expand(rows, -1, -1, -1).contiguous(memory_format=layout)
+        low = trainer.model.dtype is torch.bfloat16
+        with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
+            savings = measure_savings(encoder, freezer.units, example, by=config.freezing.savings)
+    return ProgressiveFreezing(config.freezing, freezer, config.training.epochs, generator, savings)
 
 
 def make_encoder(name: str, seed: int) -> nn.Module:

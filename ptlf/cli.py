@@ -265,9 +265,10 @@ def resume(arguments: Arguments) -> None:
 
 def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None:  # type: ignore[no-untyped-def]
     """Train, show and draw. A run to resume must have these very settings, if `strict`."""
-    from ptlf.pipeline import Run, finished, has_finished
+    from ptlf.pipeline import Run
     from ptlf.report.live import Live, console
     from ptlf.report.tables import show_results
+    from ptlf.run_folder import finished, has_finished
 
     if resume and (finished(folder, config) if strict else has_finished(folder)):
         console.print(f"{folder}: already finished", highlight=False)
@@ -280,10 +281,11 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
 
 
 def run_sweep(arguments: Arguments) -> None:
-    from ptlf.pipeline import Run, finished
+    from ptlf.pipeline import Run
     from ptlf.report.live import Live, console
     from ptlf.report.record import read_results
     from ptlf.report.tables import show_results, show_runs
+    from ptlf.run_folder import finished
 
     if any(word.partition("=")[0] == "--seed" for word in arguments.overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")

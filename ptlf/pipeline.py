@@ -6,14 +6,13 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
 import ptlf
@@ -21,30 +20,32 @@ from ptlf import evaluation, ranks
 from ptlf.assembly import (
     check_combination,
     choose_device,
+    make_freezing,
     make_gallery,
+    make_method,
     make_model,
     make_prober,
     make_stream,
     on_gpu,
 )
-from ptlf.config import Config, from_dict, read_yaml, to_yaml
+from ptlf.config import Config, to_yaml
 from ptlf.errors import UserError
 from ptlf.evaluation.spread import COLLAPSED, feature_spread
-from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing, correlation_ratios
-from ptlf.freezing.policies import measure_savings
-from ptlf.methods import METHODS, Memory
+from ptlf.freezing import correlation_ratios
 from ptlf.randomness import Randomness, global_state, seeded, set_global_state
 from ptlf.report import record
 from ptlf.report.live import Watcher
+from ptlf.run_folder import claimed, load_encoder
 from ptlf.settings import as_dict
 from ptlf.stream import Stream
 from ptlf.stream.loading import ImageSource
+from ptlf.summary import cost_of, probes_of
 from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
 from ptlf.training.distributed import make_alike
 from ptlf.training.engine import why_not_captured
 from ptlf.training.optimizer import check_warmup, make_optimizer
-from ptlf.training.process import FolderLock, Stopped, StopSignals
+from ptlf.training.process import Stopped, StopSignals
 from ptlf.training.trainer import EpochResult, Progress, StepCost, Trainer, check_batch
 from ptlf.views import normalise, recipe
 
@@ -85,7 +86,9 @@ class Run:
         self.channels_last = on_gpu(config.training.channels_last, self.device)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.method = self.make_method().to(self.device)
+        self.method = make_method(config, self.stream, self.model, self.view_size, self.random["method"]).to(
+            self.device
+        )
         make_alike([self.model, self.method], config.distributed, self.device)
         parameters = [*self.model.parameters(), *self.method.parameters()]
         self.trainer = Trainer(
@@ -100,7 +103,7 @@ class Run:
             device=self.device,
             channels_last=self.channels_last,
         )
-        self.freezing = self.make_freezing()
+        self.freezing = make_freezing(config, self.trainer, self.random["policy"])
         self.clock = Stopwatch(self.device)
         self.per_epoch: list[dict[str, Any]] = []
         self.matrices: dict[str, list[list[float | None]]] = {}
@@ -216,6 +219,7 @@ class Run:
         """Ratios of the units not yet frozen: the past is the memory, the gradient the new task's."""
         with self.clock("correlation"):
             memory = self.method.memory
+            assert memory is not None
             frozen = set(self.freezing.freezer.frozen)
             self.model.train()
             ratios = correlation_ratios(
@@ -380,6 +384,7 @@ class Run:
         self.trainer.rebuild()
 
     def results(self) -> dict[str, Any]:
+        settings = self.prober.settings() if self.prober else {}
         return {
             "schema": record.SCHEMA,
             "ptlf_version": ptlf.__version__,
@@ -392,59 +397,9 @@ class Run:
             "tasks": [task.name for task in self.stream.tasks],
             "exams": [exam.name for exam in self.stream.exams],
             "units": [unit.name for unit in self.freezing.freezer.units],
-            "probes": self.probe_results(),
+            "probes": probes_of(settings, self.matrices, self.untrained, self.future),
             "freezing": self.freezing.log,
-            "cost": self.cost(),
-        }
-
-    def probe_results(self) -> dict[str, Any]:
-        if not self.prober:
-            return {}
-        found = {}
-        for probe, settings in self.prober.settings().items():
-            untrained = self.untrained.get(probe, [])
-            values: dict[str, Any] = {"settings": settings, "untrained": untrained}
-            values["untrained_accuracy"] = evaluation.accuracy([untrained]) if untrained else None
-            values |= evaluation.summary(self.matrices.get(probe, []))
-            if probe == "knn_task" and self.future:
-                values["forward_transfer"] = evaluation.forward_transfer(
-                    self.future, untrained[1 : 1 + len(self.future)]
-                )
-            found[probe] = values
-        return found
-
-    def cost(self) -> dict[str, Any]:
-        epochs, seconds = self.per_epoch, self.clock.seconds
-        per_task = []
-        for number in range(1, len(self.stream.tasks) + 1):
-            mine = [line for line in epochs if line["task"] == number]
-            if mine:
-                per_task.append(
-                    {
-                        "task": number,
-                        "train_seconds": sum(line["seconds"] for line in mine),
-                        "correlation_seconds": sum(line["correlation_seconds"] for line in mine),
-                        "rebuild_seconds": sum(line["rebuild_seconds"] for line in mine),
-                        "backward_flops": sum(line["backward_flops"] for line in mine),
-                        "saved_activation_bytes": mine[-1]["saved_activation_bytes"],
-                        "peak_memory_bytes": mine[-1]["peak_memory_bytes"],
-                    }
-                )
-        peaks = [line["peak_memory_bytes"] for line in epochs if line["peak_memory_bytes"] is not None]
-        return {
-            # The price of learning: the steps, and what freezing adds to them.
-            "learning_seconds": sum(seconds.get(name, 0.0) for name in ("training", "correlation", "rebuild")),
-            "train_seconds": seconds.get("training", 0.0),
-            "correlation_seconds": seconds.get("correlation", 0.0),
-            "rebuild_seconds": seconds.get("rebuild", 0.0),
-            "eval_seconds": seconds.get("evaluation", 0.0),
-            "checkpoint_seconds": seconds.get("checkpoint", 0.0),
-            "backward_flops": sum(line["backward_flops"] for line in epochs),
-            "saved_activation_bytes": epochs[-1]["saved_activation_bytes"] if epochs else None,
-            "peak_memory_bytes": max(peaks) if peaks else None,
-            "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
-            "per_task": per_task,
-            "per_epoch": epochs,
+            "cost": cost_of(self.per_epoch, self.clock.seconds),
         }
 
     def save_results(self) -> None:
@@ -460,84 +415,16 @@ class Run:
             state = {name: value.contiguous().cpu() for name, value in self.model.encoder.state_dict().items()}
             record.write_whole(self.out / "encoder.safetensors", save(state))
 
-    def make_method(self):  # type: ignore[no-untyped-def]
-        config = self.config
-        kind = METHODS[config.method.name]
-        memory = None
-        if kind.needs_memory or POLICIES[config.freezing.policy].needs_ratios:
-            (fresh, *_) = recipe(config.views.memory, self.view_size)
-            outputs = self.model.objective.feature_dim if kind.needs_outputs else 0
-            memory = Memory(config.memory.size, self.stream.size, self.view_size, fresh, outputs)
-        with seeded(config.seed, "method"):
-            return kind(config.method, self.model, memory, self.random["method"])
-
-    def make_freezing(self) -> ProgressiveFreezing:
-        config = self.config
-        example = torch.zeros(2, 3, self.view_size, self.view_size, device=self.device)
-        freezer = Freezer(
-            self.model.encoder,
-            self.trainer.optimizer,
-            example=example,
-            batch_statistics=config.freezing.batch_statistics,
-            save_memory=config.freezing.save_memory,
-        )
-        if config.freezing.policy != "none" and not freezer.units:
-            raise UserError(
-                f"encoder {config.encoder.name!r} has no convolution or linear layer that could freeze; "
-                "use --freezing.policy none"
-            )
-        savings = None
-        if POLICIES[config.freezing.policy].needs_savings:
-            batch = example
-            if config.freezing.savings == "seconds":  # which depend on the step's size, type and layout
-                batch = example[:1].expand(config.training.batch * len(self.recipe), -1, -1, -1)
-                batch = batch.contiguous(
-                    memory_format=torch.channels_last if self.channels_last else torch.contiguous_format
-                )
-            low = self.model.dtype is torch.bfloat16
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=low):
-                savings = measure_savings(self.model.encoder, freezer.units, batch, by=config.freezing.savings)
-        return ProgressiveFreezing(config.freezing, freezer, config.training.epochs, self.random["policy"], savings)
-
 
 def tell(warning: str) -> None:
     if ranks.first():
         print(warning, file=sys.stderr)
 
 
-@contextmanager
-def claimed(out: Path | None, resume: bool) -> Iterator[None]:
-    """The output folder, made and locked. One that already holds a run is refused, unless that is to go on."""
-    if out is None:
-        yield
-        return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise record.write_error(out, error) from error
-    with FolderLock(out):
-        if not resume and any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
-            if has_finished(out):
-                raise UserError(f"{out} already holds a run; choose another --out, or remove that folder")
-            raise UserError(
-                f"{out} already holds a run that has not finished; resume it with `ptlf train --resume {out}`, "
-                "or choose another --out"
-            )
-        yield
-
-
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Asked of the device in one go; a sum of magnitudes has every NaN and infinity in it."""
     sums = torch._foreach_norm([tensor for tensor in tensors if tensor.is_floating_point()], 1)
     return bool(torch.stack([value.float() for value in sums]).isfinite().all())
-
-
-def load_encoder(folder: Path, encoder: nn.Module) -> None:
-    """The weights of a finished run into a module like the one trained."""
-    path = folder / "encoder.safetensors"
-    if not path.exists():
-        raise UserError(f"{folder} holds no encoder.safetensors; the run there has not finished")
-    encoder.load_state_dict(load_file(path))
 
 
 def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tuple[dict[str, Any], list[str]]:
@@ -555,16 +442,3 @@ def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tup
     settings = run.prober.settings()
     probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}
     return probes, [exam.name for exam in run.stream.exams]
-
-
-def has_finished(folder: Path) -> bool:
-    return (folder / "results.json").exists() and record.read_results(folder)["status"] == "finished"
-
-
-def finished(folder: Path, config: Config) -> bool:
-    """Whether this very run already lies finished in the folder; another run there is refused."""
-    if not (folder / "config.yaml").exists():
-        return False
-    if from_dict(read_yaml(folder / "config.yaml")) != config:
-        raise UserError(f"{folder} holds a run with other settings; choose another --out")
-    return has_finished(folder)

@@ -1,0 +1,57 @@
+"""The folder of a run: claimed by one process at a time, finished or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import nn
+
+from ptlf.config import Config, from_dict, read_yaml
+from ptlf.errors import UserError
+from ptlf.report import record
+from ptlf.training.process import FolderLock
+
+
+@contextmanager
+def claimed(out: Path | None, resume: bool) -> Iterator[None]:
+    """The output folder, made and locked. One that already holds a run is refused, unless that is to go on."""
+    if out is None:
+        yield
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise record.write_error(out, error) from error
+    with FolderLock(out):
+        if not resume and any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
+            if has_finished(out):
+                raise UserError(f"{out} already holds a run; choose another --out, or remove that folder")
+            raise UserError(
+                f"{out} already holds a run that has not finished; resume it with `ptlf train --resume {out}`, "
+                "or choose another --out"
+            )
+        yield
+
+
+def has_finished(folder: Path) -> bool:
+    return (folder / "results.json").exists() and record.read_results(folder)["status"] == "finished"
+
+
+def finished(folder: Path, config: Config) -> bool:
+    """Whether this very run already lies finished in the folder; another run there is refused."""
+    if not (folder / "config.yaml").exists():
+        return False
+    if from_dict(read_yaml(folder / "config.yaml")) != config:
+        raise UserError(f"{folder} holds a run with other settings; choose another --out")
+    return has_finished(folder)
+
+
+def load_encoder(folder: Path, encoder: nn.Module) -> None:
+    """The weights of a finished run into a module like the one trained."""
+    path = folder / "encoder.safetensors"
+    if not path.exists():
+        raise UserError(f"{folder} holds no encoder.safetensors; the run there has not finished")
+    encoder.load_state_dict(load_file(path))
