@@ -222,6 +222,7 @@ class Run:
             assert memory is not None
             frozen = set(self.freezing.freezer.frozen)
             self.model.train()
+            directions: dict[str, int] = {}
             ratios = correlation_ratios(
                 self.model.encoder,
                 self.prepare(memory.past()),
@@ -231,7 +232,9 @@ class Run:
                 units=[unit for unit in self.freezing.freezer.units if unit.name not in frozen],
                 keep=[self.model],
                 combine=ranks.average_,
+                directions=directions,
             )
+            self.freezing.log[-1].setdefault("directions", directions)  # at the task's start
             return ranks.from_first(ratios)
 
     def evaluate(self, index: int) -> dict[str, list[float | None]]:

@@ -92,6 +92,7 @@ def test_freezing_is_written_down_and_saves(tiny) -> None:
     assert entry["task"] == 2
     assert set(entry["ratios"]) == set(results["units"]) == {"0", "3", "6"}
     assert all(0 <= ratio <= 1 for ratio in entry["ratios"].values())
+    assert all(0 < count <= fan_in for count, fan_in in zip(entry["directions"].values(), (27, 72, 144), strict=True))
     by_ratio = sorted(entry["ratios"], key=lambda name: -entry["ratios"][name])
     assert entry["order"] == by_ratio[:2]
     assert [(event["epoch"], len(event["frozen"])) for event in entry["events"]] == [(2, 1), (3, 1)]

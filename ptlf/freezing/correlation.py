@@ -35,6 +35,7 @@ def correlation_ratios(
     keep: Sequence[nn.Module] = (),
     combine: Callable[[list[Tensor]], None] = lambda gradients: None,
     at_once: bool | None = None,
+    directions: dict[str, int] | None = None,
 ) -> dict[str, float]:
     """Ratio by unit name, at the module's present weights.
 
@@ -54,6 +55,8 @@ def correlation_ratios(
     of one Gram (about three more of its size), one float64 gradient per weight, and a copy of the parameters and
     buffers. With `at_once` the replay is forwarded a single time and all Grams are alive together. By default that is
     done where all Grams take less than an eighth of a GPU's free memory.
+
+    `directions` is filled with the number of singular vectors kept, by unit name.
 
     A unit without a gradient, or whose inputs are all zero or never seen, has ratio 0: see `projection_ratio`.
     """
@@ -79,6 +82,8 @@ def correlation_ratios(
             for unit in together:
                 gradient, basis = gradients.pop(unit.name), leading_eigenvectors(grams.pop(unit.name), threshold)
                 ratios[unit.name] = projection_ratio(gradient, basis)
+                if directions is not None:
+                    directions[unit.name] = basis.shape[-1]
     values = torch.stack(list(ratios.values())).tolist() if ratios else []
     return dict(zip(ratios, values, strict=True))
 
