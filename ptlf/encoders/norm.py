@@ -36,9 +36,9 @@ def views_in_one_pass(encoder: nn.Module, views: int) -> Iterator[None]:
 
 
 def takes_views_in_one_pass(encoder: nn.Module) -> bool:
-    """Whether every norm that looks at the batch keeps views apart."""
+    """Whether its norms keep views apart. One without any may have layers of its own that look at the batch."""
     batch_norms = [m for m in encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    return all(isinstance(norm, ViewBatchNorm2d) for norm in batch_norms)
+    return bool(batch_norms) and all(isinstance(norm, ViewBatchNorm2d) for norm in batch_norms)
 
 
 class SharedStatistics(nn.modules.batchnorm._BatchNorm):
