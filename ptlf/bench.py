@@ -22,7 +22,7 @@ from ptlf.errors import UserError
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.freezing.policies import measure_savings, wait_for
 from ptlf.methods import METHODS
-from ptlf.pipeline import Run
+from ptlf.pipeline import Run, train_one_of_many
 from ptlf.report.live import Watcher
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
@@ -129,6 +129,8 @@ def step(
         file = Path(folder) / "noise.npy" if streamed else None
         run = Run(config, stream=random_stream(size, 4 * config.training.batch, file=file))
     names = [unit.name for unit in run.freezing.freezer.units]
+    if max(stages) > len(names):
+        raise UserError(f"--stages names {max(stages)} frozen units, but {config.encoder.name} has {len(names)}")
     middle = sorted(names, key=lambda name: abs(names.index(name) - (len(names) - 1) / 2))
     rows = []
     for frozen in stages:
@@ -245,7 +247,8 @@ def timed_run(config: Config, stream: Stream, out: Path | None, watcher: Watcher
     gc.collect()  # the run before: its tensors would count in this one's peak memory
     started = time.perf_counter()
     run = Run(config, out, stream=stream)
-    results = run.train(watcher)
+    advice = f"resume it with `ptlf train --resume {out}`; `ptlf bench run --from` compares runs that are finished"
+    results = train_one_of_many(run, watcher, advice)
     return {**results, "wall_seconds": time.perf_counter() - started, "host_share": host_share(run)}
 
 
@@ -265,6 +268,9 @@ def compare(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first run's epochs of the same tasks. What a record does not hold is None.
     """
     check_tasks(len(result["tasks"]) for result in results)
+    streams = {result["config"].get("stream", {}).get("name") for result in results}
+    if len(streams) > 1:
+        raise UserError(f"the runs are of different streams ({', '.join(map(str, streams))}) and cannot be compared")
     first = results[0]["cost"]["per_epoch"], overheads(results[0])
     runs = []
     for result in results:

@@ -281,7 +281,7 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
 
 
 def run_sweep(arguments: Arguments) -> None:
-    from ptlf.pipeline import Run
+    from ptlf.pipeline import Run, train_one_of_many
     from ptlf.report.live import Live, console
     from ptlf.report.record import read_results
     from ptlf.report.tables import show_results, show_runs
@@ -310,10 +310,8 @@ def run_sweep(arguments: Arguments) -> None:
         train_as_jobs(arguments, missing)
     else:
         for name, (config, folder) in missing.items():
-            try:
-                results = Run(config, folder).train(Live(name), resume=True)
-            except Stopped as stopped:
-                raise stopped.again("the same `ptlf sweep` goes on from here") from None
+            advice = "the same `ptlf sweep` goes on from here"
+            results = train_one_of_many(Run(config, folder), Live(name), advice, resume=True)
             show_results(console, results, folder, brief=True)
             gc.collect()  # a run refers to itself: its GPU memory would count in the next one's peak
     runs = {name: read_results(folder) for name, (_, folder) in plan.items()}
@@ -457,6 +455,8 @@ def run_bench_step(arguments: Arguments) -> None:
     from ptlf.settings import as_dict
 
     config = settled(arguments.recipe, None, arguments.overrides)
+    if min(arguments.stages) < 0:
+        raise UserError(f"--stages are numbers of frozen units; {min(arguments.stages)} is none")
     rows = bench.step(
         config,
         arguments.size,

@@ -419,6 +419,17 @@ class Run:
             record.write_whole(self.out / "encoder.safetensors", save(state))
 
 
+def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool = False) -> dict[str, Any]:
+    """Train, where other runs follow: asked to stop, even in its last moments, none of them begins."""
+    try:
+        results = run.train(watcher, resume=resume)
+    except Stopped as stopped:
+        raise stopped.again(advice) from None
+    if run.stop.asked and run.folder:
+        raise Stopped(run.folder, run.stop.asked, advice)
+    return results
+
+
 def tell(warning: str) -> None:
     if ranks.first():
         print(warning, file=sys.stderr)

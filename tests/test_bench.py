@@ -11,6 +11,7 @@ from test_cli import QUICK, refused
 
 from ptlf.bench import compare
 from ptlf.cli import main
+from ptlf.errors import UserError
 
 PAIR = ["digits/simsiam/lump", "digits/simsiam/ptlf"]
 
@@ -163,3 +164,16 @@ def test_steps_by_stage_with_a_trace(capsys, tmp_path: Path, way: str) -> None:
     assert plain["kept_bytes"] > frozen["kept_bytes"] and plain["backward_flops"] > frozen["backward_flops"]
     assert [kernel["ms"] for kernel in plain["kernels"]] == sorted((k["ms"] for k in plain["kernels"]), reverse=True)
     assert "convolution_backward" in capsys.readouterr().out
+
+
+def test_more_frozen_than_there_is(capsys) -> None:
+    error = refused(capsys, "bench", "step", "--recipe", "digits/simsiam/lump", "--size", "8", "--stages", "0", "20")
+    assert "--stages names 20 frozen units, but resnet18-mini has 9" in error
+
+
+def test_other_streams_are_not_compared() -> None:
+    runs = [first(), second()]
+    for run, stream in zip(runs, ("digits", "split-cifar10"), strict=True):
+        run["config"]["stream"] = {"name": stream}
+    with pytest.raises(UserError, match="different streams"):
+        compare(runs)

@@ -260,6 +260,23 @@ class TestResume:
         assert f"does not fit the settings in {folder / 'config.yaml'}" in capsys.readouterr().err
 
 
+class AtTheEnd(Watcher):
+    """Sends this process a signal when a run has nothing left to train."""
+
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path, capsys, monkeypatch) -> None:
+    words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
+    monkeypatch.setattr("ptlf.report.live.Live", lambda name: AtTheEnd())
+    assert main(words) == 130
+    assert "the same `ptlf sweep` goes on from here" in capsys.readouterr().err
+    assert [folder.name for folder in tmp_path.iterdir()] == ["digits-simsiam-lump-seed0"]
+    results = json.loads((tmp_path / "digits-simsiam-lump-seed0" / "results.json").read_text())
+    assert results["status"] == "finished"
+
+
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> None:
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
     with monkeypatch.context() as patch:

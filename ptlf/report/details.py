@@ -61,8 +61,11 @@ def run_details(run: Run, group: Group) -> str:
     }
     listed = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
     text = yaml.safe_dump(run.config, sort_keys=False)
+    again = f"<p>Repeat it with <code>ptlf train --config {escape(place)} --out again</code></p>"
+    if not (run.folder / "config.yaml").exists():
+        again = "<p>To repeat it, save the settings below as a file and give it to <code>ptlf train --config</code></p>"
     return (
         f'<details><summary><span class="f-run{group.colour}">{escape(group.label)}</span>{escape(seed)}</summary>'
-        f"<p>Repeat it with <code>ptlf train --config {escape(place)} --out again</code></p>"
+        f"{again}"
         f"<dl>{listed}</dl><h4>config.yaml</h4><pre>{escape(text)}</pre></details>"
     )

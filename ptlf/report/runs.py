@@ -156,7 +156,7 @@ def read_run(folder: Path) -> Run:
     try:
         run.gallery = check_gallery(json.loads(path.read_text()))
     except FileNotFoundError:
-        run.gallery_problem = "this run kept no gallery.json (`--evaluation.gallery true` makes one)"
+        run.gallery_problem = "there is no gallery.json beside its results (`--evaluation.gallery true` makes one)"
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         run.gallery_problem = f"{path} is damaged: {describe(error)}"
     return run

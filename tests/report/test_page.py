@@ -233,7 +233,7 @@ def test_what_is_missing_is_named_with_what_would_fill_it(tmp_path: Path) -> Non
     assert "was not evaluated: it needs labelled test images" in section(text, "accuracy")
     assert "<code>--freezing.policy correlation</code>" in section(text, "correlation")
     assert "Nothing froze in" in section(text, "freezing")
-    assert "kept no gallery.json" in section(text, "gallery")
+    assert "no gallery.json beside" in section(text, "gallery")
 
 
 def test_lines_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
         if key == "backward_flops" and max(known) >= 1000:
             title, known = title.replace("GFLOPs", "TFLOPs"), [value / 1000 for value in known]
             lines = [(group, [(place, value / 1000) for place, value in series]) for group, series in lines]
+        if key == "seconds" and (size := block_size(max(len(series) for _, series in lines))) > 1:
+            title += f" (medians of {size} epochs)"
         drawing.text(left, top - 6 if not first else top - 8, title, "ink", size=TINY + 1.5, bold=True)
         y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
         panel(drawing, x, y, tasks, epochs)
@@ -108,9 +110,13 @@ def steps(series: Series) -> Series:
     return corners
 
 
+def block_size(epochs: int) -> int:
+    return max(1, -(-epochs // POINTS))
+
+
 def thinned(series: Series) -> Series:
     """Medians of equally many epochs each where there are too many to see."""
-    size = -(-len(series) // POINTS)
+    size = block_size(len(series))
     blocks = [series[start : start + size] for start in range(0, len(series), size)]
     return [(block[len(block) // 2][0], statistics.median(value for _, value in block)) for block in blocks]
 
