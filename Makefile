@@ -1,7 +1,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# As a path, not an import hook: a folder named ptlf beside a script (this clone, say) would go before the hook.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat
 
 .PHONY: run test faults install lint clean help
 
