@@ -129,8 +129,9 @@ def step(
         file = Path(folder) / "noise.npy" if streamed else None
         run = Run(config, stream=random_stream(size, 4 * config.training.batch, file=file))
     names = [unit.name for unit in run.freezing.freezer.units]
-    if max(stages) > len(names):
-        raise UserError(f"--stages names {max(stages)} frozen units, but {config.encoder.name} has {len(names)}")
+    for frozen in stages:
+        if not 0 <= frozen <= len(names):
+            raise UserError(f"--stages names {frozen} frozen units, but {config.encoder.name} has {len(names)}")
     middle = sorted(names, key=lambda name: abs(names.index(name) - (len(names) - 1) / 2))
     rows = []
     for frozen in stages:

@@ -455,8 +455,6 @@ def run_bench_step(arguments: Arguments) -> None:
     from ptlf.settings import as_dict
 
     config = settled(arguments.recipe, None, arguments.overrides)
-    if min(arguments.stages) < 0:
-        raise UserError(f"--stages are numbers of frozen units; {min(arguments.stages)} is none")
     rows = bench.step(
         config,
         arguments.size,

@@ -54,23 +54,47 @@ def _tile(block, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr): 
 
 
 @triton.jit
+def _store_sums(partial, first, second, parts, channels, c):  # type: ignore[no-untyped-def]
+    """What one program has summed up, for `_load_sums` to add to the others'."""
+    to = partial + (tl.program_id(2) * parts + tl.program_id(0)) * 2 * channels + c
+    tl.store(to, tl.sum(first, 0), mask=c < channels)
+    tl.store(to + channels, tl.sum(second, 0), mask=c < channels)
+
+
+@triton.jit
+def _load_sums(partial, view, parts, channels, c, BLOCK_P: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both sums over all rows of a view."""
+    p = tl.arange(0, BLOCK_P)
+    inside = (p < parts)[:, None] & (c < channels)[None, :]
+    sums = partial + ((view * parts + p) * 2 * channels)[:, None] + c[None, :]
+    first = tl.sum(tl.load(sums, mask=inside, other=0.0), 0)
+    return first, tl.sum(tl.load(sums + channels, mask=inside, other=0.0), 0)
+
+
+@triton.jit
+def _affine(mean, deviation, weight, bias, cv, c, channels):  # type: ignore[no-untyped-def]
+    """The norm as scale and shift: the same in forward and backward, or a recomputed mask would not agree."""
+    scale = tl.load(deviation + cv, mask=c < channels, other=0.0) * tl.load(weight + c, mask=c < channels, other=0.0)
+    return scale, tl.load(bias + c, mask=c < channels, other=0.0) - tl.load(
+        mean + cv, mask=c < channels, other=0.0
+    ) * scale
+
+
+@triton.jit
 def _sums(x, partial, rows, channels, parts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sums over some rows of x - near and of its square; near is a value of the channel, not far from its mean."""
-    part, view = tl.program_id(0), tl.program_id(2)
     blocks = tl.cdiv(rows, BLOCK_R)
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     near = tl.load(x + c, mask=c < channels, other=0.0).to(tl.float32)
-    for i in range(part, blocks, parts):
+    for i in range(tl.program_id(0), blocks, parts):
         at, inside, _, _ = _tile(blocks - 1 - i, rows, channels, BLOCK_R, BLOCK_C)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         value = tl.where(inside, value - near[None, :], 0.0)
         first += value
         second += value * value
-    to = partial + (view * parts + part) * 2 * channels + c
-    tl.store(to, tl.sum(first, 0), mask=c < channels)
-    tl.store(to + channels, tl.sum(second, 0), mask=c < channels)
+    _store_sums(partial, first, second, parts, channels, c)
 
 
 @triton.jit
@@ -94,16 +118,13 @@ def _statistics(  # type: ignore[no-untyped-def]
 ):
     """Mean and 1 / standard deviation of every view; the running statistics take one view after the other."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    p = tl.arange(0, BLOCK_P)
-    inside = (p < parts)[:, None] & (c < channels)[None, :]
     near = tl.load(x + c, mask=c < channels, other=0.0).to(tl.float32)
     old_mean = tl.load(running_mean + c, mask=c < channels, other=0.0)
     old_var = tl.load(running_var + c, mask=c < channels, other=0.0)
     for view in tl.static_range(VIEWS):
-        sums = partial + ((view * parts + p) * 2 * channels)[:, None] + c[None, :]
-        first = tl.sum(tl.load(sums, mask=inside, other=0.0), 0) / rows
-        second = tl.sum(tl.load(sums + channels, mask=inside, other=0.0), 0) / rows
-        var = second - first * first
+        first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
+        first /= rows
+        var = second / rows - first * first
         var = tl.where(var < 0, 0.0, var)
         tl.store(mean + view * channels + c, first + near, mask=c < channels)
         tl.store(deviation + view * channels + c, 1 / tl.sqrt(var + eps), mask=c < channels)
@@ -135,8 +156,7 @@ def _normalise(  # type: ignore[no-untyped-def]
     BLOCK_C: tl.constexpr,
 ):
     at, inside, cv, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
-    scale = tl.load(deviation + cv, mask=c < channels, other=0.0) * tl.load(weight + c, mask=c < channels, other=0.0)
-    shift = tl.load(bias + c, mask=c < channels, other=0.0) - tl.load(mean + cv, mask=c < channels, other=0.0) * scale
+    scale, shift = _affine(mean, deviation, weight, bias, cv, c, channels)
     if EXTRA:
         shift += tl.load(extra + c, mask=c < channels, other=0.0)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
@@ -181,16 +201,14 @@ def _gradient_sums(  # type: ignore[no-untyped-def]
 
     The gradient may come in two summands; with TOTAL their masked sum is stored, so that nobody adds them again.
     """
-    part, view = tl.program_id(0), tl.program_id(2)
     blocks = tl.cdiv(rows, BLOCK_R)
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    centre = tl.load(mean + view * channels + c, mask=c < channels, other=0.0)
-    scale = tl.load(deviation + view * channels + c, mask=c < channels, other=0.0)
-    scale *= tl.load(weight + c, mask=c < channels, other=0.0)
-    shift = tl.load(bias + c, mask=c < channels, other=0.0) - centre * scale
-    for i in range(part, blocks, parts):
+    cv = tl.program_id(2) * channels + c
+    centre = tl.load(mean + cv, mask=c < channels, other=0.0)
+    scale, shift = _affine(mean, deviation, weight, bias, cv, c, channels)
+    for i in range(tl.program_id(0), blocks, parts):
         at, inside, _, _ = _tile(blocks - 1 - i, rows, channels, BLOCK_R, BLOCK_C)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         gradient = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
@@ -206,9 +224,7 @@ def _gradient_sums(  # type: ignore[no-untyped-def]
             gradient = rounded.to(tl.float32)
         first += gradient
         second += gradient * (value - centre[None, :])
-    to = partial + (view * parts + part) * 2 * channels + c
-    tl.store(to, tl.sum(first, 0), mask=c < channels)
-    tl.store(to + channels, tl.sum(second, 0), mask=c < channels)
+    _store_sums(partial, first, second, parts, channels, c)
 
 
 @triton.jit
@@ -229,17 +245,14 @@ def _coefficients(  # type: ignore[no-untyped-def]
 ):
     """a, b, d of every view and channel, with which the gradient of the input is a * gradient + b * input + d."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    p = tl.arange(0, BLOCK_P)
-    inside = (p < parts)[:, None] & (c < channels)[None, :]
     factor = tl.load(weight + c, mask=c < channels, other=0.0)
     weights = tl.zeros((BLOCK_C,), tl.float32)
     biases = tl.zeros((BLOCK_C,), tl.float32)
     for view in tl.static_range(VIEWS):
-        sums = partial + ((view * parts + p) * 2 * channels)[:, None] + c[None, :]
         scale = tl.load(deviation + view * channels + c, mask=c < channels, other=0.0)
         centre = tl.load(mean + view * channels + c, mask=c < channels, other=0.0)
-        first = tl.sum(tl.load(sums, mask=inside, other=0.0), 0)
-        second = tl.sum(tl.load(sums + channels, mask=inside, other=0.0), 0) * scale
+        first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
+        second *= scale
         weights += second
         biases += first
         a = scale * factor
@@ -272,10 +285,7 @@ def _input_gradient(  # type: ignore[no-untyped-def]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     if BY_INPUT:
-        scale = tl.load(deviation + cv, mask=c < channels, other=0.0)
-        scale *= tl.load(weight + c, mask=c < channels, other=0.0)
-        shift = tl.load(bias + c, mask=c < channels, other=0.0)
-        shift -= tl.load(mean + cv, mask=c < channels, other=0.0) * scale
+        scale, shift = _affine(mean, deviation, weight, bias, cv, c, channels)
         gradient = tl.where(value * scale[None, :] + shift[None, :] > 0, gradient, 0.0)
     from_ = coefficients + tl.program_id(2) * 3 * channels + c
     a = tl.load(from_, mask=c < channels, other=0.0)
