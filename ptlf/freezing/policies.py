@@ -22,7 +22,7 @@ class Saving:
 
     weight_cost: float  # of its weight gradient: saved as soon as the unit is frozen
     input_cost: float  # of its input gradient: saved when no unit before it is trainable
-    bytes: int  # of its input, kept for the weight gradient
+    bytes: int  # of its input, kept for the weight gradient, and of its norm's
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Context:
     ratios: dict[str, float] | None = None
     savings: dict[str, Saving] | None = None
     generator: torch.Generator | None = None
+    room: int = 1  # how many more may freeze before the task ends
 
     def ratio(self, name: str) -> float:
         if self.ratios is None or name not in self.ratios:
@@ -93,8 +94,10 @@ class CostAware(Policy):
     """Highest ratio ** sharpness * saving first, one unit after the other.
 
     The saving of a unit is what `relief` gains by it, given what is frozen already: a unit that lengthens the frozen
-    prefix also ends the input gradients behind it. Ratios lie close together (0.8 to 1 in a trained ResNet-18) while
-    savings differ by a factor of ten, hence the power: 0 looks at savings alone, and a large one at ratios alone.
+    prefix also ends the input gradients behind it. The first units may save little alone and much together, so they
+    are also looked at together, as many as there is room for: the first of them freezes if they save more, per unit,
+    than any unit alone. Ratios lie close together (0.8 to 1 in a trained ResNet-18) while savings differ by a factor
+    of ten, hence the power: 0 looks at savings alone, and a large one at ratios alone.
     """
 
     needs_ratios = True
@@ -106,28 +109,35 @@ class CostAware(Policy):
         self.sharpness = sharpness
 
     def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+        chosen: list[str] = []
+        for _ in range(min(at_least_zero(count), len(candidates))):
+            left = [name for name in candidates if name not in chosen]
+            room = max(count, context.room) - len(chosen)
+            options = [[name] for name in left] + [left[:length] for length in range(2, min(room, len(left)) + 1)]
+            # max keeps the first of equals, which is the one nearest to the input.
+            best = max(options, key=lambda option: self.score(option, [*frozen, *chosen], context))
+            chosen.append(best[0])
+        return chosen
+
+    def score(self, option: list[str], frozen: list[str], context: Context) -> tuple[float, float]:
+        """What these units save, one frozen after the other, weighted with their ratios; the mean of them."""
         if context.savings is None:
             raise ValueError("the cost_aware policy needs the savings of measure_savings, and none were given")
         savings = [context.savings[name] for name in context.units]
-        chosen: list[str] = []
-        for _ in range(min(at_least_zero(count), len(candidates))):
-            now = {*frozen, *chosen}
-            before = relief(savings, [name in now for name in context.units])
-
-            def score(name: str, now: set[str] = now, before: float = before) -> tuple[float, float]:
-                gain = relief(savings, [other in now or other == name for other in context.units]) - before
-                ratio = context.ratio(name)
-                return round(ratio**self.sharpness * gain, 12), ratio  # rounded: equal but for rounding is a tie
-
-            # max keeps the first of equals, which is the one nearest to the input.
-            chosen.append(max((name for name in candidates if name not in now), key=score))
-        return chosen
+        now = set(frozen)
+        before, total = relief(savings, [name in now for name in context.units]), 0.0
+        for name in option:
+            now.add(name)
+            after = relief(savings, [other in now for other in context.units])
+            total += context.ratio(name) ** self.sharpness * (after - before)
+            before = after
+        return round(total / len(option), 12), context.ratio(option[0])  # rounded: equal but for rounding is a tie
 
 
 def relief(savings: Sequence[Saving], frozen: Sequence[bool]) -> float:
     """Share of the backward that freezing saves, in [0, 1]: the mean of its share of the cost and of the bytes.
 
-    Units in data order. A trainable unit pays for its weight gradient and keeps its input. Every unit behind the first
+    Units in data order. A trainable unit pays for its weight gradient and keeps its bytes. Every unit behind the first
     trainable one pays for its input gradient; that one itself and all before it do not, as nothing needs it.
     Data order stands in for the graph: two branches of a residual block count as if one followed the other, and an
     input that two units share counts for each.
@@ -155,21 +165,20 @@ def measure_savings(
     measure = MEASURES[by]
     savings = {unit.name: Saving(0, 0, 0) for unit in units}
 
-    def hook_for(name: str) -> Callable[..., None]:
+    def hook_for(unit: Unit) -> Callable[..., None]:
         def hook(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             given = args[0] if args else kwargs["input"]
             weight, by_input = measure(layer, given, output, repeats)
-            old = savings[name]
-            savings[name] = Saving(
-                old.weight_cost + weight, old.input_cost + by_input, old.bytes + given.numel() * given.element_size()
-            )
+            kept = sum(tensor.numel() * tensor.element_size() for tensor in ([given, output] if unit.norm else [given]))
+            old = savings[unit.name]
+            savings[unit.name] = Saving(old.weight_cost + weight, old.input_cost + by_input, old.bytes + kept)
 
         return hook
 
     with unchanged(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for part in module.modules():
             part.training = False
-        handles = [unit.layer.register_forward_hook(hook_for(unit.name), with_kwargs=True) for unit in units]
+        handles = [unit.layer.register_forward_hook(hook_for(unit), with_kwargs=True) for unit in units]
         try:
             module(example)
         finally:

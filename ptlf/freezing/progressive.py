@@ -70,6 +70,7 @@ class ProgressiveFreezing:
         if wanted <= 0:
             return []
         candidates = [name for name in self.context.units if name not in self.freezer.frozen]
+        self.context.room = self.schedule.most(len(self.context.units)) - len(self.freezer.frozen)
         chosen = self.policy.choose(wanted, candidates, list(self.freezer.frozen), self.context)
         self.freezer.freeze(chosen)
         entry["order"] += chosen

@@ -59,3 +59,7 @@ class FreezeSchedule:
     def count(self, epoch: int, units: int) -> int:
         """How many of `units` may be frozen in `epoch`: rounded down, so never more than the ratio allows."""
         return math.floor(self(epoch) * units + 1e-9)  # 0.29 * 100 is 28.999999999999996 in floating point
+
+    def most(self, units: int) -> int:
+        """How many of `units` are frozen when the last epoch ends."""
+        return max(self.count(0, units), self.count(self.epochs - 1, units))

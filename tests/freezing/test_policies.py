@@ -124,6 +124,18 @@ def test_cost_aware_counts_what_is_frozen_already():
     assert CostAware().choose(1, UNITS, [], context) == ["d"]
 
 
+def test_cost_aware_begins_a_prefix_that_pays_once_it_is_long_enough():
+    # Alone a saves less than d; a, b and c together end the input gradients of b, c and d.
+    savings = {"a": Saving(0, 1, 0), "b": Saving(2, 4, 0), "c": Saving(2, 10, 0), "d": Saving(6, 10, 0)}
+    context = Context(UNITS, dict.fromkeys(UNITS, 0.9), savings)
+    assert CostAware().choose(1, UNITS, [], context) == ["d"]
+    context.room = 3
+    assert CostAware().choose(1, UNITS, [], context) == ["a"]
+    assert CostAware().choose(3, UNITS, [], context) == ["a", "b", "c"]
+    context.ratios = {"a": 0.9, "b": 0.5, "c": 0.5, "d": 0.9}  # low ratios among them count against all
+    assert CostAware().choose(1, UNITS, [], context) == ["d"]
+
+
 def test_cost_aware_takes_a_difference_by_rounding_for_a_tie():
     # (0.2 + 0.1) + 0.3 is larger than (0.3 + 0.2) + 0.1 in floating point, and would put e before b.
     units = ["a", "b", "c", "d", "e"]
@@ -192,6 +204,8 @@ def test_flops_agree_with_the_flop_counter_of_a_real_backward():
     assert savings["stem"] == Saving(2 * 5 * 64 * 8 * 27, 2 * 5 * 64 * 8 * 27, 5 * 3 * 64 * 4)
     assert savings["head"].bytes == 5 * 16 * 16 * 4
     assert savings == measure_savings(module, units, example)
+    normed = [Unit("stem", module.stem, module.norm, "norm"), *units[1:]]  # a norm keeps what the layer gives it
+    assert measure_savings(module, normed, example)["stem"].bytes == (5 * 3 * 64 + 5 * 8 * 64) * 4
 
 
 def test_flops_of_a_grouped_convolution_and_of_a_layer_called_twice():

@@ -72,3 +72,9 @@ def test_falling_shapes_may_start_above_final():
 def test_epochs_outside_the_schedule_are_refused(epoch):
     with pytest.raises(ValueError, match=rf"epoch {epoch} is outside .* 0\.\.9"):
         FreezeSchedule(epochs=10)(epoch)
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "printed"])
+def test_most_is_what_the_whole_task_comes_to(shape):
+    schedule = FreezeSchedule(0.1, 0.4, 30, shape)
+    assert schedule.most(20) == max(schedule.count(epoch, 20) for epoch in range(30)) == 8
