@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from ptlf.assembly import (
 from ptlf.config import Config, to_yaml
 from ptlf.errors import UserError
 from ptlf.evaluation.spread import COLLAPSED, feature_spread
-from ptlf.freezing import correlation_ratios
+from ptlf.freezing.correlation import TaskCorrelation
+from ptlf.freezing.policies import Ratios
 from ptlf.randomness import Randomness, global_state, seeded, set_global_state
 from ptlf.report import record
 from ptlf.report.live import Watcher
@@ -190,7 +191,7 @@ class Run:
     def begin_epoch(self, epoch: int, indices: np.ndarray) -> None:
         self.spent_before = self.clock.state_dict()
         with self.clock("rebuild"):  # what a freeze costs: compiling happens in the first step that is looked at
-            self.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlation(indices))
+            self.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlate(indices))
             if self.newly_frozen or epoch == 0:
                 self.trainer.rebuild()
                 self.step_cost = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
@@ -215,27 +216,29 @@ class Run:
         if asked:
             raise Stopped(self.folder, asked)
 
-    def correlation(self, indices) -> dict[str, float]:  # type: ignore[no-untyped-def]
-        """Ratios of the units not yet frozen: the past is the memory, the gradient the new task's."""
+    def correlate(self, indices: np.ndarray) -> Ratios:
+        """Computes ratios of units not yet frozen: the past is the memory, the gradient the new task's."""
+        memory, freezer, settings = self.method.memory, self.freezing.freezer, self.config.freezing
+        assert memory is not None
+        self.model.train()
         with self.clock("correlation"):
-            memory = self.method.memory
-            assert memory is not None
-            frozen = set(self.freezing.freezer.frozen)
-            self.model.train()
-            directions: dict[str, int] = {}
-            ratios = correlation_ratios(
+            correlation = TaskCorrelation(
                 self.model.encoder,
                 self.prepare(memory.past()),
                 lambda: self.trainer.sample_loss(indices, self.random["correlation"]),
-                self.config.freezing.threshold,
-                batches=self.config.freezing.batches,
-                units=[unit for unit in self.freezing.freezer.units if unit.name not in frozen],
+                settings.threshold,
+                units=[unit for unit in freezer.units if unit.name not in freezer.frozen],
+                batches=settings.batches,
                 keep=[self.model],
                 combine=ranks.average_,
-                directions=directions,
             )
-            self.freezing.log[-1].setdefault("directions", directions)  # at the task's start
-            return ranks.from_first(ratios)
+        self.freezing.log[-1].setdefault("directions", correlation.directions)  # at the task's start
+
+        def ratios(names: Sequence[str]) -> dict[str, float]:
+            with self.clock("correlation"):
+                return ranks.from_first(correlation(names))
+
+        return ratios
 
     def evaluate(self, index: int) -> dict[str, list[float | None]]:
         if not self.prober:

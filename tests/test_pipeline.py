@@ -103,6 +103,13 @@ def test_freezing_is_written_down_and_saves(tiny) -> None:
     assert results["cost"]["correlation_seconds"] > 0
 
 
+def test_cost_aware_computes_only_the_ratios_it_needs(tiny) -> None:
+    config = tiny("digits/simsiam/ptlf-cost", training__epochs=3, freezing__final=0.34)
+    (entry,) = Run(config).train()["freezing"]
+    assert set(entry["order"]) <= set(entry["ratios"]) < {"0", "3", "6"}
+    assert entry["ratios"].keys() == entry["directions"].keys()
+
+
 def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:
     config = tiny("digits/simsiam/ptlf", training__epochs=3, freezing__final=0.67, freezing__update="per-epoch")
     (entry,) = Run(config).train()["freezing"]

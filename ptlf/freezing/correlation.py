@@ -28,21 +28,32 @@ def correlation_ratios(
     loss_fn: Callable[[], Tensor],
     threshold: float = 0.99,
     *,
-    batches: int = 8,
     units: Sequence[Unit] | None = None,
     example: Any = None,
-    chunk: int = 64,
-    keep: Sequence[nn.Module] = (),
-    combine: Callable[[list[Tensor]], None] = lambda gradients: None,
-    at_once: bool | None = None,
-    directions: dict[str, int] | None = None,
+    **settings: Any,
 ) -> dict[str, float]:
     """Ratio by unit name, at the module's present weights.
 
+    `units` are trainable units; by default all of the module's, found with `example` or else with the first of the
+    replay. All else is as in `TaskCorrelation`, which computes them one by one.
+    """
+    if isinstance(replay, Iterator):
+        replay = list(replay)
+    if units is None:
+        if example is None:
+            images = [replay] if isinstance(replay, Tensor) else replay
+            example = next((some[:2].to(next(module.parameters()).device) for some in images), None)
+        units = [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
+    correlation = TaskCorrelation(module, replay, loss_fn, threshold, units=units, **settings)
+    return correlation([unit.name for unit in units])
+
+
+class TaskCorrelation:
+    """The ratios of some units at the module's present weights, computed as they are asked for.
+
     `replay` holds inputs (N, ...) of the past, one tensor or several; they pass through `module` in eval mode, `chunk`
-    at a time. `loss_fn` returns the loss on a batch of the new task; it is called `batches` times in the mode the
-    module is in, and the weight gradients are averaged. `units` are trainable units; by default all of the module's,
-    found with `example` or else with the first of the replay. `threshold` is the share of the inputs' energy that the
+    at a time. `loss_fn` returns the loss on a batch of the new task; it is called `batches` times at once, in the mode
+    the module is in, and the weight gradients are averaged. `threshold` is the share of the inputs' energy that the
     kept singular vectors must reach.
 
     Everything is left as it was, also if `loss_fn` raises: parameters, buffers (batch-norm statistics), `.grad`,
@@ -56,36 +67,52 @@ def correlation_ratios(
     buffers. With `at_once` the replay is forwarded a single time and all Grams are alive together. By default that is
     done where all Grams take less than an eighth of a GPU's free memory.
 
-    `directions` is filled with the number of singular vectors kept, by unit name.
+    `directions` has the number of singular vectors kept, by unit name.
 
     A unit without a gradient, or whose inputs are all zero or never seen, has ratio 0: see `projection_ratio`.
     """
-    if not 0 < threshold <= 1:
-        raise ValueError(f"threshold must lie in (0, 1], not {threshold}")
-    if batches < 1 or chunk < 1:
-        raise ValueError(f"batches and chunk must be at least 1, not {batches} and {chunk}")
-    if isinstance(replay, Tensor | Iterator):
-        replay = [replay] if isinstance(replay, Tensor) else list(replay)  # forwarded more than once
-    if units is None:
-        if example is None:
-            example = next((images[:2].to(next(module.parameters()).device) for images in replay), None)
-        units = [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
-    with unchanged(module, *keep):
-        gradients = mean_gradients(units, loss_fn, batches)
-        combine(list(gradients.values()))
-    if at_once is None:
-        at_once = fit_at_once(units)
-    ratios: dict[str, Tensor] = {}
-    with unchanged(module), torch.no_grad():
-        for together in [units] if units and at_once else passes(units):
-            grams = replay_grams(module, together, replay, chunk)
-            for unit in together:
-                gradient, basis = gradients.pop(unit.name), leading_eigenvectors(grams.pop(unit.name), threshold)
-                ratios[unit.name] = projection_ratio(gradient, basis)
-                if directions is not None:
-                    directions[unit.name] = basis.shape[-1]
-    values = torch.stack(list(ratios.values())).tolist() if ratios else []
-    return dict(zip(ratios, values, strict=True))
+
+    def __init__(
+        self,
+        module: nn.Module,
+        replay: Tensor | Iterable[Tensor],
+        loss_fn: Callable[[], Tensor],
+        threshold: float = 0.99,
+        *,
+        units: Sequence[Unit],
+        batches: int = 8,
+        chunk: int = 64,
+        keep: Sequence[nn.Module] = (),
+        combine: Callable[[list[Tensor]], None] = lambda gradients: None,
+        at_once: bool | None = None,
+    ) -> None:
+        if not 0 < threshold <= 1:
+            raise ValueError(f"threshold must lie in (0, 1], not {threshold}")
+        if batches < 1 or chunk < 1:
+            raise ValueError(f"batches and chunk must be at least 1, not {batches} and {chunk}")
+        if isinstance(replay, Tensor | Iterator):
+            replay = [replay] if isinstance(replay, Tensor) else list(replay)  # forwarded more than once
+        self.module, self.replay, self.threshold = module, replay, threshold
+        self.units, self.chunk, self.at_once = {unit.name: unit for unit in units}, chunk, at_once
+        self.directions: dict[str, int] = {}
+        with unchanged(module, *keep):
+            self.gradients = mean_gradients(units, loss_fn, batches)
+            combine(list(self.gradients.values()))
+
+    def __call__(self, names: Sequence[str]) -> dict[str, float]:
+        """Ratio by name of these units."""
+        units = [self.units[name] for name in names]
+        at_once = fit_at_once(units) if self.at_once is None else self.at_once
+        ratios: dict[str, Tensor] = {}
+        with unchanged(self.module), torch.no_grad():
+            for together in [units] if units and at_once else passes(units):
+                grams = replay_grams(self.module, together, self.replay, self.chunk)
+                for unit in together:
+                    basis = leading_eigenvectors(grams.pop(unit.name), self.threshold)
+                    ratios[unit.name] = projection_ratio(self.gradients[unit.name], basis)
+                    self.directions[unit.name] = basis.shape[-1]
+        values = torch.stack(list(ratios.values())).tolist() if ratios else []
+        return dict(zip(ratios, values, strict=True))
 
 
 def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches: int) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,20 +30,28 @@ class Context:
     """What a policy may look at. `ratios` and `savings` are given to policies that need them; ratios change by task."""
 
     units: list[str]  # all, in data order
-    ratios: dict[str, float] | None = None
+    ratios: dict[str, float] | None = None  # of the units that the policy looked at
     savings: dict[str, Saving] | None = None
     generator: torch.Generator | None = None
     room: int = 1  # how many more may freeze before the task ends
 
-    def ratio(self, name: str) -> float:
-        if self.ratios is None or name not in self.ratios:
+    def ratio(self, name: str, default: float | None = None) -> float:
+        found = default if self.ratios is None else self.ratios.get(name, default)
+        if found is None:
             raise ValueError(f"this policy needs the correlation ratio of unit {name!r}, and it was not given")
-        return self.ratios[name]
+        return found
+
+
+Ratios = Callable[[Sequence[str]], dict[str, float]]  # computes them for the units it is given
 
 
 class Policy:
     needs_ratios: ClassVar[bool] = False
     needs_savings: ClassVar[bool] = False
+
+    def look(self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios) -> dict[str, float]:
+        """The ratios that the choice depends on, by unit name."""
+        return ratios(candidates)
 
     def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
         """The next `count` units to freeze, or all candidates if there are fewer, in the order they freeze.
@@ -108,6 +116,17 @@ class CostAware(Policy):
             raise ValueError(f"sharpness must not be negative, and is {sharpness}")
         self.sharpness = sharpness
 
+    def look(self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios) -> dict[str, float]:
+        """No ratio is above 1: a unit that is not among the next even so need not be looked at. Those left out are
+        mostly the last and widest ones, whose ratios take the longest and which save the least."""
+        known: dict[str, float] = {}
+        while True:
+            plan = self.choose(context.room, candidates, frozen, replace(context, ratios=known))
+            missing = [name for name in plan if name not in known]
+            if not missing:
+                return known
+            known |= ratios(missing)
+
     def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
         chosen: list[str] = []
         for _ in range(min(at_least_zero(count), len(candidates))):
@@ -129,9 +148,9 @@ class CostAware(Policy):
         for name in option:
             now.add(name)
             after = relief(savings, [other in now for other in context.units])
-            total += context.ratio(name) ** self.sharpness * (after - before)
+            total += context.ratio(name, 1.0) ** self.sharpness * (after - before)
             before = after
-        return round(total / len(option), 12), context.ratio(option[0])  # rounded: equal but for rounding is a tie
+        return round(total / len(option), 12), context.ratio(option[0], 1.0)  # rounded: equal but for rounding is a tie
 
 
 def relief(savings: Sequence[Saving], frozen: Sequence[bool]) -> float:

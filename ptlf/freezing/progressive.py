@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ptlf.freezing.freezer import Freezer
-from ptlf.freezing.policies import POLICIES, Context, Saving
+from ptlf.freezing.policies import POLICIES, Context, Ratios, Saving
 from ptlf.freezing.schedule import FreezeSchedule
 from ptlf.settings import key
 
@@ -54,24 +54,25 @@ class ProgressiveFreezing:
         if self.active:
             self.log.append({"task": index + 1, "ratios": {}, "order": [], "events": []})
 
-    def begin_epoch(self, epoch: int, ratios: Callable[[], dict[str, float]]) -> list[str]:
-        """Freeze what the schedule allows by now. `ratios()` computes the correlation of the units not yet frozen."""
+    def begin_epoch(self, epoch: int, correlate: Callable[[], Ratios]) -> list[str]:
+        """Freeze what the schedule allows by now. `correlate()` takes the new task's gradient; what it gives computes
+        the ratios of units not yet frozen."""
         if not self.active:
             return []
-        entry = self.log[-1]
-        allowed = self.schedule.count(epoch, len(self.context.units))
-        wanted = allowed - len(self.freezer.frozen)
+        entry, units = self.log[-1], self.context.units
+        frozen = list(self.freezer.frozen)
+        candidates = [name for name in units if name not in frozen]
+        wanted = self.schedule.count(epoch, len(units)) - len(frozen)
+        self.context.room = self.schedule.most(len(units)) - len(frozen)
         if self.policy.needs_ratios and (epoch == 0 or (self.config.update == "per-epoch" and wanted > 0)):
-            self.context.ratios = ratios()
+            self.context.ratios = self.policy.look(candidates, frozen, self.context, correlate())
             if epoch == 0:
                 entry["ratios"] = dict(self.context.ratios)
             else:
                 entry.setdefault("ratios_by_epoch", {})[str(epoch + 1)] = dict(self.context.ratios)
         if wanted <= 0:
             return []
-        candidates = [name for name in self.context.units if name not in self.freezer.frozen]
-        self.context.room = self.schedule.most(len(self.context.units)) - len(self.freezer.frozen)
-        chosen = self.policy.choose(wanted, candidates, list(self.freezer.frozen), self.context)
+        chosen = self.policy.choose(wanted, candidates, frozen, self.context)
         self.freezer.freeze(chosen)
         entry["order"] += chosen
         entry["events"].append({"epoch": epoch + 1, "frozen": chosen})

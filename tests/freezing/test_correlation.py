@@ -14,6 +14,7 @@ from torch import nn
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import correlation
 from ptlf.freezing.correlation import (
+    TaskCorrelation,
     correlation_ratios,
     fit_at_once,
     gram,
@@ -225,6 +226,27 @@ def test_at_once_gives_the_same_ratios_from_one_forward(network):
     assert found == pytest.approx(expected, abs=1e-9)
     assert list(found) == NAMES
     assert correlation_ratios(network, replay, task_loss(network), units=[], at_once=True) == {}
+
+
+def test_ratios_asked_for_one_by_one_are_those_of_all_at_once(network):
+    replay, units = torch.randn(20, 3, 8, 8), units_of(network, NAMES)
+    network.drop.p = 0.0
+    calls = []
+
+    def loss() -> torch.Tensor:
+        calls.append(1)
+        return task_loss(network)()
+
+    torch.manual_seed(0)
+    whole = correlation_ratios(network, replay, loss, batches=2, units=units)
+    torch.manual_seed(0)
+    some = TaskCorrelation(network, replay, loss, units=units, batches=2)
+    assert len(calls) == 4
+    for name in reversed(NAMES):
+        assert some([name]) == pytest.approx({name: whole[name]}, abs=1e-12)
+    assert some([]) == {}
+    assert len(calls) == 4  # the gradient is taken once
+    assert set(some.directions) == set(NAMES)
 
 
 def test_at_once_where_a_gpu_has_room(network, monkeypatch):

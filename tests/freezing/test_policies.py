@@ -136,6 +136,35 @@ def test_cost_aware_begins_a_prefix_that_pays_once_it_is_long_enough():
     assert CostAware().choose(1, UNITS, [], context) == ["d"]
 
 
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_cost_aware_leaves_out_only_ratios_that_change_nothing(room):
+    generator = torch.Generator().manual_seed(room)
+    asked = 0
+    for _ in range(100):
+        numbers = torch.rand(4, 4, generator=generator, dtype=torch.float64).tolist()
+        savings = {name: Saving(w, i, int(1000 * b)) for name, (w, i, b, _) in zip(UNITS, numbers, strict=True)}
+        ratios = {name: 0.5 + row[3] / 2 for name, row in zip(UNITS, numbers, strict=True)}
+        full, lazy = (Context(UNITS, given, savings, room=room) for given in (ratios, None))
+        lazy.ratios = CostAware().look(UNITS, [], lazy, lambda names, of=ratios: {name: of[name] for name in names})
+        assert lazy.ratios.items() <= ratios.items()
+        asked += len(lazy.ratios)
+        frozen: list[str] = []
+        while full.room:  # one after the other, as epochs go by
+            candidates = [name for name in UNITS if name not in frozen]
+            (chosen,) = CostAware().choose(1, candidates, frozen, full)
+            assert CostAware().choose(1, candidates, frozen, lazy) == [chosen]
+            frozen.append(chosen)
+            full.room = lazy.room = full.room - 1
+    assert 100 * room <= asked < 400
+
+
+def test_the_papers_order_looks_at_every_unit():
+    assert Correlation().look(["b", "c"], ["a"], Context(UNITS), lambda names: dict.fromkeys(names, 0.5)) == {
+        "b": 0.5,
+        "c": 0.5,
+    }
+
+
 def test_cost_aware_takes_a_difference_by_rounding_for_a_tie():
     # (0.2 + 0.1) + 0.3 is larger than (0.3 + 0.2) + 0.1 in floating point, and would put e before b.
     units = ["a", "b", "c", "d", "e"]
