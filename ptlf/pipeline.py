@@ -117,6 +117,7 @@ class Run:
         self.newly_frozen: list[str] = []  # in it
         self.spent_before: dict[str, float] = {}  # seconds by purpose, when it began
         self.step_cost = StepCost(0, 0.0, None)
+        self.step_costs: dict[str, StepCost] = {}  # of the steps looked at so far
         self.warned = False
         self.status = "running"
 
@@ -193,8 +194,10 @@ class Run:
         with self.clock("rebuild"):  # what a freeze costs: compiling happens in the first step that is looked at
             self.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlate(indices))
             if self.newly_frozen or epoch == 0:
-                self.trainer.rebuild()
-                self.step_cost = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
+                variant = self.trainer.rebuild()
+                if variant not in self.step_costs:
+                    self.step_costs[variant] = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
+                self.step_cost = self.step_costs[variant]
         self.progress = self.trainer.begin_epoch()
 
     def after_step(self, views: int, watcher: Watcher) -> None:

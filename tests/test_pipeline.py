@@ -18,6 +18,7 @@ from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.pipeline import Run, evaluate_run
 from ptlf.stream.folders import pack_folder
+from ptlf.training.trainer import Trainer
 
 # Every objective with every method, frozen and not; every policy with one of each.
 COMBINATIONS = [
@@ -101,6 +102,23 @@ def test_freezing_is_written_down_and_saves(tiny) -> None:
     assert epochs[5]["backward_flops"] < epochs[4]["backward_flops"] < epochs[3]["backward_flops"]
     assert epochs[5]["saved_activation_bytes"] < epochs[3]["saved_activation_bytes"]
     assert results["cost"]["correlation_seconds"] > 0
+
+
+def test_a_step_is_looked_at_once(tiny, monkeypatch) -> None:
+    """In three tasks: the first task's step, the later ones', and each of those with a frozen unit."""
+    looks = []
+    original = Trainer.cost_of_step
+
+    def cost_of_step(self, *arguments):
+        looks.append(original(self, *arguments))
+        return looks[-1]
+
+    monkeypatch.setattr(Trainer, "cost_of_step", cost_of_step)
+    settings = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "freezing__policy": "ascending", "freezing__final": 0.34}
+    results = Run(tiny("digits/simsiam/ptlf", training__epochs=2, **settings)).train()
+    assert len(looks) == 3
+    bytes_kept = [line["saved_activation_bytes"] for line in results["cost"]["per_epoch"]]
+    assert bytes_kept == [look.kept_bytes for look in (*looks[:1] * 2, *looks[1:], *looks[1:])]
 
 
 def test_cost_aware_computes_only_the_ratios_it_needs(tiny) -> None:

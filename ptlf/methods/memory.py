@@ -56,9 +56,9 @@ class Memory(nn.Module):
         number = torch.arange(self.count, self.count + batch)  # images seen before each
         chance = torch.rand(batch, generator=generator, dtype=torch.float64)
         slots = torch.where(number < self.size, number, (chance * (number + 1)).long()).clamp(max=self.size)
-        claimed_later = torch.triu(slots[:, None] == slots[None, :], diagonal=1).any(dim=1)
+        last = torch.zeros(self.size + 1, dtype=torch.int64).scatter_reduce_(0, slots, number, "amax")
         self.count += batch
-        self.drawn = torch.where(claimed_later, self.size, slots)
+        self.drawn = torch.where(last[slots] > number, self.size, slots)
         return self.drawn
 
     def picks(self, batch: int, generator: torch.Generator) -> Tensor:

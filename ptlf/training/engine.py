@@ -28,7 +28,7 @@ from ptlf.training.fused import can_fuse, forward
 Body = Callable[[Batch], dict[str, Tensor]]
 BACKEND = "inductor"
 ENGINES = ("auto", "eager", "compiled", "captured")
-WARM_UP = 3  # steps run uncaptured at first: they compile, pick algorithms and make the optimizer's state
+WARM_UP = 3  # steps run uncaptured at first: they compile and pick algorithms
 
 
 def choose_engine(wanted: str, device: torch.device) -> str:
@@ -60,8 +60,9 @@ class Engine:
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         return self.body(batch)
 
-    def rebuild(self) -> None:
-        """What the body does has changed: a unit froze or thawed, or a new task began."""
+    def rebuild(self, variant: str) -> None:
+        """What the body does has changed: a unit froze or thawed, or a new task began. Under the same name it does the
+        same work."""
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """For parts of the body that run outside of a step: as they run in one."""
@@ -84,21 +85,24 @@ class CapturedEngine(Engine):
     def __init__(self, body: Body) -> None:
         super().__init__(body)
         self.stream = capturing_stream()
-        self.warm_up = WARM_UP
+        self.pool = torch.cuda.graph_pool_handle()
         self.captured: dict[int, Captured] = {}
-        self.pool = torch.cuda.graph_pool_handle()
+        self.variant = ""
+        self.known: set[tuple[str, int]] = set()  # variants and batch sizes that were captured before
+        self.before: list[torch.cuda.CUDAGraph] = []  # a pool lives as long as one of its graphs
+        self.largest = 0
 
-    def rebuild(self) -> None:
-        if any(captured.graph for captured in self.captured.values()):
-            self.warm_up = 1  # all but what the change brings is warm
+    def rebuild(self, variant: str) -> None:
+        self.before = [captured.graph for captured in self.captured.values() if captured.graph] or self.before
         self.captured = {}
-        self.pool = torch.cuda.graph_pool_handle()
+        self.variant = variant
 
     @contextmanager
-    def arithmetic(self) -> Iterator[None]:
-        """Shapes never change, so the fastest algorithms may be looked for; float32 products (the heads) use TF32."""
+    def arithmetic(self, batch: Batch | None = None) -> Iterator[None]:
+        """Float32 products (the heads) use TF32. Shapes never change, so the fastest algorithms are looked for, but not
+        for an epoch's last, smaller batch."""
         before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
-        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.benchmark = batch is None or len(batch) == self.largest
         torch.set_float32_matmul_precision("high")
         try:
             yield
@@ -108,32 +112,51 @@ class CapturedEngine(Engine):
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())
-        mine.steps += 1
-        if mine.steps <= self.warm_up:
-            return self.uncaptured(batch)
-        if mine.graph is None:
-            self.capture(mine, batch)
-        else:
+        self.largest = max(self.largest, len(batch))
+        if mine.graph is not None:
             assert mine.batch is not None
             copy_batch(mine.batch, batch)
+        elif mine.steps < self.warm_up(len(batch)):
+            mine.steps += 1
+            return self.uncaptured(batch)
+        else:
+            self.capture(mine, batch)
+            self.known.add((self.variant, len(batch)))
         assert mine.graph is not None
         mine.graph.replay()
         return mine.losses
 
+    def warm_up(self, size: int) -> int:
+        """How many steps run uncaptured first. What was captured before needs none: its kernels are there."""
+        if not self.known:
+            return WARM_UP
+        return 0 if (self.variant, size) in self.known else 1
+
     def uncaptured(self, batch: Batch) -> dict[str, Tensor]:
         """On the stream that capturing will use, so that its allocations are ready."""
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream), self.arithmetic():
+        with torch.cuda.stream(self.stream), self.arithmetic(batch):
             losses = self.body(batch)
         torch.cuda.current_stream().wait_stream(self.stream)
         return losses
 
     def capture(self, mine: Captured, batch: Batch) -> None:
-        """Records without running; the replay that follows is this batch's step."""
-        mine.batch = batch
-        mine.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(mine.graph, pool=self.pool, stream=self.stream), self.arithmetic():
-            mine.losses = self.body(batch)
+        """Records without running; the replay that follows is this batch's step.
+
+        `torch.cuda.graph` would empty the allocator's cache every time. Here the graphs before leave their memory to
+        this one, so that is needed only where there were none.
+        """
+        torch.cuda.synchronize()
+        if not self.known:
+            torch.cuda.empty_cache()
+        mine.batch, graph = batch, torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self.stream), self.arithmetic(batch):
+            graph.capture_begin(self.pool)
+            try:
+                mine.losses = self.body(batch)
+            finally:
+                graph.capture_end()
+        mine.graph, self.before = graph, []
 
 
 @functools.cache
@@ -185,9 +208,14 @@ def call_part(part: nn.Module, rows: int, x: Tensor) -> Tensor:
 
 
 def variant(part: nn.Module) -> str:
-    """Which forwards stand replaced below this module. An argument of the compiled function, it keeps apart what the
-    compiler's own guards may not notice."""
-    return " ".join(type(m.__dict__["forward"]).__name__ if "forward" in m.__dict__ else "-" for m in part.modules())
+    """Which forwards stand replaced below this module, and which parameters train. An argument of the compiled
+    function, it keeps apart what the compiler's own guards may not notice."""
+    names = []
+    for module in part.modules():
+        replaced = type(module.__dict__["forward"]).__name__ if "forward" in module.__dict__ else "-"
+        trained = "".join("01"[p.requires_grad] for p in module._parameters.values() if p is not None)
+        names.append(replaced + trained)
+    return " ".join(names)
 
 
 def call_forward(part: nn.Module, variant: str, x: Tensor) -> Tensor:

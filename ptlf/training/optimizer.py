@@ -65,12 +65,13 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
 
 def settle_momentum(optimizer: Optimizer) -> None:
     """Zero momentum for parameters that have none yet, which is what a first step starts from: torch's fused SGD takes
-    all or none, and after a thaw only some have it."""
+    all or none, and after a thaw only some have it; and what a captured step made, each replay would make anew."""
     for group in optimizer.param_groups:
-        if group.get("fused") and group["momentum"]:
-            for parameter in group["params"]:
-                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.is_cuda and parameter.requires_grad:
+                state = optimizer.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class LARS(Optimizer):

@@ -23,6 +23,16 @@ NONE, BY_INPUT, BY_OUTPUT, BY_BITS = 0, 1, 2, 3
 PROGRAMS = 512  # of a sum: about four for every multiprocessor of an H200
 
 
+def blocks_of(size: int, block: int) -> int:
+    """How many of them hold `size` elements. Triton has its own for this and the next, made to be compiled and slow."""
+    return -(-size // block)
+
+
+def power_of_2(size: int) -> int:
+    """The next one."""
+    return 1 << (size - 1).bit_length()
+
+
 class Tiles:
     """How a channels-last tensor is cut: a program per tile, or `parts` programs per view and block of channels that
     share its tiles. The sizes were found by trying, on an H200."""
@@ -30,10 +40,10 @@ class Tiles:
     def __init__(self, x: Tensor, views: int, elements: int) -> None:
         self.channels, self.views = x.shape[1], views
         self.rows = x.numel() // self.channels // views
-        block_c = min(64, triton.next_power_of_2(self.channels))
+        block_c = min(64, power_of_2(self.channels))
         block_r = elements // block_c
         self.block = {"BLOCK_R": block_r, "BLOCK_C": block_c}
-        across, down = triton.cdiv(self.channels, block_c), triton.cdiv(self.rows, block_r)
+        across, down = blocks_of(self.channels, block_c), blocks_of(self.rows, block_r)
         self.parts = min(down, max(1, PROGRAMS // (views * across)))
         self.each, self.shared = (down, across, views), (self.parts, across, views)
         self.size = (self.rows, self.channels)
@@ -337,8 +347,8 @@ def rows_first(x: Tensor) -> Tensor:
 
 def pack(x: Tensor) -> Tensor:
     """One bit per element of x, in memory order: whether it is positive."""
-    bits = torch.empty(triton.cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
-    _pack[(triton.cdiv(len(bits), 512),)](x, bits, x.numel(), BLOCK=512)
+    bits = torch.empty(blocks_of(x.numel(), 8), dtype=torch.uint8, device=x.device)
+    _pack[(blocks_of(len(bits), 512),)](x, bits, x.numel(), BLOCK=512)
     return bits
 
 
@@ -346,7 +356,7 @@ def masked(grad: Tensor, other: Tensor | None, source: Tensor, mask: int) -> Ten
     """The gradient, or the sum of two, where the ReLU let values through."""
     grad, other = rows_first(grad), None if other is None else rows_first(other)
     out = torch.empty_like(grad)
-    grid = (triton.cdiv(grad.numel(), 4096),)
+    grid = (blocks_of(grad.numel(), 4096),)
     _mask[grid](grad, grad if other is None else other, source, out, grad.numel(), mask, other is not None, BLOCK=4096)
     return out
 
@@ -357,7 +367,7 @@ def patches(images: Tensor, dtype: torch.dtype) -> Tensor:
     assert channels == 3
     size = n * height * width
     out = torch.empty(size, 32, dtype=dtype, device=images.device)
-    _patches[(triton.cdiv(size, 128),)](images, out, size, height, width, *images.stride(), BLOCK=128)
+    _patches[(blocks_of(size, 128),)](images, out, size, height, width, *images.stride(), BLOCK=128)
     return out
 
 
@@ -408,7 +418,7 @@ class _NormReLU(torch.autograd.Function):
         mean, deviation = torch.empty(2, views, tiles.channels, device=x.device)
         partial, out = tiles.partial_sums(x), torch.empty_like(x)
         _sums[tiles.shared](x, partial, *tiles.size, tiles.parts, **tiles.block, num_warps=8)
-        _statistics[(triton.cdiv(tiles.channels, 8),)](
+        _statistics[(blocks_of(tiles.channels, 8),)](
             partial,
             x,
             norm.running_mean,
@@ -422,7 +432,7 @@ class _NormReLU(torch.autograd.Function):
             norm.eps,
             VIEWS=views,
             TRACK=norm.track_running_stats,
-            BLOCK_P=triton.next_power_of_2(tiles.parts),
+            BLOCK_P=power_of_2(tiles.parts),
             BLOCK_C=8,
         )
         has_residual, has_extra = residual is not None, extra is not None
@@ -484,7 +494,7 @@ class _NormReLU(torch.autograd.Function):
         )
         coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
         of_weight, of_bias = torch.empty_like(weight), torch.empty_like(bias)
-        _coefficients[(triton.cdiv(tiles.channels, 8),)](
+        _coefficients[(blocks_of(tiles.channels, 8),)](
             partial,
             mean,
             deviation,
@@ -495,7 +505,7 @@ class _NormReLU(torch.autograd.Function):
             *tiles.size,
             tiles.parts,
             VIEWS=tiles.views,
-            BLOCK_P=triton.next_power_of_2(tiles.parts),
+            BLOCK_P=power_of_2(tiles.parts),
             BLOCK_C=8,
         )
         _input_gradient[small.each](

@@ -23,7 +23,7 @@ from ptlf.settings import key
 from ptlf.stream.loading import ImageSource
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import Parallel, average_statistics
-from ptlf.training.engine import ENGINES, choose_engine, compile_encoder, compile_function, make_engine
+from ptlf.training.engine import ENGINES, choose_engine, compile_encoder, compile_function, make_engine, variant
 from ptlf.training.optimizer import OptimizerConfig, learning_rate, set_rate, settle_momentum
 from ptlf.views import View, apply_view, draw, make_views
 
@@ -154,11 +154,14 @@ class Trainer:
             self.method.memory.augment = self.augment
         self.model.objective.loss = compile_function(self.model.objective.loss, batch)  # type: ignore[method-assign]
 
-    def rebuild(self) -> None:
-        """A unit froze or thawed, or a task began: the engine starts afresh."""
+    def rebuild(self) -> str:
+        """A unit froze or thawed, or a task began: the engine starts afresh. The name of what a step does now."""
+        self.optimizer.zero_grad(set_to_none=True)
         settle_momentum(self.optimizer)
-        self.engine.rebuild()
+        name = f"{'later' if self.method.task else 'first'} {variant(self.model)} {variant(self.method)}"
+        self.engine.rebuild(name)
         self.parallel = None
+        return name
 
     def join_processes(self, indices: np.ndarray) -> None:
         """Before an epoch's steps: gradients of the parameters that the loss reaches by now are averaged."""

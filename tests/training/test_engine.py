@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, met
             trains = tuple(parameter.requires_grad for parameter in run.model.parameters())
             return trains, engine.variant(run.model), tuple(map(id, run.method.parameters()))
 
-        def rebuild(self) -> None:
+        def rebuild(self, variant: str) -> None:
             self.shape = self.look()
             rebuilt.append(len(run.freezing.freezer.frozen))
 
@@ -208,6 +209,79 @@ def test_a_gpu_without_a_compiler_runs_eagerly_and_says_so(monkeypatch) -> None:
     assert engine.why_not_captured("eager", gpu) is None
 
 
+@pytest.fixture
+def recording(monkeypatch):
+    """A captured engine that writes down what it would do, for want of a GPU."""
+    for name in ("graph_pool_handle", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    engine.capturing_stream.cache_clear()
+
+    class Recording(engine.CapturedEngine):
+        def uncaptured(self, batch):
+            did.append("run")
+            return {}
+
+        def capture(self, mine, batch):
+            did.append("capture")
+            mine.batch, mine.graph = batch, SimpleNamespace(replay=lambda: did.append("replay"))
+
+    did: list[str] = []
+    monkeypatch.setattr(engine, "copy_batch", lambda fixed, new: None)
+    made = Recording(lambda batch: {})
+    made.did = did
+    yield made
+    engine.capturing_stream.cache_clear()
+
+
+def test_what_was_captured_before_is_captured_again_at_once(recording) -> None:
+    def steps(variant: str, *sizes: int) -> list[str]:
+        recording.rebuild(variant)
+        recording.did.clear()
+        for size in sizes:
+            recording([None] * size)
+        return recording.did
+
+    assert steps("a", 8, 8, 8, 8, 8) == ["run"] * engine.WARM_UP + ["capture", "replay", "replay"]
+    assert steps("b", 8, 8, 8) == ["run", "capture", "replay", "replay"]  # its kernels are not all there
+    assert steps("a", 8, 8) == ["capture", "replay", "replay"]
+    assert steps("a", 8, 3, 3) == ["capture", "replay", "run", "capture", "replay"]  # another size
+    assert steps("a", 3) == ["capture", "replay"]
+
+
+def test_graphs_stay_until_the_next_has_taken_over_their_memory(recording) -> None:
+    recording.rebuild("a")
+    for _ in range(5):
+        recording([None] * 8)
+    graph = recording.captured[8].graph
+    recording.rebuild("b")
+    recording.rebuild("c")  # nothing captured in between
+    assert recording.before == [graph]
+
+
+def test_algorithms_are_looked_for_where_it_pays(recording) -> None:
+    recording([None] * 8)
+    recording([None] * 3)
+    seen = []
+    for batch in ([None] * 8, [None] * 3, None):
+        with recording.arithmetic(batch):
+            seen.append((torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()))
+    assert seen == [(True, "high"), (False, "high"), (True, "high")]
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_variants_tell_apart_what_is_frozen_how() -> None:
+    encoder, images = small(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    names = {engine.variant(encoder)}
+    for save_memory in (True, False):
+        freezer = Freezer(encoder, example=images, save_memory=save_memory)
+        for count in (1, 2, 3):
+            freezer.freeze(FROZEN[:count])
+            names.add(engine.variant(encoder))
+        freezer.thaw()
+    assert len(names) == 7
+    assert engine.variant(encoder) in names
+
+
 @GPU
 def test_captured_bf16_follows_eager_float32(tiny) -> None:
     """The same loss curve within 0.02 over about 200 steps, freezing included."""
@@ -240,3 +314,28 @@ def test_every_objective_and_method_can_be_captured(tiny, objective: str, method
     eager, captured = [[line["loss"] for line in run.train()["cost"]["per_epoch"]] for run in runs]
     for a, b in zip(eager, captured, strict=True):
         assert a == pytest.approx(b, rel=0.03, abs=0.03)
+
+
+@GPU
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+def test_a_set_that_freezes_again_is_captured_at_once_and_right(tiny, optimizer: str) -> None:
+    """In the third task every set of frozen units has been captured before: no step of it runs uncaptured."""
+    settings = {
+        "encoder__name": "conftest:tiny_resnet",
+        "stream__groups": [[0, 1], [2, 3], [4, 5]],
+        "freezing__policy": "ascending",
+        "training__optimizer": optimizer,
+        "training__epochs": 6,
+        "training__lr": 0.01,
+        "training__precision": "fp32",
+        "device": "cuda",
+    }
+    runs = [Run(tiny("digits/simsiam/ptlf", **settings, training__engine=kind)) for kind in ("eager", "captured")]
+    uncaptured: list[int] = []
+    fast = runs[1].trainer.engine
+    plain = fast.uncaptured
+    fast.uncaptured = lambda batch: uncaptured.append(runs[1].position.task) or plain(batch)
+    eager, captured = [[line["loss"]["ssl"] for line in run.train()["cost"]["per_epoch"]] for run in runs]
+    assert eager == pytest.approx(captured, rel=0.03, abs=0.03)
+    assert uncaptured
+    assert 2 not in uncaptured

@@ -25,6 +25,11 @@ UNITS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def small(block: type = BasicBlock, stem: str = "cifar") -> ResNet:
     torch.manual_seed(0)
     encoder = ResNet(block, (1, 1), width=8, stem=stem).to(DEVICE, memory_format=torch.channels_last)
@@ -87,14 +92,12 @@ def test_fused_is_the_plain_forward(frozen: tuple[str, ...]) -> None:
 
 
 def same(found: tuple[list, dict, dict], expected: tuple[list, dict, dict]) -> None:
-    """On a GPU both round products to TF32, each in its own order."""
-    exact = DEVICE.type == "cpu"
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4 if exact else 1e-3, atol=1e-5 if exact else 1e-3)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
-        near = (5e-4 if exact else 5e-3) * gradient.abs().max().item()
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3 if exact else 1e-2, atol=near, msg=name)
-    torch.testing.assert_close(found[2], expected[2], rtol=1e-5 if exact else 1e-3, atol=1e-5 if exact else 1e-3)
+        near = 5e-4 * gradient.abs().max().item()
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=near, msg=name)
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("block", "stem"), [(Bottleneck, "cifar"), (BasicBlock, "imagenet")])
