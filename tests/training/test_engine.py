@@ -326,6 +326,7 @@ def test_a_set_that_freezes_again_is_captured_at_once_and_right(tiny, optimizer:
         "freezing__policy": "ascending",
         "training__optimizer": optimizer,
         "training__epochs": 6,
+        "training__last_batch": "drop",  # its size is another one in every task
         "training__lr": 0.01,
         "training__precision": "fp32",
         "device": "cuda",
