@@ -1,9 +1,9 @@
-"""What one training step reads: fixed tensors on the device, filled by the host before the step."""
+"""What one training step reads: made on the host, and moved to the device before the step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,9 +21,28 @@ class Batch:
     def __len__(self) -> int:
         return len(self.images)
 
+    def to(self, device: torch.device) -> Batch:
+        return replace(
+            self,
+            images=to_device(self.images, device),
+            labels=to_device(self.labels, device),
+            uniforms=to_device(self.uniforms, device),
+            draws={name: to_device(value, device) for name, value in self.draws.items()},
+        )
+
+    def fill(self, other: Batch) -> None:
+        """Take over what the other holds, in place."""
+        for mine, new in ((self.images, other.images), (self.labels, other.labels), (self.uniforms, other.uniforms)):
+            mine.copy_(pinned(new, mine.device), non_blocking=True)
+        for name, value in self.draws.items():
+            value.copy_(pinned(other.draws[name], value.device), non_blocking=True)
+
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Host tensor to the device without waiting for it, through pinned memory on a GPU."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory that a GPU can copy from by itself. torch keeps it until the copy is done."""
+    return tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor

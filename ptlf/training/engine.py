@@ -52,13 +52,13 @@ def why_not_captured(wanted: str, device: torch.device) -> str | None:
 
 
 class Engine:
-    """Runs the body as it is."""
+    """Moves a batch to the device and runs the body as it is."""
 
-    def __init__(self, body: Body) -> None:
-        self.body = body
+    def __init__(self, body: Body, device: torch.device) -> None:
+        self.body, self.device = body, device
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        return self.body(batch)
+        return self.body(batch.to(self.device))
 
     def rebuild(self, variant: str) -> None:
         """What the body does has changed: a unit froze or thawed, or a new task began. Under the same name it does the
@@ -82,8 +82,8 @@ class Captured:
 class CapturedEngine(Engine):
     """Runs the body a few times, then records it into a CUDA graph, one per batch size, and replays that."""
 
-    def __init__(self, body: Body) -> None:
-        super().__init__(body)
+    def __init__(self, body: Body, device: torch.device) -> None:
+        super().__init__(body, device)
         self.stream = capturing_stream()
         self.pool = torch.cuda.graph_pool_handle()
         self.captured: dict[int, Captured] = {}
@@ -115,12 +115,12 @@ class CapturedEngine(Engine):
         self.largest = max(self.largest, len(batch))
         if mine.graph is not None:
             assert mine.batch is not None
-            copy_batch(mine.batch, batch)
+            mine.batch.fill(batch)
         elif mine.steps < self.warm_up(len(batch)):
             mine.steps += 1
-            return self.uncaptured(batch)
+            return self.uncaptured(batch.to(self.device))
         else:
-            self.capture(mine, batch)
+            self.capture(mine, batch.to(self.device))
             self.known.add((self.variant, len(batch)))
         assert mine.graph is not None
         mine.graph.replay()
@@ -165,16 +165,8 @@ def capturing_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def copy_batch(fixed: Batch, new: Batch) -> None:
-    fixed.images.copy_(new.images)
-    fixed.labels.copy_(new.labels)
-    fixed.uniforms.copy_(new.uniforms)
-    for name, value in new.draws.items():
-        fixed.draws[name].copy_(value)
-
-
-def make_engine(kind: str, body: Body) -> Engine:
-    return CapturedEngine(body) if kind == "captured" else Engine(body)
+def make_engine(kind: str, body: Body, device: torch.device) -> Engine:
+    return CapturedEngine(body, device) if kind == "captured" else Engine(body, device)
 
 
 def compile_encoder(encoder: nn.Module, views: int, batch: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf import ranks
-from ptlf.batch import Batch, to_device
+from ptlf.batch import Batch
 from ptlf.errors import UserError
 from ptlf.freezing.correlation import unchanged
 from ptlf.methods import Method
@@ -95,7 +95,7 @@ class Trainer:
         self.augment: Callable[..., Tensor] = apply_view
         if self.engine_kind != "eager":
             self.compile_parts()
-        self.engine = make_engine(self.engine_kind, self.step)
+        self.engine = make_engine(self.engine_kind, self.step, self.device)
         self.parallel: Parallel | None = None  # where several processes share the run, from an epoch's start on
 
     def arithmetic(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Trainer:
         chosen = torch.from_numpy(indices[: self.config.batch])
         self.model.train()
         with self.method.rehearsal(), unchanged(self.model, self.method), self.engine.arithmetic():
-            batch = self.load(chosen, torch.Generator().manual_seed(0), self.method.draw(len(chosen)))
+            batch = self.load(chosen, torch.Generator().manual_seed(0), self.method.draw(len(chosen))).to(self.device)
             batch.views = self.views(batch)
             batch.mixed = self.method.mix(batch)
             yield batch
@@ -194,8 +194,8 @@ class Trainer:
         draws: dict[str, Tensor] | None = None,
         images: Tensor | None = None,
     ) -> Batch:
-        """The images with these indices (this process's share may be there already) and the step's randomness, on the
-        device.
+        """The images with these indices (this process's share may be there already) and the step's randomness; what
+        the host drew is still there.
 
         Where several processes share the run, each draws for all images and takes its share: a draw is one value per
         image, or a single one for the step.
@@ -204,9 +204,9 @@ class Trainer:
         shared = {name: value[mine] if value.ndim else value for name, value in (draws or {}).items()}
         return Batch(
             images=self.source.gather(chosen[mine]) if images is None else images,
-            labels=to_device(self.source.labels[chosen[mine]], self.device),
-            uniforms=to_device(draw(len(chosen), generator, len(self.recipe))[:, mine], self.device),
-            draws={name: to_device(value, self.device) for name, value in shared.items()},
+            labels=self.source.labels[chosen[mine]],
+            uniforms=draw(len(chosen), generator, len(self.recipe))[:, mine],
+            draws=shared,
         )
 
     def batches(self, indices: np.ndarray, generator: torch.Generator) -> Iterator[Tensor]:
@@ -252,7 +252,7 @@ class Trainer:
     def sample_loss(self, indices: np.ndarray, generator: torch.Generator) -> Tensor:
         """The objective on a random batch of these images, unmixed: the gradient a new task asks for."""
         chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[: self.config.batch]]
-        batch = self.load(chosen, generator)
+        batch = self.load(chosen, generator).to(self.device)
         with self.engine.arithmetic():
             batch.views = batch.mixed = self.views(batch)
             return self.model.objective.loss(self.model.encode(batch.mixed), batch)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ptlf.batch import Batch
 from ptlf.encoders.encoder import encode
 from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
@@ -172,7 +173,7 @@ def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, met
     if method == "pnn":
         settings = {"encoder__name": "resnet18-mini"}
     run = Run(tiny("digits/simsiam/finetune", method__name=method, training__epochs=3, **settings))
-    run.trainer.engine = Recorded(run.trainer.step)
+    run.trainer.engine = Recorded(run.trainer.step, run.device)
     run.train()
     assert rebuilt == ([0, 0] if method == "pnn" else [0, 0, 1, 2])
 
@@ -209,6 +210,26 @@ def test_a_gpu_without_a_compiler_runs_eagerly_and_says_so(monkeypatch) -> None:
     assert engine.why_not_captured("eager", gpu) is None
 
 
+def batch_of(size: int, draws: float = 0.0) -> Batch:
+    images = torch.zeros(size, 2, 2, 3, dtype=torch.uint8)
+    return Batch(images, torch.zeros(size, dtype=torch.int64), torch.rand(2, size, 5), {"lam": torch.tensor(draws)})
+
+
+def test_a_batch_takes_over_another_in_place() -> None:
+    fixed, new = batch_of(4), batch_of(4, draws=0.5)
+    new.images += 1
+    new.labels += 2
+    places = [fixed.images, fixed.labels, fixed.uniforms, fixed.draws["lam"]]
+    fixed.fill(new)
+    assert all(
+        a is b for a, b in zip(places, (fixed.images, fixed.labels, fixed.uniforms, fixed.draws["lam"]), strict=True)
+    )
+    assert fixed.images.eq(1).all()
+    assert fixed.labels.eq(2).all()
+    assert torch.equal(fixed.uniforms, new.uniforms)
+    assert fixed.draws["lam"] == 0.5
+
+
 @pytest.fixture
 def recording(monkeypatch):
     """A captured engine that writes down what it would do, for want of a GPU."""
@@ -226,8 +247,7 @@ def recording(monkeypatch):
             mine.batch, mine.graph = batch, SimpleNamespace(replay=lambda: did.append("replay"))
 
     did: list[str] = []
-    monkeypatch.setattr(engine, "copy_batch", lambda fixed, new: None)
-    made = Recording(lambda batch: {})
+    made = Recording(lambda batch: {}, torch.device("cpu"))
     made.did = did
     yield made
     engine.capturing_stream.cache_clear()
@@ -238,7 +258,7 @@ def test_what_was_captured_before_is_captured_again_at_once(recording) -> None:
         recording.rebuild(variant)
         recording.did.clear()
         for size in sizes:
-            recording([None] * size)
+            recording(batch_of(size))
         return recording.did
 
     assert steps("a", 8, 8, 8, 8, 8) == ["run"] * engine.WARM_UP + ["capture", "replay", "replay"]
@@ -251,7 +271,7 @@ def test_what_was_captured_before_is_captured_again_at_once(recording) -> None:
 def test_graphs_stay_until_the_next_has_taken_over_their_memory(recording) -> None:
     recording.rebuild("a")
     for _ in range(5):
-        recording([None] * 8)
+        recording(batch_of(8))
     graph = recording.captured[8].graph
     recording.rebuild("b")
     recording.rebuild("c")  # nothing captured in between
@@ -259,10 +279,10 @@ def test_graphs_stay_until_the_next_has_taken_over_their_memory(recording) -> No
 
 
 def test_algorithms_are_looked_for_where_it_pays(recording) -> None:
-    recording([None] * 8)
-    recording([None] * 3)
+    recording(batch_of(8))
+    recording(batch_of(3))
     seen = []
-    for batch in ([None] * 8, [None] * 3, None):
+    for batch in (batch_of(8), batch_of(3), None):
         with recording.arithmetic(batch):
             seen.append((torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()))
     assert seen == [(True, "high"), (False, "high"), (True, "high")]
