@@ -110,6 +110,8 @@ def ratio_part(comparison: Comparison) -> Part:
             "A line is a task, a row a unit from input to output: far right means that what the new task wants to "
             "change lies in what the past used; filled dots froze in that task."
         )
+        if any(freezing.left_out(group) for group in groups):
+            how += " A unit without a dot would not have been chosen with the highest ratio there is."
         part.figures.append(Figure("Task-correlation ratio by unit", how, pictures, HALF))
     else:
         part.notes.append("No run computed correlation ratios; a run with `--freezing.policy correlation` does.")

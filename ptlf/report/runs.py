@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ptlf.errors import UserError, unknown
+from ptlf.recipes import METHODS
 from ptlf.report.record import SCHEMA, read_results
 from ptlf.report.theme import RUNS
 
@@ -298,7 +299,7 @@ def plain_name(group: Group) -> str:
     parts = (config[section]["name"] for section in ("stream", "objective", "method"))
     name = config.get("recipe") or "/".join(parts)
     policy = config["freezing"].get("policy", "none")
-    usual = "correlation" if name.endswith("ptlf") else "none"
+    usual = METHODS.get(name.split("/")[-1], {}).get("freezing", {}).get("policy", "none")
     if policy == usual:
         return name
     return f"{name}, no freezing" if policy == "none" else f"{name} + {policy} freezing".replace("correlation ", "")

@@ -314,3 +314,22 @@ def test_the_command(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixt
     assert (two[0] / "report.html").exists()
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_runs_are_called_what_their_recipe_is_called(tmp_path: Path) -> None:
+    names = {"ptlf": {}, "ptlf-cost": {}, "lump": {}, "cassle-ptlf": {}, "finetune": {"freezing__policy": "random"}}
+    folders = [
+        made_up.write(tmp_path / name, made_up.results(f"digits/simsiam/{name}", **changes))
+        for name, changes in names.items()
+    ]
+    labels = {group.label for group in compare(folders).groups}
+    assert labels == {"ptlf", "ptlf-cost", "lump", "cassle-ptlf", "finetune + random freezing"}
+
+
+def test_ratios_that_nobody_needed_are_explained(two: list[Path], tmp_path: Path) -> None:
+    words = "A unit without a dot would not have been chosen"
+    assert words not in html(two)
+    partial = made_up.results("digits/simsiam/ptlf-cost")
+    for entry in partial["freezing"]:
+        entry["ratios"] = {unit: entry["ratios"][unit] for unit in entry["order"]}
+    assert words in section(html([*two, made_up.write(tmp_path / "cost", partial)]), "correlation")

@@ -86,7 +86,7 @@ def answer(comparison: Comparison, width: float) -> Drawing:
     columns = len(measures) if width > 600 else 1
     longest = max(words_width(group.label, NAME * 1.1) for group in comparison.groups) + 18
     above = columns == 1 and longest > 110  # no room for names beside the dots
-    names = 0.0 if above else min(longest, 240.0)
+    names = 0.0 if above else min(longest, max(width - 100.0 * columns, 90.0) if columns > 1 else 240.0)
     panel = (width - names) / columns if columns > 1 else width
     height = HEAD + ROW * len(comparison.groups) + 20
     drawing = Drawing(width, 0, "Accuracy, forgetting and cost of every run")

@@ -40,6 +40,12 @@ def ratio_low(groups: Sequence[Group]) -> float:
     return math.floor(min(values) * 20) / 20 if values else 0.0
 
 
+def left_out(group: Group) -> set[str]:
+    """Units whose ratio nobody had to compute, in some task."""
+    ratios = [entry["ratios"] for run in group.runs for entry in run.results["freezing"] if entry["ratios"]]
+    return {unit for unit in group.first["units"] if any(unit not in computed for computed in ratios)}
+
+
 def unit_room(units: Sequence[str], width: float) -> float:
     return min(max(words_width(unit, TINY) for unit in units) + 8, width * (0.36 if width > 400 else 0.31))
 
