@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ptlf.errors import UserError, unknown
-from ptlf.recipes import METHODS
 from ptlf.report.record import SCHEMA, read_results
 from ptlf.report.theme import RUNS
 
 Json = dict[str, Any]
 NUMBER = (int, float)
+
+FREEZING = {"ptlf": "correlation", "ptlf-cost": "cost_aware", "cassle-ptlf": "correlation", "layerwise": "correlation"}
 
 
 @dataclass
@@ -299,7 +300,7 @@ def plain_name(group: Group) -> str:
     parts = (config[section]["name"] for section in ("stream", "objective", "method"))
     name = config.get("recipe") or "/".join(parts)
     policy = config["freezing"].get("policy", "none")
-    usual = METHODS.get(name.split("/")[-1], {}).get("freezing", {}).get("policy", "none")
+    usual = FREEZING.get(name.split("/")[-1], "none")
     if policy == usual:
         return name
     return f"{name}, no freezing" if policy == "none" else f"{name} + {policy} freezing".replace("correlation ", "")
