@@ -10,11 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ptlf import ranks
 from ptlf.config import Config
 from ptlf.encoders import ENCODERS, feature_dim
 from ptlf.errors import UserError, unknown
 from ptlf.evaluation import Gallery, Prober
-from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
+from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing, find_units
 from ptlf.freezing.policies import measure_savings
 from ptlf.methods import METHODS, Memory, Method
 from ptlf.model import Model
@@ -85,13 +86,14 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     freezer = Freezer(
         encoder,
         trainer.optimizer,
+        units=[unit for unit in find_units(encoder, example) if unit.layer.weight.requires_grad],
         example=example,
         batch_statistics=config.freezing.batch_statistics,
         save_memory=config.freezing.save_memory,
     )
     if config.freezing.policy != "none" and not freezer.units:
         raise UserError(
-            f"encoder {config.encoder.name!r} has no convolution or linear layer that could freeze; "
+            f"encoder {config.encoder.name!r} has no convolution or linear layer that trains and could freeze; "
             "use --freezing.policy none"
         )
     savings = None
@@ -103,6 +105,7 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
         low = trainer.model.dtype is torch.bfloat16
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
             savings = measure_savings(encoder, freezer.units, example, by=config.freezing.savings)
+        savings = ranks.from_first(savings)  # each process would time others, and choose others
     return ProgressiveFreezing(config.freezing, freezer, config.training.epochs, generator, savings)
 
 

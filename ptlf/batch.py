@@ -1,4 +1,4 @@
-"""What one training step reads: made on the host, and moved to the device before the step."""
+"""What one training step reads. The host draws it; the engine moves it to the device."""
 
 from __future__ import annotations
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ptlf.recipes import EXPECTED
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,6 +35,26 @@ def test_links_and_files_that_documents_name_exist(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         if "://" not in target:
             assert (path.parent / target).exists(), target
+
+
+FULL = [f"split-cifar10/simsiam/{method}" for method in ("lump", "ptlf", "ptlf-cost")]
+
+
+@pytest.mark.parametrize("recipe", [*FULL, "digits/simsiam/lump", "digits/simsiam/ptlf"])
+def test_figures_are_those_of_the_runs_that_are_kept(recipe: str) -> None:
+    stream, _, method = recipe.split("/")
+    folder = f"digits/{method}" if stream == "digits" else f"{recipe.replace('/', '-')}-seed0"
+    probes = json.loads((ROOT / "results" / folder / "results.json").read_text())["probes"]
+    task, classes = probes["knn_task"], probes["knn_class"]
+    if recipe in FULL:
+        figures = [f"{value:.2f}" for value in (task["accuracy"], task["forgetting"], classes["accuracy"])]
+        assert "knn_task {}, forgetting {}, knn_class {}".format(*figures) in EXPECTED[recipe]
+        assert "| {} | {} | {} |".format(*figures) in (ROOT / "README.md").read_text()
+        benchmarks = (ROOT / "benchmarks" / "README.md").read_text()
+        assert all(figure in benchmarks for figure in figures)
+    else:
+        assert f"knn_class {classes['accuracy']:.1f}" in EXPECTED[recipe]
+        assert f"│ {classes['accuracy']:19.2f} │".strip("│ ") in (ROOT / "README.md").read_text()
 
 
 def test_paper_notes_name_code_that_exists() -> None:

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from conftest import tiny_encoder
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -126,6 +127,16 @@ def test_cost_aware_computes_only_the_ratios_it_needs(tiny) -> None:
     (entry,) = Run(config).train()["freezing"]
     assert set(entry["order"]) <= set(entry["ratios"]) < {"0", "3", "6"}
     assert entry["ratios"].keys() == entry["directions"].keys()
+
+
+@pytest.mark.parametrize("policy", ["correlation", "cost_aware", "ascending"])
+def test_layers_that_never_train_are_no_units(tiny, policy: str) -> None:
+    encoder = tiny_encoder()
+    encoder[0].weight.requires_grad_(False)
+    config = tiny("digits/simsiam/ptlf", freezing__policy=policy, freezing__final=0.5)
+    results = Run(config, encoder=encoder).train()
+    assert results["units"] == ["3", "6"]
+    assert len(results["freezing"][0]["order"]) == 1
 
 
 def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:

@@ -28,14 +28,17 @@ def correlation_ratios(
     loss_fn: Callable[[], Tensor],
     threshold: float = 0.99,
     *,
+    batches: int = 8,
     units: Sequence[Unit] | None = None,
     example: Any = None,
-    **settings: Any,
+    chunk: int = 64,
+    keep: Sequence[nn.Module] = (),
+    at_once: bool | None = None,
 ) -> dict[str, float]:
     """Ratio by unit name, at the module's present weights.
 
     `units` are trainable units; by default all of the module's, found with `example` or else with the first of the
-    replay. All else is as in `TaskCorrelation`, which computes them one by one.
+    replay. All else is as in `TaskCorrelation`, which gives the ratios of some of them.
     """
     if isinstance(replay, Iterator):
         replay = list(replay)
@@ -44,7 +47,9 @@ def correlation_ratios(
             images = [replay] if isinstance(replay, Tensor) else replay
             example = next((some[:2].to(next(module.parameters()).device) for some in images), None)
         units = [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
-    correlation = TaskCorrelation(module, replay, loss_fn, threshold, units=units, **settings)
+    correlation = TaskCorrelation(
+        module, replay, loss_fn, threshold, units=units, batches=batches, chunk=chunk, keep=keep, at_once=at_once
+    )
     return correlation([unit.name for unit in units])
 
 
@@ -52,8 +57,8 @@ class TaskCorrelation:
     """The ratios of some units at the module's present weights, computed as they are asked for.
 
     `replay` holds inputs (N, ...) of the past, one tensor or several; they pass through `module` in eval mode, `chunk`
-    at a time. `loss_fn` returns the loss on a batch of the new task; it is called `batches` times at once, in the mode
-    the module is in, and the weight gradients are averaged. `threshold` is the share of the inputs' energy that the
+    at a time. `loss_fn` returns the loss on a batch of the new task; the constructor calls it `batches` times, in the
+    mode the module is in, and averages the weight gradients. `threshold` is the share of the inputs' energy that the
     kept singular vectors must reach.
 
     Everything is left as it was, also if `loss_fn` raises: parameters, buffers (batch-norm statistics), `.grad`,

@@ -36,7 +36,7 @@ class Context:
     room: int = 1  # how many more may freeze before the task ends
 
     def ratio(self, name: str, default: float | None = None) -> float:
-        found = default if self.ratios is None else self.ratios.get(name, default)
+        found = None if self.ratios is None else self.ratios.get(name, default)
         if found is None:
             raise ValueError(f"this policy needs the correlation ratio of unit {name!r}, and it was not given")
         return found
@@ -125,32 +125,34 @@ class CostAware(Policy):
             missing = [name for name in plan if name not in known]
             if not missing:
                 return known
-            known |= ratios(missing)
+            found = ratios(missing)
+            known |= {name: found[name] for name in missing}
 
     def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+        if context.savings is None:
+            raise ValueError("the cost_aware policy needs the savings of measure_savings, and none were given")
         chosen: list[str] = []
         for _ in range(min(at_least_zero(count), len(candidates))):
             left = [name for name in candidates if name not in chosen]
-            room = max(count, context.room) - len(chosen)
-            options = [[name] for name in left] + [left[:length] for length in range(2, min(room, len(left)) + 1)]
+            now, room = {*frozen, *chosen}, max(count, context.room) - len(chosen)
+            scores = [(self.score([name], now, context)[0], name) for name in left]
+            scores += [(score, left[0]) for score in self.score(left[:room], now, context)[1:]]
             # max keeps the first of equals, which is the one nearest to the input.
-            best = max(options, key=lambda option: self.score(option, [*frozen, *chosen], context))
-            chosen.append(best[0])
+            chosen.append(max(scores, key=lambda scored: (scored[0], context.ratio(scored[1], 1.0)))[1])
         return chosen
 
-    def score(self, option: list[str], frozen: list[str], context: Context) -> tuple[float, float]:
-        """What these units save, one frozen after the other, weighted with their ratios; the mean of them."""
-        if context.savings is None:
-            raise ValueError("the cost_aware policy needs the savings of measure_savings, and none were given")
-        savings = [context.savings[name] for name in context.units]
-        now = set(frozen)
-        before, total = relief(savings, [name in now for name in context.units]), 0.0
-        for name in option:
+    def score(self, names: list[str], frozen: set[str], context: Context) -> list[float]:
+        """What the first, the first two, ... of these units save per unit, weighted with their ratios."""
+        assert context.savings is not None
+        savings, now = [context.savings[name] for name in context.units], set(frozen)
+        before, total, scores = relief(savings, [name in now for name in context.units]), 0.0, []
+        for number, name in enumerate(names, start=1):
             now.add(name)
             after = relief(savings, [other in now for other in context.units])
             total += context.ratio(name, 1.0) ** self.sharpness * (after - before)
             before = after
-        return round(total / len(option), 12), context.ratio(option[0], 1.0)  # rounded: equal but for rounding is a tie
+            scores.append(round(total / number, 12))  # equal but for rounding is a tie
+        return scores
 
 
 def relief(savings: Sequence[Saving], frozen: Sequence[bool]) -> float:
@@ -188,7 +190,9 @@ def measure_savings(
         def hook(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             given = args[0] if args else kwargs["input"]
             weight, by_input = measure(layer, given, output, repeats)
-            kept = sum(tensor.numel() * tensor.element_size() for tensor in ([given, output] if unit.norm else [given]))
+            kept = sum(
+                tensor.numel() * tensor.element_size() for tensor in ([given] if unit.norm is None else [given, output])
+            )
             old = savings[unit.name]
             savings[unit.name] = Saving(old.weight_cost + weight, old.input_cost + by_input, old.bytes + kept)
 

@@ -47,7 +47,8 @@ class Method(nn.Module):
         return encoder
 
     def begin_task(self, index: int, model: Model) -> None:
-        """Called before the first step of task `index` (from 0)."""
+        """Called before the first step of task `index` (from 0). From the second task on, steps with the same modules
+        and trainable parameters must do the same work, or a captured one may be taken for one seen before."""
         self.task = index
 
     def draw(self, batch: int) -> dict[str, Tensor]:

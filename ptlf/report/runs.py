@@ -16,7 +16,7 @@ from ptlf.report.theme import RUNS
 
 Json = dict[str, Any]
 NUMBER = (int, float)
-
+# The policies that are part of a method's name.
 FREEZING = {"ptlf": "correlation", "ptlf-cost": "cost_aware", "cassle-ptlf": "correlation", "layerwise": "correlation"}
 
 
@@ -303,7 +303,9 @@ def plain_name(group: Group) -> str:
     usual = FREEZING.get(name.split("/")[-1], "none")
     if policy == usual:
         return name
-    return f"{name}, no freezing" if policy == "none" else f"{name} + {policy} freezing".replace("correlation ", "")
+    if policy == "none":
+        return f"{name}, no freezing"
+    return f"{name} + freezing" if policy == "correlation" and usual == "none" else f"{name} + {policy} freezing"
 
 
 def flatten(config: Json, prefix: str = "") -> Json:

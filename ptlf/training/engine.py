@@ -82,27 +82,31 @@ class Captured:
 class CapturedEngine(Engine):
     """Runs the body a few times, then records it into a CUDA graph, one per batch size, and replays that."""
 
-    def __init__(self, body: Body, device: torch.device) -> None:
+    def __init__(self, body: Body, device: torch.device, full: int) -> None:
+        """`full` is the size of all batches but an epoch's last."""
         super().__init__(body, device)
+        self.full = full
         self.stream = capturing_stream()
         self.pool = torch.cuda.graph_pool_handle()
         self.captured: dict[int, Captured] = {}
         self.variant = ""
         self.known: set[tuple[str, int]] = set()  # variants and batch sizes that were captured before
-        self.before: list[torch.cuda.CUDAGraph] = []  # a pool lives as long as one of its graphs
-        self.largest = 0
+        self.retired: list[torch.cuda.CUDAGraph] = []  # hold the pool's memory for the next
+        self.empty = True  # the pool
 
     def rebuild(self, variant: str) -> None:
-        self.before = [captured.graph for captured in self.captured.values() if captured.graph] or self.before
+        self.retired = [captured.graph for captured in self.captured.values() if captured.graph] or self.retired
         self.captured = {}
         self.variant = variant
+        if is_scarce(self.device):
+            self.retired, self.pool, self.empty = [], torch.cuda.graph_pool_handle(), True
 
     @contextmanager
     def arithmetic(self, batch: Batch | None = None) -> Iterator[None]:
         """Float32 products (the heads) use TF32. Shapes never change, so the fastest algorithms are looked for, but not
         for an epoch's last, smaller batch."""
         before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
-        torch.backends.cudnn.benchmark = batch is None or len(batch) == self.largest
+        torch.backends.cudnn.benchmark = batch is None or len(batch) == self.full
         torch.set_float32_matmul_precision("high")
         try:
             yield
@@ -112,7 +116,6 @@ class CapturedEngine(Engine):
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())
-        self.largest = max(self.largest, len(batch))
         if mine.graph is not None:
             assert mine.batch is not None
             mine.batch.fill(batch)
@@ -147,7 +150,7 @@ class CapturedEngine(Engine):
         this one, so that is needed only where there were none.
         """
         torch.cuda.synchronize()
-        if not self.known:
+        if self.empty:
             torch.cuda.empty_cache()
         mine.batch, graph = batch, torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream), self.arithmetic(batch):
@@ -156,7 +159,12 @@ class CapturedEngine(Engine):
                 mine.losses = self.body(batch)
             finally:
                 graph.capture_end()
-        mine.graph, self.before = graph, []
+        mine.graph, self.retired, self.empty = graph, [], False
+
+
+def is_scarce(device: torch.device) -> bool:
+    """Whether what is left on the GPU may be too little for a step beside the memory that graphs hold."""
+    return torch.cuda.mem_get_info(device)[0] < torch.cuda.memory_reserved(device)
 
 
 @functools.cache
@@ -165,8 +173,8 @@ def capturing_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def make_engine(kind: str, body: Body, device: torch.device) -> Engine:
-    return CapturedEngine(body, device) if kind == "captured" else Engine(body, device)
+def make_engine(kind: str, body: Body, device: torch.device, full: int) -> Engine:
+    return CapturedEngine(body, device, full) if kind == "captured" else Engine(body, device)
 
 
 def compile_encoder(encoder: nn.Module, views: int, batch: int) -> None:

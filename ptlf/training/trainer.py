@@ -95,7 +95,7 @@ class Trainer:
         self.augment: Callable[..., Tensor] = apply_view
         if self.engine_kind != "eager":
             self.compile_parts()
-        self.engine = make_engine(self.engine_kind, self.step, self.device)
+        self.engine = make_engine(self.engine_kind, self.step, self.device, self.config.batch)
         self.parallel: Parallel | None = None  # where several processes share the run, from an epoch's start on
 
     def arithmetic(self) -> dict[str, Any]:
@@ -194,8 +194,8 @@ class Trainer:
         draws: dict[str, Tensor] | None = None,
         images: Tensor | None = None,
     ) -> Batch:
-        """The images with these indices (this process's share may be there already) and the step's randomness; what
-        the host drew is still there.
+        """The images with these indices (this process's share may be there already), on the device, and the labels and
+        the step's randomness, on the host.
 
         Where several processes share the run, each draws for all images and takes its share: a draw is one value per
         image, or a single one for the step.

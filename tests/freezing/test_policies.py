@@ -83,6 +83,10 @@ def test_what_is_missing_is_named():
         Random().choose(1, UNITS, [], Context(UNITS))
     with pytest.raises(ValueError, match="measure_savings"):
         CostAware().choose(1, UNITS, [], Context(UNITS, ratios=RATIOS))
+    with pytest.raises(ValueError, match="ratio of unit 'a'"):
+        CostAware().choose(1, UNITS, [], Context(UNITS, savings=even()))
+    with pytest.raises(KeyError):  # asked for, and not given
+        CostAware().look(UNITS, [], Context(UNITS, savings=even()), lambda names: {})
     with pytest.raises(ValueError, match="sharpness must not be negative"):
         CostAware(-1)
 

@@ -14,6 +14,7 @@ import pytest
 
 from ptlf.cli import main
 from ptlf.errors import UserError
+from ptlf.recipes import METHODS
 from ptlf.report.page import page, write_report
 from ptlf.report.runs import compare
 
@@ -317,13 +318,15 @@ def test_the_command(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_runs_are_called_what_their_recipe_is_called(tmp_path: Path) -> None:
-    names = {"ptlf": {}, "ptlf-cost": {}, "lump": {}, "cassle-ptlf": {}, "finetune": {"freezing__policy": "random"}}
-    folders = [
-        made_up.write(tmp_path / name, made_up.results(f"digits/simsiam/{name}", **changes))
-        for name, changes in names.items()
-    ]
-    labels = {group.label for group in compare(folders).groups}
-    assert labels == {"ptlf", "ptlf-cost", "lump", "cassle-ptlf", "finetune + random freezing"}
+    for name, settings in METHODS.items():
+        usual = settings.get("freezing", {}).get("policy", "none")
+        for policy in ("none", "correlation", "cost_aware"):
+            made = made_up.results(f"digits/{'supervised' if name == 'layerwise' else 'simsiam'}/{name}")
+            made["config"]["freezing"]["policy"] = policy
+            (group,) = compare([made_up.write(tmp_path / name / policy, made)]).groups
+            kind = "" if policy == "correlation" and usual == "none" else f"{policy} "
+            changed = ", no freezing" if policy == "none" else f" + {kind}freezing"
+            assert group.label.split("/")[-1] == (name if policy == usual else name + changed)
 
 
 def test_ratios_that_nobody_needed_are_explained(two: list[Path], tmp_path: Path) -> None:

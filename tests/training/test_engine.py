@@ -247,7 +247,8 @@ def recording(monkeypatch):
             mine.batch, mine.graph = batch, SimpleNamespace(replay=lambda: did.append("replay"))
 
     did: list[str] = []
-    made = Recording(lambda batch: {}, torch.device("cpu"))
+    monkeypatch.setattr(engine, "is_scarce", lambda device: False)
+    made = Recording(lambda batch: {}, torch.device("cpu"), 8)
     made.did = did
     yield made
     engine.capturing_stream.cache_clear()
@@ -275,12 +276,28 @@ def test_graphs_stay_until_the_next_has_taken_over_their_memory(recording) -> No
     graph = recording.captured[8].graph
     recording.rebuild("b")
     recording.rebuild("c")  # nothing captured in between
-    assert recording.before == [graph]
+    assert recording.retired == [graph]
+
+
+def test_graphs_go_at_once_where_memory_is_scarce(recording, monkeypatch) -> None:
+    recording.rebuild("a")
+    for _ in range(5):
+        recording(batch_of(8))
+    recording.empty = False  # as after a capture
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "a new one")
+    monkeypatch.setattr(engine, "is_scarce", lambda device: True)
+    recording.rebuild("b")
+    assert (recording.retired, recording.pool, recording.empty) == ([], "a new one", True)
+
+
+def test_scarce_is_less_than_what_is_held(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100)
+    for free, scarce in {99: True, 101: False}.items():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 1000))
+        assert engine.is_scarce(torch.device("cuda")) is scarce
 
 
 def test_algorithms_are_looked_for_where_it_pays(recording) -> None:
-    recording(batch_of(8))
-    recording(batch_of(3))
     seen = []
     for batch in (batch_of(8), batch_of(3), None):
         with recording.arithmetic(batch):
