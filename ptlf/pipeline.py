@@ -73,10 +73,8 @@ class Run:
         self.config, self.folder = config, out
         self.out = out if ranks.first() else None  # where this process writes
         self.device = ranks.local_device(choose_device(config.device))
-        if (
-            self.device.type == "cuda" and self.device.index is not None
-        ):  # streams, graphs and kernels of our own are the current device's
-            torch.cuda.set_device(self.device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # streams, graphs and our own kernels are the current device's
         self.random = Randomness(config.seed)
         self.stream = stream or make_stream(config)
         self.view_size = config.views.size or self.stream.size

@@ -319,6 +319,36 @@ def test_variants_tell_apart_what_is_frozen_how() -> None:
     assert engine.variant(encoder) in names
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+def test_a_replayed_run_is_an_eager_one_to_the_bit(tiny, recording, optimizer: str) -> None:
+    """All of a captured run but the capture: the fixed batch, what is warmed up, what is rebuilt."""
+
+    class Replaying(engine.CapturedEngine):
+        uncaptured = engine.Engine.__call__
+
+        def capture(self, mine, batch):
+            def replay() -> None:
+                if did[-1] != "capture":  # it has just run
+                    mine.losses = self.body(mine.batch)
+                did.append("replay")
+
+            did.append("capture")
+            mine.batch, mine.graph = batch, SimpleNamespace(replay=replay)
+            mine.losses = self.body(batch)
+
+    settings = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "training__epochs": 4, "training__optimizer": optimizer}
+    runs = [Run(tiny("digits/simsiam/ptlf-cost", **settings)) for _ in range(2)]
+    did: list[str] = []
+    runs[1].trainer.engine = Replaying(runs[1].trainer.step, runs[1].device, 128)
+    eager, replayed = [run.train() for run in runs]
+    assert did.count("capture") > 6
+    assert did.count("replay") > 2 * did.count("capture")
+    assert eager["freezing"] == replayed["freezing"]
+    assert len(eager["freezing"][0]["order"]) == 1
+    for (name, one), other in zip(runs[0].model.state_dict().items(), runs[1].model.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
 @GPU
 def test_captured_bf16_follows_eager_float32(tiny) -> None:
     """The same loss curve within 0.02 over about 200 steps, freezing included."""
