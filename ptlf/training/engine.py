@@ -86,7 +86,7 @@ class CapturedEngine(Engine):
         """`full` is the size of all batches but an epoch's last."""
         super().__init__(body, device)
         self.full = full
-        self.stream = capturing_stream()
+        self.stream = capturing_stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.captured: dict[int, Captured] = {}
         self.variant = ""
@@ -168,9 +168,9 @@ def is_scarce(device: torch.device) -> bool:
 
 
 @functools.cache
-def capturing_stream() -> torch.cuda.Stream:
+def capturing_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all engines: libraries keep a workspace for every stream they have seen."""
-    return torch.cuda.Stream()
+    return torch.cuda.Stream(device)
 
 
 def make_engine(kind: str, body: Body, device: torch.device, full: int) -> Engine:

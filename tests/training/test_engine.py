@@ -234,7 +234,7 @@ def test_a_batch_takes_over_another_in_place() -> None:
 def recording(monkeypatch):
     """A captured engine that writes down what it would do, for want of a GPU."""
     for name in ("graph_pool_handle", "Stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
     engine.capturing_stream.cache_clear()
 
     class Recording(engine.CapturedEngine):
