@@ -221,9 +221,9 @@ def _beside(row: dict[str, Any], key: str, form: Callable[[float], str], relativ
 STAGE: list[tuple[str, str, Callable[[float], str]]] = [
     ("steps", "steps", str),
     ("step, ms", "step_ms", "{:.2f}".format),
-    ("median epoch's", "median_step_ms", "{:.2f}".format),
-    ("views/s", "views_per_second", "{:,.0f}".format),
-    ("kept, MiB", "kept_bytes", lambda size: f"{size / 2**20:.1f}"),
+    ("median", "median_step_ms", "{:.2f}".format),
+    ("views per ms", "views_per_second", lambda value: f"{value / 1000:.1f}"),
+    ("kept, MiB", "kept_bytes", lambda size: f"{size / 2**20:.0f}"),
     ("peak, MiB", "peak_memory_bytes", lambda size: f"{size / 2**20:.0f}"),
 ]
 OVERHEADS: list[tuple[str, str, Callable[[float], str]]] = [
