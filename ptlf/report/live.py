@@ -49,6 +49,8 @@ class Live(Watcher):
             f"{run.config.encoder.name} with {self.units} units, on {run.device}",
             highlight=False,
         )
+        if run.trainer.engine_kind != "eager":
+            console.print("  compiling the step: about a minute the first time on a machine, then seconds")
         done = run.position.task * epochs + run.position.epoch
         if done or run.position.step:
             console.print(f"  going on with {run.position}", highlight=False)
