@@ -113,6 +113,7 @@ def step(
     steps: int,
     stages: Sequence[int],
     *,
+    first: bool = False,
     save_memory: bool = True,
     streamed: bool = False,
     traces: Path | None = None,
@@ -120,6 +121,7 @@ def step(
     """A row per stage of freezing (that many units around the middle, frozen one after the other): milliseconds of a
     step with everything in it, and its memory. Timed after warming up, over `steps` steps, the device synchronised.
 
+    first: the units nearest to the input instead, so that no gradient has to pass them.
     streamed: the images are read ahead from a file, not held on the device.
     traces: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
     """
@@ -132,13 +134,13 @@ def step(
     for frozen in stages:
         if not 0 <= frozen <= len(names):
             raise UserError(f"--stages names {frozen} frozen units, but {config.encoder.name} has {len(names)}")
-    middle = sorted(names, key=lambda name: abs(names.index(name) - (len(names) - 1) / 2))
+    order = names if first else sorted(names, key=lambda name: abs(names.index(name) - (len(names) - 1) / 2))
     rows = []
     for frozen in stages:
         run.freezing.freezer.thaw()
-        run.freezing.freezer.freeze(middle[:frozen])
+        run.freezing.freezer.freeze(order[:frozen])
         trace = traces / f"frozen-{frozen}.json.gz" if traces else None
-        rows.append({"frozen": frozen, "units": middle[:frozen], **time_steps(run, steps, trace)})
+        rows.append({"frozen": frozen, "units": order[:frozen], **time_steps(run, steps, trace)})
     return rows
 
 

@@ -144,6 +144,7 @@ def make_parser() -> Parser:
     step.add_argument("--size", type=positive, default=32, help="side of the images in pixels (default: 32)")
     step.add_argument("--steps", type=positive, default=100, help="timed steps per stage (default: 100)")
     step.add_argument("--stages", type=int, nargs="+", default=[0, 2, 4, 6, 8], help="numbers of frozen units")
+    step.add_argument("--first", action="store_true", help="freeze from the input on, not around the middle")
     step.add_argument("--streamed", action="store_true", help="read the images from a file, none held on the device")
     step.add_argument("--plain", action="store_true", help="freeze with requires_grad=False alone")
     step.add_argument("--profile", type=Path, help="leave a trace of every stage in this folder, and list the kernels")
@@ -460,6 +461,7 @@ def run_bench_step(arguments: Arguments) -> None:
         arguments.size,
         arguments.steps,
         arguments.stages,
+        first=arguments.first,
         save_memory=not arguments.plain,
         streamed=arguments.streamed,
         traces=arguments.profile,

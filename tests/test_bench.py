@@ -151,16 +151,17 @@ def write(folder: Path, results: dict[str, Any]) -> None:
     (folder / "results.json").write_text(json.dumps(results))
 
 
-@pytest.mark.parametrize("way", ["resident", "streamed"])
+@pytest.mark.parametrize("way", ["resident", "streamed", "first"])
 def test_steps_by_stage_with_a_trace(capsys, tmp_path: Path, way: str) -> None:
     folder, figures = tmp_path / "traces", tmp_path / "step.json"
     main(
         ["bench", "step", "--recipe", "digits/simsiam/lump", "--size", "8", "--steps", "1", "--stages", "0", "2"]
         + ["--training.batch", "16", "--device", "cpu", "--profile", str(folder), "--json", str(figures)]
-        + (["--streamed"] if way == "streamed" else [])
+        + ([] if way == "resident" else [f"--{way}"])
     )
     assert sorted(file.name for file in folder.iterdir()) == ["frozen-0.json.gz", "frozen-2.json.gz"]
     plain, frozen = json.loads(figures.read_text())["rows"]
+    assert ("stem.conv" in frozen["units"]) == (way == "first")
     assert plain["kept_bytes"] > frozen["kept_bytes"] and plain["backward_flops"] > frozen["backward_flops"]
     assert [kernel["ms"] for kernel in plain["kernels"]] == sorted((k["ms"] for k in plain["kernels"]), reverse=True)
     assert "convolution_backward" in capsys.readouterr().out

@@ -154,37 +154,16 @@ def show_bench(console: Console, title: str, rows: list[dict[str, Any]]) -> None
 
 
 def show_steps(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
-    """A training step by freeze stage, each figure also relative to the first row."""
+    """A training step by freeze stage, costs also relative to the first row."""
     table = Table(title=title, title_justify="left")
-    columns = (
-        "frozen",
-        "step\nms",
-        "ratio",
-        "device\nms",
-        "views/s",
-        "kept\nMiB",
-        "ratio",
-        "peak\nMiB",
-        "ratio",
-        "rebuild",
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
-    first = rows[0]
+    table.add_column("frozen", justify="right", no_wrap=True)
+    for heading, _, _ in STEP:
+        table.add_column(heading, justify="right")
     for row in rows:
-        peak = row["peak_memory_bytes"]
-        table.add_row(
-            str(row["frozen"]),
-            f"{row['step_ms']:.2f}",
-            f"{row['step_ms'] / first['step_ms']:.2f}",
-            "-" if row["device_ms"] is None else f"{row['device_ms']:.2f}",
-            f"{row['views_per_second']:,.0f}",
-            f"{row['kept_bytes'] / 2**20:.0f}",
-            f"{row['kept_bytes'] / first['kept_bytes']:.2f}",
-            "-" if peak is None else f"{peak / 2**20:.0f}",
-            "-" if peak is None else f"{peak / first['peak_memory_bytes']:.2f}",
-            seconds(row["rebuild_seconds"]),
-        )
+        pairs = {f"{key}_ratio": (row[key], rows[0][key]) for key in ("step_ms", "kept_bytes", "peak_memory_bytes")}
+        ratios = {key: value / base for key, (value, base) in pairs.items() if value is not None and base}
+        cells = [_beside(row | ratios, key, form, row is not rows[0]) for _, key, form in STEP]
+        table.add_row(str(row["frozen"]), *cells)
     console.print(table)
 
 
@@ -218,13 +197,22 @@ def _beside(row: dict[str, Any], key: str, form: Callable[[float], str], relativ
     return "-" if row[key] is None else form(row[key]) + (f"  {times:.2f}x" if times is not None else "")
 
 
+MEMORY: list[tuple[str, str, Callable[[float], str]]] = [
+    ("views per ms", "views_per_second", lambda value: f"{value / 1000:.1f}"),
+    ("kept, MiB", "kept_bytes", lambda size: f"{size / 2**20:.0f}"),
+    ("peak, MiB", "peak_memory_bytes", lambda size: f"{size / 2**20:.0f}"),
+]
+STEP: list[tuple[str, str, Callable[[float], str]]] = [
+    ("step, ms", "step_ms", "{:.2f}".format),
+    ("device, ms", "device_ms", "{:.2f}".format),
+    *MEMORY,
+    ("rebuild", "rebuild_seconds", seconds),
+]
 STAGE: list[tuple[str, str, Callable[[float], str]]] = [
     ("steps", "steps", str),
     ("step, ms", "step_ms", "{:.2f}".format),
     ("median", "median_step_ms", "{:.2f}".format),
-    ("views per ms", "views_per_second", lambda value: f"{value / 1000:.1f}"),
-    ("kept, MiB", "kept_bytes", lambda size: f"{size / 2**20:.0f}"),
-    ("peak, MiB", "peak_memory_bytes", lambda size: f"{size / 2**20:.0f}"),
+    *MEMORY,
 ]
 OVERHEADS: list[tuple[str, str, Callable[[float], str]]] = [
     ("training steps", "train_seconds", seconds),
