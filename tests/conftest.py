@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,12 @@ from ptlf.settings import merge, nested
 def one_thread() -> None:
     """Tests are small: more threads only get in each other's way."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def heed_interrupts() -> None:
+    """Python does not, where it is started as a shell's background job."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def tiny_encoder() -> nn.Module:
