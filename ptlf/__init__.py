@@ -17,6 +17,10 @@ _LAZY = {
 __all__ = ["Config", "FreezeSchedule", "Freezer", "Run", "__version__", "correlation_ratios", "find_units"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """The public names load their module on first use, so that `ptlf --help` does not wait for torch."""
     if name not in _LAZY:

@@ -235,6 +235,13 @@ def check_tasks(counts: Iterable[int]) -> None:
         raise UserError(f"the runs have {listed} tasks; only runs with the same number of tasks can be compared")
 
 
+def check_alike(configs: Sequence[dict[str, Any]]) -> None:
+    for what, section, key in (("different streams", "stream", "name"), ("different lengths", "training", "epochs")):
+        values = dict.fromkeys(str(config.get(section, {}).get(key)) for config in configs)
+        if len(values) > 1:
+            raise UserError(f"the runs are of {what} ({section}.{key}: {', '.join(values)}) and cannot be compared")
+
+
 def warm_up(config: Config, stream: Stream, batches: int = 8) -> None:
     """A short run, thrown away: one epoch of a few batches of the first two tasks, tested too. Imports, the CUDA
     context and the compiler's work that all runs share are then paid for."""
@@ -271,9 +278,7 @@ def compare(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first run's epochs of the same tasks. What a record does not hold is None.
     """
     check_tasks(len(result["tasks"]) for result in results)
-    streams = {result["config"].get("stream", {}).get("name") for result in results}
-    if len(streams) > 1:
-        raise UserError(f"the runs are of different streams ({', '.join(map(str, streams))}) and cannot be compared")
+    check_alike([result["config"] for result in results])
     first = results[0]["cost"]["per_epoch"], overheads(results[0])
     runs = []
     for result in results:

@@ -467,10 +467,14 @@ def run_bench_step(arguments: Arguments) -> None:
         traces=arguments.profile,
     )
     environment = record.environment(choose_device(config.device))
-    show_steps(console, f"{arguments.recipe}, {arguments.size} px, {environment['device_name']}", rows)
+    how = f"{'first' if arguments.first else 'middle'} units frozen{' as PyTorch does it' if arguments.plain else ''}"
+    what = f"{config.training.batch} images of {arguments.size} px on {environment['device_name']}"
+    show_steps(console, f"{arguments.recipe}, {what}, {how}, {arguments.steps} steps each", rows)
     show_kernels(console, rows)
     if arguments.json:
-        record.write_json(arguments.json, {"config": as_dict(config), "environment": environment, "rows": rows})
+        ways = {key: getattr(arguments, key) for key in ("first", "plain", "streamed", "size", "steps")}
+        about = {"commit": record.commit(), "config": as_dict(config), "environment": environment, **ways}
+        record.write_json(arguments.json, {**about, "rows": rows})
 
 
 def run_bench_run(arguments: Arguments) -> None:
@@ -502,10 +506,12 @@ def finished_runs(arguments: Arguments) -> list[dict[str, Any]]:
 def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
     from ptlf import bench
     from ptlf.report.live import Live, console
+    from ptlf.settings import as_dict
 
     if arguments.out and any(arguments.out.glob("*/config.yaml")):
         raise UserError(f"{arguments.out} already holds runs; choose another --out")
     configs = [settled(recipe, None, arguments.overrides) for recipe in arguments.recipes]
+    bench.check_alike([as_dict(config) for config in configs])
     streams = bench.streams_for(configs, arguments.noise, arguments.size)
     console.print("warming up", highlight=False)
     bench.warm_up(configs[0], streams[0])

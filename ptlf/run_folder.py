@@ -33,6 +33,8 @@ def claimed(out: Path | None, resume: bool) -> Iterator[None]:
                 f"{out} already holds a run that has not finished; resume it with `ptlf train --resume {out}`, "
                 "or choose another --out"
             )
+        if not resume and any(out.glob("*/config.yaml")):
+            raise UserError(f"{out} holds other runs; choose a folder of its own as --out")
         yield
 
 

@@ -57,6 +57,7 @@ def test_imports_point_up(path: Path) -> None:
 
 
 def test_public_names() -> None:
+    assert set(dir(ptlf)) == set(ptlf.__all__)
     for name in ptlf.__all__:
         assert getattr(ptlf, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

@@ -137,6 +137,8 @@ def test_refusals(capsys, tmp_path) -> None:
     assert "unknown recipe 'digits/simsiam/lumpy'" in refused(capsys, *bench, "--recipes", "digits/simsiam/lumpy")
     error = refused(capsys, *bench, "--recipes", PAIR[0], "digits/simsiam/multitask", *QUICK)
     assert "the runs have 2, 1 tasks; only runs with the same number of tasks can be compared" in error
+    error = refused(capsys, *bench, "--recipes", PAIR[0], "split-cifar10/simsiam/ptlf", *QUICK)
+    assert "of different streams (stream.name: digits, split-cifar10)" in error  # before anything is trained
     assert "holds no results.json" in refused(capsys, *bench, "--from", str(tmp_path))
     assert "leave out --seed" in refused(capsys, *bench, "--from", str(tmp_path), "--seed", "1")
     write(tmp_path / "a", first())
@@ -162,6 +164,13 @@ def test_steps_by_stage_with_a_trace(capsys, tmp_path: Path, way: str) -> None:
     assert sorted(file.name for file in folder.iterdir()) == ["frozen-0.json.gz", "frozen-2.json.gz"]
     plain, frozen = json.loads(figures.read_text())["rows"]
     assert ("stem.conv" in frozen["units"]) == (way == "first")
+    about = json.loads(figures.read_text())
+    assert (about["first"], about["streamed"], about["plain"], about["steps"]) == (
+        way == "first",
+        way == "streamed",
+        False,
+        1,
+    )
     assert plain["kept_bytes"] > frozen["kept_bytes"] and plain["backward_flops"] > frozen["backward_flops"]
     assert [kernel["ms"] for kernel in plain["kernels"]] == sorted((k["ms"] for k in plain["kernels"]), reverse=True)
     assert "convolution_backward" in capsys.readouterr().out
@@ -177,4 +186,12 @@ def test_other_streams_are_not_compared() -> None:
     for run, stream in zip(runs, ("digits", "split-cifar10"), strict=True):
         run["config"]["stream"] = {"name": stream}
     with pytest.raises(UserError, match="different streams"):
+        compare(runs)
+
+
+def test_runs_of_other_lengths_are_not_compared() -> None:
+    runs = [first(), second()]
+    for run, epochs in zip(runs, (6, 8), strict=True):
+        run["config"]["training"] = {"epochs": epochs}
+    with pytest.raises(UserError, match=r"different lengths \(training.epochs: 6, 8\)"):
         compare(runs)

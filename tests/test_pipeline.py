@@ -176,6 +176,8 @@ def test_what_a_run_leaves_behind(tiny, tmp_path) -> None:
     probes, exams = evaluate_run(tmp_path / "run", config)
     assert exams == ["0, 1", "2, 3"]
     assert probes["knn_class"]["accuracy"] == results["probes"]["knn_class"]["accuracy"]
+    with pytest.raises(UserError, match="holds other runs; choose a folder of its own"):
+        Run(tiny(), tmp_path).train()
     with pytest.raises(UserError, match="already holds a run"):
         Run(run.config, tmp_path / "run").train()
 

@@ -171,6 +171,7 @@ def show_comparison(console: Console, comparison: dict[str, Any]) -> None:
     """The step by run and freeze stage, and below it the overheads; costs also relative to the first run."""
     runs = comparison["runs"]
     common, names = shortened([run["run"] for run in runs])
+    names = names if len(names) > 1 else [common.split("/")[-1]]
     device = runs[0]["environment"]["device_name"]
     table = Table(title=f"{common} on {device}; x: relative to {names[0]} in the same tasks", title_justify="left")
     table.add_column("run", no_wrap=True)
