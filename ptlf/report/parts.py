@@ -161,8 +161,8 @@ def cost_part(comparison: Comparison) -> Part:
     part = Part("cost", "What it cost, epoch by epoch")
     if any(group.runs[0].epochs for group in comparison.groups):
         how = (
-            "Each panel is one cost over all epochs of the stream; triangles (dots, where many) mark where units froze. "
-            "The seconds are those of the steps, without correlation and rebuilding."
+            "Each panel is one cost over all epochs of the stream; triangles (dots, where many) mark freezing; "
+            "the seconds are of the steps, without correlation and rebuilding."
         )
         part.figures.append(Figure("Time and memory", how, [Picture("cost", partial(cost.per_epoch, comparison))]))
     else:
