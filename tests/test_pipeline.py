@@ -139,6 +139,11 @@ def test_layers_that_never_train_are_no_units(tiny, policy: str) -> None:
     assert len(results["freezing"][0]["order"]) == 1
 
 
+def test_sharpness_is_a_setting(tiny) -> None:
+    runs = [Run(tiny("digits/simsiam/ptlf-cost", freezing__sharpness=value)) for value in (0.0, 20.0)]
+    assert [run.freezing.policy.sharpness for run in runs] == [0.0, 20.0]
+
+
 def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:
     config = tiny("digits/simsiam/ptlf", training__epochs=3, freezing__final=0.67, freezing__update="per-epoch")
     (entry,) = Run(config).train()["freezing"]

@@ -95,6 +95,10 @@ class TaskCorrelation:
             raise ValueError(f"threshold must lie in (0, 1], not {threshold}")
         if batches < 1 or chunk < 1:
             raise ValueError(f"batches and chunk must be at least 1, not {batches} and {chunk}")
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function that returns the loss, not a {type(loss_fn).__name__}")
+        if not isinstance(replay, Iterable):
+            raise TypeError(f"replay must be a tensor of inputs, or several, not a {type(replay).__name__}")
         if isinstance(replay, Tensor | Iterator):
             replay = [replay] if isinstance(replay, Tensor) else list(replay)  # forwarded more than once
         self.module, self.replay, self.threshold = module, replay, threshold
@@ -129,7 +133,10 @@ def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
     for _ in range(batches if units else 0):
         with torch.enable_grad():
-            gradients = torch.autograd.grad(loss_fn(), weights, allow_unused=True)
+            loss = loss_fn()
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"loss_fn must return the loss, a tensor, and returned a {type(loss).__name__}")
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
         for total, gradient in zip(sums, gradients, strict=True):
             if gradient is not None:
                 total += gradient

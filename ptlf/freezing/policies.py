@@ -49,6 +49,12 @@ class Policy:
     needs_ratios: ClassVar[bool] = False
     needs_savings: ClassVar[bool] = False
 
+    def __init__(self, sharpness: float = 8.0) -> None:
+        """`sharpness` is for policies that weigh ratios against something else."""
+        if not sharpness >= 0:
+            raise ValueError(f"sharpness must not be negative, and is {sharpness}")
+        self.sharpness = sharpness
+
     def look(self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios) -> dict[str, float]:
         """The ratios that the choice depends on, by unit name."""
         return ratios(candidates)
@@ -110,11 +116,6 @@ class CostAware(Policy):
 
     needs_ratios = True
     needs_savings = True
-
-    def __init__(self, sharpness: float = 8.0) -> None:
-        if not sharpness >= 0:
-            raise ValueError(f"sharpness must not be negative, and is {sharpness}")
-        self.sharpness = sharpness
 
     def look(self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios) -> dict[str, float]:
         """No ratio is above 1: a unit that is not among the next even so need not be looked at. Those left out are

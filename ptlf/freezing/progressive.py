@@ -22,6 +22,7 @@ class FreezingConfig:
     shape: str = key("cosine", "how the share rises", choices=("cosine", "linear", "constant", "printed"))
     update: str = key("one-shot", "when correlation is computed", choices=("one-shot", "per-epoch"))
     threshold: float = key(0.99, "energy of the past's inputs that a unit's subspace keeps", above=0, most=1)
+    sharpness: float = key(8.0, "how much ratios count beside savings in cost_aware; 0 = not at all", least=0)
     savings: str = key("flops", "what cost_aware saves: counted, or timed here", choices=("flops", "seconds"))
     batches: int = key(8, "batches of the new task whose gradients are averaged for the ratios", least=1)
     batch_statistics: bool = key(False, "frozen norms use batch statistics (true) or their running statistics (false)")
@@ -40,7 +41,7 @@ class ProgressiveFreezing:
         savings: dict[str, Saving] | None = None,
     ) -> None:
         self.config, self.freezer = config, freezer
-        self.policy = POLICIES[config.policy]()
+        self.policy = POLICIES[config.policy](config.sharpness)
         self.schedule = FreezeSchedule(config.initial, config.final, epochs, config.shape)
         self.context = Context([unit.name for unit in freezer.units], None, savings, generator)
         self.log: list[dict[str, Any]] = []

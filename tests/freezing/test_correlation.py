@@ -406,6 +406,15 @@ def test_errors_name_the_unit_and_the_way_out(network):
         correlation_ratios(network, replay * float("inf"), task_loss(network), units=units[1:])
     with pytest.raises(ValueError, match=r"threshold .* not 0"):
         correlation_ratios(network, replay, task_loss(network), 0, units=units)
+    for wrong, message in (
+        ((replay, task_loss(network)()), "loss_fn must be a function"),
+        ((task_loss(network), task_loss(network)), "replay must be a tensor"),
+        ((replay, lambda: 3), "loss_fn must return the loss, a tensor, and returned a int"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            correlation_ratios(network, *wrong, units=units)
+    with pytest.raises(ValueError, match="threshold"):
+        correlation_ratios(network, replay, task_loss(network), 2, units=units)
     with pytest.raises(ValueError, match="batches and chunk"):
         correlation_ratios(network, replay, task_loss(network), batches=0, units=units)
     for empty in (replay[:0], []):
