@@ -15,8 +15,9 @@ from ptlf.config import Config
 from ptlf.encoders import ENCODERS, feature_dim
 from ptlf.errors import UserError, unknown
 from ptlf.evaluation import Gallery, Prober
-from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing, find_units
+from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.policies import measure_savings
+from ptlf.freezing.units import trained_units
 from ptlf.methods import METHODS, Memory, Method
 from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
@@ -86,7 +87,7 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     freezer = Freezer(
         encoder,
         trainer.optimizer,
-        units=[unit for unit in find_units(encoder, example) if unit.layer.weight.requires_grad],
+        units=trained_units(encoder, example),
         example=example,
         batch_statistics=config.freezing.batch_statistics,
         save_memory=config.freezing.save_memory,

@@ -24,6 +24,7 @@ from ptlf.freezing.policies import measure_savings, wait_for
 from ptlf.methods import METHODS
 from ptlf.pipeline import Run, train_one_of_many
 from ptlf.report.live import Watcher
+from ptlf.report.runs import SAME_SETTINGS, difference
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.engine import CapturedEngine
@@ -236,10 +237,11 @@ def check_tasks(counts: Iterable[int]) -> None:
 
 
 def check_alike(configs: Sequence[dict[str, Any]]) -> None:
-    for what, section, key in (("different streams", "stream", "name"), ("different lengths", "training", "epochs")):
-        values = dict.fromkeys(str(config.get(section, {}).get(key)) for config in configs)
-        if len(values) > 1:
-            raise UserError(f"the runs are of {what} ({section}.{key}: {', '.join(values)}) and cannot be compared")
+    for what, look in SAME_SETTINGS.items():
+        first, *others = map(look, configs)
+        for other in others:
+            if other != first:
+                raise UserError(f"the runs are of different {what} ({difference(first, other)}) and cannot be compared")
 
 
 def warm_up(config: Config, stream: Stream, batches: int = 8) -> None:

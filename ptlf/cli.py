@@ -140,10 +140,16 @@ def make_parser() -> Parser:
 
     about = "Milliseconds and memory of a whole training step, by freeze stage."
     step = verb("step", about, run_bench_step, under=benches, overrides=True)
-    step.add_argument("--recipe", default="split-cifar10/simsiam/lump", help="what to train; the data are noise")
+    step.add_argument(
+        "--recipe",
+        default="split-cifar10/simsiam/lump",
+        help="what to train, on noise (default: split-cifar10/simsiam/lump)",
+    )
     step.add_argument("--size", type=positive, default=32, help="side of the images in pixels (default: 32)")
     step.add_argument("--steps", type=positive, default=100, help="timed steps per stage (default: 100)")
-    step.add_argument("--stages", type=int, nargs="+", default=[0, 2, 4, 6, 8], help="numbers of frozen units")
+    step.add_argument(
+        "--stages", type=int, nargs="+", default=[0, 2, 4, 6, 8], help="numbers of frozen units (default: 0 2 4 6 8)"
+    )
     step.add_argument("--first", action="store_true", help="freeze from the input on, not around the middle")
     step.add_argument("--streamed", action="store_true", help="read the images from a file, none held on the device")
     step.add_argument("--plain", action="store_true", help="freeze with requires_grad=False alone")

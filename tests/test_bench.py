@@ -138,7 +138,7 @@ def test_refusals(capsys, tmp_path) -> None:
     error = refused(capsys, *bench, "--recipes", PAIR[0], "digits/simsiam/multitask", *QUICK)
     assert "the runs have 2, 1 tasks; only runs with the same number of tasks can be compared" in error
     error = refused(capsys, *bench, "--recipes", PAIR[0], "split-cifar10/simsiam/ptlf", *QUICK)
-    assert "of different streams (stream.name: digits, split-cifar10)" in error  # before anything is trained
+    assert "of different streams (name: digits and split-cifar10" in error  # before anything is trained
     assert "holds no results.json" in refused(capsys, *bench, "--from", str(tmp_path))
     assert "leave out --seed" in refused(capsys, *bench, "--from", str(tmp_path), "--seed", "1")
     write(tmp_path / "a", first())
@@ -193,5 +193,5 @@ def test_runs_of_other_lengths_are_not_compared() -> None:
     runs = [first(), second()]
     for run, epochs in zip(runs, (6, 8), strict=True):
         run["config"]["training"] = {"epochs": epochs}
-    with pytest.raises(UserError, match=r"different lengths \(training.epochs: 6, 8\)"):
+    with pytest.raises(UserError, match=r"different epochs \(training.epochs: 6 and 8\)"):
         compare(runs)

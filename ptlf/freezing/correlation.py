@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptlf.freezing.units import Unit, find_units
+from ptlf.freezing.units import Unit, trained_units
 
 Layer = nn.Conv2d | nn.Linear
 
@@ -46,7 +46,7 @@ def correlation_ratios(
         if example is None:
             images = [replay] if isinstance(replay, Tensor) else replay
             example = next((some[:2].to(next(module.parameters()).device) for some in images), None)
-        units = [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
+        units = trained_units(module, example)
     correlation = TaskCorrelation(
         module, replay, loss_fn, threshold, units=units, batches=batches, chunk=chunk, keep=keep, at_once=at_once
     )

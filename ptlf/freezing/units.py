@@ -59,6 +59,11 @@ class Trace:
     relus: list[Relu]
 
 
+def trained_units(module: nn.Module, example: Any = None) -> list[Unit]:
+    """Those of `find_units` whose weight is trained: the others are frozen for good."""
+    return [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
+
+
 def find_units(module: nn.Module, example: Any = None) -> list[Unit]:
     """The units of `module` in the order the data first reaches them; layers the forward never reaches are none.
 

@@ -244,15 +244,19 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 )
 
 
+SAME_SETTINGS: dict[str, Callable[[Json], Json]] = {
+    "streams": lambda config: {key: value for key, value in config.get("stream", {}).items() if key != "resident"},
+    "epochs": lambda config: {"training.epochs": config.get("training", {}).get("epochs")},
+}
 COMPARED: dict[str, Callable[[Run], Json]] = {
-    "streams": lambda run: {key: value for key, value in run.config["stream"].items() if key != "resident"},
+    "streams": lambda run: SAME_SETTINGS["streams"](run.config),
     "exams": lambda run: {"number of exams": len(run.results["exams"])},
     "probes": lambda run: {
         f"{probe}.{key}": value
         for probe, values in run.results["probes"].items()
         for key, value in values["settings"].items()
     },
-    "epochs": lambda run: {"training.epochs": run.config["training"]["epochs"]},
+    "epochs": lambda run: SAME_SETTINGS["epochs"](run.config),
 }
 
 

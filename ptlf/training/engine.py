@@ -92,14 +92,17 @@ class CapturedEngine(Engine):
         self.variant = ""
         self.known: set[tuple[str, int]] = set()  # variants and batch sizes that were captured before
         self.retired: list[torch.cuda.CUDAGraph] = []  # hold the pool's memory for the next
-        self.empty = True  # the pool
+
+    def graphs(self) -> list[torch.cuda.CUDAGraph]:
+        """Those that hold the pool's memory."""
+        return [captured.graph for captured in self.captured.values() if captured.graph] or self.retired
 
     def rebuild(self, variant: str) -> None:
-        self.retired = [captured.graph for captured in self.captured.values() if captured.graph] or self.retired
+        self.retired = self.graphs()
         self.captured = {}
         self.variant = variant
         if is_scarce(self.device):
-            self.retired, self.pool, self.empty = [], torch.cuda.graph_pool_handle(), True
+            self.retired, self.pool = [], torch.cuda.graph_pool_handle()
 
     @contextmanager
     def arithmetic(self, batch: Batch | None = None) -> Iterator[None]:
@@ -150,7 +153,7 @@ class CapturedEngine(Engine):
         this one, so that is needed only where there were none.
         """
         torch.cuda.synchronize()
-        if self.empty:
+        if not self.graphs():
             torch.cuda.empty_cache()
         mine.batch, graph = batch, torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream), self.arithmetic(batch):
@@ -159,7 +162,7 @@ class CapturedEngine(Engine):
                 mine.losses = self.body(batch)
             finally:
                 graph.capture_end()
-        mine.graph, self.retired, self.empty = graph, [], False
+        mine.graph, self.retired = graph, []
 
 
 def is_scarce(device: torch.device) -> bool:
