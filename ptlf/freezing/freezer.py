@@ -75,7 +75,7 @@ class Freezer:
 
     @property
     def folded(self) -> list[Tensor]:
-        """The folded weights and biases: copies made when freezing, held until thawing."""
+        """The folded weights and biases in use: copies made when freezing."""
         return [tensor for override in self._layers() for tensor in override.tensors()]
 
     def freeze(self, names: Iterable[str]) -> None:
@@ -170,9 +170,6 @@ class Freezer:
 
     def _restore(self, module: nn.Module) -> None:
         before = self._replaced.pop(module)
-        override = module.__dict__["forward"]
-        if isinstance(override, FrozenLayer):
-            override.release()
         if before is None:
             del module.__dict__["forward"]
         else:

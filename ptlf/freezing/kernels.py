@@ -199,7 +199,8 @@ class FrozenLayer(Override):
     """Forward of a frozen convolution or linear layer, with the norm after it folded in if one is given.
 
     The folded tensors are no parameters or buffers. They are made again whenever one of their sources has changed;
-    compiled or captured code cannot look, so there `refresh` must be called.
+    compiled or captured code cannot look, so there `refresh` must be called. They keep their memory over a thaw, for
+    code that was captured with them.
     """
 
     def __init__(self, layer: nn.Conv2d | nn.Linear, norm: nn.Module | None = None) -> None:
@@ -231,10 +232,6 @@ class FrozenLayer(Override):
         else:
             self.weight, self.bias = weight, bias
         self.state = self._state()
-
-    def release(self) -> None:
-        """Let the folded copies go while the unit is thawed."""
-        self.weight = self.bias = None
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.weight, self.bias) if tensor is not None]

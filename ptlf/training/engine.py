@@ -1,9 +1,9 @@
 """How the step is run: eagerly, with its heavy parts compiled, or compiled and captured in a CUDA graph.
 
 The body of the step is the same in all three; it reads fixed tensors and draws nothing. After a freeze it is captured
-anew (`rebuild`). On a GPU our residual networks run through `ptlf.training.fused`, where a freeze leaves nothing to
-compile; other encoders are compiled, once for every set of frozen units, and what was compiled is reused for the rest
-of the process, and by the compiler's own cache on disk.
+anew (`rebuild`), unless the same units were frozen before. On a GPU our residual networks run through
+`ptlf.training.fused`, where a freeze leaves nothing to compile; other encoders are compiled, once for every set of
+frozen units, and what was compiled is reused for the rest of the process, and by the compiler's own cache on disk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
@@ -26,9 +26,11 @@ from ptlf.errors import UserError
 from ptlf.training.fused import can_fuse, forward
 
 Body = Callable[[Batch], dict[str, Tensor]]
+Places = tuple[int, ...]
 BACKEND = "inductor"
 ENGINES = ("auto", "eager", "compiled", "captured")
 WARM_UP = 3  # steps run uncaptured at first: they compile and pick algorithms
+KEPT = 64  # variants whose graphs are kept
 
 
 def choose_engine(wanted: str, device: torch.device) -> str:
@@ -60,9 +62,10 @@ class Engine:
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         return self.body(batch.to(self.device))
 
-    def rebuild(self, variant: str) -> None:
+    def rebuild(self, variant: str, places: Places = ()) -> None:
         """What the body does has changed: a unit froze or thawed, or a new task began. Under the same name it does the
-        same work."""
+        same work, and with the same places, where all lies that it reads or writes beside the batch, on the same
+        tensors."""
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """For parts of the body that run outside of a step: as they run in one."""
@@ -80,7 +83,11 @@ class Captured:
 
 
 class CapturedEngine(Engine):
-    """Runs the body a few times, then records it into a CUDA graph, one per batch size, and replays that."""
+    """Runs the body a few times, then records it into a CUDA graph, one per batch size, and replays that.
+
+    Graphs are kept for a set of frozen units that comes again. All use the same memory: what a replay leaves there, but
+    for the losses, nobody reads.
+    """
 
     def __init__(self, body: Body, device: torch.device, full: int) -> None:
         """`full` is the size of all batches but an epoch's last."""
@@ -88,21 +95,20 @@ class CapturedEngine(Engine):
         self.full = full
         self.stream = capturing_stream(device)
         self.pool = torch.cuda.graph_pool_handle()
-        self.captured: dict[int, Captured] = {}
-        self.variant = ""
-        self.known: set[tuple[str, int]] = set()  # variants and batch sizes that were captured before
-        self.retired: list[torch.cuda.CUDAGraph] = []  # hold the pool's memory for the next
+        self.kept: dict[str, tuple[Places, dict[int, Captured]]] = {}  # by variant, the latest last
+        self.captured: dict[int, Captured] = {}  # those of the variant at work, by batch size
 
-    def graphs(self) -> list[torch.cuda.CUDAGraph]:
-        """Those that hold the pool's memory."""
-        return [captured.graph for captured in self.captured.values() if captured.graph] or self.retired
-
-    def rebuild(self, variant: str) -> None:
-        self.retired = self.graphs()
-        self.captured = {}
-        self.variant = variant
+    def rebuild(self, variant: str, places: Places = ()) -> None:
         if is_scarce(self.device):
-            self.retired, self.pool = [], torch.cuda.graph_pool_handle()
+            self.kept, self.pool = {}, torch.cuda.graph_pool_handle()
+        before, captured = self.kept.pop(variant, (places, {}))
+        self.captured = captured if before == places else {}
+        self.kept[variant] = places, self.captured
+        if len(self.kept) > KEPT:
+            del self.kept[next(iter(self.kept))]
+
+    def has_graphs(self) -> bool:
+        return any(captured.graph for _, sizes in self.kept.values() for captured in sizes.values())
 
     @contextmanager
     def arithmetic(self, batch: Batch | None = None) -> Iterator[None]:
@@ -122,21 +128,14 @@ class CapturedEngine(Engine):
         if mine.graph is not None:
             assert mine.batch is not None
             mine.batch.fill(batch)
-        elif mine.steps < self.warm_up(len(batch)):
+        elif mine.steps < (1 if self.has_graphs() else WARM_UP):
             mine.steps += 1
             return self.uncaptured(batch.to(self.device))
         else:
             self.capture(mine, batch.to(self.device))
-            self.known.add((self.variant, len(batch)))
         assert mine.graph is not None
         mine.graph.replay()
         return mine.losses
-
-    def warm_up(self, size: int) -> int:
-        """How many steps run uncaptured first. What was captured before needs none: its kernels are there."""
-        if not self.known:
-            return WARM_UP
-        return 0 if (self.variant, size) in self.known else 1
 
     def uncaptured(self, batch: Batch) -> dict[str, Tensor]:
         """On the stream that capturing will use, so that its allocations are ready."""
@@ -149,20 +148,20 @@ class CapturedEngine(Engine):
     def capture(self, mine: Captured, batch: Batch) -> None:
         """Records without running; the replay that follows is this batch's step.
 
-        `torch.cuda.graph` would empty the allocator's cache every time. Here the graphs before leave their memory to
-        this one, so that is needed only where there were none.
+        `torch.cuda.graph` would empty the allocator's cache every time. Here the graphs share their memory, so that is
+        needed only for the first.
         """
         torch.cuda.synchronize()
-        if not self.graphs():
+        if not self.has_graphs():
             torch.cuda.empty_cache()
-        mine.batch, graph = batch, torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream), self.arithmetic(batch):
             graph.capture_begin(self.pool)
             try:
-                mine.losses = self.body(batch)
+                mine.losses = self.body(replace(batch))  # whose views are let go, for the next graph
             finally:
                 graph.capture_end()
-        mine.graph, self.retired = graph, []
+        mine.batch, mine.graph = batch, graph
 
 
 def is_scarce(device: torch.device) -> bool:

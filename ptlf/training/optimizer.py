@@ -63,15 +63,20 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def settle_momentum(optimizer: Optimizer) -> None:
+def settle_momentum(optimizer: Optimizer, before: dict[Tensor, Tensor]) -> None:
     """Zero momentum for parameters that have none yet, which is what a first step starts from: torch's fused SGD takes
-    all or none, and after a thaw only some have it; and what a captured step made, each replay would make anew."""
+    all or none, and after a thaw only some have it; and what a captured step made, each replay would make anew.
+
+    `before` holds what each had before it froze, so that after a thaw it has its momentum in the same place.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             if parameter.is_cuda and parameter.requires_grad:
                 state = optimizer.state[parameter]
                 if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                    buffer = before.get(parameter)
+                    state["momentum_buffer"] = torch.zeros_like(parameter) if buffer is None else buffer.zero_()
+                before[parameter] = state["momentum_buffer"]
 
 
 class LARS(Optimizer):

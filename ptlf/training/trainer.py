@@ -24,6 +24,7 @@ from ptlf.stream.loading import ImageSource
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import Parallel, average_statistics
 from ptlf.training.engine import ENGINES, choose_engine, compile_encoder, compile_function, make_engine, variant
+from ptlf.training.fused import folded
 from ptlf.training.optimizer import OptimizerConfig, learning_rate, set_rate, settle_momentum
 from ptlf.views import View, apply_view, draw, make_views
 
@@ -96,6 +97,7 @@ class Trainer:
         if self.engine_kind != "eager":
             self.compile_parts()
         self.engine = make_engine(self.engine_kind, self.step, self.device, self.config.batch)
+        self.momentum: dict[Tensor, Tensor] = {}  # of all that ever trained: a captured step finds it where it was
         self.parallel: Parallel | None = None  # where several processes share the run, from an epoch's start on
 
     def arithmetic(self) -> dict[str, Any]:
@@ -157,11 +159,23 @@ class Trainer:
     def rebuild(self) -> str:
         """A unit froze or thawed, or a task began: the engine starts afresh. The name of what a step does now."""
         self.optimizer.zero_grad(set_to_none=True)
-        settle_momentum(self.optimizer)
+        settle_momentum(self.optimizer, self.momentum)
         name = f"{'later' if self.method.task else 'first'} {variant(self.model)} {variant(self.method)}"
-        self.engine.rebuild(name)
+        self.engine.rebuild(name, tuple(tensor.data_ptr() for tensor in self.held()))
         self.parallel = None
         return name
+
+    def held(self) -> list[Tensor]:
+        """All that a step reads or writes beside its batch."""
+        tensors = [*tensors_of(self.model), *tensors_of(self.method)]
+        for module in self.model.modules():
+            if (layer := folded(module)) is not None:
+                tensors += layer.tensors()
+        for group in self.optimizer.param_groups:
+            states = [self.optimizer.state.get(parameter, {}) for parameter in group["params"]]
+            found = [group["lr"], *(value for state in states for value in state.values())]
+            tensors += [value for value in found if isinstance(value, Tensor)]
+        return tensors
 
     def join_processes(self, indices: np.ndarray) -> None:
         """Before an epoch's steps: gradients of the parameters that the loss reaches by now are averaged."""
