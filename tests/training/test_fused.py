@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from ptlf.encoders.encoder import encode
-from ptlf.encoders.norm import views_in_one_pass
+from ptlf.encoders.norm import ViewBatchNorm2d, views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet
 from ptlf.freezing import Freezer
 from ptlf.training import engine, fused
@@ -192,3 +192,35 @@ def test_the_engine_fuses_training_alone(monkeypatch) -> None:
         engine.call_encoder(encoder, views[0])
     engine.call_encoder(encoder.eval(), views[0])
     assert called == [6]
+
+
+SHAPES = [(8, 80, 12, 12), (6, 24, 20, 20)]  # blocks of channels, one of them not full; many programs for one
+if torch.cuda.is_available():
+    SHAPES += [(512, 64, 32, 32), (512, 512, 4, 4), (32, 64, 32, 32)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_of_many_programs_are_whole_and_repeat(shape: tuple[int, ...]) -> None:
+    """Whichever program comes last finishes for all: nothing is missing, and the bits do not depend on which it was."""
+    from ptlf.training.passes import Tiles, norm_relu
+
+    assert Tiles(torch.empty(shape), 2, 4096).parts > 4
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, *shape).to(DEVICE)
+    x[shape[0] // 2 :] += 1
+    x, residual = (part.contiguous(memory_format=torch.channels_last).requires_grad_() for part in (x, residual))
+    found = []
+    for _ in range(20 if x.is_cuda else 2):
+        norm = ViewBatchNorm2d(shape[1]).to(DEVICE)
+        norm.views = 2
+        out, _ = norm_relu(x, norm, residual)
+        gradients = torch.autograd.grad(out.square().sum(), (x, residual, norm.weight, norm.bias))
+        found.append([out.detach(), *gradients, norm.running_mean, norm.running_var])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    plain = torch.nn.BatchNorm2d(shape[1]).to(DEVICE).double()
+    exact = [part.detach().double().requires_grad_() for part in (x, residual)]
+    out = (torch.cat([plain(view) for view in exact[0].chunk(2)]) + exact[1]).relu()
+    gradients = torch.autograd.grad(out.square().sum(), (*exact, plain.weight, plain.bias))
+    expected = [out.detach(), *gradients, plain.running_mean, plain.running_var]
+    for a, b in zip(found[0], expected, strict=True):
+        assert (a.double() - b).abs().max() < 2e-5 * b.abs().max().clamp(min=1.0)
