@@ -2,14 +2,12 @@
 
 Tensors are channels-last, so memory holds rows (image, height, width) of C channels. The batch consists of `views`
 equal parts, each normalised by its own statistics. Sums are taken from the end of a tensor, whose last rows the
-convolution before has just left in the cache; whichever program is done last adds up those of all, in a fixed order, so
-a repeated step has the same bits.
+convolution before has just left in the cache; they are added up in a fixed order, so a repeated step has the same bits.
 """
 
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -66,26 +64,21 @@ def _tile(block, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr): 
 
 
 @triton.jit
-def _store_sums(partial, counter, first, second, parts, channels, c, VIEWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What one program has summed up, for `_load_sums` to add to the others'; whether it is the last of them."""
+def _store_sums(partial, first, second, parts, channels, c):  # type: ignore[no-untyped-def]
+    """What one program has summed up, for `_load_sums` to add to the others'."""
     to = partial + (tl.program_id(2) * parts + tl.program_id(0)) * 2 * channels + c
     tl.store(to, tl.sum(first, 0), mask=c < channels)
     tl.store(to + channels, tl.sum(second, 0), mask=c < channels)
-    tl.debug_barrier()  # all of the program's threads have stored
-    is_last = tl.atomic_add(counter + tl.program_id(1), 1) == parts * VIEWS - 1
-    if is_last:
-        tl.store(counter + tl.program_id(1), 0)  # for the next time
-    return is_last
 
 
 @triton.jit
 def _load_sums(partial, view, parts, channels, c, BLOCK_P: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both sums over all rows of a view, from the cache that all multiprocessors share."""
+    """Both sums over all rows of a view."""
     p = tl.arange(0, BLOCK_P)
     inside = (p < parts)[:, None] & (c < channels)[None, :]
     sums = partial + ((view * parts + p) * 2 * channels)[:, None] + c[None, :]
-    first = tl.sum(tl.load(sums, mask=inside, other=0.0, cache_modifier=".cg"), 0)
-    return first, tl.sum(tl.load(sums + channels, mask=inside, other=0.0, cache_modifier=".cg"), 0)
+    first = tl.sum(tl.load(sums, mask=inside, other=0.0), 0)
+    return first, tl.sum(tl.load(sums + channels, mask=inside, other=0.0), 0)
 
 
 @triton.jit
@@ -98,10 +91,26 @@ def _affine(mean, deviation, weight, bias, cv, c, channels):  # type: ignore[no-
 
 
 @triton.jit
+def _sums(x, partial, rows, channels, parts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums over some rows of x - near and of its square; near is a value of the channel, not far from its mean."""
+    blocks = tl.cdiv(rows, BLOCK_R)
+    first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    near = tl.load(x + c, mask=c < channels, other=0.0).to(tl.float32)
+    for i in range(tl.program_id(0), blocks, parts):
+        at, inside, _, _ = _tile(blocks - 1 - i, rows, channels, BLOCK_R, BLOCK_C)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.where(inside, value - near[None, :], 0.0)
+        first += value
+        second += value * value
+    _store_sums(partial, first, second, parts, channels, c)
+
+
+@triton.jit
 def _statistics(  # type: ignore[no-untyped-def]
-    x,
     partial,
-    counter,
+    x,
     running_mean,
     running_var,
     tracked,
@@ -115,42 +124,27 @@ def _statistics(  # type: ignore[no-untyped-def]
     VIEWS: tl.constexpr,
     TRACK: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Mean and 1 / standard deviation of every view; the running statistics take one view after the other.
-
-    Each program sums x - near and its square over some rows (near is a value of the channel, not far from its mean);
-    the last to be done finishes the work of all.
-    """
-    blocks = tl.cdiv(rows, BLOCK_R)
-    first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    """Mean and 1 / standard deviation of every view; the running statistics take one view after the other."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     near = tl.load(x + c, mask=c < channels, other=0.0).to(tl.float32)
-    for i in range(tl.program_id(0), blocks, parts):
-        at, inside, _, _ = _tile(blocks - 1 - i, rows, channels, BLOCK_R, BLOCK_C)
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        value = tl.where(inside, value - near[None, :], 0.0)
-        first += value
-        second += value * value
-    if _store_sums(partial, counter, first, second, parts, channels, c, VIEWS):
-        old_mean = tl.load(running_mean + c, mask=c < channels, other=0.0)
-        old_var = tl.load(running_var + c, mask=c < channels, other=0.0)
-        for view in tl.static_range(VIEWS):
-            moment, square = _load_sums(partial, view, parts, channels, c, BLOCK_P)
-            moment /= rows
-            var = square / rows - moment * moment
-            var = tl.where(var < 0, 0.0, var)
-            tl.store(mean + view * channels + c, moment + near, mask=c < channels)
-            tl.store(deviation + view * channels + c, 1 / tl.sqrt(var + eps), mask=c < channels)
-            old_mean += momentum * (moment + near - old_mean)
-            old_var += momentum * (var * (rows / (rows - 1)) - old_var)
-        if TRACK:
-            tl.store(running_mean + c, old_mean, mask=c < channels)
-            tl.store(running_var + c, old_var, mask=c < channels)
-            if tl.program_id(1) == 0:
-                tl.store(tracked, tl.load(tracked) + VIEWS)
+    old_mean = tl.load(running_mean + c, mask=c < channels, other=0.0)
+    old_var = tl.load(running_var + c, mask=c < channels, other=0.0)
+    for view in tl.static_range(VIEWS):
+        first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
+        first /= rows
+        var = second / rows - first * first
+        var = tl.where(var < 0, 0.0, var)
+        tl.store(mean + view * channels + c, first + near, mask=c < channels)
+        tl.store(deviation + view * channels + c, 1 / tl.sqrt(var + eps), mask=c < channels)
+        old_mean += momentum * (first + near - old_mean)
+        old_var += momentum * (var * (rows / (rows - 1)) - old_var)
+    if TRACK:
+        tl.store(running_mean + c, old_mean, mask=c < channels)
+        tl.store(running_var + c, old_var, mask=c < channels)
+        if tl.program_id(0) == 0:
+            tl.store(tracked, tl.load(tracked) + VIEWS)
 
 
 @triton.jit
@@ -193,7 +187,7 @@ def _open(source, at, inside, MASK: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _coefficients(  # type: ignore[no-untyped-def]
+def _gradient_sums(  # type: ignore[no-untyped-def]
     grad,
     other,
     source,
@@ -204,26 +198,18 @@ def _coefficients(  # type: ignore[no-untyped-def]
     bias,
     total,
     partial,
-    counter,
-    coefficients,
-    of_weight,
-    of_bias,
     rows,
     channels,
     parts,
     MASK: tl.constexpr,
     OTHER: tl.constexpr,
     TOTAL: tl.constexpr,
-    VIEWS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """a, b, d of every view and channel, with which the gradient of the input is a * gradient + b * input + d.
+    """Sums over some rows of the gradient behind the ReLU, and of its product with x - mean.
 
-    Each program sums the gradient behind the ReLU, and its product with x - mean, over some rows; the last to be done
-    finishes the work of all. The gradient may come in two summands; with TOTAL their masked sum is stored, so that
-    nobody adds them again.
+    The gradient may come in two summands; with TOTAL their masked sum is stored, so that nobody adds them again.
     """
     blocks = tl.cdiv(rows, BLOCK_R)
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
@@ -248,25 +234,45 @@ def _coefficients(  # type: ignore[no-untyped-def]
             gradient = rounded.to(tl.float32)
         first += gradient
         second += gradient * (value - centre[None, :])
-    if _store_sums(partial, counter, first, second, parts, channels, c, VIEWS):
-        factor = tl.load(weight + c, mask=c < channels, other=0.0)
-        weights = tl.zeros((BLOCK_C,), tl.float32)
-        biases = tl.zeros((BLOCK_C,), tl.float32)
-        for view in tl.static_range(VIEWS):
-            inverse = tl.load(deviation + view * channels + c, mask=c < channels, other=0.0)
-            middle = tl.load(mean + view * channels + c, mask=c < channels, other=0.0)
-            gradients, products = _load_sums(partial, view, parts, channels, c, BLOCK_P)
-            products *= inverse
-            weights += products
-            biases += gradients
-            a = inverse * factor
-            b = -a * inverse * (products / rows)
-            to = coefficients + view * 3 * channels + c
-            tl.store(to, a, mask=c < channels)
-            tl.store(to + channels, b, mask=c < channels)
-            tl.store(to + 2 * channels, -a * (gradients / rows) - b * middle, mask=c < channels)
-        tl.store(of_weight + c, weights, mask=c < channels)
-        tl.store(of_bias + c, biases, mask=c < channels)
+    _store_sums(partial, first, second, parts, channels, c)
+
+
+@triton.jit
+def _coefficients(  # type: ignore[no-untyped-def]
+    partial,
+    mean,
+    deviation,
+    weight,
+    coefficients,
+    of_weight,
+    of_bias,
+    rows,
+    channels,
+    parts,
+    VIEWS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """a, b, d of every view and channel, with which the gradient of the input is a * gradient + b * input + d."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    factor = tl.load(weight + c, mask=c < channels, other=0.0)
+    weights = tl.zeros((BLOCK_C,), tl.float32)
+    biases = tl.zeros((BLOCK_C,), tl.float32)
+    for view in tl.static_range(VIEWS):
+        scale = tl.load(deviation + view * channels + c, mask=c < channels, other=0.0)
+        centre = tl.load(mean + view * channels + c, mask=c < channels, other=0.0)
+        first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
+        second *= scale
+        weights += second
+        biases += first
+        a = scale * factor
+        b = -a * scale * (second / rows)
+        to = coefficients + view * 3 * channels + c
+        tl.store(to, a, mask=c < channels)
+        tl.store(to + channels, b, mask=c < channels)
+        tl.store(to + 2 * channels, -a * (first / rows) - b * centre, mask=c < channels)
+    tl.store(of_weight + c, weights, mask=c < channels)
+    tl.store(of_bias + c, biases, mask=c < channels)
 
 
 @triton.jit
@@ -333,18 +339,6 @@ def _patches(x, out, size, height, width, by_image, by_channel, by_row, by_colum
     value = tl.load(x + at, mask=inside, other=0.0)
     to = pixel.to(tl.int64)[:, None] * 32 + place[None, :]
     tl.store(out + to, value.to(out.dtype.element_ty), mask=(pixel < size)[:, None])
-
-
-COUNTERS: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-
-
-def counter_of(norm: nn.BatchNorm2d) -> Tensor:
-    """Zeros, with which the programs of a norm's sums count themselves, one number per block of channels; the last puts
-    it back."""
-    counter = COUNTERS.get(norm)
-    if counter is None or counter.device != norm.weight.device:
-        counter = COUNTERS[norm] = torch.zeros(norm.num_features, dtype=torch.int32, device=norm.weight.device)
-    return counter
 
 
 def rows_first(x: Tensor) -> Tensor:
@@ -423,10 +417,10 @@ class _NormReLU(torch.autograd.Function):
         tiles, small = Tiles(x, views, 4096), Tiles(x, views, 2048)
         mean, deviation = torch.empty(2, views, tiles.channels, device=x.device)
         partial, out = tiles.partial_sums(x), torch.empty_like(x)
-        _statistics[tiles.shared](
-            x,
+        _sums[tiles.shared](x, partial, *tiles.size, tiles.parts, **tiles.block, num_warps=8)
+        _statistics[(blocks_of(tiles.channels, 8),)](
             partial,
-            counter_of(norm),
+            x,
             norm.running_mean,
             norm.running_var,
             norm.num_batches_tracked,
@@ -439,8 +433,7 @@ class _NormReLU(torch.autograd.Function):
             VIEWS=views,
             TRACK=norm.track_running_stats,
             BLOCK_P=power_of_2(tiles.parts),
-            **tiles.block,
-            num_warps=8,
+            BLOCK_C=8,
         )
         has_residual, has_extra = residual is not None, extra is not None
         _normalise[small.each](
@@ -462,7 +455,7 @@ class _NormReLU(torch.autograd.Function):
         ctx.mask = NONE
         if relu:
             ctx.mask = BY_INPUT if not (has_residual or has_extra) else BY_BITS if as_bits else BY_OUTPUT
-        ctx.views, ctx.has_residual, ctx.norm = views, has_residual, norm
+        ctx.views, ctx.has_residual = views, has_residual
         source = pack(out) if ctx.mask == BY_BITS else out if ctx.mask == BY_OUTPUT else None
         ctx.save_for_backward(x, weight, bias, mean, deviation, source)
         ctx.set_materialize_grads(False)
@@ -480,9 +473,7 @@ class _NormReLU(torch.autograd.Function):
         tiles, small = Tiles(x, ctx.views, 4096 if summed else 2048), Tiles(x, ctx.views, 2048)
         total, of_input = torch.empty_like(grad) if summed else grad, torch.empty_like(x)
         partial = tiles.partial_sums(x)
-        coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
-        of_weight, of_bias = torch.empty_like(weight), torch.empty_like(bias)
-        _coefficients[tiles.shared](
+        _gradient_sums[tiles.shared](
             grad,
             grad if other is None else other,
             x if source is None else source,
@@ -493,19 +484,29 @@ class _NormReLU(torch.autograd.Function):
             bias,
             total,
             partial,
-            counter_of(ctx.norm),
-            coefficients,
-            of_weight,
-            of_bias,
             *tiles.size,
             tiles.parts,
             MASK=ctx.mask,
             OTHER=other is not None,
             TOTAL=summed,
-            VIEWS=tiles.views,
-            BLOCK_P=power_of_2(tiles.parts),
             **tiles.block,
             num_warps=8 if summed else 4,
+        )
+        coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
+        of_weight, of_bias = torch.empty_like(weight), torch.empty_like(bias)
+        _coefficients[(blocks_of(tiles.channels, 8),)](
+            partial,
+            mean,
+            deviation,
+            weight,
+            coefficients,
+            of_weight,
+            of_bias,
+            *tiles.size,
+            tiles.parts,
+            VIEWS=tiles.views,
+            BLOCK_P=power_of_2(tiles.parts),
+            BLOCK_C=8,
         )
         _input_gradient[small.each](
             total,
