@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,25 +17,46 @@ class Batch:
     draws: Mapping[str, Tensor] = field(default_factory=dict)  # the method's own randomness, by name
     views: list[Tensor] = field(default_factory=list)  # (B, 3, S, S) each, made by the step
     mixed: list[Tensor] = field(default_factory=list)  # what the loss sees: the views, or the method's mixture of them
+    packed: Tensor | None = None  # labels, uniforms and draws of a batch that was moved, which are views of it
 
     def __len__(self) -> int:
         return len(self.images)
 
     def to(self, device: torch.device) -> Batch:
-        return replace(
-            self,
-            images=to_device(self.images, device),
-            labels=to_device(self.labels, device),
-            uniforms=to_device(self.uniforms, device),
-            draws={name: to_device(value, device) for name, value in self.draws.items()},
-        )
+        """On the device. What the host drew goes there in one piece."""
+        packed = to_device(pack(self.drawn()), device)
+        labels, uniforms, *draws = unpack(packed, self.drawn())
+        named = dict(zip(self.draws, draws, strict=True))
+        images = to_device(self.images, device)
+        return replace(self, images=images, labels=labels, uniforms=uniforms, draws=named, packed=packed)
 
     def fill(self, other: Batch) -> None:
-        """Take over what the other holds, in place."""
-        for mine, new in ((self.images, other.images), (self.labels, other.labels), (self.uniforms, other.uniforms)):
-            mine.copy_(pinned(new, mine.device), non_blocking=True)
-        for name, value in self.draws.items():
-            value.copy_(pinned(other.draws[name], value.device), non_blocking=True)
+        """Take over what the other holds, in place. This one has been moved, the other has not."""
+        assert self.packed is not None
+        self.images.copy_(pinned(other.images, self.images.device), non_blocking=True)
+        self.packed.copy_(pinned(pack(other.drawn()), self.packed.device), non_blocking=True)
+
+    def drawn(self) -> list[Tensor]:
+        return [self.labels, self.uniforms, *self.draws.values()]
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """All of them as bytes, one after the other."""
+    packed = torch.empty(sum(map(room, tensors)), dtype=torch.uint8)
+    for place, tensor in zip(unpack(packed, tensors), tensors, strict=True):
+        place.copy_(tensor)
+    return packed
+
+
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """What was packed, as views of it; `like` tells shapes and types."""
+    parts = zip(packed.split([room(tensor) for tensor in like]), like, strict=True)
+    return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]
+
+
+def room(tensor: Tensor) -> int:
+    """Bytes, such that what comes next starts where any type may."""
+    return -(-tensor.nbytes // 16) * 16
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -70,11 +70,15 @@ class Forward:
         from ptlf.training import passes  # needs Triton
 
         self.encoder, self.dtype, self.passes = encoder, dtype, passes
-        self.weights: dict[nn.Conv2d, Tensor] = {}
+        tensors: dict[nn.Conv2d | FrozenLayer, Tensor] = {}
+        for layer, _ in units(encoder):
+            tensors[layer] = layer.weight
+            if (frozen := folded(layer)) is not None:
+                tensors[layer], tensors[frozen] = frozen.tensors()
+        self.cast: dict[nn.Conv2d | FrozenLayer, Tensor] = {}  # weights by layer, biases by what froze it
         for trained in (True, False):  # apart, or the copies of frozen weights would ask for a gradient
-            layers = [layer for layer, _ in units(encoder) if layer.weight.requires_grad is trained]
-            weights = [layer.weight if (frozen := folded(layer)) is None else frozen.tensors()[0] for layer in layers]
-            self.weights.update(zip(layers, passes.cast_all(weights, dtype), strict=True))
+            some = {owner: tensor for owner, tensor in tensors.items() if tensor.requires_grad is trained}
+            self.cast.update(zip(some, passes.cast_all(list(some.values()), dtype), strict=True))
 
     def __call__(self, images: Tensor) -> Tensor:
         x = self.stem(self.encoder.stem, images)
@@ -93,12 +97,11 @@ class Forward:
         """Three channels are too few for the convolutions' kernels: as a product this takes half the time."""
         n, _, height, width = images.shape
         rows, frozen = self.passes.patches(images, self.dtype), folded(stem.conv)
-        weight = F.pad(self.weights[stem.conv].flatten(1), (0, rows.shape[1] - 27))
+        weight = F.pad(self.cast[stem.conv].flatten(1), (0, rows.shape[1] - 27))
         if frozen is None:
             product = F.linear(rows, weight)
         else:
-            assert frozen.bias is not None
-            product = torch._addmm_activation(frozen.bias.to(self.dtype), rows, weight.T)  # with a ReLU
+            product = torch._addmm_activation(self.cast[frozen], rows, weight.T)  # with a ReLU
         x = product.view(n, height, width, -1).permute(0, 3, 1, 2)
         return self.norm_relu(x, stem.bn) if frozen is None else (x, x)
 
@@ -126,14 +129,16 @@ class Forward:
         frozen, as_bits = folded(layer), isinstance(relu.__dict__.get("forward"), MaskedReLU)
         if frozen is None:
             return self.norm_relu(self.convolve(layer, x), norm, residual, extra, as_bits=as_bits)
-        assert frozen.bias is not None
-        bias = (frozen.bias if extra is None else frozen.bias + extra).to(self.dtype)
-        return self.passes.frozen_conv_relu(x, self.weights[layer], bias, layer, residual, as_bits=as_bits)
+        bias = self.cast[frozen]
+        if extra is not None:
+            assert frozen.bias is not None
+            bias = (frozen.bias + extra).to(self.dtype)
+        return self.passes.frozen_conv_relu(x, self.cast[layer], bias, layer, residual, as_bits=as_bits)
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
         """Without a bias. A frozen layer keeps its input only where freezing was to save no memory."""
         saving = isinstance(layer.__dict__.get("forward"), FrozenLayer)
-        return (frozen_conv2d if saving else F.conv2d)(x, self.weights[layer], None, layer.stride, layer.padding)  # type: ignore[arg-type]
+        return (frozen_conv2d if saving else F.conv2d)(x, self.cast[layer], None, layer.stride, layer.padding)  # type: ignore[arg-type]
 
     def norm_relu(
         self,

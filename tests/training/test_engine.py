@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptlf.batch import Batch
+from ptlf.batch import Batch, pack, unpack
 from ptlf.encoders.encoder import encode
 from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
@@ -218,18 +218,22 @@ def batch_of(size: int, draws: float = 0.0) -> Batch:
 
 
 def test_a_batch_takes_over_another_in_place() -> None:
-    fixed, new = batch_of(4), batch_of(4, draws=0.5)
+    fixed, new = batch_of(3).to(torch.device("cpu")), batch_of(3, draws=0.5)
     new.images += 1
     new.labels += 2
     places = [fixed.images, fixed.labels, fixed.uniforms, fixed.draws["lam"]]
     fixed.fill(new)
-    assert all(
-        a is b for a, b in zip(places, (fixed.images, fixed.labels, fixed.uniforms, fixed.draws["lam"]), strict=True)
-    )
-    assert fixed.images.eq(1).all()
-    assert fixed.labels.eq(2).all()
-    assert torch.equal(fixed.uniforms, new.uniforms)
-    assert fixed.draws["lam"] == 0.5
+    now = [fixed.images, fixed.labels, fixed.uniforms, fixed.draws["lam"]]
+    assert all(a is b for a, b in zip(places, now, strict=True))
+    for a, b in zip(now, (new.images, new.labels, new.uniforms, new.draws["lam"]), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert torch.equal(a, b)
+
+
+def test_tensors_of_any_type_and_size_are_packed() -> None:
+    given = [torch.tensor(True), torch.rand(3, 5), torch.zeros(0, 4), torch.arange(7), torch.rand(3).double()]
+    found = unpack(pack(given), given)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, given, strict=True))
 
 
 @pytest.fixture
