@@ -245,10 +245,10 @@ def check_alike(configs: Sequence[dict[str, Any]]) -> None:
 
 
 def warm_up(config: Config, stream: Stream, batches: int = 8) -> None:
-    """A short run, thrown away: one epoch of a few batches of the first two tasks, tested too. Imports, the CUDA
-    context and the compiler's work that all runs share are then paid for."""
-    enough = batches * config.training.batch
-    tasks = tuple(replace(task, train=task.train[:enough]) for task in stream.tasks[:2])
+    """A short run, thrown away: one epoch of a few batches and an epoch's last one, of the first two tasks, with all
+    frozen that will be, and tested too. Imports, the CUDA context and the compiler's work are then paid for."""
+    size = config.training.batch
+    tasks = tuple(replace(t, train=t.train[: batches * size + len(t.train) % size]) for t in stream.tasks[:2])
     exams = tuple(exam for exam in stream.exams if exam.since < 2)
     short = replace(config, training=replace(config.training, epochs=1, warmup=0))
     Run(short, stream=replace(stream, tasks=tasks, exams=exams)).train()

@@ -168,8 +168,8 @@ def make_parser() -> Parser:
     runs.add_argument("--out", type=Path, metavar="DIR", help="keep each run in a folder below this")
     runs.add_argument("--json", type=Path, help="also write the figures to this file")
     runs.epilog = (
-        "Ratios are to the first run. Before it, a short run of its recipe is made and thrown away (one epoch of up\n"
-        "to 8 batches of two tasks): imports, CUDA contexts and the compiler are not charged to whoever comes first.\n"
+        "Ratios are to the first run. Before it, a short run of every recipe is made and thrown away (one epoch of up\n"
+        "to 9 batches of two tasks): imports, CUDA contexts and the compiler are not charged to whoever comes first.\n"
         "Settings, such as --training.epochs 20, hold for all runs."
     )
 
@@ -520,7 +520,8 @@ def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
     bench.check_alike([as_dict(config) for config in configs])
     streams = bench.streams_for(configs, arguments.noise, arguments.size)
     console.print("warming up", highlight=False)
-    bench.warm_up(configs[0], streams[0])
+    for config, stream in zip(configs, streams, strict=True):
+        bench.warm_up(config, stream)
     results = []
     for number, (config, stream) in enumerate(zip(configs, streams, strict=True), start=1):
         out = arguments.out / f"{number}-{config.recipe.replace('/', '-')}" if arguments.out else None

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from test_cli import QUICK, refused
 
+from ptlf import bench
+from ptlf.assembly import make_stream
 from ptlf.bench import compare
 from ptlf.cli import main
 from ptlf.errors import UserError
+from ptlf.pipeline import Run
 
 PAIR = ["digits/simsiam/lump", "digits/simsiam/ptlf"]
 
@@ -195,3 +198,24 @@ def test_runs_of_other_lengths_are_not_compared() -> None:
         run["config"]["training"] = {"epochs": epochs}
     with pytest.raises(UserError, match=r"different epochs \(training.epochs: 6 and 8\)"):
         compare(runs)
+
+
+def test_a_warm_up_meets_all_that_the_run_will(tiny, monkeypatch) -> None:
+    """Both batch sizes, with nothing frozen and with everything that will be."""
+    runs = []
+
+    class Kept(Run):
+        def __init__(self, *given, **named) -> None:
+            super().__init__(*given, **named)
+            engine = self.trainer.engine
+            plain, self.seen = engine.body, set()
+            engine.body = lambda batch: self.seen.add((len(batch), len(self.freezing.freezer.frozen))) or plain(batch)
+            runs.append(self)
+
+    monkeypatch.setattr(bench, "Run", Kept)
+    config = tiny("digits/simsiam/ptlf", freezing__final=0.67, training__epochs=5, training__batch=16)
+    stream = make_stream(config)
+    bench.warm_up(config, stream, batches=2)
+    rests = [len(task.train) % 16 for task in stream.tasks]
+    assert all(rests)
+    assert runs[0].seen == {(16, 0), (rests[0], 0), (16, 2), (rests[1], 2)}
