@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 import ptlf
@@ -28,30 +26,27 @@ from ptlf.assembly import (
     make_stream,
     on_gpu,
 )
+from ptlf.checks import check_numbers, check_processes, has_collapsed
 from ptlf.config import Config, to_yaml
 from ptlf.errors import UserError
-from ptlf.evaluation.spread import COLLAPSED, feature_spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policies import Ratios
+from ptlf.notes import Notes
 from ptlf.randomness import Randomness, global_state, seeded, set_global_state
 from ptlf.report import record
 from ptlf.report.live import Watcher
-from ptlf.run_folder import claimed, load_encoder
+from ptlf.run_folder import RunFiles, claimed, load_encoder
 from ptlf.settings import as_dict
 from ptlf.stream import Stream
 from ptlf.stream.loading import ImageSource
-from ptlf.summary import cost_of, probes_of
 from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
 from ptlf.training.distributed import make_alike
 from ptlf.training.engine import why_not_captured
 from ptlf.training.optimizer import check_warmup, make_optimizer
 from ptlf.training.process import Stopped, StopSignals
-from ptlf.training.trainer import EpochResult, Progress, StepCost, Trainer, check_batch
+from ptlf.training.trainer import Progress, StepCost, Trainer, check_batch
 from ptlf.views import normalise, recipe
-
-# What a run notes down as it goes, all of it plain values.
-RECORDED = ("per_epoch", "matrices", "untrained", "future", "newly_frozen", "spent_before", "warned")
 
 
 class Run:
@@ -72,6 +67,7 @@ class Run:
         """`encoder` and `stream` take the place of those the configuration names."""
         self.config, self.folder = config, out
         self.out = out if ranks.first() else None  # where this process writes
+        self.files = RunFiles(self.out)
         self.device = ranks.local_device(choose_device(config.device))
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # streams, graphs and our own kernels are the current device's
@@ -108,19 +104,13 @@ class Run:
         )
         self.freezing = make_freezing(config, self.trainer, self.random["policy"])
         self.clock = Stopwatch(self.device)
-        self.per_epoch: list[dict[str, Any]] = []
-        self.matrices: dict[str, list[list[float | None]]] = {}
-        self.untrained: dict[str, list[float | None]] = {}
-        self.future: list[float | None] = []
+        self.notes = Notes()
         self.resumable = out is not None and config.checkpoint.enabled
         self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
         self.position = Position()
         self.progress: Progress | None = None  # of the epoch that runs
-        self.newly_frozen: list[str] = []  # in it
-        self.spent_before: dict[str, float] = {}  # seconds by purpose, when it began
         self.step_cost = StepCost(0, 0.0, None)
         self.step_costs: dict[str, StepCost] = {}  # of the steps looked at so far
-        self.warned = False
         self.status = "running"
 
     def train(self, watcher: Watcher | None = None, *, resume: bool = False) -> dict[str, Any]:
@@ -130,7 +120,7 @@ class Run:
         with claimed(self.out, resume), global_randomness, StopSignals(self.resumable, tell=ranks.first()) as self.stop:
             self.settle_in(resume)
             if why := why_not_captured(self.config.training.engine, self.device):
-                tell(f"ptlf: {why}: the step runs eagerly, not captured")
+                ranks.tell(f"ptlf: {why}: the step runs eagerly, not captured")
             watcher.begin(self)
             try:
                 self.train_stream(watcher)
@@ -140,7 +130,7 @@ class Run:
             finally:
                 watcher.end()
             self.status = "finished"
-            self.save_encoder()
+            self.files.encoder(self.model.encoder)
             self.save_results()
         return self.results()
 
@@ -186,16 +176,18 @@ class Run:
         with self.clock("training"):
             result = self.trainer.epoch(indices, epoch, self.progress)
         watcher.end_epoch(result)
-        self.note_epoch(result)
+        frozen, sent = len(self.freezing.freezer.frozen), self.trainer.parallel.bytes if self.trainer.parallel else 0
+        line = self.notes.end_epoch(self.position, result, self.clock.seconds, self.step_cost, frozen, sent)
+        self.files.line("metrics.jsonl", line)
         self.check_numbers()
-        self.check_processes()
+        check_processes(self.model)
         self.check_spread(indices)
 
     def begin_epoch(self, epoch: int, indices: np.ndarray) -> None:
-        self.spent_before = self.clock.state_dict()
+        self.notes.begin_epoch(self.clock.seconds)
         with self.clock("rebuild"):  # what a freeze costs: compiling happens in the first step that is looked at
-            self.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlate(indices))
-            if self.newly_frozen or epoch == 0:
+            self.notes.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlate(indices))
+            if self.notes.newly_frozen or epoch == 0:
                 variant = self.trainer.rebuild()
                 if variant not in self.step_costs:
                     self.step_costs[variant] = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
@@ -250,24 +242,22 @@ class Run:
             return {}
         with self.clock("evaluation"):
             rows = self.prober.rows(self.model.encoder, index)
-            self.future += self.prober.future(self.model.encoder, index)
-        for probe, row in rows.items():
-            self.matrices.setdefault(probe, []).append(row)
+            self.notes.end_task(rows, self.prober.future(self.model.encoder, index))
         return rows
 
     def look_before(self) -> None:
         if self.prober:
             with self.clock("evaluation"):
-                self.untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
+                self.notes.untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
         self.look("before")
         self.save_results()
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""
-        if self.gallery and self.out:
+        if self.gallery:
             with self.clock("evaluation"):
                 self.gallery.look(moment, self.model.encoder)
-                record.write_json(self.out / "gallery.json", self.gallery.as_dict())
+                self.files.json("gallery.json", self.gallery.as_dict())
 
     def prepare(self, images: Tensor) -> Tensor:
         """Stored images as the encoder's input, without augmentation."""
@@ -275,75 +265,30 @@ class Run:
         x = normalise(images, view.mean, view.std, self.view_size)
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
 
-    def note_epoch(self, result: EpochResult) -> None:
-        now, before = self.clock.seconds, self.spent_before
-        seconds, correlation, rebuild = (
-            now.get(purpose, 0.0) - before.get(purpose, 0.0) for purpose in ("training", "correlation", "rebuild")
-        )
-        line = {
-            "task": self.position.task + 1,
-            "epoch": self.position.epoch + 1,
-            "loss": {name: value if math.isfinite(value) else str(value) for name, value in result.losses.items()},
-            "seconds": seconds,
-            "correlation_seconds": correlation,
-            "rebuild_seconds": rebuild,
-            "views_per_second": result.views / seconds,
-            "frozen": len(self.freezing.freezer.frozen),
-            "newly_frozen": self.newly_frozen,
-            "steps": result.steps,
-            "saved_activation_bytes": self.step_cost.kept_bytes,
-            "backward_flops": round(self.step_cost.backward_flops_per_view * result.views),
-            "peak_memory_bytes": self.step_cost.peak_memory_bytes,
-            "all_reduced_bytes": self.trainer.parallel.bytes if self.trainer.parallel else 0,  # in each step
-        }
-        self.per_epoch.append(line)
-        if self.out:
-            record.append_line(self.out / "metrics.jsonl", line)
-
     def check_numbers(self) -> None:
         """Nothing goes on, and nothing is saved, with losses or weights that are not finite."""
-        bad = self.progress.first_bad() if self.progress else None
-        if bad is None and all_finite([*self.model.parameters(), *self.model.buffers()]):
-            return
-        what, step = (
-            (f"loss became {bad[1]}", bad[0] + 1) if bad else ("weights are no longer finite", self.position.step)
-        )
         last = self.checkpoints.last if self.checkpoints else None
-        raise UserError(
-            f"the {what} in task {self.position.task + 1}, epoch {self.position.epoch + 1}, step {step}; "
-            f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}; "
-            "try a lower --training.lr or --training.precision fp32"
-        )
-
-    def check_processes(self) -> None:
-        if not ranks.are_same(self.model.parameters()):
-            raise RuntimeError("the processes' weights differ; a parameter's gradient was not averaged over them")
+        check_numbers(self.model, self.progress, self.position, last)
 
     def check_spread(self, indices: np.ndarray) -> None:
-        """Warn once when the encoder gives every image the same vector. Looked at after 1, 2, 4, 8... epochs of a task
-        and after its last: on a GPU an epoch may take less than a second."""
+        """Warn once of a collapse. Looked at after 1, 2, 4, 8... epochs of a task and after its last: on a GPU an epoch
+        may take less than a second."""
         done = self.position.epoch + 1
-        if self.warned or (done & (done - 1) and done < self.config.training.epochs):
+        if self.notes.warned or (done & (done - 1) and done < self.config.training.epochs):
             return
         with self.clock("evaluation"):
             chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
-            spread = feature_spread(self.model.encoder, self.prepare(self.trainer.source.gather(chosen)))
-        if spread < COLLAPSED:
-            self.warned = True
-            tell(
-                f"ptlf: warning: the representation has collapsed in task {self.position.task + 1}, epoch "
-                f"{self.position.epoch + 1}: normalised features of {len(chosen)} images differ by {spread:.1e} "
-                "(1 = spread evenly, 0 = all the same); try a lower --training.lr or another objective"
-            )
+            images = self.prepare(self.trainer.source.gather(chosen))
+            self.notes.warned = has_collapsed(self.model.encoder, images, self.position)
 
     def settle_in(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""
         if self.out and not (self.out / "config.yaml").exists():
-            self.save_text("config.yaml", to_yaml(self.config))
+            self.files.text("config.yaml", to_yaml(self.config))
         if resume:
             if self.resumable:
                 self.load_checkpoint()
-            self.save_text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.per_epoch))
+            self.files.text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.notes.per_epoch))
 
     def load_checkpoint(self) -> None:
         state = ranks.from_first(self.checkpoints.load() if self.checkpoints else None)
@@ -371,7 +316,7 @@ class Run:
             "step_cost": vars(self.step_cost),
             "clock": self.clock.state_dict(),
             "looks": self.gallery.looks if self.gallery else {},
-            "record": {name: getattr(self, name) for name in RECORDED},
+            "record": vars(self.notes),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -390,12 +335,10 @@ class Run:
         self.clock.load_state_dict(state["clock"])
         if self.gallery:
             self.gallery.looks = state["looks"]
-        for name in RECORDED:
-            setattr(self, name, state["record"][name])
+        self.notes = Notes(**state["record"])
         self.trainer.rebuild()
 
     def results(self) -> dict[str, Any]:
-        settings = self.prober.settings() if self.prober else {}
         return {
             "schema": record.SCHEMA,
             "ptlf_version": ptlf.__version__,
@@ -408,23 +351,14 @@ class Run:
             "tasks": [task.name for task in self.stream.tasks],
             "exams": [exam.name for exam in self.stream.exams],
             "units": [unit.name for unit in self.freezing.freezer.units],
-            "probes": probes_of(settings, self.matrices, self.untrained, self.future),
+            "probes": self.notes.probes(self.prober.settings() if self.prober else {}),
             "freezing": self.freezing.log,
-            "cost": cost_of(self.per_epoch, self.clock.seconds),
+            "cost": self.notes.cost(self.clock.seconds),
         }
 
     def save_results(self) -> None:
-        if self.out:
-            record.write_json(self.out / "results.json", self.results())
-
-    def save_text(self, name: str, text: str) -> None:
-        if self.out:
-            record.write_whole(self.out / name, text)
-
-    def save_encoder(self) -> None:
-        if self.out:
-            state = {name: value.contiguous().cpu() for name, value in self.model.encoder.state_dict().items()}
-            record.write_whole(self.out / "encoder.safetensors", save(state))
+        if self.out:  # else nobody needs them
+            self.files.json("results.json", self.results())
 
 
 def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool = False) -> dict[str, Any]:
@@ -436,17 +370,6 @@ def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool =
     if run.stop.asked and run.folder:
         raise Stopped(run.folder, run.stop.asked, advice)
     return results
-
-
-def tell(warning: str) -> None:
-    if ranks.first():
-        print(warning, file=sys.stderr)
-
-
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Asked of the device in one go; a sum of magnitudes has every NaN and infinity in it."""
-    sums = torch._foreach_norm([tensor for tensor in tensors if tensor.is_floating_point()], 1)
-    return bool(torch.stack([value.float() for value in sums]).isfinite().all())
 
 
 def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tuple[dict[str, Any], list[str]]:

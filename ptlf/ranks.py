@@ -7,6 +7,7 @@ between hosts' memories and over NCCL between GPUs.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,6 +36,12 @@ def count() -> int:
 def first() -> bool:
     """Whether this is the process that writes and shows."""
     return _rank == 0
+
+
+def tell(warning: str) -> None:
+    """On stderr, once."""
+    if first():
+        print(warning, file=sys.stderr)
 
 
 @contextmanager

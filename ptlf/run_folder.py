@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from ptlf.config import Config, from_dict, read_yaml
 from ptlf.errors import UserError
 from ptlf.report import record
 from ptlf.training.process import FolderLock
+
+ENCODER = "encoder.safetensors"
 
 
 @contextmanager
@@ -38,6 +41,30 @@ def claimed(out: Path | None, resume: bool) -> Iterator[None]:
         yield
 
 
+class RunFiles:
+    """Writes the files of a run into its folder; where there is none, nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def text(self, name: str, text: str | bytes) -> None:
+        if self.folder:
+            record.write_whole(self.folder / name, text)
+
+    def json(self, name: str, value: Any) -> None:
+        if self.folder:
+            record.write_json(self.folder / name, value)
+
+    def line(self, name: str, value: dict[str, Any]) -> None:
+        if self.folder:
+            record.append_line(self.folder / name, value)
+
+    def encoder(self, encoder: nn.Module) -> None:
+        if self.folder:
+            state = {name: value.contiguous().cpu() for name, value in encoder.state_dict().items()}
+            record.write_whole(self.folder / ENCODER, save(state))
+
+
 def has_finished(folder: Path) -> bool:
     return (folder / "results.json").exists() and record.read_results(folder)["status"] == "finished"
 
@@ -53,7 +80,7 @@ def finished(folder: Path, config: Config) -> bool:
 
 def load_encoder(folder: Path, encoder: nn.Module) -> None:
     """The weights of a finished run into a module like the one trained."""
-    path = folder / "encoder.safetensors"
+    path = folder / ENCODER
     if not path.exists():
-        raise UserError(f"{folder} holds no encoder.safetensors; the run there has not finished")
+        raise UserError(f"{folder} holds no {ENCODER}; the run there has not finished")
     encoder.load_state_dict(load_file(path))

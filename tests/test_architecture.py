@@ -23,7 +23,20 @@ ROOMS = [
     {"training"},
     {"evaluation"},
     {"report"},
-    {"config", "recipes", "assembly", "summary", "run_folder", "pipeline", "cluster", "cli", "bench", "__main__"},
+    {
+        "config",
+        "recipes",
+        "assembly",
+        "summary",
+        "notes",
+        "checks",
+        "run_folder",
+        "pipeline",
+        "cluster",
+        "cli",
+        "bench",
+        "__main__",
+    },
 ]
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 # Freezing and reports are libraries of their own; evaluation tests an encoder, whoever trained it.

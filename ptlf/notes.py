@@ -1,0 +1,109 @@
+"""What a run writes down as it goes, and what that comes to: the `probes` and `cost` of its results.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ptlf import evaluation
+from ptlf.training.checkpoint import Position
+from ptlf.training.trainer import EpochResult, StepCost
+
+Row = list[float | None]
+
+
+@dataclass
+class Notes:
+    """All of it plain values: a checkpoint holds them as they are."""
+
+    per_epoch: list[dict[str, Any]] = field(default_factory=list)
+    matrices: dict[str, list[Row]] = field(default_factory=dict)  # a row after every task, by probe
+    untrained: dict[str, Row] = field(default_factory=dict)
+    future: Row = field(default_factory=list)  # accuracies on tasks yet to come
+    newly_frozen: list[str] = field(default_factory=list)  # in the epoch that runs
+    spent_before: dict[str, float] = field(default_factory=dict)  # seconds by purpose, when it began
+    warned: bool = False  # of a collapse
+
+    def begin_epoch(self, spent: Mapping[str, float]) -> None:
+        self.spent_before, self.newly_frozen = dict(spent), []
+
+    def end_epoch(
+        self, at: Position, result: EpochResult, spent: Mapping[str, float], cost: StepCost, frozen: int, sent: int
+    ) -> dict[str, Any]:
+        """The epoch's line. `sent` are the bytes that a step exchanges with other processes."""
+        seconds, correlation, rebuild = (
+            spent.get(purpose, 0.0) - self.spent_before.get(purpose, 0.0)
+            for purpose in ("training", "correlation", "rebuild")
+        )
+        line = {
+            "task": at.task + 1,
+            "epoch": at.epoch + 1,
+            "loss": {name: value if math.isfinite(value) else str(value) for name, value in result.losses.items()},
+            "seconds": seconds,
+            "correlation_seconds": correlation,
+            "rebuild_seconds": rebuild,
+            "views_per_second": result.views / seconds,
+            "frozen": frozen,
+            "newly_frozen": self.newly_frozen,
+            "steps": result.steps,
+            "saved_activation_bytes": cost.kept_bytes,
+            "backward_flops": round(cost.backward_flops_per_view * result.views),
+            "peak_memory_bytes": cost.peak_memory_bytes,
+            "all_reduced_bytes": sent,
+        }
+        self.per_epoch.append(line)
+        return line
+
+    def end_task(self, rows: Mapping[str, Row], future: Row) -> None:
+        for probe, row in rows.items():
+            self.matrices.setdefault(probe, []).append(row)
+        self.future += future
+
+    def probes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """By probe."""
+        found = {}
+        for probe in settings:
+            before = self.untrained.get(probe, [])
+            values: dict[str, Any] = {"settings": settings[probe], "untrained": before}
+            values["untrained_accuracy"] = evaluation.accuracy([before]) if before else None
+            values |= evaluation.summary(self.matrices.get(probe, []))
+            if probe == "knn_task" and self.future:
+                values["forward_transfer"] = evaluation.forward_transfer(self.future, before[1 : 1 + len(self.future)])
+            found[probe] = values
+        return found
+
+    def cost(self, seconds: Mapping[str, float]) -> dict[str, Any]:
+        """With the seconds by purpose."""
+        epochs = self.per_epoch
+        peaks = [line["peak_memory_bytes"] for line in epochs if line["peak_memory_bytes"] is not None]
+        return {
+            # The price of learning: the steps, and what freezing adds to them.
+            "learning_seconds": sum(seconds.get(name, 0.0) for name in ("training", "correlation", "rebuild")),
+            "train_seconds": seconds.get("training", 0.0),
+            "correlation_seconds": seconds.get("correlation", 0.0),
+            "rebuild_seconds": seconds.get("rebuild", 0.0),
+            "eval_seconds": seconds.get("evaluation", 0.0),
+            "checkpoint_seconds": seconds.get("checkpoint", 0.0),
+            "backward_flops": sum(line["backward_flops"] for line in epochs),
+            "saved_activation_bytes": epochs[-1]["saved_activation_bytes"] if epochs else None,
+            "peak_memory_bytes": max(peaks) if peaks else None,
+            "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
+            "per_task": [cost_of_task(task, epochs) for task in sorted({line["task"] for line in epochs})],
+            "per_epoch": epochs,
+        }
+
+
+def cost_of_task(task: int, epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over the task's epochs; bytes as in its last one."""
+    mine = [line for line in epochs if line["task"] == task]
+    return {
+        "task": task,
+        "train_seconds": sum(line["seconds"] for line in mine),
+        "correlation_seconds": sum(line["correlation_seconds"] for line in mine),
+        "rebuild_seconds": sum(line["rebuild_seconds"] for line in mine),
+        "backward_flops": sum(line["backward_flops"] for line in mine),
+        "saved_activation_bytes": mine[-1]["saved_activation_bytes"],
+        "peak_memory_bytes": mine[-1]["peak_memory_bytes"],
+    }
