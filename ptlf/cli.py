@@ -291,7 +291,7 @@ def run_sweep(arguments: Arguments) -> None:
     from ptlf.pipeline import Run, train_one_of_many
     from ptlf.report.live import Live, console
     from ptlf.report.record import read_results
-    from ptlf.report.tables import show_results, show_runs
+    from ptlf.report.tables import over_seeds, show_results, show_runs
     from ptlf.run_folder import finished
 
     if any(word.partition("=")[0] == "--seed" for word in arguments.overrides):
@@ -321,10 +321,13 @@ def run_sweep(arguments: Arguments) -> None:
             results = train_one_of_many(Run(config, folder), Live(name), advice, resume=True)
             show_results(console, results, folder, brief=True)
             gc.collect()  # a run refers to itself: its GPU memory would count in the next one's peak
-    runs = {name: read_results(folder) for name, (_, folder) in plan.items()}
-    wanted = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
-    baseline = next((name for name in runs if wanted and name.startswith(wanted)), None)
-    show_runs(console, runs, baseline)
+    groups: dict[str, list[Any]] = {}
+    for config, folder in plan.values():
+        groups.setdefault(config.recipe, []).append(read_results(folder))
+    baseline = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
+    seeds = len(set(arguments.seeds))
+    title = "What it came to" if seeds == 1 else f"What it came to, means of {seeds} seeds"
+    show_runs(console, {name: over_seeds(runs) for name, runs in groups.items()}, baseline, title)
     write_page([folder for _, folder in plan.values()], arguments.out / "report.html", arguments.baseline)
 
 
@@ -368,7 +371,8 @@ def run_report(arguments: Arguments) -> None:
         print(f"{len(written)} files in {arguments.figures}")
     if arguments.out or not arguments.figures:
         out = arguments.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-        print(write_report(folders, out, arguments.baseline))
+        runs = write_report(folders, out, arguments.baseline)
+        print(f"{out} ({runs} run{'s' * (runs > 1)})")
 
 
 def run_watch(arguments: Arguments) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,22 @@ def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
     assert "already finished" in capsys.readouterr().out
     assert (tmp_path / "digits-simsiam-lump-seed0" / "results.json").stat().st_mtime_ns == before
     assert "other settings" in refused(capsys, *words, "--training.lr", "0.01")
+
+
+def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> None:
+    recipes = ["digits/simsiam/finetune", "digits/simsiam/lump"]
+    words = ["sweep", *recipes, "--seeds", "0", "1", "--out", str(tmp_path), *QUICK]
+    assert main(words) == 0
+    shown = capsys.readouterr().out.partition("What it came to, means of 2 seeds")[2]
+    line = next(line for line in shown.splitlines() if "knn_class accuracy, %" in line)
+    for method in ("finetune", "lump"):
+        files = [tmp_path / f"digits-simsiam-{method}-seed{seed}" / "results.json" for seed in (0, 1)]
+        values = [json.loads(file.read_text())["probes"]["knn_class"]["accuracy"] for file in files]
+        assert f"{statistics.fmean(values):.2f} ±{statistics.stdev(values):.2f}" in line
+    assert "seed 1" not in shown.partition("report:")[0]
+    steps = next(line for line in shown.splitlines() if "backward FLOPs" in line)
+    assert steps.split("│")[2].count("x") == 1  # relative to lump, though that was named last
+    assert steps.split("│")[3].count("x") == 0
 
 
 def test_sweep_refuses_what_it_would_ignore(capsys, tmp_path) -> None:

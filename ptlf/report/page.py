@@ -19,11 +19,12 @@ from ptlf.report.theme import colours
 COLUMNS = 8  # of a table
 
 
-def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None) -> Path:
+def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
+    """How many runs it shows."""
     comparison = compare(folders, baseline)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, page(comparison))
-    return out
+    return sum(len(group.runs) for group in comparison.groups)
 
 
 def write_figures(folders: Sequence[Path], out: Path, baseline: str | None = None) -> list[Path]:

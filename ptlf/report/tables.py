@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -37,16 +38,42 @@ def show_matrix(console: Console, probe: str, values: dict[str, Any], exams: lis
     console.print(table)
 
 
-def show_runs(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None = None) -> None:
+def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of runs that differ in the seed alone: means, with the probes' spread (sample standard deviation)."""
+    if len(runs) == 1:
+        return runs[0]
+    probes: dict[str, dict[str, float]] = {}
+    for probe in runs[0]["probes"]:
+        probes[probe] = {}
+        for name in ("accuracy", "forgetting", "untrained_accuracy"):
+            values = [value for run in runs if (value := run["probes"].get(probe, {}).get(name)) is not None]
+            if values:
+                probes[probe][name] = statistics.fmean(values)
+                probes[probe][f"{name}_spread"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    costs = {name: [run["cost"].get(name) for run in runs] for _, name, _ in COSTS}
+    cost = {name: None if None in values else statistics.fmean(values) for name, values in costs.items()}
+    return {"probes": probes, "cost": cost}
+
+
+def score(values: dict[str, Any], name: str) -> str:
+    """A probe's figure, with its spread over seeds where there are several."""
+    spread = values.get(f"{name}_spread")
+    return percent(values.get(name)) + ("" if spread is None else f" ±{spread:.2f}")
+
+
+def show_runs(
+    console: Console, runs: dict[str, dict[str, Any]], baseline: str | None = None, title: str = "What it came to"
+) -> None:
     """Up to three runs side by side with all figures; more of them as a list with the main ones."""
-    (show_side_by_side if len(runs) <= 3 else show_as_list)(console, runs, baseline)
+    (show_side_by_side if len(runs) <= 3 else show_as_list)(console, runs, baseline, title)
 
 
-def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None) -> None:
+def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None, title: str) -> None:
     """One row per run; costs relative to the baseline run, or as they are without one."""
     common, short = shortened(list(runs))
     base = runs[baseline]["cost"] if baseline in runs else None
-    table = Table(title=f"{common}; costs relative to {baseline}" if base else common, title_justify="left")
+    named = f"{title}: {common}" + (f"; costs relative to {baseline}" if base else "")
+    table = Table(title=named, title_justify="left")
     table.add_column("run")
     for column in ("task\n%", "for-\ngets", "class\n%", "for-\ngets", "train", "correl.", "FLOPs", "kept"):
         table.add_column(column, justify="right")
@@ -54,7 +81,7 @@ def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: st
         cells = []
         for probe in ("knn_task", "knn_class"):
             values = results["probes"].get(probe, {})
-            cells += [percent(values.get("accuracy")), percent(values.get("forgetting"))]
+            cells += [score(values, "accuracy"), score(values, "forgetting")]
         cost = results["cost"]
         for figure in ("learning_seconds", "correlation_seconds", "backward_flops", "saved_activation_bytes"):
             form = next(form for _, key, form in COSTS if key == figure)
@@ -73,9 +100,9 @@ def shortened(names: list[str]) -> tuple[str, list[str]]:
     return common, ["/".join(map(str, rest)) or name for rest, name in zip(short, names, strict=True)]
 
 
-def show_side_by_side(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None) -> None:
+def show_side_by_side(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None, title: str) -> None:
     """One column per run, one row per figure; costs also relative to the baseline run where there is one."""
-    table = Table(title="What it came to", title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     for name in runs:
         table.add_column(name, justify="right")
@@ -89,7 +116,7 @@ def show_side_by_side(console: Console, runs: dict[str, dict[str, Any]], baselin
                 ("forgetting", "forgetting"),
                 ("random encoder, %", "untrained_accuracy"),
             ):
-                table.add_row(f"{probe} {row}", *[percent(value.get(name)) for value in values])
+                table.add_row(f"{probe} {row}", *[score(value, name) for value in values])
             table.add_section()
     for row, name, form in COSTS:
         cells = [_relative(results["cost"], base, name, form) for results in runs.values()]
@@ -205,6 +232,7 @@ MEMORY: list[tuple[str, str, Callable[[float], str]]] = [
 ]
 STEP: list[tuple[str, str, Callable[[float], str]]] = [
     ("step, ms", "step_ms", "{:.2f}".format),
+    ("±", "step_ms_spread", "{:.2f}".format),
     ("device, ms", "device_ms", "{:.2f}".format),
     *MEMORY,
     ("rebuild", "rebuild_seconds", seconds),

@@ -302,7 +302,8 @@ def test_the_command_that_repeats_it(two: list[Path]) -> None:
 def test_eight_runs_of_twenty_tasks_stay_small_and_quick(tmp_path: Path) -> None:
     folders = made_up.eight(tmp_path)
     start = time.perf_counter()
-    path = write_report(folders, tmp_path / "out" / "report.html")
+    path = tmp_path / "out" / "report.html"
+    assert write_report(folders, path) == 8
     assert time.perf_counter() - start < 8
     assert path.stat().st_size < 5e6
     assert len(rows(path.read_text())) == 8
@@ -311,8 +312,10 @@ def test_eight_runs_of_twenty_tasks_stay_small_and_quick(tmp_path: Path) -> None
 def test_the_command(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
     assert "ptlf against lump" in (tmp_path / "page.html").read_text()
+    assert capsys.readouterr().out == f"{tmp_path}/page.html (2 runs)\n"
     assert main(["report", str(two[0])]) == 0
     assert (two[0] / "report.html").exists()
+    assert "report.html (1 run)" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
