@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+Layout = tuple[tuple[str, torch.Size, torch.dtype], ...]
+
 
 @dataclass
 class Batch:
@@ -31,10 +33,15 @@ class Batch:
         return replace(self, images=images, labels=labels, uniforms=uniforms, draws=named, packed=packed)
 
     def fill(self, other: Batch) -> None:
-        """Take over what the other holds, in place. This one has been moved, the other has not."""
+        """Take over what the other holds, in place. It has the same layout; this one has been moved."""
         assert self.packed is not None
         self.images.copy_(pinned(other.images, self.images.device), non_blocking=True)
         self.packed.copy_(pinned(pack(other.drawn()), self.packed.device), non_blocking=True)
+
+    def layout(self) -> Layout:
+        """Names, shapes and types of all that it holds."""
+        tensors = {"images": self.images, "labels": self.labels, "uniforms": self.uniforms, **self.draws}
+        return tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
 
     def drawn(self) -> list[Tensor]:
         return [self.labels, self.uniforms, *self.draws.values()]

@@ -250,6 +250,7 @@ def check_alike(configs: Sequence[dict[str, Any]]) -> None:
 def warm_up(config: Config, stream: Stream, batches: int = 8) -> None:
     """A short run, thrown away: one epoch of a few batches and an epoch's last one, of the first two tasks, with all
     frozen that will be, and tested too. Imports, the CUDA context and the compiler's work are then paid for."""
+    gc.collect()  # the one before: a run refers to itself, and would hold its memory
     size = config.training.batch
     tasks = tuple(replace(t, train=t.train[: batches * size + len(t.train) % size]) for t in stream.tasks[:2])
     exams = tuple(exam for exam in stream.exams if exam.since < 2)

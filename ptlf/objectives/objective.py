@@ -53,7 +53,8 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def begin_task(self, steps: int) -> None:
-        """Called before the first of a task's `steps` steps."""
+        """Called before the first of a task's `steps` steps. What differs from task to task must be in a buffer: a step
+        that was captured before may be taken for this task's."""
 
     def after_step(self, encoder: nn.Module) -> None:
         """Called after the optimizer's step, for what moves without a gradient."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
 from ptlf import ranks
-from ptlf.batch import Batch
+from ptlf.batch import Batch, Layout
 from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.errors import UserError
 from ptlf.training.fused import can_fuse, forward
@@ -94,13 +94,14 @@ class CapturedEngine(Engine):
         super().__init__(body, device)
         self.full = full
         self.stream = capturing_stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool: Any = None
         self.kept: dict[str, tuple[Places, dict[int, Captured]]] = {}  # by variant, the latest last
         self.captured: dict[int, Captured] = {}  # those of the variant at work, by batch size
+        self.batches: dict[Layout, Batch] = {}  # what they read
 
     def rebuild(self, variant: str, places: Places = ()) -> None:
         if is_scarce(self.device):
-            self.kept, self.pool = {}, torch.cuda.graph_pool_handle()
+            self.kept = {}
         before, captured = self.kept.pop(variant, (places, {}))
         self.captured = captured if before == places else {}
         self.kept[variant] = places, self.captured
@@ -125,17 +126,26 @@ class CapturedEngine(Engine):
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())
-        if mine.graph is not None:
-            assert mine.batch is not None
-            mine.batch.fill(batch)
-        elif mine.steps < (1 if self.has_graphs() else WARM_UP):
+        if mine.graph is None and mine.steps < (1 if self.has_graphs() else WARM_UP):
             mine.steps += 1
             return self.uncaptured(batch.to(self.device))
-        else:
-            self.capture(mine, batch.to(self.device))
+        fixed = self.fixed(batch)
+        if mine.graph is None:
+            self.capture(mine, fixed)
+        elif mine.batch is not fixed:
+            raise RuntimeError("a step draws other names, shapes or types than the step that was captured for it")
         assert mine.graph is not None
         mine.graph.replay()
         return mine.losses
+
+    def fixed(self, batch: Batch) -> Batch:
+        """What this batch holds, where graphs read it: one place for all batches of a layout."""
+        mine = self.batches.get(layout := batch.layout())
+        if mine is None:
+            mine = self.batches[layout] = batch.to(self.device)
+        else:
+            mine.fill(batch)
+        return mine
 
     def uncaptured(self, batch: Batch) -> dict[str, Tensor]:
         """On the stream that capturing will use, so that its allocations are ready."""
@@ -153,6 +163,7 @@ class CapturedEngine(Engine):
         """
         torch.cuda.synchronize()
         if not self.has_graphs():
+            self.pool = torch.cuda.graph_pool_handle()  # one that lost all its graphs cannot be used again
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream), self.arithmetic(batch):
@@ -165,8 +176,10 @@ class CapturedEngine(Engine):
 
 
 def is_scarce(device: torch.device) -> bool:
-    """Whether what is left on the GPU may be too little for a step beside the memory that graphs hold."""
-    return torch.cuda.mem_get_info(device)[0] < torch.cuda.memory_reserved(device)
+    """Whether what is left on the GPU may be too little for a step beside the memory that graphs hold, which is
+    reserved, and mostly in no tensor's use."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] < held
 
 
 @functools.cache

@@ -71,7 +71,7 @@ def settle_momentum(optimizer: Optimizer, before: dict[Tensor, Tensor]) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
-            if parameter.is_cuda and parameter.requires_grad:
+            if isinstance(group["lr"], Tensor) and parameter.requires_grad:
                 state = optimizer.state[parameter]
                 if state.get("momentum_buffer") is None:
                     buffer = before.get(parameter)

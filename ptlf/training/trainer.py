@@ -159,7 +159,7 @@ class Trainer:
     def rebuild(self) -> str:
         """A unit froze or thawed, or a task began: the engine starts afresh. The name of what a step does now."""
         self.optimizer.zero_grad(set_to_none=True)
-        settle_momentum(self.optimizer, self.momentum)
+        settle_momentum(self.optimizer, self.momentum if self.engine_kind == "captured" else {})
         name = f"{'later' if self.method.task else 'first'} {variant(self.model)} {variant(self.method)}"
         self.engine.rebuild(name, tuple(tensor.data_ptr() for tensor in self.held()))
         self.parallel = None

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import gc
 import weakref
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ptlf import pipeline
 from ptlf.batch import Batch, pack, unpack
 from ptlf.encoders.encoder import encode
 from ptlf.encoders.norm import takes_views_in_one_pass
@@ -22,6 +25,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import each_view, predictor
 from ptlf.pipeline import Run
 from ptlf.training import engine
+from ptlf.training.optimizer import LARS
 
 FROZEN = ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -302,15 +306,33 @@ def test_the_graphs_not_used_for_longest_go_first(steps, recording, monkeypatch)
 def test_graphs_go_at_once_where_memory_is_scarce(steps, recording, monkeypatch) -> None:
     steps("a", 8, 8, 8, 8)
     assert recording.has_graphs()
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "a new one")
     monkeypatch.setattr(engine, "is_scarce", lambda device: True)
     recording.rebuild("a")
     assert not recording.has_graphs()
-    assert (recording.captured, recording.pool) == ({}, "a new one")
+    assert recording.captured == {}
+
+
+def test_all_graphs_read_one_batch_of_a_layout(steps, recording) -> None:
+    steps("a", 8, 8, 8, 8, 3, 3)
+    steps("b", 8, 8, 3, 3)
+    graphs = [captured for _, sizes in recording.kept.values() for captured in sizes.values()]
+    assert len(graphs) == 4
+    assert len({id(captured.batch) for captured in graphs}) == len(recording.batches) == 2
+
+
+@pytest.mark.parametrize("draws", [{"lam": torch.zeros((), dtype=torch.float64)}, {"other": torch.zeros(())}, {}])
+def test_other_draws_than_those_captured_are_an_error(steps, recording, draws: dict[str, torch.Tensor]) -> None:
+    """They would be read as what they are not."""
+    steps("a", 8, 8, 8, 8)
+    odd = batch_of(8)
+    odd.draws = draws
+    with pytest.raises(RuntimeError, match="draws other names, shapes or types"):
+        recording(odd)
 
 
 def test_scarce_is_less_than_what_is_held(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 150)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)  # images and weights
     for free, scarce in {99: True, 101: False}.items():
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 1000))
         assert engine.is_scarce(torch.device("cuda")) is scarce
@@ -338,34 +360,104 @@ def test_variants_tell_apart_what_is_frozen_how() -> None:
     assert engine.variant(encoder) in names
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
-def test_a_replayed_run_is_an_eager_one_to_the_bit(tiny, recording, optimizer: str) -> None:
-    """All of a captured run but the capture: the fixed batch, what is warmed up, what is rebuilt."""
+class Tape(TorchDispatchMode):
+    """What a CUDA graph records, on a CPU: every operation with its very tensors and constants. A replay runs them
+    again and nothing else: no line of Python of the step."""
 
-    class Replaying(engine.CapturedEngine):
-        uncaptured = engine.Engine.__call__
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple] = []
 
-        def capture(self, mine, batch):
-            def replay() -> None:
-                if did[-1] != "capture":  # it has just run
-                    mine.losses = self.body(mine.batch)
-                did.append("replay")
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assert operator is not torch.ops.aten._local_scalar_dense.default, "a captured step cannot ask the device"
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        result = operator(*args, **kwargs)
+        made = [tensor for tensor in tensors_in(result) if tensor.numel()]
+        fresh = [tensor.untyped_storage().data_ptr() not in given for tensor in made]
+        if any(fresh) or operator._schema.is_mutable:  # all else are views
+            self.operations.append((operator, args, kwargs, made, fresh))
+        return result
 
-            did.append("capture")
-            mine.batch, mine.graph = batch, SimpleNamespace(replay=replay)
-            mine.losses = self.body(batch)
+    @torch.no_grad()
+    def replay(self) -> None:
+        for operator, args, kwargs, made, fresh in self.operations:
+            again = [tensor for tensor in tensors_in(operator(*args, **kwargs)) if tensor.numel()]
+            for old, new, is_fresh in zip(made, again, fresh, strict=True):
+                if is_fresh:
+                    old.detach().copy_(new)
 
-    settings = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "training__epochs": 4, "training__optimizer": optimizer}
-    runs = [Run(tiny("digits/simsiam/ptlf-cost", **settings)) for _ in range(2)]
-    did: list[str] = []
-    runs[1].trainer.engine = Replaying(runs[1].trainer.step, runs[1].device, 128)
-    eager, replayed = [run.train() for run in runs]
-    assert did.count("capture") > 6
-    assert did.count("replay") > 2 * did.count("capture")
-    assert eager["freezing"] == replayed["freezing"]
-    assert len(eager["freezing"][0]["order"]) == 1
-    for (name, one), other in zip(runs[0].model.state_dict().items(), runs[1].model.state_dict().values(), strict=True):
-        assert torch.equal(one, other), name
+
+class TapedEngine(engine.CapturedEngine):
+    """A captured engine whose graphs are tapes. `did` has what it did, with the task."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.trainer.step, run.device, run.config.training.batch)
+        self.run, self.did = run, []
+
+    def uncaptured(self, batch):
+        self.did.append((self.run.position.task, "run"))
+        return self.body(batch)
+
+    def capture(self, mine, batch):
+        """Without running: what it changes is put back."""
+        held = [*self.run.trainer.held(), batch.images, batch.packed]
+        before = [tensor.detach().clone() for tensor in held]
+        with Tape() as tape:
+            mine.losses = self.body(dataclasses.replace(batch))
+        with torch.no_grad():
+            for tensor, value in zip(held, before, strict=True):
+                tensor.detach().copy_(value)
+        self.did.append((self.run.position.task, "capture"))
+        mine.batch, mine.graph = batch, tape
+
+
+def optimizer_for_graphs(config, parameters) -> torch.optim.Optimizer:
+    """As on a GPU: the rate is a tensor."""
+    rate, common = torch.tensor(0.1), {"momentum": config.momentum, "weight_decay": config.weight_decay}
+    if config.optimizer == "lars":
+        return LARS(parameters, lr=rate, **common)
+    return torch.optim.SGD(parameters, lr=rate, fused=True, **common)
+
+
+REPEATED = [("simsiam", "lump"), ("byol", "lump"), ("mocov2plus", "si"), ("simsiam", "cassle"), ("simsiam", "der")]
+
+
+@pytest.mark.parametrize(
+    ("objective", "method", "optimizer"), [*((*pair, "sgd") for pair in REPEATED), ("simsiam", "lump", "lars")]
+)
+def test_graphs_of_tasks_before_train_like_the_step_itself(
+    tiny, recording, monkeypatch, objective: str, method: str, optimizer: str
+) -> None:
+    """To the bit, though in the third and fourth task nothing runs but what was recorded in the first two."""
+    monkeypatch.setattr(pipeline, "make_optimizer", optimizer_for_graphs)
+    settings = {
+        "method__name": method,
+        "stream__groups": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "freezing__policy": "ascending",
+        "freezing__final": 0.67,
+        "training__optimizer": optimizer,
+        "training__epochs": 4,
+        "training__schedule": "cosine",
+        "training__last_batch": "drop",  # its size is another one in every task
+        "training__lr": 0.1,
+        "memory__size": 64,
+        "evaluation__enabled": False,
+    }
+    if objective == "mocov2plus":
+        settings["objective__queue"] = 512
+    plain, taped = [Run(tiny(f"digits/{objective}/finetune", **settings)) for _ in range(2)]
+    for run in (plain, taped):
+        run.trainer.engine_kind = "captured"  # momentum keeps its place
+    taped.trainer.engine = TapedEngine(taped)
+    eager, replayed = [run.train() for run in (plain, taped)]
+    assert {task for task, _ in taped.trainer.engine.did} == {0, 1}
+    assert [line["loss"] for line in eager["cost"]["per_epoch"]] == [
+        line["loss"] for line in replayed["cost"]["per_epoch"]
+    ]
+    for one, other in ((plain.model, taped.model), (plain.method, taped.method)):
+        for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+            assert torch.equal(a, b), name
 
 
 @GPU
@@ -440,11 +532,21 @@ def test_all_that_a_step_uses_is_held(tiny, objective: str, method: str) -> None
     assert odd == []
 
 
+def moved(run: Run, other: Run) -> float:
+    """How far apart the weights of two runs end, relative to how far they went from where both began."""
+    start = Run(run.config).model.to("cpu").parameters()
+    ends = [[p.detach().cpu() for p in each.model.parameters()] for each in (run, other)]
+    apart = sum(float((a - b).square().sum()) for a, b in zip(*ends, strict=True))
+    went = sum(float((a - p.detach()).square().sum()) for a, p in zip(ends[0], start, strict=True))
+    return (apart / went) ** 0.5
+
+
 @GPU
 @pytest.mark.parametrize(("objective", "method"), COMBINATIONS)
 def test_every_objective_and_method_can_be_captured(tiny, objective: str, method: str) -> None:
-    """A captured run has the losses of an eager one; a captured step that missed a change would drift away."""
-    settings = {"method__name": method, "training__epochs": 4, "training__lr": 0.01, "device": "cuda"}
+    """A captured run has the losses of an eager one, and its weights end where that one's do."""
+    settings = {"method__name": method, "training__epochs": 4, "training__lr": 0.05, "device": "cuda"}
+    settings |= {"stream__groups": [[0, 1], [2, 3], [4, 5]], "training__last_batch": "drop"}
     if method == "pnn":
         settings["encoder__name"] = "resnet18-mini"
     runs = [
@@ -453,14 +555,15 @@ def test_every_objective_and_method_can_be_captured(tiny, objective: str, method
     ]
     eager, captured = [[line["loss"] for line in run.train()["cost"]["per_epoch"]] for run in runs]
     for a, b in zip(eager, captured, strict=True):
-        assert a == pytest.approx(b, rel=0.03, abs=0.03)
+        assert a == pytest.approx(b, rel=0.05, abs=0.05)
+    assert moved(*runs) < 0.3
 
 
 @GPU
 @pytest.mark.parametrize("optimizer", ["sgd", "lars"])
 def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) -> None:
-    """In the third task every set of frozen units has been captured before: all its steps are replays of those graphs.
-    Which units freeze in which order is the same, as is where their weights, momentum and folded weights lie."""
+    """In the third task every set of frozen units has been captured before: all its steps are replays of those graphs,
+    and end where steps do that are captured anew."""
     settings = {
         "encoder__name": "conftest:tiny_resnet",
         "stream__groups": [[0, 1], [2, 3], [4, 5]],
@@ -468,17 +571,21 @@ def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) ->
         "training__optimizer": optimizer,
         "training__epochs": 6,
         "training__last_batch": "drop",  # its size is another one in every task
-        "training__lr": 0.01,
+        "training__lr": 0.1,
         "training__precision": "fp32",
+        "training__engine": "captured",
         "device": "cuda",
     }
-    runs = [Run(tiny("digits/simsiam/ptlf", **settings, training__engine=kind)) for kind in ("eager", "captured")]
+    kept, anew = [Run(tiny("digits/simsiam/ptlf", **settings)) for _ in range(2)]
     prepared: list[int] = []
-    fast = runs[1].trainer.engine
     for name in ("uncaptured", "capture"):
-        plain = getattr(fast, name)
-        setattr(fast, name, lambda *given, plain=plain: prepared.append(runs[1].position.task) or plain(*given))
-    eager, captured = [[line["loss"]["ssl"] for line in run.train()["cost"]["per_epoch"]] for run in runs]
-    assert eager == pytest.approx(captured, rel=0.03, abs=0.03)
+        plain = getattr(kept.trainer.engine, name)
+        noted = functools.partial(lambda plain, *given: prepared.append(kept.position.task) or plain(*given), plain)
+        setattr(kept.trainer.engine, name, noted)
+    rebuild = anew.trainer.engine.rebuild
+    anew.trainer.engine.rebuild = lambda *given: anew.trainer.engine.kept.clear() or rebuild(*given)
+    for run in (kept, anew):
+        run.train()
     assert {0, 1} <= set(prepared)
     assert 2 not in prepared
+    assert moved(kept, anew) < 0.02

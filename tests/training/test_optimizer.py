@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptlf.training.optimizer import LARS
+from ptlf.training.optimizer import LARS, settle_momentum
 
 SETTINGS = [
     {"lr": 0.4, "momentum": 0.9, "weight_decay": 1e-4},
@@ -96,3 +96,23 @@ def test_state_round_trips():
 def test_negative_settings_are_refused():
     with pytest.raises(ValueError, match="momentum must not be negative, got -1"):
         LARS([nn.Parameter(torch.ones(1))], momentum=-1)
+
+
+def test_momentum_starts_anew_after_a_thaw_where_it_was() -> None:
+    """A captured step writes to the place it saw."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=torch.tensor(0.1), momentum=0.9)
+    before: dict[torch.Tensor, torch.Tensor] = {}
+    settle_momentum(optimizer, before)
+    places = [optimizer.state[weight]["momentum_buffer"].data_ptr() for weight in weights]
+    sum(weight.square().sum() for weight in weights).backward()
+    optimizer.step()
+    optimizer.state.pop(weights[0])  # frozen
+    weights[0].requires_grad_(False)
+    settle_momentum(optimizer, before)
+    assert weights[0] not in optimizer.state
+    weights[0].requires_grad_(True)
+    settle_momentum(optimizer, before)
+    buffers = [optimizer.state[weight]["momentum_buffer"] for weight in weights]
+    assert [buffer.data_ptr() for buffer in buffers] == places
+    assert [float(buffer.sum()) for buffer in buffers] == [0.0, 6.0]
