@@ -15,6 +15,7 @@ from ptlf.errors import UserError, unknown
 from ptlf.training.process import Stopped
 
 Arguments = argparse.Namespace
+BENCH_PAIR = ["split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +61,14 @@ def positive(text: str) -> int:
     return value
 
 
+def new_file(text: str) -> Path:
+    """Refused before the work it is for: a file in a folder that is not there."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
+
+
 class Parser(argparse.ArgumentParser):
     late_epilog: Callable[[], str] | None = None  # made only when it is shown, because making it imports torch
 
@@ -92,6 +101,7 @@ def make_parser() -> Parser:
     train.late_epilog = keys_help
 
     sweep = verb("sweep", "Train several recipes, with several seeds, and compare them.", run_sweep, overrides=True)
+    sweep.usage = "%(prog)s RECIPE [RECIPE ...] --out DIR [--seeds SEED [SEED ...]] [...]"
     sweep.add_argument("recipes", nargs="+", metavar="RECIPE", help="STREAM/OBJECTIVE/METHOD")
     sweep.add_argument(
         "--out", type=Path, required=True, help="a folder below this for each run; finished ones are kept"
@@ -136,7 +146,7 @@ def make_parser() -> Parser:
     freezing.add_argument("--size", type=positive, default=32, help="side of the images in pixels (default: 32)")
     freezing.add_argument("--repeats", type=positive, default=5, help="timed steps; the median counts (default: 5)")
     freezing.add_argument("--device", default="auto", help="cpu or cuda (default: cuda where there is one)")
-    freezing.add_argument("--json", type=Path, help="also write the figures to this file")
+    freezing.add_argument("--json", type=new_file, help="also write the figures to this file")
 
     about = "Milliseconds and memory of a whole training step, by freeze stage."
     step = verb("step", about, run_bench_step, under=benches, overrides=True)
@@ -154,19 +164,18 @@ def make_parser() -> Parser:
     step.add_argument("--streamed", action="store_true", help="read the images from a file, none held on the device")
     step.add_argument("--plain", action="store_true", help="freeze with requires_grad=False alone")
     step.add_argument("--profile", type=Path, help="leave a trace of every stage in this folder, and list the kernels")
-    step.add_argument("--json", type=Path, help="also write the figures to this file")
+    step.add_argument("--json", type=new_file, help="also write the figures to this file")
 
     about = "Whole runs side by side in one process: the step by freeze stage, the overheads, the accuracies."
     runs = verb("run", about, run_bench_run, under=benches, overrides=True)
-    default = ["split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf"]
-    runs.add_argument("--recipes", nargs="+", default=default, metavar="RECIPE", help=f"default: {' '.join(default)}")
+    runs.add_argument("--recipes", nargs="+", metavar="RECIPE", help=f"default: {' '.join(BENCH_PAIR)}")
     runs.add_argument(
         "--from", type=Path, nargs="+", dest="folders", metavar="DIR", help="train nothing: finished runs"
     )
     runs.add_argument("--noise", type=positive, help="train on so many noise images in all; nothing is tested then")
-    runs.add_argument("--size", type=positive, default=32, help="side of the noise images in pixels (default: 32)")
+    runs.add_argument("--size", type=positive, help="side of the noise images in pixels (default: 32)")
     runs.add_argument("--out", type=Path, metavar="DIR", help="keep each run in a folder below this")
-    runs.add_argument("--json", type=Path, help="also write the figures to this file")
+    runs.add_argument("--json", type=new_file, help="also write the figures to this file")
     runs.epilog = (
         "Ratios are to the first run. Before it, a short run of every recipe is made and thrown away (one epoch of up\n"
         "to 9 batches of two tasks): imports, CUDA contexts and the compiler are not charged to whoever comes first.\n"
@@ -238,6 +247,10 @@ def settled(recipe_name: str | None, file: Path | None, overrides: Sequence[str]
     from ptlf.settings import merge
 
     values = read_yaml(file) if file is not None else {}
+    if recipe_name and values.get("recipe") not in (None, recipe_name):
+        raise UserError(
+            f"{file} is of recipe {values['recipe']}, and --recipe says {recipe_name}; leave one of them out"
+        )
     base = recipe(recipe_name or values.get("recipe") or DEFAULT)
     return from_dict(merge(merge(base, values), overrides_of(overrides)))
 
@@ -288,6 +301,7 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
 
 
 def run_sweep(arguments: Arguments) -> None:
+    from ptlf.assembly import make_stream
     from ptlf.pipeline import Run, train_one_of_many
     from ptlf.report.live import Live, console
     from ptlf.report.record import read_results
@@ -316,6 +330,8 @@ def run_sweep(arguments: Arguments) -> None:
     if arguments.cluster:
         train_as_jobs(arguments, missing)
     else:
+        for config, _ in missing.values():
+            make_stream(config)  # what is not there is missed now, not after hours
         for name, (config, folder) in missing.items():
             advice = "the same `ptlf sweep` goes on from here"
             results = train_one_of_many(Run(config, folder), Live(name), advice, resume=True)
@@ -479,7 +495,8 @@ def run_bench_step(arguments: Arguments) -> None:
     environment = record.environment(choose_device(config.device))
     how = f"{'first' if arguments.first else 'middle'} units frozen{' as PyTorch does it' if arguments.plain else ''}"
     what = f"{config.training.batch} images of {arguments.size} px on {environment['device_name']}"
-    show_steps(console, f"{arguments.recipe}, {what}, {how}, {arguments.steps} steps each", rows)
+    title = f"{arguments.recipe}, {what}, {how}, {arguments.steps} steps each; ±: half the range of fifths of them"
+    show_steps(console, title, rows)
     show_kernels(console, rows)
     if arguments.json:
         ways = {key: getattr(arguments, key) for key in ("first", "plain", "streamed", "size", "steps")}
@@ -503,8 +520,8 @@ def run_bench_run(arguments: Arguments) -> None:
 def finished_runs(arguments: Arguments) -> list[dict[str, Any]]:
     from ptlf.report.record import read_results
 
-    named = [*arguments.overrides[:1], *["--noise"] * bool(arguments.noise), *["--out"] * bool(arguments.out)]
-    if named:
+    given = {f"--{name}": getattr(arguments, name) for name in ("recipes", "noise", "size", "out")}
+    if named := [*(name for name, value in given.items() if value), *arguments.overrides[:1]]:
         raise UserError(f"--from trains nothing; leave out {named[0]}")
     results = [read_results(folder) for folder in arguments.folders]
     for folder, result in zip(arguments.folders, results, strict=True):
@@ -520,9 +537,11 @@ def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
 
     if arguments.out and any(arguments.out.glob("*/config.yaml")):
         raise UserError(f"{arguments.out} already holds runs; choose another --out")
-    configs = [settled(recipe, None, arguments.overrides) for recipe in arguments.recipes]
+    if arguments.size and not arguments.noise:
+        raise UserError("--size is of --noise images; the size of a data set's is its own")
+    configs = [settled(recipe, None, arguments.overrides) for recipe in arguments.recipes or BENCH_PAIR]
     bench.check_alike([as_dict(config) for config in configs])
-    streams = bench.streams_for(configs, arguments.noise, arguments.size)
+    streams = bench.streams_for(configs, arguments.noise, arguments.size or 32)
     console.print("warming up", highlight=False)
     for config, stream in zip(configs, streams, strict=True):
         bench.warm_up(config, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,9 @@ class Notes:
             "checkpoint_seconds": seconds.get("checkpoint", 0.0),
             "backward_flops": sum(line["backward_flops"] for line in epochs),
             "saved_activation_bytes": epochs[-1]["saved_activation_bytes"] if epochs else None,
+            "mean_saved_activation_bytes": statistics.fmean(line["saved_activation_bytes"] for line in epochs)
+            if epochs
+            else None,
             "peak_memory_bytes": max(peaks) if peaks else None,
             "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
             "per_task": [cost_of_task(task, epochs) for task in sorted({line["task"] for line in epochs})],

@@ -94,6 +94,26 @@ def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> Non
     assert steps.split("│")[3].count("x") == 0
 
 
+def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PTLF_DATA", str(tmp_path / "data"))
+    recipes = ["digits/simsiam/lump", "split-cifar10/simsiam/lump"]
+    assert "cifar10" in refused(capsys, "sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
+    assert not (tmp_path / "s").exists()
+    for verb in (["bench", "run"], ["bench", "step"], ["bench", "freezing"]):
+        with pytest.raises(SystemExit):
+            main([*verb, "--json", str(tmp_path / "none" / "x.json")])
+        assert "argument --json: there is no folder" in capsys.readouterr().err
+    assert "--size is of --noise images" in refused(capsys, "bench", "run", "--size", "16")
+    assert "leave out --recipes" in refused(capsys, "bench", "run", "--recipes", *recipes, "--from", str(tmp_path))
+
+
+def test_a_file_of_another_recipe_is_refused(capsys, tmp_path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("recipe: digits/simsiam/ptlf\n")
+    words = ["train", "-c", str(file), "--out", str(tmp_path / "run")]
+    assert "leave one of them out" in refused(capsys, *words, "--recipe", "digits/simsiam/lump")
+
+
 def test_sweep_refuses_what_it_would_ignore(capsys, tmp_path) -> None:
     words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "s"), *QUICK]
     assert "takes --seeds" in refused(capsys, *words, "--seed", "7")

@@ -12,7 +12,7 @@ from ptlf.report.drawing import Drawing, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import COSTS, Measure, accuracy_measures, measured
 from ptlf.report.parts import PHONE, Figure, Part, Picture, drawings, parts
 from ptlf.report.record import write_whole
-from ptlf.report.runs import Comparison, Group, compare
+from ptlf.report.runs import Comparison, Group, compare, doubt_about_seconds, unsteady
 from ptlf.report.style import style
 from ptlf.report.theme import colours
 
@@ -127,6 +127,9 @@ def problems(comparison: Comparison) -> str:
     lines += [
         f"<b>{escape(group.label)}</b> is {escape(group.state)}; it is shown as far as it got." for group in halves
     ]
+    for group in comparison.groups:
+        if doubt := doubt_about_seconds(max(unsteady(run.epochs) for run in group.runs)):
+            lines.append(f"<b>{escape(group.label)}</b>: {doubt}.")
     return "".join(f'<p class="problem">{line}</p>' for line in lines)
 
 

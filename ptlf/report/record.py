@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -35,16 +36,22 @@ def read_results(folder: Path) -> dict[str, Any]:
     try:
         return completed(json.loads(path.read_text()))
     except FileNotFoundError:
-        raise UserError(f"{folder} holds no results.json; `ptlf train --out {folder}` makes one") from None
+        if below := sorted(folder.glob("*/results.json")):
+            raise UserError(f"{folder} is no run but holds some; name one of them, as {below[0].parent}") from None
+        raise UserError(f"{folder} holds no results.json: there is no run, or it has not begun") from None
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def completed(results: Any) -> Any:
-    """With a figure that older files have only in their epochs. Whoever reads on finds what else is wrong."""
-    with contextlib.suppress(LookupError, TypeError, AttributeError):
+    """With what older files lack: figures that they have only in their epochs, and a setting that had one value.
+    Whoever reads on finds what else is wrong."""
+    with contextlib.suppress(LookupError, TypeError, AttributeError, statistics.StatisticsError):
+        results["config"]["freezing"].setdefault("sharpness", 8.0)
         cost = results["cost"]
         cost.setdefault("last_peak_memory_bytes", cost["per_epoch"][-1]["peak_memory_bytes"])
+        kept = statistics.fmean(line["saved_activation_bytes"] for line in cost["per_epoch"])
+        cost.setdefault("mean_saved_activation_bytes", kept)
     return results
 
 

@@ -265,12 +265,33 @@ def difference(mine: Json, theirs: Json) -> str:
     return ", ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in keys[:3])
 
 
+UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
+
+
+def unsteady(epochs: Sequence[Json]) -> float:
+    """The share of the steps' seconds that lies above the median of like epochs: what others on the machine took."""
+    like: dict[tuple[int, int], list[float]] = {}
+    for line in epochs:
+        like.setdefault((line["task"], line["frozen"]), []).append(line["seconds"])
+    above = sum(max(0.0, value - statistics.median(values)) for values in like.values() for value in values)
+    return above / max(sum(map(sum, like.values())), 1e-9)
+
+
+def doubt_about_seconds(share: float) -> str:
+    """What to say of runs whose seconds are so unsteady, if anything."""
+    if share <= UNSTEADY:
+        return ""
+    return f"{share:.0%} of the steps' seconds lie above the median of like epochs; was the machine busy otherwise?"
+
+
 def group_seeds(runs: Iterable[Run]) -> list[Group]:
     """Finished runs that differ in nothing but the seed (and the machine) are one group; others stand alone."""
     groups: dict[str, Group] = {}
     for run in runs:
         settings = {key: value for key, value in run.config.items() if key not in ("seed", "device", "data_root")}
         name = json.dumps(settings, sort_keys=True) if run.finished else str(run.folder)
+        if any(run.config["seed"] == other.config["seed"] for other in groups.get(name, Group([])).runs):
+            name = str(run.folder)  # the same seed again is no further seed
         groups.setdefault(name, Group([])).runs.append(run)
     for group in groups.values():
         group.runs.sort(key=lambda run: run.results.get("seed") or 0)

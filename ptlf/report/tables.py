@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ptlf.report.runs import doubt_about_seconds, unsteady
+
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
@@ -52,7 +54,7 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 probes[probe][f"{name}_spread"] = statistics.stdev(values) if len(values) > 1 else 0.0
     costs = {name: [run["cost"].get(name) for run in runs] for _, name, _ in COSTS}
     cost = {name: None if None in values else statistics.fmean(values) for name, values in costs.items()}
-    return {"probes": probes, "cost": cost}
+    return {"probes": probes, "cost": cost, "unsteady": max(unsteady(run["cost"]["per_epoch"]) for run in runs)}
 
 
 def score(values: dict[str, Any], name: str) -> str:
@@ -66,6 +68,10 @@ def show_runs(
 ) -> None:
     """Up to three runs side by side with all figures; more of them as a list with the main ones."""
     (show_side_by_side if len(runs) <= 3 else show_as_list)(console, runs, baseline, title)
+    for name, results in runs.items():
+        share = results["unsteady"] if "unsteady" in results else unsteady(results["cost"]["per_epoch"])
+        if doubt := doubt_about_seconds(share):
+            console.print(f"{name}: {doubt}", highlight=False, soft_wrap=True)
 
 
 def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: str | None, title: str) -> None:
@@ -132,10 +138,18 @@ COSTS: list[tuple[str, str, Callable[[float], str]]] = [
     ("  freezing and rebuilding", "rebuild_seconds", seconds),
     ("evaluation", "eval_seconds", seconds),
     ("backward FLOPs", "backward_flops", lambda flops: f"{flops / 1e12:.3g} T"),
+    ("kept for backward, mean", "mean_saved_activation_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
     ("kept for backward, last epoch", "saved_activation_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
     ("peak GPU memory, last epoch", "last_peak_memory_bytes", lambda size: f"{size / 2**20:.0f} MiB"),
 ]
-RELATIVE = ("learning_seconds", "train_seconds", "backward_flops", "saved_activation_bytes", "last_peak_memory_bytes")
+RELATIVE = (
+    "learning_seconds",
+    "train_seconds",
+    "backward_flops",
+    "mean_saved_activation_bytes",
+    "saved_activation_bytes",
+    "last_peak_memory_bytes",
+)
 
 
 def _relative(cost: dict[str, Any], base: dict[str, Any] | None, name: str, form: Callable[[float], str]) -> str:

@@ -295,6 +295,10 @@ def check_batch(config: TrainingConfig, sizes: list[int]) -> None:
             f"choose a multiple of {processes}, at least {2 * processes}"
         )
     for number, size in enumerate(sizes, start=1):
+        if size < 2 * processes:
+            raise UserError(
+                f"task {number} has {size} image{'s' * (size != 1)}; a batch needs at least {2 * processes}"
+            )
         if config.batch > size:
             raise UserError(
                 f"training.batch is {config.batch}, but task {number} has only {size} images; "

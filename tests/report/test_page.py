@@ -11,12 +11,14 @@ from pathlib import Path
 
 import made_up
 import pytest
+from rich.console import Console
 
 from ptlf.cli import main
 from ptlf.errors import UserError
 from ptlf.recipes import METHODS
 from ptlf.report.page import page, write_report
-from ptlf.report.runs import compare
+from ptlf.report.runs import compare, unsteady
+from ptlf.report.tables import show_runs
 
 PIXEL = (
     "data:image/png;base64,"
@@ -307,6 +309,35 @@ def test_eight_runs_of_twenty_tasks_stay_small_and_quick(tmp_path: Path) -> None
     assert time.perf_counter() - start < 8
     assert path.stat().st_size < 5e6
     assert len(rows(path.read_text())) == 8
+
+
+def test_the_same_seed_again_is_no_further_seed(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        made_up.write(tmp_path / folder, made_up.results("digits/simsiam/lump", seed=0))
+    assert [len(group.runs) for group in compare([tmp_path]).groups] == [1, 1]
+
+
+def test_a_setting_that_came_later_does_not_part_seeds(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        made = made_up.results("digits/simsiam/ptlf", seed=seed)
+        made["config"]["freezing"]["sharpness"] = 8.0
+        if seed == 0:
+            del made["config"]["freezing"]["sharpness"]
+        made_up.write(tmp_path / str(seed), made)
+    assert [len(group.runs) for group in compare([tmp_path]).groups] == [2]
+
+
+def test_seconds_of_a_busy_machine_are_doubted(two: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "machine busy" not in html(two)
+    made = json.loads((two[0] / "results.json").read_text())
+    lines = made["cost"]["per_epoch"]
+    usual = sum(line["seconds"] for line in lines)
+    lines[3]["seconds"] += usual
+    (two[0] / "results.json").write_text(json.dumps(made))
+    assert unsteady(lines) == pytest.approx(0.5, abs=0.06)
+    assert "seconds lie above the median of like epochs" in html(two)
+    show_runs(Console(), {"one": made})
+    assert "one: 5" in capsys.readouterr().out
 
 
 def test_the_command(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

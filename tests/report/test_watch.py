@@ -85,8 +85,10 @@ def test_it_follows_until_the_end(running: Path) -> None:
 
 
 def test_a_folder_without_a_run(tmp_path: Path, running: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no results\.json"):
+    with pytest.raises(UserError, match=r"is no run but holds some; name one of them, as .*/run"):
         read_progress(tmp_path)
+    with pytest.raises(UserError, match=r"holds no results\.json"):
+        read_progress(tmp_path / "other")
     (running / "results.json").write_text('{"status": "running"}')
     with pytest.raises(UserError, match="damaged"):
         read_progress(running)

@@ -69,9 +69,27 @@ def accuracy_measures(probe: str) -> list[Measure]:
 
 COSTS = [
     Measure("training time", "s", ("cost", "learning_seconds"), 1, 1, True, "time", "all in, seconds"),
-    Measure("memory for backward", "MiB", ("cost", "saved_activation_bytes"), MIB, 1, True, "memory", "kept, MiB"),
-    Measure("peak GPU memory", "MiB", ("cost", "last_peak_memory_bytes"), MIB, 0, True, "GPU memory", "peak, MiB"),
-    Measure("backward FLOPs", "T", ("cost", "backward_flops"), TERA, 3, True, "FLOPs", "backward, × 10¹²"),
+    Measure(
+        "memory for backward in the last epoch",
+        "MiB",
+        ("cost", "saved_activation_bytes"),
+        MIB,
+        1,
+        True,
+        "memory",
+        "last epoch, MiB",
+    ),
+    Measure(
+        "peak GPU memory in the last epoch",
+        "MiB",
+        ("cost", "last_peak_memory_bytes"),
+        MIB,
+        0,
+        True,
+        "GPU memory",
+        "last peak, MiB",
+    ),
+    Measure("backward FLOPs", "T", ("cost", "backward_flops"), TERA, 3, True, "FLOPs", "backward, T"),
 ]
 
 

@@ -87,6 +87,8 @@ def draw_line(drawing: Drawing, group: Group, series: Series, x: Scale, y: Scale
     points = steps(series) if stepped else thinned(series)
     drawing.line([(x(place), y(value)) for place, value in points], role, width=1.8, dash=DASHES[group.colour])
     values, places = dict(series), freeze_places(group)
+    if not stepped:  # on the line, not on the epoch that it passes over
+        values = {place: min(points, key=lambda point: abs(point[0] - place))[1] for place in places if place in values}
     if len(places) > EVENTS:
         found = [(x(place - 0.5), y(values[place])) for place in places if place in values]
         if stepped and found:
