@@ -114,7 +114,7 @@ def make_parser() -> Parser:
     sweep.add_argument(
         "--job-options", nargs="+", default=[], metavar="KEY=VALUE", help="for submitit, as slurm_partition=gpu"
     )
-    sweep.add_argument("--baseline", help="the recipe that costs are relative to (default: the one with lump, if any)")
+    sweep.add_argument("--baseline", help="what costs are relative to: a recipe or its end (default: lump, if any)")
 
     evaluate = verb("evaluate", "Test the encoder of a finished run again.", run_evaluate, overrides=True)
     evaluate.add_argument("folder", type=Path, metavar="DIR", help="a run's folder")
@@ -310,8 +310,11 @@ def run_sweep(arguments: Arguments) -> None:
 
     if any(word.partition("=")[0] == "--seed" for word in arguments.overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
-    if arguments.baseline and arguments.baseline not in arguments.recipes:
-        raise unknown("baseline", arguments.baseline, arguments.recipes)
+    if arguments.baseline:
+        ends = [recipe for recipe in arguments.recipes if f"/{recipe}".endswith(f"/{arguments.baseline}")]
+        if not ends:
+            raise unknown("baseline", arguments.baseline, arguments.recipes)
+        arguments.baseline = ends[0]
     if not arguments.cluster and (arguments.jobs or arguments.job_options):
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
     check_alone("sweep")

@@ -80,7 +80,7 @@ def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
 
 def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> None:
     recipes = ["digits/simsiam/finetune", "digits/simsiam/lump"]
-    words = ["sweep", *recipes, "--seeds", "0", "1", "--out", str(tmp_path), *QUICK]
+    words = ["sweep", *recipes, "--seeds", "0", "1", "--baseline", "lump", "--out", str(tmp_path), *QUICK]
     assert main(words) == 0
     shown = capsys.readouterr().out.partition("What it came to, means of 2 seeds")[2]
     line = next(line for line in shown.splitlines() if "knn_class accuracy, %" in line)
@@ -117,7 +117,8 @@ def test_a_file_of_another_recipe_is_refused(capsys, tmp_path) -> None:
 def test_sweep_refuses_what_it_would_ignore(capsys, tmp_path) -> None:
     words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "s"), *QUICK]
     assert "takes --seeds" in refused(capsys, *words, "--seed", "7")
-    assert "unknown baseline 'nope'" in refused(capsys, *words, "--baseline", "nope")
+    for name in ("nope", "ump", "digits"):
+        assert f"unknown baseline '{name}'" in refused(capsys, *words, "--baseline", name)
     assert not (tmp_path / "s").exists()
 
 

@@ -70,6 +70,8 @@ def read_progress(folder: Path) -> Progress:
     results = read_results(folder)
     try:
         lines, skipped = read_lines(folder / "metrics.jsonl")
+        if results["status"] == "finished":  # of runs that are kept, often only the results are
+            lines = results["cost"]["per_epoch"]
         progress = Progress(results, lines, skipped, list(results["units"]))
         view(progress)  # whatever it needs is there
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -84,6 +84,11 @@ def test_it_follows_until_the_end(running: Path) -> None:
     assert "finished" in (running / "screen").read_text()
 
 
+def test_a_finished_run_needs_its_results_alone(tmp_path: Path) -> None:
+    folder = made_up.write(tmp_path / "run", made_up.results())
+    assert "task 3/3, epoch 6/6" in shown(folder)
+
+
 def test_a_folder_without_a_run(tmp_path: Path, running: Path) -> None:
     with pytest.raises(UserError, match=r"is no run but holds some; name one of them, as .*/run"):
         read_progress(tmp_path)
