@@ -35,7 +35,7 @@ Loss = Callable[[], torch.Tensor]
 def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, repeats: int = 5) -> list[dict[str, Any]]:
     """A row per way of freezing: bytes kept for backward, backward FLOPs, seconds of forward and backward.
 
-    The input needs no gradient, as in training; every ratio is to nothing frozen, measured before and after the others.
+    The input needs no gradient, as in training; every ratio is to nothing frozen, measured first.
     """
     encoder = encoder.to(device).train()
     images = torch.randn(batch, 3, size, size, device=device, generator=torch.Generator(device).manual_seed(0))
@@ -153,7 +153,7 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any
     order = [chosen, *(other for other in others if len(other) == len(chosen))]
     started = time.perf_counter()
     trainer.rebuild()
-    cost = trainer.cost_of_step(indices, run.freezing.freezer.folded)
+    cost = trainer.cost_of_step(indices)
     trainer.model.train()
 
     def one() -> None:
@@ -332,7 +332,10 @@ def overheads(result: dict[str, Any]) -> dict[str, Any]:
     learning = sum(map(sum, later)) if known else None
     probes = {probe: result["probes"].get(probe, {}) for probe in ("knn_task", "knn_class")}
     return {
-        **{f"{purpose}_seconds": cost.get(f"{purpose}_seconds") for purpose in (*purposes, "checkpoint", "eval")},
+        **{
+            f"{purpose}_seconds": cost.get(f"{purpose}_seconds")
+            for purpose in (*purposes, "checkpoint", "eval", "measuring")
+        },
         "later_learning_seconds": learning,
         "later_correlation_share": ratio(sum(task[1] for task in later), learning) if known else None,
         "wall_seconds": result.get("wall_seconds"),

@@ -274,23 +274,28 @@ def train(arguments: Arguments) -> None:
 
 def resume(arguments: Arguments) -> None:
     """The settings are those of the folder's config.yaml; the device is the machine's, and may change."""
+    from ptlf import ranks
+
     folder = arguments.resume
     named = ["--out"] * bool(arguments.out) + ["--recipe"] * bool(arguments.recipe) + ["-c"] * bool(arguments.config)
     named += [word.partition("=")[0] for word in arguments.overrides if word.startswith("--")]
     for word in named:
         if word != "--device":
             raise UserError(f"--resume takes the settings of {folder / 'config.yaml'}; leave out {word}")
-    train_in(folder, settled("", folder / "config.yaml", arguments.overrides), resume=True, strict=False)
+    # Where several machines share the run, only the first has its folder.
+    config = ranks.from_first(settled("", folder / "config.yaml", arguments.overrides) if ranks.first() else None)
+    train_in(folder, config, resume=True, strict=False)
 
 
 def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None:  # type: ignore[no-untyped-def]
     """Train, show and draw. A run to resume must have these very settings, if `strict`."""
+    from ptlf import ranks
     from ptlf.pipeline import Run
     from ptlf.report.live import Live, console
     from ptlf.report.tables import show_results
     from ptlf.run_folder import finished, has_finished
 
-    if resume and (finished(folder, config) if strict else has_finished(folder)):
+    if resume and ranks.from_first(ranks.first() and (finished(folder, config) if strict else has_finished(folder))):
         console.print(f"{folder}: already finished", highlight=False)
         return
     run = Run(config, folder)
@@ -302,11 +307,13 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
 
 def run_sweep(arguments: Arguments) -> None:
     from ptlf.assembly import make_stream
+    from ptlf.bench import check_alike
     from ptlf.pipeline import Run, train_one_of_many
     from ptlf.report.live import Live, console
     from ptlf.report.record import read_results
     from ptlf.report.tables import over_seeds, show_results, show_runs
     from ptlf.run_folder import finished
+    from ptlf.settings import as_dict
 
     if any(word.partition("=")[0] == "--seed" for word in arguments.overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
@@ -324,6 +331,7 @@ def run_sweep(arguments: Arguments) -> None:
             name = recipe if len(arguments.seeds) == 1 else f"{recipe} seed {seed}"
             folder = arguments.out / f"{recipe.replace('/', '-')}-seed{seed}"
             plan[name] = settled(recipe, None, [*arguments.overrides, f"--seed={seed}"]), folder
+    check_alike([as_dict(config) for config, _ in plan.values()])
     missing = {}
     for name, (config, folder) in plan.items():
         if finished(folder, config):

@@ -12,7 +12,6 @@ from ptlf.errors import UserError
 from ptlf.pipeline import Run
 from ptlf.settings import as_dict, parse
 
-CLUSTERS = ("local", "slurm")
 DEFAULTS = {"timeout_min": 24 * 60}  # minutes, after which a cluster ends a job
 
 

@@ -87,6 +87,7 @@ class Notes:
             "rebuild_seconds": seconds.get("rebuild", 0.0),
             "eval_seconds": seconds.get("evaluation", 0.0),
             "checkpoint_seconds": seconds.get("checkpoint", 0.0),
+            "measuring_seconds": seconds.get("measuring", 0.0),  # of a step's bytes and FLOPs
             "backward_flops": sum(line["backward_flops"] for line in epochs),
             "saved_activation_bytes": epochs[-1]["saved_activation_bytes"] if epochs else None,
             "mean_saved_activation_bytes": statistics.fmean(line["saved_activation_bytes"] for line in epochs)

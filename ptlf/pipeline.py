@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,8 +108,9 @@ class Run:
         self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
         self.position = Position()
         self.progress: Progress | None = None  # of the epoch that runs
-        self.step_cost = StepCost(0, 0.0, None)
-        self.step_costs: dict[str, StepCost] = {}  # of the steps looked at so far
+        self.variant = ""  # the name of what a step does now
+        self.step_costs: dict[str, StepCost] = {}  # by such names, of the steps looked at so far
+        self.commit = record.commit()
         self.status = "running"
 
     def train(self, watcher: Watcher | None = None, *, resume: bool = False) -> dict[str, Any]:
@@ -170,14 +170,15 @@ class Run:
         indices = self.stream.tasks[task].train
         if self.position.step == 0:
             self.begin_epoch(epoch, indices)
-        frozen = len(self.freezing.freezer.frozen)
-        watcher.begin_epoch(task, epoch, math.ceil(len(indices) / self.config.training.batch), frozen)
+        frozen, steps = len(self.freezing.freezer.frozen), self.trainer.steps(indices) // self.config.training.epochs
+        watcher.begin_epoch(task, epoch, steps, frozen)
         self.trainer.on_step = lambda views: self.after_step(views, watcher)
         with self.clock("training"):
             result = self.trainer.epoch(indices, epoch, self.progress)
         watcher.end_epoch(result)
-        frozen, sent = len(self.freezing.freezer.frozen), self.trainer.parallel.bytes if self.trainer.parallel else 0
-        line = self.notes.end_epoch(self.position, result, self.clock.seconds, self.step_cost, frozen, sent)
+        sent = self.trainer.parallel.bytes if self.trainer.parallel else 0
+        cost = self.cost_of_step(indices)
+        line = self.notes.end_epoch(self.position, result, self.clock.seconds, cost, frozen, sent)
         self.files.line("metrics.jsonl", line)
         self.check_numbers()
         check_processes(self.model)
@@ -185,14 +186,18 @@ class Run:
 
     def begin_epoch(self, epoch: int, indices: np.ndarray) -> None:
         self.notes.begin_epoch(self.clock.seconds)
-        with self.clock("rebuild"):  # what a freeze costs: compiling happens in the first step that is looked at
+        with self.clock("rebuild"):
             self.notes.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlate(indices))
             if self.notes.newly_frozen or epoch == 0:
-                variant = self.trainer.rebuild()
-                if variant not in self.step_costs:
-                    self.step_costs[variant] = self.trainer.cost_of_step(indices, self.freezing.freezer.folded)
-                self.step_cost = self.step_costs[variant]
+                self.variant = self.trainer.rebuild()
         self.progress = self.trainer.begin_epoch()
+
+    def cost_of_step(self, indices: np.ndarray) -> StepCost:
+        """Looked at when an epoch of such steps is over: what a freeze makes slow, its first step has paid for."""
+        if self.variant not in self.step_costs:
+            with self.clock("measuring"):
+                self.step_costs[self.variant] = self.trainer.cost_of_step(indices)
+        return self.step_costs[self.variant]
 
     def after_step(self, views: int, watcher: Watcher) -> None:
         self.position = Position(self.position.task, self.position.epoch, self.position.step + 1)
@@ -313,7 +318,6 @@ class Run:
             "random": self.random.state_dict(),
             "torch_random": global_state(self.device),
             "progress": vars(self.progress) if self.progress and self.position.step else None,
-            "step_cost": vars(self.step_cost),
             "clock": self.clock.state_dict(),
             "looks": self.gallery.looks if self.gallery else {},
             "record": vars(self.notes),
@@ -331,18 +335,17 @@ class Run:
         if state["progress"] is not None:
             self.progress = Progress(**state["progress"])
             self.progress.losses = {name: values.to(self.device) for name, values in self.progress.losses.items()}
-        self.step_cost = StepCost(**state["step_cost"])
         self.clock.load_state_dict(state["clock"])
         if self.gallery:
             self.gallery.looks = state["looks"]
         self.notes = Notes(**state["record"])
-        self.trainer.rebuild()
+        self.variant = self.trainer.rebuild()
 
     def results(self) -> dict[str, Any]:
         return {
             "schema": record.SCHEMA,
             "ptlf_version": ptlf.__version__,
-            "commit": record.commit(),
+            "commit": self.commit,
             "status": self.status,
             "config": as_dict(self.config),
             "environment": record.environment(self.device) | self.trainer.arithmetic() | {"processes": ranks.count()},

@@ -27,7 +27,6 @@ ROOMS = [
         "config",
         "recipes",
         "assembly",
-        "summary",
         "notes",
         "checks",
         "run_folder",

@@ -60,12 +60,11 @@ class Live(Watcher):
 
     def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None:
         self.place = f"task {task + 1}/{self.tasks}, epoch {epoch + 1}/{self.epochs}"
-        self.frozen, self.steps, self.done = frozen, steps, 0
+        self.frozen, self.steps = frozen, steps
         self.epoch_started = time.perf_counter()
         self.progress.update(self.bar, description=self.place)
 
     def step(self, views: int) -> None:
-        self.done += 1
         rate = views / (time.perf_counter() - self.epoch_started)
         figures = f"{self.loss}{rate:,.0f} views/s, {self.frozen}/{self.units} frozen"
         self.progress.update(self.bar, advance=1 / self.steps, figures=figures)

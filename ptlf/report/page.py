@@ -127,6 +127,10 @@ def problems(comparison: Comparison) -> str:
     lines += [
         f"<b>{escape(group.label)}</b> is {escape(group.state)}; it is shown as far as it got." for group in halves
     ]
+    machines = {run.results["environment"].get("device_name") for group in comparison.groups for run in group.runs}
+    if len(machines) > 1:
+        named = escape(", ".join(sorted(map(str, machines))))
+        lines.append(f"The runs are of different machines ({named}): their seconds and peaks do not compare.")
     for group in comparison.groups:
         if doubt := doubt_about_seconds(max(unsteady(run.epochs) for run in group.runs)):
             lines.append(f"<b>{escape(group.label)}</b>: {doubt}.")

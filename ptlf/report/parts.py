@@ -16,7 +16,7 @@ TWO_COLUMNS, ONE_COLUMN = 704.0, 344.0  # on paper, where a unit is 0.7 points: 
 
 @dataclass
 class Picture:
-    """One drawing at any width. `label` names the run where a figure has a picture per run."""
+    """One drawing at any width. `group` is the run where a figure has a picture per run."""
 
     name: str
     draw: Callable[[float], Drawing | None]

@@ -74,6 +74,6 @@ def commit() -> str | None:
         return None
     try:
         asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, timeout=10)
-    except OSError:
+    except (OSError, subprocess.SubprocessError):
         return None
     return asked.stdout.strip() or None

@@ -180,6 +180,7 @@ def check_results(results: Any) -> None:
     expect(results, dict, "the file")
     if results.get("schema") != SCHEMA:
         raise ValueError(f"its schema is {results.get('schema')!r}, this version reads {SCHEMA}")
+    expect(results["status"], str, "status")
     for key in ("config", "environment", "probes", "cost"):
         expect(results[key], dict, key)
     for key in ("class_order", "tasks", "exams", "units", "freezing"):

@@ -20,8 +20,8 @@ from ptlf.settings import key
 class OptimizerConfig:
     optimizer: str = key("sgd", "update rule, one for the whole stream", choices=("sgd", "lars"))
     lr: float = key(0.03, "learning rate for a batch of 256; scaled with the batch", above=0)
-    momentum: float = key(0.9, "momentum; carries over between tasks", least=0, most=1)
-    weight_decay: float = key(5e-4, "weight decay, on all parameters", least=0)
+    momentum: float = key(0.9, "momentum; carries over between tasks, but for what froze", least=0, most=1)
+    weight_decay: float = key(5e-4, "weight decay; with lars not on biases and norms", least=0)
     schedule: str = key("constant", "learning rate over a task's epochs", choices=("constant", "cosine"))
     warmup: int = key(0, "epochs of linear warm-up at the start of each task", least=0)
     batch: int = key(256, "images per step (each gives two views)", least=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -89,6 +90,9 @@ class FolderLock:
             raise UserError(
                 f"{self.folder} is in use by process {holder}; wait for it, or choose another --out"
             ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a file system without locks
+                raise
         if not self._is_current():
             os.close(self.descriptor)
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +62,11 @@ class Progress:
                 self.losses[name] = torch.zeros(of, device=loss.device)
             self.losses[name][self.steps] = loss
         self.steps, self.views = self.steps + 1, self.views + views
+
+    def fit(self, of: int) -> None:
+        """The epoch has so many steps; before, with other processes, it may have had one more or less."""
+        for name, values in self.losses.items():
+            self.losses[name] = torch.cat([values, values.new_zeros(max(0, of - len(values)))])[:of]
 
     def result(self) -> EpochResult:
         """Waits for the device."""
@@ -123,12 +128,14 @@ class Trainer:
         return Progress(self.random["order"].get_state())
 
     def epoch(self, indices: np.ndarray, epoch: int, progress: Progress | None = None) -> EpochResult:
-        """One pass over the images with these indices, or the rest of one. The device is asked for the losses once."""
+        """One pass over the images with these indices, or the rest of one. Only at its end is the device asked for the
+        losses."""
         self.model.train()
         progress = progress or self.begin_epoch()
         self.random["order"].set_state(progress.order)
         order = list(self.batches(indices, self.random["order"]))
         self.join_processes(indices)
+        progress.fit(len(order))
         rest = order[progress.steps :]
         with self.source.batches([chosen[ranks.share(len(chosen))] for chosen in rest]) as loaded:
             for chosen, images in zip(rest, loaded, strict=True):
@@ -157,7 +164,8 @@ class Trainer:
         self.model.objective.loss = compile_function(self.model.objective.loss, batch)  # type: ignore[method-assign]
 
     def rebuild(self) -> str:
-        """A unit froze or thawed, or a task began: the engine starts afresh. The name of what a step does now."""
+        """A unit froze or thawed, or a task began: what the engine recorded holds no more. The name of what a step does
+        now."""
         self.optimizer.zero_grad(set_to_none=True)
         settle_momentum(self.optimizer, self.momentum if self.engine_kind == "captured" else {})
         name = f"{'later' if self.method.task else 'first'} {variant(self.model)} {variant(self.method)}"
@@ -192,7 +200,7 @@ class Trainer:
 
     @contextmanager
     def rehearsed(self, indices: np.ndarray) -> Iterator[Batch]:
-        """A batch ready for the losses, and everything as it was afterwards."""
+        """A batch ready for the losses of a training step, and all tensors as they were afterwards."""
         chosen = torch.from_numpy(indices[: self.config.batch])
         self.model.train()
         with self.method.rehearsal(), unchanged(self.model, self.method), self.engine.arithmetic():
@@ -242,11 +250,11 @@ class Trainer:
         full, rest = divmod(len(indices), self.config.batch)
         return self.config.epochs * (full + (self.usable(rest) > 0))
 
-    def cost_of_step(self, indices: np.ndarray, exclude: Iterable[Tensor] = ()) -> StepCost:
+    def cost_of_step(self, indices: np.ndarray) -> StepCost:
         """Bytes kept for backward and backward FLOPs of a step as things stand. Trains nothing, leaves no trace.
 
-        Parameters and buffers are there anyway and do not count, nor does what `exclude` names, nor forwards without a
-        backward such as a frozen copy's.
+        What is there anyway (parameters, buffers, folded weights) does not count, nor do forwards without a backward
+        such as a frozen copy's.
         """
         self.optimizer.zero_grad(set_to_none=True)
         with self.rehearsed(indices) as batch:
@@ -254,7 +262,7 @@ class Trainer:
             reset_peak_memory(self.device)
             kept = kept_bytes(
                 lambda: losses.append(total(self.method.losses(self.model, batch))),
-                exclude=[*tensors_of(self.model), *tensors_of(self.method), *exclude],
+                exclude=self.held(),
             )
             flops = backward_flops(losses.pop())
             peak = peak_memory_bytes(self.device)

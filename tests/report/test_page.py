@@ -340,6 +340,22 @@ def test_seconds_of_a_busy_machine_are_doubted(two: list[Path], capsys: pytest.C
     assert "one: 5" in capsys.readouterr().out
 
 
+def test_seconds_of_different_machines_are_doubted(two: list[Path]) -> None:
+    assert "different machines" not in html(two)
+    for folder, machine in zip(two, ("one", "another"), strict=True):
+        made = json.loads((folder / "results.json").read_text())
+        made["environment"]["device_name"] = machine
+        (folder / "results.json").write_text(json.dumps(made))
+    assert "different machines (another, one)" in html(two)
+
+
+def test_a_record_without_a_status_is_left_out(two: list[Path]) -> None:
+    made = json.loads((two[1] / "results.json").read_text())
+    del made["status"]
+    (two[1] / "results.json").write_text(json.dumps(made))
+    assert "is left out" in html(two)
+
+
 def test_the_command(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
     assert "ptlf against lump" in (tmp_path / "page.html").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -35,7 +36,8 @@ from ptlf.training.checkpoint import (
     unpack,
     unsealed,
 )
-from ptlf.training.process import Stopped
+from ptlf.training.process import FolderLock, Stopped
+from ptlf.training.trainer import Progress
 
 
 def state(number: int = 0) -> dict:
@@ -382,3 +384,24 @@ def test_checkpoints_can_be_switched_off(tiny, tmp_path) -> None:
     config = tiny(checkpoint__enabled=False, evaluation__gallery=False)
     Run(config, tmp_path / "run").train()
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_an_epoch_may_go_on_with_a_step_more_or_less() -> None:
+    """With another number of processes the last, small batch may be used or not."""
+    progress = Progress(torch.zeros(1), steps=2, losses={"ssl": torch.tensor([1.0, 2.0, 0.0])})
+    progress.fit(4)
+    progress.add({"ssl": torch.tensor(3.0)}, 2, of=4)
+    progress.add({"ssl": torch.tensor(4.0)}, 2, of=4)
+    assert progress.losses["ssl"].tolist() == [1, 2, 3, 4]
+    progress.fit(2)
+    assert progress.losses["ssl"].tolist() == [1, 2]
+
+
+def test_a_file_system_without_locks_is_used_without_them(tmp_path, monkeypatch) -> None:
+    def without(descriptor: int, what: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", without)
+    with FolderLock(tmp_path):
+        assert (tmp_path / ".lock").exists()
+    assert not (tmp_path / ".lock").exists()
