@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ptlf.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what a file system without them says
 
 
 def write_whole(path: Path, data: bytes | str | Iterable[bytes]) -> None:
@@ -45,3 +54,43 @@ def write_error(path: Path, error: OSError) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"no space left on the disk for {path}; free some, or choose another place")
     return UserError(f"cannot write {path}: {error.strerror or error}; choose another place")
+
+
+@contextmanager
+def locked(file: Path, busy: str, advice: str = "wait for it") -> Iterator[None]:
+    """Hold the lock `file`; the system lets go of it with the process, however that ends. `busy` begins the sentence
+    for whoever comes second."""
+    handle = None
+    while handle is None:
+        handle = take_lock(file, busy, advice)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def take_lock(file: Path, busy: str, advice: str) -> int | None:
+    """None where the file was removed by its last holder between opening and locking it."""
+    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(handle, 200).decode(errors="replace").strip() or "unknown"
+        os.close(handle)
+        raise UserError(f"{busy} by process {holder}; {advice}") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            os.close(handle)
+            raise
+    try:
+        is_current = os.path.samestat(os.fstat(handle), os.stat(file))
+    except FileNotFoundError:
+        is_current = False
+    if not is_current:
+        os.close(handle)
+        return None
+    os.ftruncate(handle, 0)
+    os.write(handle, f"{os.getpid()} on {socket.gethostname()}\n".encode())
+    return handle

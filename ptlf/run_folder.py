@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from ptlf.config import Config, from_dict, read_yaml
 from ptlf.errors import UserError
+from ptlf.files import locked, write_error
 from ptlf.report import record
-from ptlf.training.process import FolderLock
 
 ENCODER = "encoder.safetensors"
 
@@ -27,8 +27,8 @@ def claimed(out: Path | None, resume: bool) -> Iterator[None]:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise record.write_error(out, error) from error
-    with FolderLock(out):
+        raise write_error(out, error) from error
+    with lock_of_run(out):
         if not resume and any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
             if has_finished(out):
                 raise UserError(f"{out} already holds a run; choose another --out, or remove that folder")
@@ -38,6 +38,17 @@ def claimed(out: Path | None, resume: bool) -> Iterator[None]:
             )
         if not resume and any(out.glob("*/config.yaml")):
             raise UserError(f"{out} holds other runs; choose a folder of its own as --out")
+        yield
+
+
+@contextmanager
+def lock_of_run(folder: Path) -> Iterator[None]:
+    """Held while a run uses its folder."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(folder / ".lock", f"{folder} is in use", "wait for it, or choose another --out"))
+        except OSError as error:
+            raise write_error(folder / ".lock", error) from error
         yield
 
 

@@ -21,8 +21,9 @@ from ptlf.errors import UserError
 from ptlf.evaluation.spread import feature_spread
 from ptlf.pipeline import Run
 from ptlf.report.live import Watcher
+from ptlf.run_folder import lock_of_run
 from ptlf.training.checkpoint import unpack, unsealed
-from ptlf.training.process import FolderLock, StopSignals
+from ptlf.training.process import StopSignals
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2",
@@ -116,7 +117,7 @@ def test_a_run_in_a_thread_leaves_signals_alone(tiny, tmp_path) -> None:
 
 
 def test_the_second_run_in_a_folder_is_refused(tmp_path, capsys) -> None:
-    with FolderLock(tmp_path):
+    with lock_of_run(tmp_path):
         assert main(["train", "--out", str(tmp_path), *QUICK]) == 2
     assert f"{tmp_path} is in use by process {os.getpid()} on " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -124,18 +125,19 @@ def test_the_second_run_in_a_folder_is_refused(tmp_path, capsys) -> None:
 
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, capsys) -> None:
     code = (
-        "import os, signal, sys, pathlib; from ptlf.training.process import FolderLock\n"
-        "FolderLock(pathlib.Path(sys.argv[1])).__enter__(); print(os.getpid(), flush=True); sys.stdin.read()"
+        "import os, signal, sys, pathlib; from ptlf.run_folder import lock_of_run\n"
+        "held = lock_of_run(pathlib.Path(sys.argv[1])); held.__enter__()\n"
+        "print(os.getpid(), flush=True); sys.stdin.read()"
     )
     words = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         pid = other.stdout.readline().strip()
-        with pytest.raises(UserError, match=f"in use by process {pid} on "), FolderLock(tmp_path):
+        with pytest.raises(UserError, match=f"in use by process {pid} on "), lock_of_run(tmp_path):
             pass
         other.kill()
     assert (tmp_path / ".lock").read_text().startswith(pid)
-    with FolderLock(tmp_path):
+    with lock_of_run(tmp_path):
         assert (tmp_path / ".lock").read_text().startswith(f"{os.getpid()} on ")
     assert not (tmp_path / ".lock").exists()
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ptlf.errors import UserError
-from ptlf.files import sync_folder
+from ptlf.files import locked, sync_folder
 
 
 @contextmanager
@@ -62,37 +62,6 @@ def replace_folder(partial: Path, target: Path) -> None:
 def sync_file(file: Path) -> None:
     with open(file, "r+b") as opened:
         os.fsync(opened.fileno())
-
-
-@contextmanager
-def locked(file: Path, busy: str) -> Iterator[None]:
-    """Hold the lock `file`, which the system lets go with the process, however that ends."""
-    handle = take_lock(file, busy)
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def take_lock(file: Path, busy: str) -> int:
-    import fcntl  # absent on Windows, where packs can still be read
-
-    while True:
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if file.exists() and os.path.samestat(os.fstat(handle), os.stat(file)):
-                return handle  # otherwise its last holder removed it in between
-        except BlockingIOError as error:
-            os.close(handle)
-            raise UserError(f"{busy} by another process (it holds {file}); wait for it") from error
-        except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                return handle  # a file system without locks
-            os.close(handle)
-            raise
-        os.close(handle)
 
 
 def check_space(root: Path, needed: int) -> None:

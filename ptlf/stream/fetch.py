@@ -27,9 +27,10 @@ import numpy as np
 from PIL import Image
 
 from ptlf.errors import UserError, unknown
+from ptlf.files import locked
 from ptlf.stream.console import progress_bar, say
 from ptlf.stream.decode import ImageFile
-from ptlf.stream.disk import check_space, disk_errors, file_digest, locked
+from ptlf.stream.disk import check_space, disk_errors, file_digest
 from ptlf.stream.folders import OnError, files_below, pack_folder, pack_images, subfolders
 from ptlf.stream.pack import Chunk, Pack, check_free, write_pack
 

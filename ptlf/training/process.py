@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
-import socket
 import threading
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
-
-from ptlf.errors import UserError
-from ptlf.files import write_error
 
 try:
     import fcntl
@@ -58,50 +53,3 @@ class StopSignals:
         self.asked = number
         if self.tell:  # not print: the signal may have come in the middle of one
             os.write(2, b"\nptlf: finishing the step, then saving; Ctrl-C (again) leaves at once\n")
-
-
-class FolderLock:
-    """Held while a run uses its folder; the system lets go of it when the process dies, however it dies."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / ".lock"
-
-    def __enter__(self) -> FolderLock:
-        try:
-            while not self._take():
-                pass
-        except OSError as error:
-            raise write_error(self.path, error) from error
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.path.unlink(missing_ok=True)
-        os.close(self.descriptor)
-
-    def _take(self) -> bool:
-        """False where the file was removed by its last holder between opening and locking it."""
-        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            if fcntl is not None:
-                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(self.descriptor, 200).decode(errors="replace").strip() or "unknown"
-            os.close(self.descriptor)
-            raise UserError(
-                f"{self.folder} is in use by process {holder}; wait for it, or choose another --out"
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a file system without locks
-                raise
-        if not self._is_current():
-            os.close(self.descriptor)
-            return False
-        os.ftruncate(self.descriptor, 0)
-        os.write(self.descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode())
-        return True
-
-    def _is_current(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
-        except FileNotFoundError:
-            return False

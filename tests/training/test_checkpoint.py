@@ -22,6 +22,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.pipeline import Run
 from ptlf.randomness import Randomness
 from ptlf.report.live import Watcher
+from ptlf.run_folder import lock_of_run
 from ptlf.training import cost
 from ptlf.training.checkpoint import (
     MAGIC,
@@ -36,7 +37,7 @@ from ptlf.training.checkpoint import (
     unpack,
     unsealed,
 )
-from ptlf.training.process import FolderLock, Stopped
+from ptlf.training.process import Stopped
 from ptlf.training.trainer import Progress
 
 
@@ -402,6 +403,6 @@ def test_a_file_system_without_locks_is_used_without_them(tmp_path, monkeypatch)
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", without)
-    with FolderLock(tmp_path):
+    with lock_of_run(tmp_path):
         assert (tmp_path / ".lock").exists()
     assert not (tmp_path / ".lock").exists()
