@@ -68,12 +68,13 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The source tree's commit, where the package runs from one."""
+    """The source tree's commit, where the package runs from one; `-dirty` where files have changed since."""
     tree = Path(ptlf.__file__).resolve().parent.parent
     if not (tree / ".git").exists():
         return None
     try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, timeout=10)
+        words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        asked = subprocess.run(words, cwd=tree, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
     return asked.stdout.strip() or None
