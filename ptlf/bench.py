@@ -24,7 +24,7 @@ from ptlf.freezing.policies import measure_savings, wait_for
 from ptlf.methods import METHODS
 from ptlf.pipeline import Run, train_one_of_many
 from ptlf.report.live import Watcher
-from ptlf.report.runs import SAME_SETTINGS, difference
+from ptlf.report.runs import check_alike
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.engine import CapturedEngine
@@ -237,14 +237,6 @@ def check_tasks(counts: Iterable[int]) -> None:
     if len(set(counts)) > 1:
         listed = ", ".join(map(str, counts))
         raise UserError(f"the runs have {listed} tasks; only runs with the same number of tasks can be compared")
-
-
-def check_alike(configs: Sequence[dict[str, Any]]) -> None:
-    for what, look in SAME_SETTINGS.items():
-        first, *others = map(look, configs)
-        for other in others:
-            if other != first:
-                raise UserError(f"the runs are of different {what} ({difference(first, other)}) and cannot be compared")
 
 
 def warm_up(config: Config, stream: Stream, batches: int = 8) -> None:

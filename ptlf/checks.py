@@ -40,8 +40,8 @@ def check_processes(model: nn.Module) -> None:
         raise RuntimeError("the processes' weights differ; a parameter's gradient was not averaged over them")
 
 
-def has_collapsed(encoder: nn.Module, images: Tensor, position: Position) -> bool:
-    """Whether the encoder gives all these images the same vector, which is then said."""
+def warn_of_collapse(encoder: nn.Module, images: Tensor, position: Position) -> bool:
+    """Say so if the encoder gives all these images the same vector; whether it does."""
     spread = feature_spread(encoder, images)
     if spread < COLLAPSED:
         ranks.tell(

@@ -104,9 +104,14 @@ def make_parser() -> Parser:
     sweep.usage = "%(prog)s RECIPE [RECIPE ...] --out DIR [--seeds SEED [SEED ...]] [...]"
     sweep.add_argument("recipes", nargs="+", metavar="RECIPE", help="STREAM/OBJECTIVE/METHOD")
     sweep.add_argument(
-        "--out", type=Path, required=True, help="a folder below this for each run; finished ones are kept"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a folder below this for each run; finished ones are kept",
     )
-    sweep.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds (default: 0)")
+    sweep.epilog = "Settings, such as --training.epochs 20, hold for all runs."
+    sweep.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="SEED", help="default: 0")
     sweep.add_argument(
         "--cluster", choices=("local", "slurm"), help="each run a job of its own, here or on a cluster, with submitit"
     )
@@ -307,10 +312,10 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
 
 def run_sweep(arguments: Arguments) -> None:
     from ptlf.assembly import make_stream
-    from ptlf.bench import check_alike
     from ptlf.pipeline import Run, train_one_of_many
     from ptlf.report.live import Live, console
     from ptlf.report.record import read_results
+    from ptlf.report.runs import check_alike
     from ptlf.report.tables import over_seeds, show_results, show_runs
     from ptlf.run_folder import finished
     from ptlf.settings import as_dict
@@ -544,6 +549,7 @@ def finished_runs(arguments: Arguments) -> list[dict[str, Any]]:
 def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
     from ptlf import bench
     from ptlf.report.live import Live, console
+    from ptlf.report.runs import check_alike
     from ptlf.settings import as_dict
 
     if arguments.out and any(arguments.out.glob("*/config.yaml")):
@@ -551,7 +557,7 @@ def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
     if arguments.size and not arguments.noise:
         raise UserError("--size is of --noise images; the size of a data set's is its own")
     configs = [settled(recipe, None, arguments.overrides) for recipe in arguments.recipes or BENCH_PAIR]
-    bench.check_alike([as_dict(config) for config in configs])
+    check_alike([as_dict(config) for config in configs])
     streams = bench.streams_for(configs, arguments.noise, arguments.size or 32)
     console.print("warming up", highlight=False)
     for config, stream in zip(configs, streams, strict=True):

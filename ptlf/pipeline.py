@@ -25,7 +25,7 @@ from ptlf.assembly import (
     make_stream,
     on_gpu,
 )
-from ptlf.checks import check_numbers, check_processes, has_collapsed
+from ptlf.checks import check_numbers, check_processes, warn_of_collapse
 from ptlf.config import Config, to_yaml
 from ptlf.errors import UserError
 from ptlf.freezing.correlation import TaskCorrelation
@@ -284,7 +284,7 @@ class Run:
         with self.clock("evaluation"):
             chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
             images = self.prepare(self.trainer.source.gather(chosen))
-            self.notes.warned = has_collapsed(self.model.encoder, images, self.position)
+            self.notes.warned = warn_of_collapse(self.model.encoder, images, self.position)
 
     def settle_in(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""

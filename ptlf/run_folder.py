@@ -12,7 +12,7 @@ from torch import nn
 
 from ptlf.config import Config, from_dict, read_yaml
 from ptlf.errors import UserError
-from ptlf.files import locked, write_error
+from ptlf.files import locked, write_error, write_whole
 from ptlf.report import record
 
 ENCODER = "encoder.safetensors"
@@ -60,7 +60,7 @@ class RunFiles:
 
     def text(self, name: str, text: str | bytes) -> None:
         if self.folder:
-            record.write_whole(self.folder / name, text)
+            write_whole(self.folder / name, text)
 
     def json(self, name: str, value: Any) -> None:
         if self.folder:
@@ -73,7 +73,7 @@ class RunFiles:
     def encoder(self, encoder: nn.Module) -> None:
         if self.folder:
             state = {name: value.contiguous().cpu() for name, value in encoder.state_dict().items()}
-            record.write_whole(self.folder / ENCODER, save(state))
+            write_whole(self.folder / ENCODER, save(state))
 
 
 def has_finished(folder: Path) -> bool:

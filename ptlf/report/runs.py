@@ -261,6 +261,15 @@ COMPARED: dict[str, Callable[[Run], Json]] = {
 }
 
 
+def check_alike(configs: Sequence[Json]) -> None:
+    """Of runs that are to be compared, before they are made."""
+    for what, look in SAME_SETTINGS.items():
+        first, *others = map(look, configs)
+        for other in others:
+            if other != first:
+                raise UserError(f"the runs are of different {what} ({difference(first, other)}) and cannot be compared")
+
+
 def difference(mine: Json, theirs: Json) -> str:
     keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
     return ", ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in keys[:3])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ptlf.report.runs import doubt_about_seconds, unsteady
+from ptlf.report.runs import Group, Run, doubt_about_seconds, unsteady
 
 
 def percent(value: float | None) -> str:
@@ -44,17 +44,14 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures of runs that differ in the seed alone: means, with the probes' spread (sample standard deviation)."""
     if len(runs) == 1:
         return runs[0]
-    probes: dict[str, dict[str, float]] = {}
+    group = Group([Run(Path(), results) for results in runs])
+    probes: dict[str, dict[str, float | None]] = {}
     for probe in runs[0]["probes"]:
-        probes[probe] = {}
-        for name in ("accuracy", "forgetting", "untrained_accuracy"):
-            values = [value for run in runs if (value := run["probes"].get(probe, {}).get(name)) is not None]
-            if values:
-                probes[probe][name] = statistics.fmean(values)
-                probes[probe][f"{name}_spread"] = statistics.stdev(values) if len(values) > 1 else 0.0
-    costs = {name: [run["cost"].get(name) for run in runs] for _, name, _ in COSTS}
-    cost = {name: None if None in values else statistics.fmean(values) for name, values in costs.items()}
-    return {"probes": probes, "cost": cost, "unsteady": max(unsteady(run["cost"]["per_epoch"]) for run in runs)}
+        names = ("accuracy", "forgetting", "untrained_accuracy")
+        probes[probe] = {name: group.mean("probes", probe, name) for name in names}
+        probes[probe] |= {f"{name}_spread": group.spread("probes", probe, name) for name in names}
+    cost = {name: group.mean("cost", name) for _, name, _ in COSTS}
+    return {"probes": probes, "cost": cost, "unsteady": max(unsteady(run.epochs) for run in group.runs)}
 
 
 def score(values: dict[str, Any], name: str) -> str:

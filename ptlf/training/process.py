@@ -1,4 +1,4 @@
-"""The process that a run is: alone in its folder, and willing to stop when asked."""
+"""The process that a run is: willing to stop when asked."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ import threading
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
-
-try:
-    import fcntl
-except ImportError:  # no such locks on this system
-    fcntl = None  # type: ignore[assignment]
 
 
 class Stopped(Exception):

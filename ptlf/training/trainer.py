@@ -164,8 +164,8 @@ class Trainer:
         self.model.objective.loss = compile_function(self.model.objective.loss, batch)  # type: ignore[method-assign]
 
     def rebuild(self) -> str:
-        """A unit froze or thawed, or a task began: what the engine recorded holds no more. The name of what a step does
-        now."""
+        """A unit froze or thawed, or a task began: the engine records anew, or takes up what it recorded of such steps
+        before. The name of what a step does now."""
         self.optimizer.zero_grad(set_to_none=True)
         settle_momentum(self.optimizer, self.momentum if self.engine_kind == "captured" else {})
         name = f"{'later' if self.method.task else 'first'} {variant(self.model)} {variant(self.method)}"
