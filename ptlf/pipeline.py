@@ -223,7 +223,7 @@ class Run:
         memory, freezer, settings = self.method.memory, self.freezing.freezer, self.config.freezing
         assert memory is not None
         self.model.train()
-        with self.clock("correlation"):
+        with self.clock("correlation"), self.trainer.engine.arithmetic():
             correlation = TaskCorrelation(
                 self.model.encoder,
                 self.prepare(memory.past()),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
@@ -60,16 +60,23 @@ class Engine:
         self.body, self.device = body, device
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        return self.body(batch.to(self.device))
+        with self.arithmetic():
+            return self.body(batch.to(self.device))
 
     def rebuild(self, variant: str, places: Places = ()) -> None:
         """What the body does has changed: a unit froze or thawed, or a new task began. Under the same name it does the
         same work, and with the same places, where all lies that it reads or writes beside the batch, on the same
         tensors."""
 
-    def arithmetic(self) -> AbstractContextManager[None]:
-        """For parts of the body that run outside of a step: as they run in one."""
-        return nullcontext()
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """Of a step, and of its parts that run outside of one: cuDNN keeps to algorithms that repeat themselves."""
+        before = torch.backends.cudnn.deterministic
+        torch.backends.cudnn.deterministic = True
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.deterministic = before
 
 
 @dataclass
@@ -119,7 +126,8 @@ class CapturedEngine(Engine):
         torch.backends.cudnn.benchmark = batch is None or len(batch) == self.full
         torch.set_float32_matmul_precision("high")
         try:
-            yield
+            with super().arithmetic():
+                yield
         finally:
             torch.backends.cudnn.benchmark = before[0]
             torch.set_float32_matmul_precision(before[1])

@@ -275,9 +275,8 @@ class Trainer:
         """The objective on a random batch of these images, unmixed: the gradient a new task asks for."""
         chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[: self.config.batch]]
         batch = self.load(chosen, generator).to(self.device)
-        with self.engine.arithmetic():
-            batch.views = batch.mixed = self.views(batch)
-            return self.model.objective.loss(self.model.encode(batch.mixed), batch)
+        batch.views = batch.mixed = self.views(batch)
+        return self.model.objective.loss(self.model.encode(batch.mixed), batch)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ptlf.encoders.encoder import encode
 from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.errors import UserError
-from ptlf.freezing import Freezer, kernels
+from ptlf.freezing import Freezer, correlation, kernels
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import each_view, predictor
@@ -347,6 +347,29 @@ def test_algorithms_are_looked_for_where_it_pays(recording) -> None:
     assert not torch.backends.cudnn.benchmark
 
 
+def test_algorithms_repeat_themselves(recording) -> None:
+    seen = []
+    engine.Engine(lambda batch: seen.append(torch.backends.cudnn.deterministic), torch.device("cpu"))(batch_of(8))
+    with recording.arithmetic():
+        seen.append(torch.backends.cudnn.deterministic)
+    assert seen == [True, True]
+    assert not torch.backends.cudnn.deterministic
+
+
+def test_the_new_task_s_gradient_has_the_arithmetic_of_a_step(tiny, monkeypatch) -> None:
+    """Its backward too."""
+    seen = []
+
+    def noted(*given):
+        seen.append(torch.backends.cudnn.deterministic)
+        return plain(*given)
+
+    plain = correlation.mean_gradients
+    monkeypatch.setattr(correlation, "mean_gradients", noted)
+    Run(tiny("digits/simsiam/ptlf", training__epochs=1)).train()
+    assert seen == [True]
+
+
 def test_variants_tell_apart_what_is_frozen_how() -> None:
     encoder, images = small(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
     names = {engine.variant(encoder)}
@@ -545,7 +568,8 @@ def moved(run: Run, other: Run) -> float:
 @pytest.mark.parametrize(("objective", "method"), COMBINATIONS)
 def test_every_objective_and_method_can_be_captured(tiny, objective: str, method: str) -> None:
     """A captured run has the losses of an eager one, and its weights end where that one's do."""
-    settings = {"method__name": method, "training__epochs": 4, "training__lr": 0.05, "device": "cuda"}
+    lr = 0.01 if objective == "vicreg" else 0.05  # at 0.05 VICReg's end is another one if weights begin 1e-6 apart
+    settings = {"method__name": method, "training__epochs": 4, "training__lr": lr, "device": "cuda"}
     settings |= {"stream__groups": [[0, 1], [2, 3], [4, 5]], "training__last_batch": "drop"}
     if method == "pnn":
         settings["encoder__name"] = "resnet18-mini"
@@ -563,7 +587,7 @@ def test_every_objective_and_method_can_be_captured(tiny, objective: str, method
 @pytest.mark.parametrize("optimizer", ["sgd", "lars"])
 def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) -> None:
     """In the third task every set of frozen units has been captured before: all its steps are replays of those graphs,
-    and end where steps do that are captured anew."""
+    and end with the bits of steps that are captured anew."""
     settings = {
         "encoder__name": "conftest:tiny_resnet",
         "stream__groups": [[0, 1], [2, 3], [4, 5]],
@@ -588,4 +612,4 @@ def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) ->
         run.train()
     assert {0, 1} <= set(prepared)
     assert 2 not in prepared
-    assert moved(kept, anew) < 0.02
+    assert moved(kept, anew) == 0
