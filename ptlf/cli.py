@@ -235,7 +235,8 @@ def overrides_of(words: Sequence[str]) -> dict[str, Any]:
     while remaining:
         word = remaining.pop(0)
         if not word.startswith("--"):
-            raise UserError(f"cannot place {word!r}: settings are given as --key value, such as --training.epochs 2")
+            example = f"--recipe {word}" if word.count("/") == 2 else "--training.epochs 2"
+            raise UserError(f"cannot place {word!r}: settings are given as --key value, such as {example}")
         name, equals, text = word[2:].partition("=")
         if not equals:
             if not remaining:
