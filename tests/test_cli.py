@@ -186,7 +186,6 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--training.epochs", "many"], "training.epochs must be a whole number, not 'many'"),
         (["--training.epochs"], "--training.epochs needs a value"),
         (["epochs=3"], "cannot place 'epochs=3'"),
-        (["digits/simsiam/lump"], "cannot place 'digits/simsiam/lump': settings are given as --key value, such as --recipe "),
         (["--stream.name", "split-cifar1"], "unknown stream 'split-cifar1'; did you mean 'split-cifar10'?"),
         (["--method.name", "fintune"], "unknown method 'fintune'; did you mean 'finetune'?"),
         (["--objective.name", "barlow"], "unknown objective 'barlow'; did you mean 'barlow_twins'?"),
@@ -221,6 +220,11 @@ def test_bad_settings(capsys, tmp_path, monkeypatch, words: list[str], message: 
     monkeypatch.setenv("PTLF_DATA", str(tmp_path / "data"))
     assert f"ptlf: {message}" in refused(capsys, "train", "--out", str(tmp_path / "run"), *words)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_without_its_option(capsys, tmp_path) -> None:
+    name = "digits/simsiam/lump"
+    assert refused(capsys, "train", "--out", str(tmp_path / "run"), name).endswith(f"such as --recipe {name}")
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU here")
