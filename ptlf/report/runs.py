@@ -12,7 +12,7 @@ from typing import Any
 
 from ptlf.errors import UserError, unknown
 from ptlf.report.record import SCHEMA, read_results
-from ptlf.report.theme import RUNS
+from ptlf.report.theme import DASHES, MARKERS, RUNS
 
 Json = dict[str, Any]
 NUMBER = (int, float)
@@ -57,11 +57,24 @@ class Damaged:
 
 @dataclass
 class Group:
-    """Seeds of one configuration. `colour` is the number of its role in the theme; 0 is the baseline's."""
+    """Seeds of one configuration. `place` is where it stands among those compared; 0 is the baseline's."""
 
     runs: list[Run]
     label: str = ""
-    colour: int = 0
+    place: int = 0
+
+    @property
+    def colour(self) -> int:
+        """The number of its role in the theme."""
+        return self.place if self.place < RUNS else 1 + (self.place - 1) % (RUNS - 1)
+
+    @property
+    def dash(self) -> str:
+        return DASHES[self.place % len(DASHES)]
+
+    @property
+    def marker(self) -> str:
+        return MARKERS[self.place % len(MARKERS)]
 
     @property
     def first(self) -> Json:
@@ -128,9 +141,8 @@ def compare(folders: Sequence[Path], baseline: str | None = None) -> Comparison:
     base = choose_baseline(groups, baseline)
     others = [group for group in groups if group is not base]
     ordered = [base, *others] if base else others
-    for number, group in enumerate(ordered):
-        place = number if base else number + 1
-        group.colour = place if place < RUNS else 1 + (place - 1) % (RUNS - 1)
+    for place, group in enumerate(ordered, start=0 if base else 1):
+        group.place = place
     return Comparison(ordered, damaged, base)
 
 

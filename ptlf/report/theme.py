@@ -49,8 +49,12 @@ HEAT_LIGHT = ["#f0f5fb", "#d3e3f5", "#a5c8eb", "#69a3dc", "#3479bf", "#174f8f"]
 HEAT_DARK = ["#22282e", "#25405c", "#2a5f94", "#3f86c9", "#74b0ea", "#b9d9f8"]
 TASK_LIGHT = ["#2b1d63", "#3b4f9e", "#1c7f9c", "#1e9f78", "#7db33a", "#d9b400"]
 TASK_DARK = ["#8f83ea", "#6c9bf2", "#4fc0d6", "#5bd8a4", "#b5e06a", "#fff08a"]
-DASHES = ("4 3", "", "7 2", "2 2", "8 2 2 2", "", "5 3", "3 1")
-MARKERS = ("circle", "circle", "square", "diamond", "triangle", "square", "diamond", "triangle")
+# From the eighth on colours come again, with another dash and marker.
+DASHES = ("4 3", "", "7 2", "2 2", "8 2 2 2", "", "5 3", "3 1", "5 2", "", "", "", "4 2", "", "")
+MARKERS = (
+    *("circle", "circle", "square", "diamond", "triangle", "square", "diamond", "triangle"),
+    *("triangle", "diamond", "square", "circle", "circle", "triangle", "circle"),
+)
 
 
 def ramp(stops: list[str], share: float) -> str:

@@ -16,7 +16,7 @@ from ptlf.cli import main
 from ptlf.report.figures.axes import Scale, shortened, ticks, words_width
 from ptlf.report.figures.cost import steps, thinned
 from ptlf.report.figures.freezing import epoch_overlaps, overlap
-from ptlf.report.runs import Run
+from ptlf.report.runs import Group, Run
 from ptlf.report.theme import RUNS, STEPS, colours, contrast, luminance
 
 
@@ -29,6 +29,16 @@ def test_colours_can_be_seen_and_told_apart(dark: bool) -> None:
         assert contrast(theme[f"on{step}"], theme[f"heat{step}"]) >= 4.5
     assert contrast(theme["frozen"], theme["empty"]) >= 3
     assert contrast(theme["task19" if not dark else "task0"], theme["page"]) >= 1.8
+
+
+def test_runs_look_different_as_long_as_there_are_looks() -> None:
+    looks = [(group.colour, group.dash, group.marker) for group in (Group([], place=place) for place in range(15))]
+    assert len(set(looks)) == 15
+    for place in range(8, 15):
+        first, again = looks[place - 7], looks[place]
+        assert first[0] == again[0]
+        assert first[1] != again[1]
+        assert first[2] != again[2]
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -19,7 +19,7 @@ from ptlf.report.figures.axes import (
     words_width,
 )
 from ptlf.report.runs import Comparison, Group
-from ptlf.report.theme import DASHES, MARKERS, STEPS, heat_step
+from ptlf.report.theme import STEPS, heat_step
 
 WITHIN, AMONG = "within the task", "among all classes"
 TITLES = {
@@ -108,7 +108,7 @@ def answer(comparison: Comparison, width: float) -> Drawing:
     panel = (width - names) / columns if columns > 1 else width
     height = HEAD + ROW * len(comparison.groups) + 20
     drawing = Drawing(width, 0, "Accuracy, forgetting and cost of every run")
-    start = legend(drawing, 0, 8, width, [(g.label, g.colour) for g in comparison.groups]) + 8 if above else 0.0
+    start = legend(drawing, 0, 8, width, comparison.groups) + 8 if above else 0.0
     drawing.height = start + height * -(-len(measures) // columns) - 12
     for place, measure in enumerate(measures):
         top = start + place // columns * height
@@ -161,7 +161,7 @@ def answer_dot(
     if spread:
         drawing.line([(scale(value - spread), y), (scale(value + spread), y)], role, width=1.2)
     title = f"{group.label}: {measure.show(value)} {measure.unit}"
-    drawing.mark(scale(value), y, role, size=5.5, look=MARKERS[group.colour], title=title)
+    drawing.mark(scale(value), y, role, size=5.5, look=group.marker, title=title)
 
 
 def mean_matrix(group: Group, probe: str) -> list[list[float | None]]:
@@ -264,7 +264,7 @@ def over_tasks(comparison: Comparison, probe: str, what: str, width: float) -> D
         return None
     tasks, left, height = comparison.tasks, 40.0, 190.0
     drawing = Drawing(width, 0, f"{what} over tasks, {title_of(probe)}")
-    top = legend(drawing, left, 10, width - left, [(group.label, group.colour) for group in comparison.groups]) + 8
+    top = legend(drawing, left, 10, width - left, comparison.groups) + 8
     low, high = padded(known, least=2.0)
     scale_y = Scale(low, min(high, 100.4), top + height, top)
     scale_x = Scale(1, tasks, left + 12, width - 12) if tasks > 1 else Scale(0, 2, left, width)
@@ -288,6 +288,6 @@ def draw_series(drawing: Drawing, group: Group, series: Sequence[tuple[float, tu
         lower = [(x, y(value - spread)) for x, (value, spread) in reversed(series)]
         drawing.area([*upper, *lower], role, opacity=0.15)
     if len(series) > 1:
-        drawing.line([(x, y(value)) for x, (value, _) in series], role, width=2, dash=DASHES[group.colour])
+        drawing.line([(x, y(value)) for x, (value, _) in series], role, width=2, dash=group.dash)
     for x, (value, _) in series:
-        drawing.mark(x, y(value), role, size=3.4, look=MARKERS[group.colour], title=f"{group.label}: {value:.2f}")
+        drawing.mark(x, y(value), role, size=3.4, look=group.marker, title=f"{group.label}: {value:.2f}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptlf.report.drawing import Drawing
-from ptlf.report.theme import DASHES, MARKERS
+from ptlf.report.runs import Group
 
 SMALL, TINY = 12.0, 10.5
 
@@ -65,17 +65,17 @@ def plain(value: float) -> str:
     return text.replace("-", "−")
 
 
-def legend(drawing: Drawing, x: float, y: float, width: float, entries: Sequence[tuple[str, int]]) -> float:
+def legend(drawing: Drawing, x: float, y: float, width: float, groups: Sequence[Group]) -> float:
     """Runs with line, marker and name, wrapped to the width. Returns the y below it."""
     at = x
-    for label, colour in entries:
-        label = shortened(label, width - 34)
+    for group in groups:
+        label = shortened(group.label, width - 34)
         need = 34 + words_width(label) + 14
         if at > x and at + need - 14 > x + width:
             at, y = x, y + 18
-        role = f"run{colour}"
-        drawing.line([(at, y), (at + 26, y)], role, width=2, dash=DASHES[colour])
-        drawing.mark(at + 13, y, role, size=3.2, look=MARKERS[colour])
+        role = f"run{group.colour}"
+        drawing.line([(at, y), (at + 26, y)], role, width=2, dash=group.dash)
+        drawing.mark(at + 13, y, role, size=3.2, look=group.marker)
         drawing.text(at + 32, y + 4, label, "ink", size=SMALL)
         at += need
     return y + 14

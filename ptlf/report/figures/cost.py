@@ -9,7 +9,6 @@ from ptlf.report.drawing import Drawing
 from ptlf.report.figures.accuracy import MIB
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, padded
 from ptlf.report.runs import Comparison, Group
-from ptlf.report.theme import DASHES
 
 PANELS = [
     ("seconds per epoch", "seconds", 1.0),
@@ -32,7 +31,7 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
     tasks = max(len(group.first["tasks"]) for group in groups)
     left, height = 46.0, 120.0
     drawing = Drawing(width, 0, "Cost of every epoch")
-    top = legend(drawing, left, 10, width - left, [(group.label, group.colour) for group in groups]) + 22
+    top = legend(drawing, left, 10, width - left, groups) + 22
     x = Scale(0.5, epochs * tasks + 0.5, left, width - 2)
     first = True
     for title, key, unit in PANELS:
@@ -85,7 +84,7 @@ def draw_line(drawing: Drawing, group: Group, series: Series, x: Scale, y: Scale
         return
     role = f"run{group.colour}"
     points = steps(series) if stepped else thinned(series)
-    drawing.line([(x(place), y(value)) for place, value in points], role, width=1.8, dash=DASHES[group.colour])
+    drawing.line([(x(place), y(value)) for place, value in points], role, width=1.8, dash=group.dash)
     values, places = dict(series), freeze_places(group)
     if not stepped:  # on the line, not on the epoch that it passes over
         values = {place: min(points, key=lambda point: abs(point[0] - place))[1] for place in places if place in values}

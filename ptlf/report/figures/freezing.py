@@ -11,7 +11,7 @@ from ptlf.report.drawing import Drawing
 from ptlf.report.figures.accuracy import heat_cell
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, plain, shortened, task_key, ticks, words_width
 from ptlf.report.runs import Comparison, Group, Run
-from ptlf.report.theme import DASHES, MARKERS, heat_step
+from ptlf.report.theme import heat_step
 
 Json = dict[str, Any]
 
@@ -210,7 +210,7 @@ def epoch_overlap(groups: Sequence[Group], width: float) -> Drawing:
     epochs = groups[0].config["training"]["epochs"]
     left, height = 40.0, 150.0
     drawing = Drawing(width, 0, "Overlap of the selection between epochs")
-    top = legend(drawing, left, 10, width - left, [(group.label, group.colour) for group in groups]) + 8
+    top = legend(drawing, left, 10, width - left, groups) + 8
     y, x = Scale(0, 1, top + height, top), Scale(1, max(epochs, 2), left + 12, width - 12)
     grid_y(drawing, y, left, width)
     for value in ticks(1, epochs, 6):
@@ -224,8 +224,8 @@ def epoch_overlap(groups: Sequence[Group], width: float) -> Drawing:
                 together.setdefault(epoch, []).extend(values)
         role = f"run{group.colour}"
         points = [(x(epoch), y(statistics.fmean(values))) for epoch, values in sorted(together.items())]
-        drawing.line(points, role, width=2, dash=DASHES[group.colour])
+        drawing.line(points, role, width=2, dash=group.dash)
         for px, py in points:
-            drawing.mark(px, py, role, look=MARKERS[group.colour])
+            drawing.mark(px, py, role, look=group.marker)
     drawing.height = top + height + 36
     return drawing
