@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ptlf.freezing.units import Unit, trained_units
 
@@ -104,7 +105,7 @@ class TaskCorrelation:
         self.module, self.replay, self.threshold = module, replay, threshold
         self.units, self.chunk, self.at_once = {unit.name: unit for unit in units}, chunk, at_once
         self.directions: dict[str, int] = {}
-        with unchanged(module, *keep):
+        with unchanged(module, *keep), parametrize.cached():  # else a parametrised weight is another tensor each time
             self.gradients = mean_gradients(units, loss_fn, batches)
             combine(list(self.gradients.values()))
 
@@ -137,9 +138,14 @@ def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches
             if not isinstance(loss, Tensor):
                 raise TypeError(f"loss_fn must return the loss, a tensor, and returned a {type(loss).__name__}")
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-        for total, gradient in zip(sums, gradients, strict=True):
+        for unit, weight, total, gradient in zip(units, weights, sums, gradients, strict=True):
             if gradient is not None:
                 total += gradient
+            elif not weight.is_leaf:
+                raise ValueError(
+                    f"the weight of unit {unit.name!r} is computed anew in every forward, so its gradient is not to be "
+                    "had; use torch.nn.utils.parametrizations in place of hooks such as weight_norm or prune"
+                )
     for name in not_finite({unit.name: total for unit, total in zip(units, sums, strict=True)}):
         raise ValueError(f"the new task's gradient for unit {name!r} is not finite")
     return {

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ptlf.errors import unknown
 from ptlf.freezing.kernels import (
+    EvalMode,
     FrozenLayer,
     MaskedReLU,
     Override,
     PassThrough,
-    RunningStatistics,
     is_plain_batch_norm,
     is_plain_layer,
 )
@@ -38,8 +39,8 @@ class Freezer:
     save_memory: keep only what backward needs. Otherwise plain PyTorch, which keeps as much as if nothing were frozen.
 
     A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output and those on the norm
-    see it pass. Weights loaded into a frozen module are noticed, except by compiled or captured code: there call
-    `refresh()`.
+    see it pass. Weights loaded into a frozen module are noticed, except by compiled or captured code and where they are
+    written through `.data`: there call `refresh()`.
     copy.deepcopy(module) gives an independent module that stays frozen; copy.deepcopy((module, freezer)) can be thawed.
     """
 
@@ -122,6 +123,8 @@ class Freezer:
             parameter.grad = None
             if self.optimizer is not None:
                 self.optimizer.state.pop(parameter, None)
+        for parametrization in parametrizations(unit.layer):  # of which some move in train mode, as spectral_norm
+            self._replace(parametrization, EvalMode, functools.partial(EvalMode, parametrization))
         fold = self._can_fold(unit)
         if self.save_memory and is_plain_layer(unit.layer):
             norm = unit.norm if fold else None
@@ -144,7 +147,7 @@ class Freezer:
         if norm.running_mean is None:
             return
         if not self.batch_statistics:
-            self._replace(norm, RunningStatistics, lambda: RunningStatistics(norm))
+            self._replace(norm, EvalMode, lambda: EvalMode(norm))
         elif norm.track_running_stats:
             # PyTorch then normalises by the batch in train mode and by the running statistics in eval mode.
             norm.track_running_stats = False
@@ -178,3 +181,9 @@ class Freezer:
     def _layers(self) -> list[FrozenLayer]:
         overrides = (module.__dict__["forward"] for module in self._replaced)
         return [override for override in overrides if isinstance(override, FrozenLayer)]
+
+
+def parametrizations(layer: nn.Module) -> list[nn.Module]:
+    """The modules that compute its parameters, where it has such."""
+    lists = layer.parametrizations.values() if parametrize.is_parametrized(layer) else ()  # type: ignore[union-attr, operator]
+    return [part for parts in lists for part in parts]

@@ -267,25 +267,27 @@ class PassThrough(Override):
         return input
 
 
-class RunningStatistics(Override):
-    """Forward of a frozen norm that could not be folded: eval mode whatever `module.train()` says."""
+class EvalMode(Override):
+    """Forward of a frozen norm that could not be folded, or of what makes up a frozen weight: eval mode whatever
+    `module.train()` says."""
 
-    def __init__(self, norm: nn.Module) -> None:
-        self.norm, self.plain = norm, is_plain_batch_norm(norm)
-        self.forward: Callable[..., Any] = norm.forward
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.plain = module, is_plain_batch_norm(module)
+        self.forward: Callable[..., Any] = module.forward
 
-    def __call__(self, input: Tensor) -> Any:
-        norm = self.norm
+    def __call__(self, input: Tensor, *others: Tensor) -> Any:
+        module = self.module
         if self.plain:
+            norm = module
             assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
             return F.batch_norm(
                 input, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps
             )
-        was_training, norm.training = norm.training, False
+        was_training, module.training = module.training, False
         try:
-            return self.forward(input)
+            return self.forward(input, *others)
         finally:
-            norm.training = was_training
+            module.training = was_training
 
 
 class MaskedReLU(Override):

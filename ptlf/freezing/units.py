@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LAYERS = (nn.Conv2d, nn.Linear)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
@@ -47,10 +48,11 @@ class Relu:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What one forward showed.
+    """What a forward showed.
 
     units: in the order the data first reaches them.
-    foldable: names of the units whose layer feeds nothing but its norm, and whose norm is fed by nothing else.
+    foldable: names of the units whose layer feeds nothing but its norm, and whose norm is fed by nothing else; in
+        train mode too, where a dropout between them does something.
     relus: those that no operation outside the units makes autograd keep.
     """
 
@@ -74,9 +76,10 @@ def find_units(module: nn.Module, example: Any = None) -> list[Unit]:
 
 
 def trace(module: nn.Module, example: Any = None) -> Trace:
-    """Run one forward in eval mode and read off units, foldable norms and ReLUs. The module is left as it was."""
+    """Read off units, foldable norms and ReLUs from a forward in eval mode and one in train mode. The module is left as
+    it was."""
     if example is not None:
-        return _analyse(module, *_run(module, example))
+        return _agreed(module, example, _analyse(module, *_run(module, example)))
     errors = []
     for guess in _guesses(module):
         try:
@@ -84,9 +87,18 @@ def trace(module: nn.Module, example: Any = None) -> Trace:
         except Exception as error:
             errors.append(f"{tuple(guess.shape)}: {error}")
             continue
-        return _analyse(module, record, output)
+        return _agreed(module, guess, _analyse(module, record, output))
     tried = "; ".join(message.splitlines()[0] for message in errors) or "no convolution or linear layer to guess from"
     raise ValueError(f"found no input that {type(module).__name__} accepts; pass example=<a batch> ({tried})")
+
+
+def _agreed(module: nn.Module, example: Any, seen: Trace) -> Trace:
+    """What was seen, without the folds that a forward in train mode does not show. One that fails shows none."""
+    try:
+        trained = _analyse(module, *_run(module, example, train=True)).foldable if seen.foldable else frozenset[str]()
+    except Exception:
+        trained = frozenset()
+    return dataclasses.replace(seen, foldable=seen.foldable & trained)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -136,6 +148,7 @@ class _Record:
         self.norms: dict[nn.Module, list[tuple[_LayerCall | None, Node | None]]] = defaultdict(list)
         self.relus: dict[nn.ReLU, list[int]] = defaultdict(list)  # storages of the outputs
         self.keepers: dict[int, set[nn.Module | None]] = defaultdict(set)  # by storage; None: no watched module
+        self.readers: dict[int, set[nn.Module | None]] = {}  # by storage of a layer's output
         self.held: list[Tensor] = []
         self.inside: list[nn.Module] = []
 
@@ -152,6 +165,7 @@ class _Record:
         if isinstance(module, nn.Conv2d | nn.Linear):
             call = _LayerCall(module, output, output._version, output.grad_fn)
             self.calls[id(output)] = call
+            self.readers[_storage(output)] = set()
             self.layers[module].append(call)
         elif isinstance(module, nn.ReLU):
             self.relus[module].append(_storage(output))
@@ -170,14 +184,29 @@ class _Record:
         return tensor.detach()
 
 
+class _Readers(TorchDispatchMode):
+    """Notes who reads a layer's output, in operations that autograd does not follow too."""
+
+    def __init__(self, record: _Record) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = self.record.inside[-1] if self.record.inside else None
+        for tensor in tensors_in([args, kwargs]):
+            if tensor.layout is torch.strided and (readers := self.record.readers.get(_storage(tensor))) is not None:
+                readers.add(inside)
+        return function(*args, **(kwargs or {}))
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _run(module: nn.Module, example: Any) -> tuple[_Record, Any]:
+def _run(module: nn.Module, example: Any, *, train: bool = False) -> tuple[_Record, Any]:
     record = _Record()
     with ExitStack() as stack:
-        stack.enter_context(_undisturbed(module))
+        stack.enter_context(_undisturbed(module, train))
         for watched in module.modules():
             if isinstance(watched, LAYERS + NORMS) or type(watched) is nn.ReLU:
                 enter = watched.register_forward_pre_hook(record.enter, with_kwargs=True)
@@ -192,6 +221,7 @@ def _run(module: nn.Module, example: Any) -> tuple[_Record, Any]:
         # The graph holds the hooks and the record holds the graph: a weak reference lets both go.
         weak = weakref.proxy(record)
         stack.enter_context(saved_tensors_hooks(lambda tensor: weak.keep(tensor), lambda tensor: tensor))
+        stack.enter_context(_Readers(record))
         return record, module(*args, **kwargs)
 
 
@@ -211,8 +241,9 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @contextmanager
-def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards modes, buffers and random state are what they were."""
+def _undisturbed(module: nn.Module, train: bool = False) -> Iterator[None]:
+    """Eval mode inside, or train mode, but not of norms: a batch may be too small for them. Afterwards modes, buffers
+    and random state are what they were."""
     modes = [(m, m.training) for m in module.modules()]
     buffers = [
         (m, name, buffer, buffer._version, buffer.clone())
@@ -224,7 +255,7 @@ def _undisturbed(module: nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(devices=sorted(cuda)):
         try:
             for m, _ in modes:
-                m.training = False
+                m.training = train and not isinstance(m, NORMS)
             yield
         finally:
             for m, training in modes:
@@ -306,4 +337,5 @@ def _feeds_only_its_norm(unit: Unit, record: _Record, uses: Mapping[Node, int]) 
     norm_is_used = all(node is not None and uses[node] > 0 for _, node in record.norms[unit.norm])
     used_once = all(call.node is not None and uses[call.node] == 1 for call in calls)
     same_calls = len(calls) == len(consumed) and all(a is b for a, b in zip(calls, consumed, strict=True))
-    return norm_is_used and used_once and same_calls
+    read_by = set().union(*(record.readers[_storage(call.output)] for call in calls))
+    return norm_is_used and used_once and same_calls and read_by <= {unit.norm}

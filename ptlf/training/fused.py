@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ptlf.encoders.norm import ViewBatchNorm2d
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
-from ptlf.freezing.kernels import FrozenLayer, MaskedReLU, Override, RunningStatistics, frozen_conv2d
+from ptlf.freezing.kernels import EvalMode, FrozenLayer, MaskedReLU, Override, frozen_conv2d
 
 Pair = tuple[Tensor, Tensor]  # one value for two who use it
 Block = BasicBlock | Bottleneck
@@ -150,7 +150,7 @@ class Forward:
         relu: bool = True,
         as_bits: bool = False,
     ) -> Pair:
-        if not isinstance(norm.__dict__.get("forward"), RunningStatistics):
+        if not isinstance(norm.__dict__.get("forward"), EvalMode):
             return self.passes.norm_relu(x, norm, residual, extra, relu=relu, as_bits=as_bits)
         x = norm(x)  # frozen, and not folded: as PyTorch does it
         for more in (residual, None if extra is None else extra.to(x.dtype).view(-1, 1, 1)):

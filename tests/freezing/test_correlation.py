@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import correlation
@@ -395,6 +397,27 @@ def test_no_gradient_no_inputs_and_unused_layers_are_zero(network):
     assert 0 < ratios["tokens"] <= 1
     flat = correlation_ratios(network, replay + 1, lambda: network(replay).sum() * 0, batches=1, units=units)
     assert flat == {"stem": 0.0, "tokens": 0.0, "unused": 0.0}
+
+
+def test_a_parametrised_weight_has_the_ratio_of_its_plain_one():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    made_up = copy.deepcopy(plain)
+    weight_norm(made_up[0])
+    x = torch.randn(6, 3, 8, 8)
+    ratios, same = (
+        correlation_ratios(model, x, lambda model=model: model(x).square().sum()) for model in (plain, made_up)
+    )
+    assert ratios["0"] > 0.5
+    assert same == pytest.approx(ratios, rel=1e-4)
+
+
+def test_a_weight_made_by_a_hook_is_refused():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    prune.random_unstructured(model[2], "weight", amount=0.5)
+    x = torch.randn(6, 3, 8, 8)
+    with pytest.raises(ValueError, match="the weight of unit '2' is computed anew in every forward"):
+        correlation_ratios(model, x, lambda: model(x).square().sum())
 
 
 def test_errors_name_the_unit_and_the_way_out(network):

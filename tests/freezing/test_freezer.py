@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing.freezer import Freezer
@@ -99,6 +100,21 @@ def test_frozen_units_do_not_move_by_a_bit_and_the_others_do(optimizer, options)
         assert torch.equal(after[key], before[key]) == (key in held), key
     assert all(p not in steps.state and p.grad is None for u in freezer.units if u.name in SOME for p in u.parameters())
     assert [[id(p) for p in group["params"]] for group in steps.param_groups] == [[id(p) for p in g] for g in groups]
+
+
+def test_a_frozen_weight_that_is_made_up_does_not_move():
+    """Spectral norm improves its estimate in every forward in train mode."""
+    model = nn.Sequential(spectral_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    freezer = Freezer(model, example=images())
+    freezer.freeze(["0"])
+    before, weight = snapshot(model), model[0].weight.clone()
+    for _ in range(3):
+        model.train()(images())
+    assert torch.equal(model[0].weight, weight)
+    assert all(torch.equal(value, before[key]) for key, value in snapshot(model).items())
+    freezer.thaw()
+    model(images())
+    assert not torch.equal(model[0].weight, weight)
 
 
 def plainly_frozen(model: nn.Module, units: list, names: set[str]) -> None:

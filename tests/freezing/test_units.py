@@ -79,6 +79,35 @@ def test_a_layer_whose_output_others_use_does_not_fold():
     assert seen.foldable == set()
 
 
+class Watched(nn.Module):
+    """A layer whose output somebody else looks at, out of autograd's sight or in train mode alone."""
+
+    def __init__(self, look: str) -> None:
+        super().__init__()
+        self.look, self.conv, self.norm = look, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.drop = nn.Dropout2d() if look == "dropout" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.conv(x))
+        if self.look == "detached":
+            return self.norm(y) * y.detach().sigmoid()
+        if self.look == "training" and self.training:
+            return self.norm(y) + y.mean()
+        if self.look == "fails" and self.training:
+            raise RuntimeError("needs targets")
+        return self.norm(y)
+
+
+@pytest.mark.parametrize("look", ["dropout", "detached", "training", "fails"])
+def test_a_layer_does_not_fold_where_it_is_not_sure_that_its_norm_alone_reads_it(look):
+    model = Watched(look).train()
+    seen = trace(model)
+    assert seen.units[0].norm_name == "norm"
+    assert seen.foldable == set()
+    assert model.training
+    assert trace(Watched("nobody")).foldable == {"conv"}
+
+
 def test_a_linear_layer_on_sequences_does_not_fold_its_batch_norm():
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
     assert trace(model, torch.zeros(2, 4)).foldable == {"0"}
