@@ -84,14 +84,19 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
 def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) -> ProgressiveFreezing:
     encoder = trainer.model.encoder
     example = torch.zeros(2, 3, trainer.view_size, trainer.view_size, device=trainer.device)
-    freezer = Freezer(
-        encoder,
-        trainer.optimizer,
-        units=trained_units(encoder, example),
-        example=example,
-        batch_statistics=config.freezing.batch_statistics,
-        save_memory=config.freezing.save_memory,
-    )
+    try:
+        freezer = Freezer(
+            encoder,
+            trainer.optimizer,
+            units=trained_units(encoder, example),
+            example=example,
+            batch_statistics=config.freezing.batch_statistics,
+            save_memory=config.freezing.save_memory,
+        )
+    except ValueError as error:
+        if config.freezing.policy != "none":
+            raise UserError(f"encoder {config.encoder.name!r} cannot freeze: {error}") from None
+        freezer = Freezer(encoder, trainer.optimizer, units=[], save_memory=False)
     if config.freezing.policy != "none" and not freezer.units:
         raise UserError(
             f"encoder {config.encoder.name!r} has no convolution or linear layer that trains and could freeze; "

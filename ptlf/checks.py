@@ -3,7 +3,7 @@ drifted apart, an encoder that gives every image the same vector."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +16,12 @@ from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import Progress
 
 
-def check_numbers(model: nn.Module, progress: Progress | None, position: Position, last: Path | None) -> None:
+def check_numbers(
+    modules: Sequence[nn.Module], progress: Progress | None, position: Position, last: Path | None
+) -> None:
     """Losses and weights are finite. `last` is the checkpoint to go back to."""
     bad = progress.first_bad() if progress else None
-    if bad is None and all_finite([*model.parameters(), *model.buffers()]):
+    if bad is None and are_numbers(modules):
         return
     what, step = (f"loss became {bad[1]}", bad[0] + 1) if bad else ("weights are no longer finite", position.step)
     raise UserError(
@@ -29,10 +31,23 @@ def check_numbers(model: nn.Module, progress: Progress | None, position: Positio
     )
 
 
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Asked of the device in one go; a sum of magnitudes has every NaN and infinity in it."""
-    sums = torch._foreach_norm([tensor for tensor in tensors if tensor.is_floating_point()], 1)
-    return bool(torch.stack([value.float() for value in sums]).isfinite().all())
+def are_numbers(modules: Iterable[nn.Module]) -> bool:
+    """Whether weights and statistics are finite, and other buffers, which may be masks with infinities, have no NaN.
+
+    Asked of the device in one go: a sum of magnitudes has every NaN and infinity in it.
+    """
+    moving: list[Tensor] = []
+    others: list[Tensor] = []
+    for module in modules:
+        moving += module.parameters()
+        for name, buffer in module.named_buffers():
+            (moving if "running_" in name else others).append(buffer)
+    return bool(torch.cat([magnitudes(moving).isfinite(), ~magnitudes(others).isnan()]).all())
+
+
+def magnitudes(tensors: Iterable[Tensor]) -> Tensor:
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return torch.stack([value.float() for value in torch._foreach_norm(floats, 1)]) if floats else torch.zeros(0)
 
 
 def check_processes(model: nn.Module) -> None:

@@ -273,7 +273,7 @@ class Run:
     def check_numbers(self) -> None:
         """Nothing goes on, and nothing is saved, with losses or weights that are not finite."""
         last = self.checkpoints.last if self.checkpoints else None
-        check_numbers(self.model, self.progress, self.position, last)
+        check_numbers([self.model, self.method], self.progress, self.position, last)
 
     def check_spread(self, indices: np.ndarray) -> None:
         """Warn once of a collapse. Looked at after 1, 2, 4, 8... epochs of a task and after its last: on a GPU an epoch

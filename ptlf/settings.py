@@ -132,12 +132,13 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over` on top, key by key. A section whose `name` changes starts afresh."""
+    """`base` with the values of `over` on top, key by key. A section whose `name` changes starts afresh, but for views,
+    whose size and memory are no particular one's."""
     merged = dict(base)
     for name, value in over.items():
         old = merged.get(name)
         if isinstance(value, Mapping) and isinstance(old, Mapping):
-            renamed = "name" in old and "name" in value and old["name"] != value["name"]
+            renamed = name != "views" and "name" in old and "name" in value and old["name"] != value["name"]
             value = dict(value) if renamed else merge(old, value)
         merged[name] = value
     return merged

@@ -11,6 +11,7 @@ import torch
 from conftest import tiny_encoder
 from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 
 from ptlf.config import from_dict, read_yaml
 from ptlf.errors import UserError
@@ -207,7 +208,6 @@ def test_random_sources_do_not_depend_on_the_global_generator(tiny) -> None:
 
 
 def test_an_encoder_of_ones_own(tiny) -> None:
-    from torch import nn
 
     encoder = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 5))
     results = Run(tiny(), encoder=encoder).train()
@@ -259,6 +259,26 @@ def test_statistics_that_are_not_finite_stop_the_run(tiny) -> None:
     run.model.encoder[1].running_var[0] = float("inf")
     with pytest.raises(UserError, match="weights are no longer finite"):
         run.check_numbers()
+
+
+def test_the_method_s_weights_stop_the_run_too_but_not_a_mask_with_infinities(tiny) -> None:
+    run = Run(tiny("digits/simsiam/cassle"))
+    run.model.encoder.register_buffer("mask", torch.full((2,), float("-inf")))
+    run.check_numbers()
+    next(run.method.predictor.parameters()).data[0] = float("nan")
+    with pytest.raises(UserError, match="weights are no longer finite"):
+        run.check_numbers()
+
+
+def test_an_encoder_with_tied_weights_trains_and_says_why_it_does_not_freeze(tiny) -> None:
+    def tied() -> nn.Module:
+        encoder = nn.Sequential(nn.Flatten(), nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 768))
+        encoder[3].weight = encoder[1].weight
+        return encoder
+
+    Run(tiny(), encoder=tied()).train()
+    with pytest.raises(UserError, match=r"cannot freeze: 1\.weight and 3\.weight are one"):
+        Run(tiny("digits/simsiam/ptlf"), encoder=tied())
 
 
 def test_the_default_configuration_is_complete() -> None:

@@ -90,6 +90,8 @@ def test_merge_keeps_a_section_unless_it_is_renamed() -> None:
     assert merge(base, {"method": {"name": "finetune"}})["method"] == {"name": "finetune"}
     assert base["method"] == {"name": "lump", "alpha": 1}
     assert merge({"method": {"alpha": 3}}, {"method": {"name": "lump"}})["method"] == {"alpha": 3, "name": "lump"}
+    views = {"views": {"name": "lump", "size": 224}}
+    assert merge(views, {"views": {"name": "cassle-moco"}})["views"] == {"name": "cassle-moco", "size": 224}
 
 
 def test_every_key_has_a_help_text() -> None:

@@ -14,7 +14,8 @@ from ptlf.ranks import whole
 from ptlf.settings import key
 
 
-# Settings of Bardes et al. 2022. As in their code, the invariance term is the mean over images and dimensions.
+# Settings of Bardes et al. 2022. As in their code, the invariance term is the mean over images and dimensions, and the
+# variance term that over the views.
 @dataclass
 class VICRegConfig(ObjectiveConfig):
     name: str = "vicreg"
@@ -45,7 +46,7 @@ class VICReg(Objective):
         z1, z2 = (whole(z) for z in projected)
         return (
             self.config.invariance * F.mse_loss(z1, z2)
-            + self.config.variance * (variance_loss(z1) + variance_loss(z2))
+            + self.config.variance * (variance_loss(z1) + variance_loss(z2)) / 2
             + self.config.covariance * (covariance_loss(z1) + covariance_loss(z2))
         )
 

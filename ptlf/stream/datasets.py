@@ -56,7 +56,7 @@ def open_stream(config: StreamConfig, sources: dict[str, Source], root: Path, se
         if pack is None:
             raise UserError(f"stream {config.name!r} needs stream.pack: the name given to `ptlf data pack`")
         data = packed(root, pack)
-    settled = StreamConfig(**{**vars(config), "classes": config.classes or source.classes})
+    settled = StreamConfig(**{**vars(config), "classes": config.classes or (None if config.groups else source.classes)})
     if data.folders == "tasks":
         return unlabelled(data, settled, packed(root, settled.labelled) if settled.labelled else None)
     if settled.labelled is not None:

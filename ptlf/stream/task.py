@@ -181,6 +181,8 @@ def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[i
             f"stream.class_order has {len(order)} classes, the stream has {len(names)}; "
             f"missing: {', '.join(missing[:8])}"
         )
+    if len(order) < count:
+        raise UserError(f"stream.class_order names {len(order)} classes, the stream takes {count}")
     return order[:count]
 
 

@@ -109,7 +109,7 @@ def test_vicreg_by_hand() -> None:
     z1, z2 = 0.7 * torch.randn(2, 8, 12, dtype=torch.float64)
     expected = 25 * np.mean((z1 - z2).numpy() ** 2)
     for z in (z1.numpy(), z2.numpy()):
-        expected += 25 * np.mean(np.maximum(0, 1 - np.sqrt(z.var(0, ddof=1) + 1e-4)))
+        expected += 25 / 2 * np.mean(np.maximum(0, 1 - np.sqrt(z.var(0, ddof=1) + 1e-4)))
         covariance = np.cov(z.T)
         expected += sum(covariance[i, j] ** 2 for i in range(12) for j in range(12) if i != j) / 12
     assert objective.compare([z1, z2], batch()).item() == pytest.approx(expected, rel=1e-9)

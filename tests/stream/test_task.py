@@ -5,6 +5,7 @@ import pytest
 
 from ptlf.errors import UserError
 from ptlf.stream import STREAMS, Dataset, Images, StreamConfig, open_stream
+from ptlf.stream.datasets import Source
 from ptlf.stream.folders import pack_folder
 from ptlf.stream.task import split, unlabelled
 
@@ -43,6 +44,13 @@ def test_groups_name_the_classes_of_each_task() -> None:
     assert [task.classes for task in stream.tasks] == [(0,), (1, 5, 2)]
 
 
+def test_groups_take_the_place_of_a_source_s_number_of_classes(tmp_path) -> None:
+    sources = {"four": Source("of ten", tasks=2, classes=4, embedded=fake)}
+    stream = open_stream(StreamConfig(name="four", groups=[["a"], ["f"]]), sources, tmp_path, seed=0)
+    assert [task.classes for task in stream.tasks] == [(0,), (5,)]
+    assert len(open_stream(StreamConfig(name="four"), sources, tmp_path, seed=0).class_order) == 4
+
+
 def test_per_class_takes_the_first_images_of_each() -> None:
     stream = split(fake(), StreamConfig(tasks=3, per_class=2), seed=0)
     assert [task.train.tolist() for task in stream.tasks] == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
@@ -65,6 +73,7 @@ def test_joint_is_one_task_with_every_exam() -> None:
         ({"tasks": 2, "class_order": list("abcdex")}, "stream.class_order names 'x', which is not a class"),
         ({"tasks": 2, "class_order": [0, 1, 2, 3, 4, 6]}, "stream.class_order names 6, which is not a class"),
         ({"tasks": 2, "class_order": "sorted"}, "stream.class_order must be natural, seeded or a list"),
+        ({"classes": 4, "class_order": [0, 1], "tasks": 2}, "stream.class_order names 2 classes, the stream takes 4"),
         ({"classes": 7, "tasks": 7}, "stream.classes is 7, the data set has 6"),
         ({"groups": [["a"], ["a", "b"]]}, "stream.groups names a more than once"),
         ({"groups": [["a"], []]}, "stream.groups must name at least one class per task"),
