@@ -208,7 +208,6 @@ def test_random_sources_do_not_depend_on_the_global_generator(tiny) -> None:
 
 
 def test_an_encoder_of_ones_own(tiny) -> None:
-
     encoder = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 5))
     results = Run(tiny(), encoder=encoder).train()
     assert results["units"] == ["2"]
