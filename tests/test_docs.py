@@ -82,7 +82,8 @@ def test_paper_notes_name_code_that_exists() -> None:
 
 
 def test_every_command_in_the_readme_parses() -> None:
-    from ptlf.cli import make_parser
+    """With its settings, on top of each of its recipes."""
+    from ptlf.cli import make_parser, settled
 
     lines = [
         line.strip() for block in blocks(ROOT / "README.md", "sh") for line in block.replace("\\\n", " ").splitlines()
@@ -94,5 +95,8 @@ def test_every_command_in_the_readme_parses() -> None:
     ]
     assert commands
     for words in commands:
-        arguments, _ = make_parser().parse_known_args(words[1:])
+        arguments, settings = make_parser().parse_known_args(words[1:])
         assert hasattr(arguments, "run"), words
+        assert arguments.takes_overrides or not settings, words
+        for recipe in getattr(arguments, "recipes", None) or [getattr(arguments, "recipe", None)]:
+            settled(recipe, None, settings)

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_encoder
@@ -21,6 +22,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.pipeline import Run, evaluate_run
 from ptlf.stream.folders import pack_folder
 from ptlf.training.trainer import Trainer
+from ptlf.views import CIFAR_MEAN, CIFAR_STD
 
 # Every objective with every method, frozen and not; every policy with one of each.
 COMBINATIONS = [
@@ -205,6 +207,17 @@ def test_random_sources_do_not_depend_on_the_global_generator(tiny) -> None:
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(99)
     assert Run(tiny()).train()["probes"] == first
+
+
+def test_encoders_are_tested_on_normalised_images(tiny) -> None:
+    run = Run(tiny(views__name="lump"))
+    seen: list[torch.Tensor] = []
+    run.model.encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    run.prober.rows(run.model.encoder, 0)
+    exam, data = run.stream.exams[0], run.stream.data
+    for found, images in zip(seen, (data.train.pixels[exam.bank], data.test.pixels[exam.test]), strict=True):
+        expected = (images / 255 - CIFAR_MEAN) / CIFAR_STD
+        np.testing.assert_allclose(found.permute(0, 2, 3, 1), expected, atol=1e-5)
 
 
 def test_an_encoder_of_ones_own(tiny) -> None:

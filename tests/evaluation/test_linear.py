@@ -26,12 +26,32 @@ def data():
 
 def test_linear_probe_is_as_good_as_logistic_regression(data) -> None:
     (x, y), (x_test, y_test) = data
-    reference = 100 * LogisticRegression(max_iter=1000).fit(x.numpy(), y.numpy()).score(x_test.numpy(), y_test.numpy())
+    exact = LogisticRegression(C=1e6, max_iter=1000, tol=1e-8).fit(x.numpy(), y.numpy())
+    reference = 100 * exact.score(x_test.numpy(), y_test.numpy())
     probe = linear_fit(x, y, LinearConfig(), torch.Generator().manual_seed(0))
     ridge = ridge_fit(x, y, RidgeConfig())
     assert 60 < reference < 95
     assert probe.accuracy(x_test, y_test) == pytest.approx(reference, abs=0.5)
+    found, expected = (weight - weight.mean(0) for weight in (probe.weight.numpy(), exact.coef_))
+    assert np.linalg.norm(found - expected) < 0.006 * np.linalg.norm(expected)  # 0.02 at the rate it begins with
     assert ridge.accuracy(x_test, y_test) == pytest.approx(reference, abs=2)
+
+
+def test_linear_probe_is_sgd_whose_rate_drops_twice(data) -> None:
+    """Against a loop in float64: ten epochs, at a tenth of the rate from the seventh and a hundredth from the ninth."""
+    (x, y), _ = data
+    config = LinearConfig(epochs=10, batch=700, momentum=0.8, weight_decay=0.01)
+    fit = linear_fit(x, y, config, torch.Generator().manual_seed(5))
+    inputs, targets = np.c_[x.double().numpy(), np.ones(len(x))], np.eye(5)[y.numpy()]
+    weight, velocity, generator = np.zeros((25, 5)), 0.0, torch.Generator().manual_seed(5)
+    for rate in (*[0.1] * 6, *[0.01] * 2, *[0.001] * 2):
+        for part in torch.randperm(len(x), generator=generator).split(700):
+            powers = np.exp(inputs[part] @ weight)
+            wrong = powers / powers.sum(1, keepdims=True) - targets[part]
+            velocity = 0.8 * velocity + inputs[part].T @ wrong / len(part) + 0.01 * weight
+            weight = weight - rate * velocity
+    np.testing.assert_allclose(fit.weight.T.numpy(), weight[:-1], atol=1e-5)
+    np.testing.assert_allclose(fit.bias.numpy(), weight[-1], atol=1e-5)
 
 
 def test_ridge_is_sklearns_ridge(data) -> None:

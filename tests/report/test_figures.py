@@ -13,10 +13,12 @@ from PIL import Image
 from test_page import GALLERY
 
 from ptlf.cli import main
+from ptlf.report.drawing import Drawing, Shape
+from ptlf.report.figures.accuracy import answer
 from ptlf.report.figures.axes import Scale, shortened, ticks, words_width
-from ptlf.report.figures.cost import steps, thinned
-from ptlf.report.figures.freezing import epoch_overlaps, overlap
-from ptlf.report.runs import Group, Run
+from ptlf.report.figures.cost import per_epoch, steps, thinned
+from ptlf.report.figures.freezing import epoch_overlaps, freezing_map, overlap
+from ptlf.report.runs import Comparison, Group, Run, compare
 from ptlf.report.theme import RUNS, STEPS, colours, contrast, luminance
 
 
@@ -66,6 +68,56 @@ def test_pictures_as_files(tmp_path: Path) -> None:
         assert np.asarray(image.convert("L")).std() > 5
 
 
+def shapes(drawing: Drawing, kind: str, **look: object) -> list[Shape]:
+    found = [shape for shape in drawing.shapes if shape.kind == kind]
+    return [shape for shape in found if all(getattr(shape, name) == value for name, value in look.items())]
+
+
+def length(shape: Shape) -> float:
+    return shape.at[1][0] - shape.at[0][0]
+
+
+def test_costs_in_the_answer_are_relative_to_the_baseline(tmp_path: Path) -> None:
+    folders = [made_up.write(tmp_path / str(number), run) for number, run in enumerate(made_up.pair())]
+    drawing = answer(compare(folders), 900)
+    assert [shape.words for shape in shapes(drawing, "text") if "×" in shape.words] == ["0.25×", "0.75×", "0.50×"]
+    bars = [length(bar) for bar in shapes(drawing, "line", opacity=0.4)][-6:]
+    assert [bars[place + 1] / bars[place] for place in (0, 2, 4)] == pytest.approx([0.25, 0.75, 0.5])
+
+
+@pytest.fixture
+def frozen_in_epochs_3_and_5(tmp_path: Path) -> Comparison:
+    """Of task 2, of 2 tasks of 6 epochs."""
+    results = made_up.results(tasks=2, units=4)
+    first, second, *_ = results["units"]
+    events = [{"epoch": 3, "frozen": [first]}, {"epoch": 5, "frozen": [second]}]
+    results["freezing"][0] |= {"order": [first, second], "events": events}
+    return compare([made_up.write(tmp_path / "run", results)])
+
+
+def test_the_freezing_map_is_filled_from_the_epoch_of_the_freeze_on(frozen_in_epochs_3_and_5: Comparison) -> None:
+    drawing = freezing_map(frozen_in_epochs_3_and_5.groups[0], 800)
+    rows = shapes(drawing, "rect", fill="empty")[4:]  # of task 2
+    for shape, row, epoch in zip(shapes(drawing, "rect", fill="frozen"), rows[:2], (3, 5), strict=True):
+        (left, top), (right, _) = shape.at
+        assert top == row.at[0][1]
+        assert 6 * (left - row.at[0][0]) / length(row) == pytest.approx(epoch - 1)
+        assert right == pytest.approx(row.at[1][0])
+        assert f"frozen from epoch {epoch}," in shape.title
+
+
+def test_costs_by_epoch_mark_the_beginning_of_the_epoch_of_the_freeze(frozen_in_epochs_3_and_5: Comparison) -> None:
+    drawing = per_epoch(frozen_in_epochs_3_and_5, 800)
+    task = shapes(drawing, "rect", fill="empty")[0]
+    marks = shapes(drawing, "mark", look="down")
+    epochs = [6 * (mark.at[0][0] - task.at[0][0]) / length(task) for mark in marks]
+    assert epochs == pytest.approx([8, 10] * (len(marks) // 2))
+    assert [mark.title.partition(": ")[0].partition(", ")[2] for mark in marks[:2]] == [
+        "task 2, epoch 3",
+        "task 2, epoch 5",
+    ]
+
+
 def test_overlap() -> None:
     assert overlap(["a", "b"], ["b", "c"]) == 0.5
     assert overlap(["a"], ["a", "b", "c", "d"]) == 0.25
@@ -78,14 +130,18 @@ def test_overlap_between_epochs_by_hand() -> None:
         {
             "task": 2,
             "ratios": {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.6},
-            "order": ["a", "c"],
-            "events": [{"epoch": 2, "frozen": ["a"]}, {"epoch": 4, "frozen": ["c"]}],
-            # At first a and b; after a froze, c leads b: one of two stays. Then nothing changes.
-            "ratios_by_epoch": {"4": {"b": 0.5, "c": 0.7, "d": 0.1}, "10": {"b": 0.2, "c": 0.3, "d": 0.1}},
+            "order": ["a", "b"],
+            "events": [{"epoch": 2, "frozen": ["a"]}, {"epoch": 4, "frozen": ["b"]}],
+            # At first a and b; after a froze, c leads b: one of two stays. b freezes all the same, and takes c's place
+            # when the ratios are asked again. Then nothing changes.
+            "ratios_by_epoch": {
+                "4": {"b": 0.5, "c": 0.7, "d": 0.1},
+                "10": {"c": 0.3, "d": 0.1},
+                "12": {"c": 0.2, "d": 0.4},
+            },
         }
     ]
-    results["freezing"][0]["ratios_by_epoch"]["10"].pop("c")
-    assert epoch_overlaps(Run(Path(), results)) == {4: [0.5], 10: [1.0]}
+    assert epoch_overlaps(Run(Path(), results)) == {4: [0.5], 10: [0.5], 12: [1.0]}
 
 
 def test_steps_keep_every_level() -> None:

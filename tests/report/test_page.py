@@ -109,11 +109,20 @@ def test_many_probes_take_several_tables(tmp_path: Path) -> None:
 def test_costs_are_relative_to_lump(two: list[Path]) -> None:
     costs = [json.loads((folder / "results.json").read_text())["cost"] for folder in two]
     ratio = f"<b>{costs[1]['learning_seconds'] / costs[0]['learning_seconds']:.2f}×</b>"
-    assert ratio in html(two[::-1])  # whatever the order
     inverse = f"<b>{costs[0]['learning_seconds'] / costs[1]['learning_seconds']:.2f}×</b>"
-    assert inverse in html(two, "ptlf")
+    for text, expected in ((html(two[::-1]), ratio), (html(two, "ptlf"), inverse)):  # whatever the order
+        assert f"with {expected} the training time" in text
+        assert f" {expected}</span>" in text
     with pytest.raises(UserError, match="unknown baseline 'lumb'; did you mean 'lump'"):
         html(two, "lumb")
+
+
+def test_the_least_cost_of_many_runs_is_relative_to_lump(tmp_path: Path) -> None:
+    lump, ptlf = made_up.pair()
+    others = [made_up.results(f"digits/simsiam/{method}") | {"cost": lump["cost"]} for method in ("si", "der")]
+    folders = [made_up.write(tmp_path / str(number), run) for number, run in enumerate((lump, ptlf, *others))]
+    least = re.findall(r"<li>Least (.*?): .*?, <b>.*?</b> \((.*?)\)</li>", html(folders))
+    assert [times for title, times in least if title != "forgetting"] == ["0.25×", "0.75×", "0.50×"]
 
 
 def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Which images an accuracy is of, and how many neighbours vote."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_knn import naive
+from torch import nn
+
+from ptlf.evaluation import EvaluationConfig, Prober
+from ptlf.evaluation.knn import KnnClassConfig
+from ptlf.stream import Stream, StreamConfig
+from ptlf.stream.task import Dataset, Images, split
+
+TASKS, CLASSES = 3, 6
+
+
+def noise(each: int, seed: int) -> Images:
+    """So many images of every class, which differ in nothing."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (each * CLASSES, 2, 2, 3), np.uint8)
+    return Images(pixels, np.arange(CLASSES).repeat(each))
+
+
+@pytest.fixture
+def stream() -> Stream:
+    names = tuple(str(number) for number in range(CLASSES))
+    return split(Dataset("noise", names, noise(12, 4), noise(40, 5)), StreamConfig(tasks=TASKS), seed=0)
+
+
+def centred(images: torch.Tensor) -> torch.Tensor:
+    return images - 127.5
+
+
+@pytest.fixture
+def prober(stream: Stream) -> Prober:
+    config = EvaluationConfig(batch=7, knn_class=KnnClassConfig(k=5))
+    return Prober(stream, config, centred, torch.device("cpu"))
+
+
+def by_hand(stream: Stream, task: int, k: int) -> float:
+    """knn_task of the task's exam."""
+    exam, (bank, test) = stream.exams[task], (stream.data.train, stream.data.test)
+    known, asked = (
+        images.pixels[chosen].reshape(len(chosen), -1) - 127.5
+        for images, chosen in ((bank, exam.bank), (test, exam.test))
+    )
+    votes = naive(known, bank.labels[exam.bank], asked, k, 0.1, CLASSES)
+    return 100 * float((votes.argmax(1) == test.labels[exam.test]).mean())
+
+
+def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, prober: Prober) -> None:
+    assert all(by_hand(stream, task, 1) != by_hand(stream, task, 3) for task in range(TASKS))
+    for after in range(TASKS):
+        expected = [by_hand(stream, task, k=after + 1) for task in range(after + 1)]
+        row = prober.rows(nn.Flatten(), after)["knn_task"]
+        assert row == pytest.approx([*expected, *[None] * (TASKS - after - 1)])
+    untrained = prober.rows(nn.Flatten(), TASKS)["knn_task"]
+    assert untrained == pytest.approx([by_hand(stream, task, k=3) for task in range(TASKS)])
+
+
+def test_a_number_of_neighbours_that_was_asked_for_holds_after_every_task(stream: Stream, prober: Prober) -> None:
+    prober.config.knn_task.k = 4
+    assert prober.rows(nn.Flatten(), 0)["knn_task"][0] == pytest.approx(by_hand(stream, 0, k=4))
+
+
+def test_the_future_is_the_next_task_as_the_untrained_encoder_is_tested_on_it(stream: Stream, prober: Prober) -> None:
+    untrained = prober.rows(nn.Flatten(), TASKS)["knn_task"]
+    assert len(set(untrained)) == TASKS
+    assert [prober.future(nn.Flatten(), task) for task in range(TASKS)] == [untrained[1:2], untrained[2:3], []]
