@@ -42,7 +42,8 @@ def knn_predict(
     for part in queries.split(chunk):
         similarity, nearest = (part @ bank.T).topk(k, dim=1)  # (chunk, k)
         votes = torch.zeros(len(part), classes, dtype=similarity.dtype, device=similarity.device)
-        votes.scatter_add_(1, bank_labels[nearest], (similarity / temperature).exp())
+        weights = ((similarity - similarity[:, :1]) / temperature).exp()  # relative to the nearest: exp overflows
+        votes.scatter_add_(1, bank_labels[nearest], weights)
         predicted.append(votes.argmax(dim=1))
     return torch.cat(predicted)
 

@@ -41,3 +41,15 @@ def test_agrees_with_a_naive_loop(k: int, temperature: float, chunk: int) -> Non
 def test_k_must_fit_in_the_bank() -> None:
     with pytest.raises(UserError, match="k is 4, but the kNN bank holds 3 images"):
         knn_predict(torch.ones(3, 2), torch.zeros(3, dtype=torch.long), torch.ones(1, 2), k=4, temperature=1, classes=1)
+
+
+def test_a_small_temperature_is_that_of_the_nearest_and_does_not_overflow() -> None:
+    torch.manual_seed(0)
+    centres = torch.randn(3, 16)
+    labels = torch.arange(3).repeat(40)
+    bank, queries = (centres[labels] + 0.7 * torch.randn(120, 16) for _ in range(2))
+    small, exact = (
+        knn_predict(bank.to(kind), labels, queries.to(kind), k=30, temperature=0.005, classes=3)
+        for kind in (torch.float32, torch.float64)
+    )
+    assert small.tolist() == exact.tolist()
