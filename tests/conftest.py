@@ -51,6 +51,11 @@ def dropping_encoder() -> nn.Module:
     return nn.Sequential(tiny_encoder(), nn.Dropout(0.3))
 
 
+def smooth_encoder() -> nn.Module:
+    """Without a kink, at which rounding would choose another gradient."""
+    return nn.Sequential(*(nn.Softplus() if isinstance(layer, nn.ReLU) else layer for layer in tiny_encoder()))
+
+
 def tiny_resnet() -> nn.Module:
     return ResNet(BasicBlock, (1, 1), width=4)
 

@@ -150,8 +150,13 @@ def test_sharpness_is_a_setting(tiny) -> None:
 def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:
     config = tiny("digits/simsiam/ptlf", training__epochs=3, freezing__final=0.67, freezing__update="per-epoch")
     (entry,) = Run(config).train()["freezing"]
+    first, (second, third) = entry["ratios"], entry["ratios_by_epoch"].values()
     assert set(entry["ratios_by_epoch"]) == {"2", "3"}
-    assert len(entry["ratios_by_epoch"]["3"]) == 2  # the unit frozen in epoch 2 is not asked again
+    assert second.keys() == first.keys()
+    assert third.keys() == first.keys() - {entry["order"][0]}  # the unit frozen in epoch 2 is not asked again
+    for later, before in ((second, first), (third, second)):
+        assert all(later[name] != before[name] for name in later)
+    assert entry["order"] == [max(ratios, key=lambda name: ratios[name]) for ratios in (second, third)]
 
 
 def test_lump_and_ptlf_see_the_same_batches(tiny) -> None:

@@ -69,7 +69,9 @@ def test_barlow_twins_by_hand() -> None:
     c = columns[0].T @ columns[1] / 16
     expected = sum((1 - c[i, i]) ** 2 for i in range(5))
     expected += 0.3 * sum(c[i, j] ** 2 for i in range(5) for j in range(5) if i != j)
-    assert cross_correlation_loss(torch.tensor(a), torch.tensor(b), 0.3).item() == pytest.approx(expected, abs=1e-9)
+    z1, z2 = torch.tensor(a, requires_grad=True), torch.tensor(b, requires_grad=True)
+    assert cross_correlation_loss(z1, z2, 0.3).item() == pytest.approx(expected, abs=1e-9)
+    assert torch.autograd.gradcheck(lambda z1, z2: cross_correlation_loss(z1, z2, 0.3), (z1, z2))
 
 
 def test_barlow_twins_survives_a_constant_column() -> None:
@@ -92,6 +94,12 @@ def pick_own(logits: np.ndarray) -> float:
     return float(np.mean([-row[i] + np.log(np.exp(row).sum()) for i, row in enumerate(logits)]))
 
 
+def passes_every_gradient(objective, z1: torch.Tensor, z2: torch.Tensor) -> bool:
+    """Of the loss by finite differences, in both views: no target is held fixed."""
+    inputs = (z1.clone().requires_grad_(), z2.clone().requires_grad_())
+    return torch.autograd.gradcheck(lambda a, b: objective.compare([a, b], batch()), inputs)
+
+
 def test_simclr_by_hand() -> None:
     objective = make("simclr", temperature=0.3)
     z1, z2 = torch.randn(2, 8, 12, dtype=torch.float64)
@@ -102,6 +110,7 @@ def test_simclr_by_hand() -> None:
         others = [similarity[i, j] for j in range(16) if j != i]
         terms.append(-similarity[i, (i + 8) % 16] + np.log(np.exp(others).sum()))
     assert objective.compare([z1, z2], batch()).item() == pytest.approx(np.mean(terms), abs=1e-9)
+    assert passes_every_gradient(objective, z1, z2)
 
 
 def test_vicreg_by_hand() -> None:
@@ -113,6 +122,7 @@ def test_vicreg_by_hand() -> None:
         covariance = np.cov(z.T)
         expected += sum(covariance[i, j] ** 2 for i in range(12) for j in range(12) if i != j) / 12
     assert objective.compare([z1, z2], batch()).item() == pytest.approx(expected, rel=1e-9)
+    assert passes_every_gradient(objective, z1, z2)
 
 
 def test_byol_by_hand() -> None:
@@ -199,7 +209,7 @@ def test_momentum_networks_run_in_the_encoders_precision() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_distillation_by_hand(name: str) -> None:
-    """Two views, predictions p and an earlier model's z; each objective's own kind of loss."""
+    """Two views, predictions p and an earlier model's z; each objective's own kind of loss, with a gradient for p."""
     objective = make(name)
     p, z = np.random.default_rng(0).normal(size=(2, 2, 8, 12))
     cosine = np.mean([np.mean(np.sum(unit(a) * unit(b), axis=1)) for a, b in zip(p, z, strict=True)])
@@ -216,6 +226,8 @@ def test_distillation_by_hand(name: str) -> None:
         "vicreg": 25 * np.mean((p - z) ** 2),
     }[name]
     assert objective.distill(list(torch.tensor(p)), list(torch.tensor(z))).item() == pytest.approx(expected, abs=1e-9)
+    predicted = torch.tensor(p, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda v: objective.distill(list(v), list(torch.tensor(z))), (predicted,))
 
 
 def test_heads_stay_float32_under_bf16() -> None:

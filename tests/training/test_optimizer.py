@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptlf.training.optimizer import LARS, settle_momentum
+from ptlf.training.optimizer import LARS, OptimizerConfig, learning_rate, make_optimizer, set_rate, settle_momentum
 
 SETTINGS = [
     {"lr": 0.4, "momentum": 0.9, "weight_decay": 1e-4},
@@ -116,3 +116,43 @@ def test_momentum_starts_anew_after_a_thaw_where_it_was() -> None:
     buffers = [optimizer.state[weight]["momentum_buffer"] for weight in weights]
     assert [buffer.data_ptr() for buffer in buffers] == places
     assert [float(buffer.sum()) for buffer in buffers] == [0.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"schedule": "constant"}, {0: 0.4, 1.5: 0.4, 9.9: 0.4}),
+        ({"schedule": "constant", "batch": 64}, {0: 0.1, 9.9: 0.1}),
+        ({"schedule": "constant", "batch": 512}, {0: 0.8, 9.9: 0.8}),
+        ({"schedule": "constant", "warmup": 2}, {0: 0.0, 0.5: 0.1, 1: 0.2, 1.5: 0.3, 2: 0.4, 9.9: 0.4}),
+        ({"schedule": "cosine"}, {0: 0.4, 2.5: 0.2 + 0.2 * 0.5**0.5, 10 / 3: 0.3, 5: 0.2, 20 / 3: 0.1, 10: 0.0}),
+        ({"schedule": "cosine", "warmup": 4}, {0: 0.0, 1: 0.1, 3: 0.3, 4: 0.4, 6: 0.3, 7: 0.2, 8: 0.1, 10: 0.0}),
+        ({"schedule": "cosine", "warmup": 4, "batch": 128}, {1: 0.05, 4: 0.2, 7: 0.1, 10: 0.0}),
+    ],
+    ids=str,
+)
+def test_the_learning_rate_by_hand(settings, rates) -> None:
+    """Of a task of ten epochs: 0.4 for a batch of 256."""
+    config = OptimizerConfig(lr=0.4, **settings)
+    assert {epoch: learning_rate(config, epoch, 10) for epoch in rates} == pytest.approx(rates, abs=1e-12)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sgd", torch.optim.SGD), ("lars", LARS)])
+def test_the_optimizer_has_what_the_settings_say(name, kind) -> None:
+    config = OptimizerConfig(optimizer=name, lr=0.4, batch=64, momentum=0.7, weight_decay=0.02, warmup=3)
+    optimizer = make_optimizer(config, iter([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]))
+    assert type(optimizer) is kind
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"], len(group["params"])) == (0.1, 0.7, 0.02, 2)
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_the_rate_is_set_in_place(lr) -> None:
+    """A captured step reads the tensor it saw."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=lr)
+    set_rate(optimizer, 0.5)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert weight.item() == 0.5
+    assert not isinstance(lr, torch.Tensor) or optimizer.param_groups[0]["lr"] is lr
