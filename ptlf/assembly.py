@@ -112,7 +112,13 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
             savings = measure_savings(encoder, freezer.units, example, by=config.freezing.savings)
         savings = ranks.from_first(savings)  # each process would time others, and choose others
-    return ProgressiveFreezing(config.freezing, freezer, config.training.epochs, generator, savings)
+    freezing = ProgressiveFreezing(config.freezing, freezer, config.training.epochs, generator, savings)
+    if config.freezing.policy != "none" and freezing.schedule.most(len(freezer.units)) == 0:
+        ranks.tell(
+            f"ptlf: warning: freezing.final {config.freezing.final} of {len(freezer.units)} units is less than one: "
+            "nothing will freeze"
+        )
+    return freezing
 
 
 def make_encoder(name: str, seed: int) -> nn.Module:
@@ -127,7 +133,7 @@ def make_encoder(name: str, seed: int) -> nn.Module:
             sys.path.insert(0, os.getcwd())  # as `python -m` has it
         try:
             made = getattr(importlib.import_module(module), function)()
-        except (ImportError, AttributeError, TypeError) as error:
+        except Exception as error:
             raise UserError(f"encoder.name is {name!r}, which cannot be imported and called: {error}") from None
         if not isinstance(made, nn.Module):
             raise UserError(f"encoder.name is {name!r}, which gives {type(made).__name__}, not a torch module")

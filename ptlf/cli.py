@@ -297,15 +297,17 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
     """Train, show and draw. A run to resume must have these very settings, if `strict`."""
     from ptlf import ranks
     from ptlf.pipeline import Run
+    from ptlf.recipes import name_of
     from ptlf.report.live import Live, console
     from ptlf.report.tables import show_results
     from ptlf.run_folder import finished, has_finished
+    from ptlf.settings import as_dict
 
     if resume and ranks.from_first(ranks.first() and (finished(folder, config) if strict else has_finished(folder))):
         console.print(f"{folder}: already finished", highlight=False)
         return
     run = Run(config, folder)
-    results = run.train(Live(run.config.recipe or "run"), resume=resume)
+    results = run.train(Live(name_of(as_dict(run.config))), resume=resume)
     if process() == 0:
         show_results(console, results, folder)
         write_page([folder], folder / "report.html")
@@ -549,6 +551,7 @@ def finished_runs(arguments: Arguments) -> list[dict[str, Any]]:
 
 def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
     from ptlf import bench
+    from ptlf.recipes import name_of
     from ptlf.report.live import Live, console
     from ptlf.report.runs import check_alike
     from ptlf.settings import as_dict
@@ -565,8 +568,9 @@ def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
         bench.warm_up(config, stream)
     results = []
     for number, (config, stream) in enumerate(zip(configs, streams, strict=True), start=1):
-        out = arguments.out / f"{number}-{config.recipe.replace('/', '-')}" if arguments.out else None
-        results.append(bench.timed_run(config, stream, out, Live(config.recipe)))
+        name = name_of(as_dict(config))
+        out = arguments.out / f"{number}-{name.replace('/', '-')}" if arguments.out else None
+        results.append(bench.timed_run(config, stream, out, Live(name)))
     return results
 
 

@@ -58,7 +58,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{place} cannot be read as YAML: {str(error).splitlines()[0]}") from None
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path}{place} cannot be read as YAML: {reason}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys and values, as in the config.yaml of a run")
     return values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,14 @@ class Run:
     def __init__(
         self,
         config: Config,
-        out: Path | None = None,
+        out: Path | str | None = None,
         *,
         encoder: nn.Module | None = None,
         stream: Stream | None = None,
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
-        self.config, self.folder = config, out
-        self.out = out if ranks.first() else None  # where this process writes
+        self.config, self.folder = config, Path(out) if out else None
+        self.out = self.folder if ranks.first() else None  # where this process writes
         self.files = RunFiles(self.out)
         self.device = ranks.local_device(choose_device(config.device))
         if self.device.type == "cuda" and self.device.index is not None:
@@ -124,13 +125,13 @@ class Run:
             watcher.begin(self)
             try:
                 self.train_stream(watcher)
+                self.files.encoder(self.model.encoder)
             except BaseException as error:
                 self.give_up("stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed")
                 raise
             finally:
                 watcher.end()
             self.status = "finished"
-            self.files.encoder(self.model.encoder)
             self.save_results()
         return self.results()
 
@@ -380,7 +381,7 @@ def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tup
 
     family: only knn, linear or ridge; without it, those the settings enable.
     """
-    run = Run(config)
+    run = Run(replace(config, evaluation=replace(config.evaluation, enabled=True)))
     load_encoder(folder, run.model.encoder)
     if run.prober is None:
         raise UserError(f"the run in {folder} has no labelled test images to evaluate on")

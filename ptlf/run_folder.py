@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save
 from torch import nn
 
@@ -72,8 +73,12 @@ class RunFiles:
 
     def encoder(self, encoder: nn.Module) -> None:
         if self.folder:
-            state = {name: value.contiguous().cpu() for name, value in encoder.state_dict().items()}
-            write_whole(self.folder / ENCODER, save(state))
+            state = encoder.state_dict()
+            # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
+            tensors = {
+                name: value.cpu().clone().contiguous() for name, value in state.items() if torch.is_tensor(value)
+            }
+            write_whole(self.folder / ENCODER, save(tensors))
 
 
 def has_finished(folder: Path) -> bool:
@@ -94,4 +99,9 @@ def load_encoder(folder: Path, encoder: nn.Module) -> None:
     path = folder / ENCODER
     if not path.exists():
         raise UserError(f"{folder} holds no {ENCODER}; the run there has not finished")
-    encoder.load_state_dict(load_file(path))
+    state = {name: value for name, value in encoder.state_dict().items() if not torch.is_tensor(value)}
+    try:
+        encoder.load_state_dict(state | load_file(path))
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise UserError(f"{path} is not of an encoder like this one: {reason}") from None

@@ -41,7 +41,8 @@ def section(kind: type, *, family: Mapping[str, Any] | None = None, noun: str = 
 def build(kind: type, values: Mapping[str, Any], path: str = "") -> Any:
     """An instance of the dataclass `kind` from a nested dict. Keys left out keep their defaults."""
     if not isinstance(values, Mapping):
-        raise UserError(f"{path or 'the configuration'} must hold keys and values, not {values!r}")
+        named = f"; did you mean {path}.name?" if path and "name" in kind.__dataclass_fields__ else ""
+        raise UserError(f"{path or 'the configuration'} must hold keys and values, not {values!r}{named}")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind)
     made = {}
@@ -106,7 +107,7 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
 def _spoken(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     if typing.get_origin(hint) is list:
-        return "a list"
+        return "a list of lists" if typing.get_origin(typing.get_args(hint)[0]) is list else "a list"
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 

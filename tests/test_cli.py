@@ -186,6 +186,7 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--training.epochs", "many"], "training.epochs must be a whole number, not 'many'"),
         (["--training.epochs"], "--training.epochs needs a value"),
         (["epochs=3"], "cannot place 'epochs=3'"),
+        (["--objective", "byol"], "objective must hold keys and values, not 'byol'; did you mean objective.name?"),
         (["--stream.name", "split-cifar1"], "unknown stream 'split-cifar1'; did you mean 'split-cifar10'?"),
         (["--method.name", "fintune"], "unknown method 'fintune'; did you mean 'finetune'?"),
         (["--objective.name", "barlow"], "unknown objective 'barlow'; did you mean 'barlow_twins'?"),

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import tiny_config
 
+from ptlf.pipeline import Run
 from ptlf.recipes import EXPECTED
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +31,13 @@ def test_the_guide_runs_and_is_short(tmp_path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "task 1: frozen ()"
     assert lines[1].count("'") == 4  # two of three units
+
+
+def test_a_run_s_encoder_is_read_as_the_guide_says(tmp_path) -> None:
+    (code,) = blocks(ROOT / "docs" / "guide.md", "py")
+    Run(tiny_config(encoder__name="resnet18-mini", training__epochs=1), tmp_path / "runs" / "one").train()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.stdout == "torch.Size([3, 64])\n", done.stderr
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

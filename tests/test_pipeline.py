@@ -20,6 +20,7 @@ from ptlf.freezing import POLICIES
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.pipeline import Run, evaluate_run
+from ptlf.run_folder import load_encoder
 from ptlf.stream.folders import pack_folder
 from ptlf.training.trainer import Trainer
 from ptlf.views import CIFAR_MEAN, CIFAR_STD
@@ -320,3 +321,56 @@ def test_a_failure_before_the_first_task_is_told_as_it_is(tiny, tmp_path, monkey
     with pytest.raises(UserError, match="cut short"):
         run.train()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
+
+
+class Aliased(nn.Module):
+    """A layer by two names, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.features = nn.Sequential(self.conv, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.features(images)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"version": 1}
+
+
+def test_an_encoder_with_two_names_for_a_layer_is_saved_and_read(tiny, tmp_path) -> None:
+    encoder = Aliased()
+    Run(tiny(), str(tmp_path / "run"), encoder=encoder).train()
+    read = Aliased()
+    load_encoder(tmp_path / "run", read)
+    assert torch.equal(read.conv.weight, encoder.conv.weight)
+    with pytest.raises(UserError, match=r"encoder\.safetensors is not of an encoder like this one: .*weight"):
+        load_encoder(tmp_path / "run", nn.Linear(2, 2))
+
+
+def test_a_run_whose_encoder_cannot_be_saved_has_failed(tiny, tmp_path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("ptlf.run_folder.RunFiles.encoder", full)
+    with pytest.raises(OSError, match="disk full"):
+        Run(tiny(), tmp_path / "run").train()
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
+
+
+def test_a_run_without_tests_is_evaluated_later(tiny, tmp_path) -> None:
+    config = tiny(evaluation__enabled=False)
+    Run(config, tmp_path / "run").train()
+    probes, _ = evaluate_run(tmp_path / "run", config)
+    assert probes["knn_task"]["accuracy"] > 0
+    assert not config.evaluation.enabled
+
+
+def test_a_ratio_of_less_than_a_unit_is_said_to_freeze_nothing(tiny, capsys) -> None:
+    Run(tiny("digits/simsiam/ptlf", freezing__final=0.1))
+    assert "freezing.final 0.1 of 3 units is less than one: nothing will freeze" in capsys.readouterr().err
+    Run(tiny("digits/simsiam/ptlf", freezing__final=0.4))
+    assert "nothing will freeze" not in capsys.readouterr().err

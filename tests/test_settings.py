@@ -5,7 +5,7 @@ import pytest
 from ptlf.config import Config, from_dict, to_yaml
 from ptlf.errors import UserError
 from ptlf.methods.lump import LumpConfig
-from ptlf.recipes import names, recipe
+from ptlf.recipes import name_of, names, recipe
 from ptlf.settings import as_dict, describe, merge, nested, parse
 
 
@@ -62,7 +62,7 @@ def test_a_configuration_survives_yaml() -> None:
         ("objective.name", "simsam", "unknown objective 'simsam'; did you mean 'simsiam'?"),
         ("method.name", "fintune", "unknown method 'fintune'; did you mean 'finetune'?"),
         ("method.alpha", 0.4, "unknown key 'method.alpha'"),
-        ("stream.groups", 3, "stream.groups must be a list or null, not 3"),
+        ("stream.groups", 3, "stream.groups must be a list of lists or null, not 3"),
         ("evaluation.knn_class.k", 0, "evaluation.knn_class.k must be at least 1, not 0"),
         ("seed", "x", "seed must be a whole number, not 'x'"),
     ],
@@ -102,3 +102,14 @@ def test_every_key_has_a_help_text() -> None:
 
 def test_as_dict_is_plain() -> None:
     assert as_dict(from_dict({}))["training"]["epochs"] == 200
+
+
+def test_a_run_is_called_what_it_is() -> None:
+    def name(recipe: str, **sections: str) -> str:
+        chosen = {"stream": "digits", "objective": "simsiam", "method": "lump", **sections}
+        return name_of({"recipe": recipe, **{section: {"name": value} for section, value in chosen.items()}})
+
+    assert name("digits/simsiam/ptlf") == "digits/simsiam/ptlf"
+    assert name("digits/simsiam/ptlf", objective="byol", method="der") == "digits/byol/der"
+    assert name("digits/simsiam/ptlf", stream="folder") == "folder/simsiam/ptlf"
+    assert name("") == "digits/simsiam/lump"

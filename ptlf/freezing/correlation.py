@@ -45,8 +45,8 @@ def correlation_ratios(
         replay = list(replay)
     if units is None:
         if example is None:
-            images = [replay] if isinstance(replay, Tensor) else replay
-            example = next((some[:2].to(next(module.parameters()).device) for some in images), None)
+            device = next(module.parameters()).device
+            example = next((some[:2].to(device) for some in inputs_of(replay)), None)
         units = trained_units(module, example)
     correlation = TaskCorrelation(
         module, replay, loss_fn, threshold, units=units, batches=batches, chunk=chunk, keep=keep, at_once=at_once
@@ -164,7 +164,7 @@ def replay_grams(module: nn.Module, units: Sequence[Unit], replay: Iterable[Tens
     count = 0
     try:
         with torch.compiler.set_stance("force_eager"):  # a compiled module may have been traced without the hooks
-            for images in replay:
+            for images in inputs_of(replay):
                 for piece in images.split(chunk) if len(images) else ():
                     module(piece.to(device))
                     count += len(piece)
@@ -176,6 +176,16 @@ def replay_grams(module: nn.Module, units: Sequence[Unit], replay: Iterable[Tens
     for name in not_finite(grams):
         raise ValueError(f"the replay's inputs to unit {name!r} are not finite")
     return grams
+
+
+def inputs_of(replay: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
+    for inputs in [replay] if isinstance(replay, Tensor) else replay:
+        if not isinstance(inputs, Tensor):
+            raise TypeError(
+                f"the replay must hold tensors of inputs, and holds a {type(inputs).__name__}; of a loader that gives "
+                "labels too, take the inputs alone: [x for x, _ in loader]"
+            )
+        yield inputs
 
 
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:

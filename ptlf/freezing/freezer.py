@@ -56,15 +56,13 @@ class Freezer:
     ) -> None:
         self.module, self.optimizer = module, optimizer
         self.batch_statistics, self.save_memory = batch_statistics, save_memory
-        for name, child in module.named_modules():
-            if isinstance(child.__dict__.get("forward"), Override):
-                raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
+        self._replaced: dict[nn.Module, Any] = {}  # module -> the instance's own forward before, mostly none
+        self._refuse_others()
         seen = trace(module, example) if units is None or save_memory else Trace([], frozenset(), [])
         self.units = list(seen.units if units is None else units)
         self._foldable, self._relus = seen.foldable, seen.relus
         self._by_name = {unit.name: unit for unit in self.units}
         self._frozen: dict[str, list[nn.Parameter]] = {}  # unit -> its parameters that required a gradient
-        self._replaced: dict[nn.Module, Any] = {}  # module -> the instance's own forward before, mostly none
         # Kept over a thaw: code compiled with an override is reused only as long as that very object lives.
         self._overrides: dict[tuple[nn.Module, type[Override]], Override] = {}
         self._tracked: list[nn.Module] = []  # norms whose track_running_stats was switched off
@@ -85,6 +83,7 @@ class Freezer:
         for name in names:
             if name not in self._by_name:
                 raise ValueError(str(unknown("unit", name, self._by_name)))
+        self._refuse_others()
         for name in names:
             if name not in self._frozen:
                 self._freeze(self._by_name[name])
@@ -115,6 +114,11 @@ class Freezer:
         """Freeze exactly what was frozen. Load weights and optimizer first."""
         self.thaw()
         self.freeze(state["frozen"])
+
+    def _refuse_others(self) -> None:
+        for name, child in self.module.named_modules():
+            if isinstance(child.__dict__.get("forward"), Override) and child not in self._replaced:
+                raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
 
     def _freeze(self, unit: Unit) -> None:
         self._frozen[unit.name] = [parameter for parameter in unit.parameters() if parameter.requires_grad]

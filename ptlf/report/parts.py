@@ -75,7 +75,7 @@ def accuracy_part(comparison: Comparison) -> Part:
         names = (f"Accuracy over tasks, {title}", f"Forgetting over tasks, {title}")
         sentences = (
             "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
-            "How many points the earlier tasks have lost since their best; lower is better.",
+            "How many points the earlier tasks have lost since their best before the last one; lower is better.",
         )
         for name, how, line in zip(names, sentences, lines, strict=True):
             part.figures.append(Figure(name, how, [line], HALF))

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ptlf.errors import UserError, unknown
+from ptlf.recipes import METHODS, name_of
 from ptlf.report.record import SCHEMA, read_results
 from ptlf.report.theme import DASHES, MARKERS, RUNS
 
 Json = dict[str, Any]
 NUMBER = (int, float)
 # The policies that are part of a method's name.
-FREEZING = {"ptlf": "correlation", "ptlf-cost": "cost_aware", "cassle-ptlf": "correlation", "layerwise": "correlation"}
 
 
 @dataclass
@@ -333,7 +333,7 @@ def name_groups(groups: list[Group]) -> None:
             flat = [flatten(twin.config) for twin in twins]
             keys = [key for key in flat[0] if len({str(one.get(key)) for one in flat}) > 1 and key != "seed"]
             for twin, values in zip(twins, flat, strict=True):
-                settings = ", ".join(f"{key.split('.')[-1]} {values.get(key)}" for key in keys[:2])
+                settings = ", ".join(f"{spoken(key)} {values.get(key)}" for key in keys[:2])
                 twin.label += f" ({settings or twin.runs[0].folder.name})"
     for group in groups:
         twins = [other for other in groups if other.label == group.label]
@@ -342,12 +342,16 @@ def name_groups(groups: list[Group]) -> None:
                 twin.label += f" in {twin.runs[0].folder.name}"
 
 
+def spoken(key: str) -> str:
+    """`training.epochs` as epochs, and `objective.name` as objective."""
+    return key.removesuffix(".name").split(".")[-1]
+
+
 def plain_name(group: Group) -> str:
     config = group.config
-    parts = (config[section]["name"] for section in ("stream", "objective", "method"))
-    name = config.get("recipe") or "/".join(parts)
+    name = name_of(config)
     policy = config["freezing"].get("policy", "none")
-    usual = FREEZING.get(name.split("/")[-1], "none")
+    usual = METHODS.get(name.split("/")[-1], {}).get("freezing", {}).get("policy", "none")
     if policy == usual:
         return name
     if policy == "none":

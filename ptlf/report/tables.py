@@ -77,7 +77,7 @@ def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: st
     base = runs[baseline]["cost"] if baseline in runs else None
     named = f"{title}: {common}" + (f"; costs relative to {baseline}" if base else "")
     table = Table(title=named, title_justify="left")
-    table.add_column("run")
+    table.add_column("run", min_width=max(map(len, short)))
     for column in ("task\n%", "for-\ngets", "class\n%", "for-\ngets", "train", "correl.", "FLOPs", "kept"):
         table.add_column(column, justify="right")
     for name, results in zip(short, runs.values(), strict=True):

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ptlf.errors import UserError
+from ptlf.recipes import name_of
 from ptlf.report.record import read_results
 from ptlf.report.tables import percent, seconds
 
@@ -107,7 +108,7 @@ def view(progress: Progress, quiet: float = 0.0) -> Group:
 
 def head(progress: Progress) -> Text:
     config, environment = progress.results["config"], progress.results.get("environment", {})
-    name = config.get("recipe") or config["stream"]["name"]
+    name = name_of(config)
     where = environment.get("device_name") or environment.get("device") or "unknown device"
     text = Text(f"{name}, seed {progress.results.get('seed')}", style="bold")
     return text.append(f"  {progress.status}, on {where}", style="not bold")

@@ -306,6 +306,7 @@ def check_batch(config: TrainingConfig, sizes: list[int]) -> None:
             raise UserError(
                 f"task {number} has {size} image{'s' * (size != 1)}; a batch needs at least {2 * processes}"
             )
+    for number, size in enumerate(sizes, start=1):
         if config.batch > size:
             raise UserError(
                 f"training.batch is {config.batch}, but task {number} has only {size} images; "

@@ -432,6 +432,7 @@ def test_errors_name_the_unit_and_the_way_out(network):
     for wrong, message in (
         ((replay, task_loss(network)()), "loss_fn must be a function"),
         ((task_loss(network), task_loss(network)), "replay must be a tensor"),
+        (([(replay, None)], task_loss(network)), "the replay must hold tensors of inputs, and holds a tuple"),
         ((replay, lambda: 3), "loss_fn must return the loss, a tensor, and returned a int"),
     ):
         with pytest.raises(TypeError, match=message):

@@ -266,6 +266,18 @@ def test_a_second_freezer_on_a_frozen_module_is_refused():
         Freezer(model)
 
 
+def test_of_two_freezers_one_at_a_time_may_freeze():
+    model = small()
+    first, second = Freezer(model), Freezer(model)
+    first.freeze(SOME)
+    with pytest.raises(ValueError, match="another Freezer"):
+        second.freeze(SOME)
+    first.thaw()
+    second.freeze(SOME)
+    second.thaw()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_weights_loaded_into_a_frozen_module_count():
     model, other, x = small(0), small(1).eval(), images()
     freezer = Freezer(model)

@@ -40,6 +40,15 @@ def test_costs_in_a_list_are_relative_to_the_baseline() -> None:
     assert found["ptlf"][4:] == ["0.25x", "1.0 s", "0.50x", "0.75x"]
 
 
+def test_a_list_names_its_runs_in_full(capsys) -> None:
+    lump, _ = made_up.pair()
+    names = ["simsiam/lump", "simsiam/ptlf", "simsiam/ptlf-cost", "byol/ptlf"]
+    console = Console(width=80, no_color=True)
+    show_runs(console, {f"digits/{name}": lump for name in names}, None)
+    shown = capsys.readouterr().out
+    assert all(f" {name} " in shown for name in names)
+
+
 def test_steps_are_relative_to_the_first_stage() -> None:
     first = {"frozen": 0, "step_ms": 8.0, "step_ms_spread": 0.1, "device_ms": None, "views_per_second": 64000.0}
     first |= {"kept_bytes": 200 * 2**20, "peak_memory_bytes": 500 * 2**20, "rebuild_seconds": 1.0}
