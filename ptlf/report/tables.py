@@ -76,9 +76,9 @@ def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: st
     common, short = shortened(list(runs))
     base = runs[baseline]["cost"] if baseline in runs else None
     named = f"{title}: {common}" + (f"; costs relative to {baseline}" if base else "")
-    table = Table(title=named, title_justify="left")
+    table = Table(title=named, title_justify="left", padding=(0, 1 if console.width >= 100 else 0))
     table.add_column("run", min_width=max(map(len, short)))
-    for column in ("task\n%", "for-\ngets", "class\n%", "for-\ngets", "train", "correl.", "FLOPs", "kept"):
+    for column in ("task\n%", "for-\ngets", "class\n%", "for-\ngets", "train", "corr.", "FLOPs", "kept"):
         table.add_column(column, justify="right")
     for name, results in zip(short, runs.values(), strict=True):
         cells = []
