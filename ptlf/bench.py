@@ -39,7 +39,11 @@ def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, re
     """
     encoder = encoder.to(device).train()
     images = torch.randn(batch, 3, size, size, device=device, generator=torch.Generator(device).manual_seed(0))
-    units = find_units(encoder, images[:2])
+    try:
+        units = find_units(encoder, images[:2])
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"the encoder does not take images of {size} px, or cannot freeze: {reason}") from None
     rows = []
     for name, chosen in frozen_sets(encoder, units, images[:2]).items():
         for way in ("plain", "ours") if chosen else ("plain",):

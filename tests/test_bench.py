@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_cli import QUICK, refused
+from torch import nn
 
 from ptlf import bench
 from ptlf.assembly import make_stream
@@ -219,3 +221,9 @@ def test_a_warm_up_meets_all_that_the_run_will(tiny, monkeypatch) -> None:
     rests = [len(task.train) % 16 for task in stream.tasks]
     assert all(rests)
     assert runs[0].seen == {(16, 0), (rests[0], 0), (16, 2), (rests[1], 2)}
+
+
+def test_an_encoder_that_does_not_take_the_images_is_said_to() -> None:
+    encoder = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 5))
+    with pytest.raises(UserError, match="does not take images of 32 px, or cannot freeze: mat1 and mat2"):
+        bench.freezing(encoder, 4, 32, torch.device("cpu"))

@@ -185,3 +185,10 @@ def test_gallery_is_checked(tmp_path: Path) -> None:
         run = read_run(folder)
         assert run.gallery is None
         assert "gallery.json is damaged" in run.gallery_problem
+
+
+def test_units_keep_the_end_of_their_names_where_they_differ() -> None:
+    names = [f"stages.{stage}.0.shortcut.0" for stage in (1, 2, 3)]
+    short = [shortened(name, 100, 10.5, head=False) for name in names]
+    assert len(set(short)) == 3
+    assert all(words.startswith("…") and words_width(words, 10.5) <= 100 for words in short)

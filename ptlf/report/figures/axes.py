@@ -18,18 +18,18 @@ def words_width(words: str, size: float = SMALL) -> float:
     return size * (0.6 * (len(words) - narrow) + 0.36 * narrow)
 
 
-def shortened(words: str, room: float, size: float = SMALL) -> str:
-    """Cut in the middle, where names of units and tasks differ least."""
+def shortened(words: str, room: float, size: float = SMALL, *, head: bool = True) -> str:
+    """Cut in the middle, or without a head at the beginning, where names of units differ least."""
     if words_width(words, size) <= room:
         return words
     keep = len(words)
-    while keep > 3 and words_width(cut(words, keep), size) > room:
+    while keep > 3 and words_width(cut(words, keep, head), size) > room:
         keep -= 1
-    return cut(words, keep)
+    return cut(words, keep, head)
 
 
-def cut(words: str, keep: int) -> str:
-    head = keep // 3
+def cut(words: str, keep: int, with_head: bool) -> str:
+    head = keep // 3 if with_head else 0
     return words[:head] + "…" + words[len(words) - (keep - head) + 1 :]
 
 

@@ -62,7 +62,7 @@ def ratio_lines(group: Group, low: float, width: float) -> Drawing:
         drawing.line([(scale(value), top), (scale(value), bottom)], "line")
         drawing.text(scale(value), bottom + 14, plain(value), "soft", size=TINY, anchor="middle")
     for number, unit in enumerate(units):
-        words = shortened(unit, left - 8, TINY)
+        words = shortened(unit, left - 8, TINY, head=False)
         drawing.text(left - 6, top + row * (number + 0.5) + 3.5, words, "ink", size=TINY, anchor="end", title=unit)
     for task in tasks:
         ratio_line(drawing, entries(group, task), units, task, scale, (top, row), len(tasks) > 8)
@@ -131,7 +131,7 @@ def freezing_map(group: Group, width: float) -> Drawing:
 
 def map_names(drawing: Drawing, units: Sequence[str], left: float, top: float, row: float) -> None:
     for number, unit in enumerate(units):
-        words = shortened(unit, left - 8, TINY)
+        words = shortened(unit, left - 8, TINY, head=False)
         drawing.text(left - 6, top + row * (number + 0.5) + 3.5, words, "ink", size=TINY, anchor="end", title=unit)
 
 
