@@ -3,7 +3,7 @@ drifted apart, an encoder that gives every image the same vector."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from ptlf.training.trainer import Progress
 
 
 def check_numbers(
-    modules: Sequence[nn.Module], progress: Progress | None, position: Position, last: Path | None
+    modules: Iterable[nn.Module], progress: Progress | None, position: Position, last: Path | None
 ) -> None:
     """Losses and weights are finite. `last` is the checkpoint to go back to."""
     bad = progress.first_bad() if progress else None
@@ -32,22 +32,20 @@ def check_numbers(
 
 
 def are_numbers(modules: Iterable[nn.Module]) -> bool:
-    """Whether weights and statistics are finite, and other buffers, which may be masks with infinities, have no NaN.
-
-    Asked of the device in one go: a sum of magnitudes has every NaN and infinity in it.
-    """
+    """Whether weights and statistics are finite, and other buffers, which may be masks with infinities, have no NaN."""
     moving: list[Tensor] = []
     others: list[Tensor] = []
     for module in modules:
         moving += module.parameters()
         for name, buffer in module.named_buffers():
             (moving if "running_" in name else others).append(buffer)
-    return bool(torch.cat([magnitudes(moving).isfinite(), ~magnitudes(others).isnan()]).all())
+    return bool(magnitudes(moving).isfinite().all()) and not bool(magnitudes(others).isnan().any())
 
 
 def magnitudes(tensors: Iterable[Tensor]) -> Tensor:
+    """Sums that have every NaN and infinity in them, asked of the device in one go."""
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
-    return torch.stack([value.float() for value in torch._foreach_norm(floats, 1)]) if floats else torch.zeros(0)
+    return torch.stack([value.float() for value in torch._foreach_norm(floats, 1)]) if floats else torch.zeros(1)
 
 
 def check_processes(model: nn.Module) -> None:
