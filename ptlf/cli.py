@@ -297,8 +297,8 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
     """Train, show and draw. A run to resume must have these very settings, if `strict`."""
     from ptlf import ranks
     from ptlf.pipeline import Run
-    from ptlf.recipes import name_of
     from ptlf.report.live import Live, console
+    from ptlf.report.record import name_of
     from ptlf.report.tables import show_results
     from ptlf.run_folder import finished, has_finished
     from ptlf.settings import as_dict
@@ -551,8 +551,8 @@ def finished_runs(arguments: Arguments) -> list[dict[str, Any]]:
 
 def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
     from ptlf import bench
-    from ptlf.recipes import name_of
     from ptlf.report.live import Live, console
+    from ptlf.report.record import name_of
     from ptlf.report.runs import check_alike
     from ptlf.settings import as_dict
 

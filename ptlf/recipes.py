@@ -120,16 +120,6 @@ def names() -> list[str]:
     ]
 
 
-def name_of(config: Mapping[str, Any]) -> str:
-    """STREAM/OBJECTIVE/METHOD of these settings: the recipe's words, but where another one was chosen."""
-    chosen = [config[section]["name"] for section in ("stream", "objective", "method")]
-    words = (config.get("recipe") or "").split("/")
-    if len(words) != len(chosen):
-        return "/".join(chosen)
-    meant = [*words[:2], METHODS.get(words[2], {"method": {"name": words[2]}})["method"]["name"]]
-    return "/".join(word if name == now else now for word, name, now in zip(words, meant, chosen, strict=True))
-
-
 def recipe(name: str) -> Mapping[str, Any]:
     """The recipe's settings as a nested dict, with `recipe` naming it."""
     if name not in names():

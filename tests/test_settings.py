@@ -5,7 +5,8 @@ import pytest
 from ptlf.config import Config, from_dict, to_yaml
 from ptlf.errors import UserError
 from ptlf.methods.lump import LumpConfig
-from ptlf.recipes import name_of, names, recipe
+from ptlf.recipes import METHODS, names, recipe
+from ptlf.report.record import RECIPES, name_of
 from ptlf.settings import as_dict, describe, merge, nested, parse
 
 
@@ -113,3 +114,7 @@ def test_a_run_is_called_what_it_is() -> None:
     assert name("digits/simsiam/ptlf", objective="byol", method="der") == "digits/byol/der"
     assert name("digits/simsiam/ptlf", stream="folder") == "folder/simsiam/ptlf"
     assert name("") == "digits/simsiam/lump"
+    meant = {
+        word: (made["method"]["name"], made.get("freezing", {}).get("policy", "none")) for word, made in METHODS.items()
+    }
+    assert {word: RECIPES.get(word, (word, "none")) for word in METHODS} == meant

@@ -7,6 +7,7 @@ import json
 import platform
 import statistics
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ from ptlf.errors import UserError
 from ptlf.files import write_error, write_whole
 
 SCHEMA = 1
+# Words of recipes that stand for a method and a freezing policy; every other one is a method's name.
+RECIPES = {
+    "ptlf": ("lump", "correlation"),
+    "ptlf-cost": ("lump", "cost_aware"),
+    "cassle-ptlf": ("cassle", "correlation"),
+    "layerwise": ("finetune", "correlation"),
+}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -41,6 +49,16 @@ def read_results(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} holds no results.json: there is no run, or it has not begun") from None
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def name_of(config: Mapping[str, Any]) -> str:
+    """STREAM/OBJECTIVE/METHOD of these settings: the recipe's words, but where another one was chosen."""
+    chosen = [config[section]["name"] for section in ("stream", "objective", "method")]
+    words = (config.get("recipe") or "").split("/")
+    if len(words) != len(chosen):
+        return "/".join(chosen)
+    meant = [*words[:2], RECIPES.get(words[2], (words[2],))[0]]
+    return "/".join(word if name == now else now for word, name, now in zip(words, meant, chosen, strict=True))
 
 
 def completed(results: Any) -> Any:

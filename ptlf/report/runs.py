@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ptlf.errors import UserError, unknown
-from ptlf.recipes import METHODS, name_of
-from ptlf.report.record import SCHEMA, read_results
+from ptlf.report.record import RECIPES, SCHEMA, name_of, read_results
 from ptlf.report.theme import DASHES, MARKERS, RUNS
 
 Json = dict[str, Any]
@@ -351,7 +350,7 @@ def plain_name(group: Group) -> str:
     config = group.config
     name = name_of(config)
     policy = config["freezing"].get("policy", "none")
-    usual = METHODS.get(name.split("/")[-1], {}).get("freezing", {}).get("policy", "none")
+    _, usual = RECIPES.get(name.split("/")[-1], (None, "none"))
     if policy == usual:
         return name
     if policy == "none":

@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ptlf.errors import UserError
-from ptlf.recipes import name_of
-from ptlf.report.record import read_results
+from ptlf.report.record import name_of, read_results
 from ptlf.report.tables import percent, seconds
 
 Json = dict[str, Any]
