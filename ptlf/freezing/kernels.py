@@ -278,11 +278,9 @@ class EvalMode(Override):
     def __call__(self, input: Tensor, *others: Tensor) -> Any:
         module = self.module
         if self.plain:
-            norm = module
-            assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
-            return F.batch_norm(
-                input, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps
-            )
+            assert isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
+            statistics = module.running_mean, module.running_var
+            return F.batch_norm(input, *statistics, module.weight, module.bias, False, 0.0, module.eps)
         was_training, module.training = module.training, False
         try:
             return self.forward(input, *others)
