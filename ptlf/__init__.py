@@ -11,8 +11,8 @@ _LAZY = {
     "Freezer": "ptlf.freezing",
     "correlation_ratios": "ptlf.freezing",
     "find_units": "ptlf.freezing",
-    "Config": "ptlf.config",
-    "Run": "ptlf.pipeline",
+    "Config": "ptlf.run.config",
+    "Run": "ptlf.run.loop",
 }
 __all__ = ["Config", "FreezeSchedule", "Freezer", "Run", "__version__", "correlation_ratios", "find_units"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ptlf import __version__
-from ptlf.errors import UserError, unknown
+from ptlf.core.errors import UserError, unknown
 from ptlf.training.process import Stopped
 
 Arguments = argparse.Namespace
@@ -214,9 +214,9 @@ def make_parser() -> Parser:
 
 
 def keys_help() -> str:
-    from ptlf.config import Config
-    from ptlf.recipes import DEFAULT
-    from ptlf.settings import describe
+    from ptlf.core.settings import describe
+    from ptlf.run.config import Config
+    from ptlf.run.recipes import DEFAULT
 
     rows = [
         (f"--{key.replace('_', '-') if '.' not in key else key}", default, about)
@@ -226,61 +226,28 @@ def keys_help() -> str:
     return f"default recipe: {DEFAULT}\n\nsettings (default before the recipe):\n" + "\n".join(lines)
 
 
-def overrides_of(words: Sequence[str]) -> dict[str, Any]:
-    """`--training.epochs 2 --device=cpu` as a nested dict."""
-    from ptlf.settings import merge, nested, parse
-
-    values: dict[str, Any] = {}
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
-        if not word.startswith("--"):
-            example = f"--recipe {word}" if word.count("/") == 2 else "--training.epochs 2"
-            raise UserError(f"cannot place {word!r}: settings are given as --key value, such as {example}")
-        name, equals, text = word[2:].partition("=")
-        if not equals:
-            if not remaining:
-                raise UserError(f"{word} needs a value, such as {word} 2")
-            text = remaining.pop(0)
-        values = merge(values, nested(name.replace("-", "_"), parse(text)))
-    return values
-
-
-def settled(recipe_name: str | None, file: Path | None, overrides: Sequence[str]):  # type: ignore[no-untyped-def]
-    """The configuration: command line over file over recipe (the one named, or the file's, or the default)."""
-    from ptlf.config import from_dict, read_yaml
-    from ptlf.recipes import DEFAULT, recipe
-    from ptlf.settings import merge
-
-    values = read_yaml(file) if file is not None else {}
-    if recipe_name and values.get("recipe") not in (None, recipe_name):
-        raise UserError(
-            f"{file} is of recipe {values['recipe']}, and --recipe says {recipe_name}; leave one of them out"
-        )
-    base = recipe(recipe_name or values.get("recipe") or DEFAULT)
-    return from_dict(merge(merge(base, values), overrides_of(overrides)))
-
-
 def run_train(arguments: Arguments) -> None:
-    from ptlf import ranks
+    from ptlf.core import processes
 
-    with ranks.together():
+    with processes.process_group():
         resume(arguments) if arguments.resume else train(arguments)
 
 
 def train(arguments: Arguments) -> None:
-    from ptlf import ranks
+    from ptlf.core import processes
+    from ptlf.run.config import resolve_config
 
     if not arguments.out:
         raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
     # After a restart by torchrun the command is the same, and the run is there already.
-    config = settled(arguments.recipe, arguments.config, arguments.overrides)
-    train_in(arguments.out, config, resume=ranks.restarts() > 0)
+    config = resolve_config(arguments.recipe, arguments.config, arguments.overrides)
+    train_in(arguments.out, config, resume=processes.restarts() > 0)
 
 
 def resume(arguments: Arguments) -> None:
     """The settings are those of the folder's config.yaml; the device is the machine's, and may change."""
-    from ptlf import ranks
+    from ptlf.core import processes
+    from ptlf.run.config import resolve_config
 
     folder = arguments.resume
     named = ["--out"] * bool(arguments.out) + ["--recipe"] * bool(arguments.recipe) + ["-c"] * bool(arguments.config)
@@ -289,21 +256,25 @@ def resume(arguments: Arguments) -> None:
         if word != "--device":
             raise UserError(f"--resume takes the settings of {folder / 'config.yaml'}; leave out {word}")
     # Where several machines share the run, only the first has its folder.
-    config = ranks.from_first(settled("", folder / "config.yaml", arguments.overrides) if ranks.first() else None)
+    config = processes.broadcast_object(
+        resolve_config("", folder / "config.yaml", arguments.overrides) if processes.is_first() else None
+    )
     train_in(folder, config, resume=True, strict=False)
 
 
 def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None:  # type: ignore[no-untyped-def]
     """Train, show and draw. A run to resume must have these very settings, if `strict`."""
-    from ptlf import ranks
-    from ptlf.pipeline import Run
+    from ptlf.core import processes
+    from ptlf.core.settings import as_dict
     from ptlf.report.live import Live, console
-    from ptlf.report.record import name_of
     from ptlf.report.tables import show_results
-    from ptlf.run_folder import finished, has_finished
-    from ptlf.settings import as_dict
+    from ptlf.run.folder import finished, has_finished
+    from ptlf.run.loop import Run
+    from ptlf.run.results import name_of
 
-    if resume and ranks.from_first(ranks.first() and (finished(folder, config) if strict else has_finished(folder))):
+    if resume and processes.broadcast_object(
+        processes.is_first() and (finished(folder, config) if strict else has_finished(folder))
+    ):
         console.print(f"{folder}: already finished", highlight=False)
         return
     run = Run(config, folder)
@@ -314,14 +285,14 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
 
 
 def run_sweep(arguments: Arguments) -> None:
-    from ptlf.assembly import make_stream
-    from ptlf.pipeline import Run, train_one_of_many
+    from ptlf.core.settings import as_dict
     from ptlf.report.live import Live, console
-    from ptlf.report.record import read_results
-    from ptlf.report.runs import check_alike
     from ptlf.report.tables import over_seeds, show_results, show_runs
-    from ptlf.run_folder import finished
-    from ptlf.settings import as_dict
+    from ptlf.run.build import make_stream
+    from ptlf.run.config import resolve_config
+    from ptlf.run.folder import finished
+    from ptlf.run.loop import Run, train_one_of_many
+    from ptlf.run.results import check_alike, read_results
 
     if any(word.partition("=")[0] == "--seed" for word in arguments.overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
@@ -338,7 +309,7 @@ def run_sweep(arguments: Arguments) -> None:
         for seed in arguments.seeds:
             name = recipe if len(arguments.seeds) == 1 else f"{recipe} seed {seed}"
             folder = arguments.out / f"{recipe.replace('/', '-')}-seed{seed}"
-            plan[name] = settled(recipe, None, [*arguments.overrides, f"--seed={seed}"]), folder
+            plan[name] = resolve_config(recipe, None, [*arguments.overrides, f"--seed={seed}"]), folder
     check_alike([as_dict(config) for config, _ in plan.values()])
     missing = {}
     for name, (config, folder) in plan.items():
@@ -372,8 +343,8 @@ def check_alone(verb: str) -> None:
 
 
 def train_as_jobs(arguments: Arguments, missing: dict[str, Any]) -> None:
-    from ptlf.cluster import train_all
     from ptlf.report.live import console
+    from ptlf.run.cluster import train_all
 
     train_all(
         missing,
@@ -418,25 +389,26 @@ def run_watch(arguments: Arguments) -> None:
 
 
 def run_evaluate(arguments: Arguments) -> None:
-    from ptlf.pipeline import evaluate_run
     from ptlf.report.live import console
     from ptlf.report.tables import show_matrix
+    from ptlf.run.config import resolve_config
+    from ptlf.run.loop import evaluate_run
 
     for word in arguments.overrides:
         if word.startswith("--") and not word.startswith(("--evaluation.", "--device", "--data-root")):
             raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
-    config = settled("", arguments.folder / "config.yaml", arguments.overrides)
-    probes, exams = evaluate_run(arguments.folder, config, arguments.probe)
+    config = resolve_config("", arguments.folder / "config.yaml", arguments.overrides)
+    probes, eval_splits = evaluate_run(arguments.folder, config, arguments.probe)
     for probe, values in probes.items():
-        show_matrix(console, probe, values, exams)
+        show_matrix(console, probe, values, eval_splits)
 
 
 def run_list(arguments: Arguments) -> None:
-    from ptlf import recipes
     from ptlf.encoders import ENCODERS
     from ptlf.freezing import POLICIES
     from ptlf.methods import METHODS
     from ptlf.objectives import OBJECTIVES
+    from ptlf.run import recipes
     from ptlf.stream import STREAMS
     from ptlf.views import VIEWS
 
@@ -476,11 +448,12 @@ def summaries(family: Mapping[str, type]) -> dict[str, str]:
 
 
 def run_bench_freezing(arguments: Arguments) -> None:
-    from ptlf import bench
-    from ptlf.assembly import choose_device, make_encoder
-    from ptlf.report import record
     from ptlf.report.live import console
     from ptlf.report.tables import show_bench
+    from ptlf.run import bench
+    from ptlf.run.build import choose_device, make_encoder
+    from ptlf.run.environment import environment
+    from ptlf.run.results import write_json
 
     device = choose_device(arguments.device)
     encoder = make_encoder(arguments.encoder, 0)
@@ -489,18 +462,20 @@ def run_bench_freezing(arguments: Arguments) -> None:
     show_bench(console, title, rows)
     if arguments.json:
         what = {"encoder": arguments.encoder, "batch": arguments.batch, "size": arguments.size}
-        record.write_json(arguments.json, {**what, "environment": record.environment(device), "rows": rows})
+        write_json(arguments.json, {**what, "environment": environment(device), "rows": rows})
 
 
 def run_bench_step(arguments: Arguments) -> None:
-    from ptlf import bench
-    from ptlf.assembly import choose_device
-    from ptlf.report import record
+    from ptlf.core.settings import as_dict
     from ptlf.report.live import console
     from ptlf.report.tables import show_kernels, show_steps
-    from ptlf.settings import as_dict
+    from ptlf.run import bench
+    from ptlf.run.build import choose_device
+    from ptlf.run.config import resolve_config
+    from ptlf.run.environment import commit, environment
+    from ptlf.run.results import write_json
 
-    config = settled(arguments.recipe, None, arguments.overrides)
+    config = resolve_config(arguments.recipe, None, arguments.overrides)
     rows = bench.step(
         config,
         arguments.size,
@@ -511,33 +486,33 @@ def run_bench_step(arguments: Arguments) -> None:
         streamed=arguments.streamed,
         traces=arguments.profile,
     )
-    environment = record.environment(choose_device(config.device))
+    where = environment(choose_device(config.device))
     how = f"{'first' if arguments.first else 'middle'} units frozen{' as PyTorch does it' if arguments.plain else ''}"
-    what = f"{config.training.batch} images of {arguments.size} px on {environment['device_name']}"
+    what = f"{config.training.batch} images of {arguments.size} px on {where['device_name']}"
     title = f"{arguments.recipe}, {what}, {how}, {arguments.steps} steps each; ±: half the range of fifths of them"
     show_steps(console, title, rows)
     show_kernels(console, rows)
     if arguments.json:
         ways = {key: getattr(arguments, key) for key in ("first", "plain", "streamed", "size", "steps")}
-        about = {"commit": record.commit(), "config": as_dict(config), "environment": environment, **ways}
-        record.write_json(arguments.json, {**about, "rows": rows})
+        about = {"commit": commit(), "config": as_dict(config), "environment": where, **ways}
+        write_json(arguments.json, {**about, "rows": rows})
 
 
 def run_bench_run(arguments: Arguments) -> None:
-    from ptlf import bench
-    from ptlf.report import record
     from ptlf.report.live import console
     from ptlf.report.tables import show_comparison
+    from ptlf.run import bench
+    from ptlf.run.results import write_json
 
     check_alone("bench run")
     comparison = bench.compare(finished_runs(arguments) if arguments.folders else timed_runs(arguments))
     show_comparison(console, comparison)
     if arguments.json:
-        record.write_json(arguments.json, comparison)
+        write_json(arguments.json, comparison)
 
 
 def finished_runs(arguments: Arguments) -> list[dict[str, Any]]:
-    from ptlf.report.record import read_results
+    from ptlf.run.results import read_results
 
     given = {f"--{name}": getattr(arguments, name) for name in ("recipes", "noise", "size", "out")}
     if named := [*(name for name, value in given.items() if value), *arguments.overrides[:1]]:
@@ -550,17 +525,17 @@ def finished_runs(arguments: Arguments) -> list[dict[str, Any]]:
 
 
 def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
-    from ptlf import bench
+    from ptlf.core.settings import as_dict
     from ptlf.report.live import Live, console
-    from ptlf.report.record import name_of
-    from ptlf.report.runs import check_alike
-    from ptlf.settings import as_dict
+    from ptlf.run import bench
+    from ptlf.run.config import resolve_config
+    from ptlf.run.results import check_alike, name_of
 
     if arguments.out and any(arguments.out.glob("*/config.yaml")):
         raise UserError(f"{arguments.out} already holds runs; choose another --out")
     if arguments.size and not arguments.noise:
         raise UserError("--size is of --noise images; the size of a data set's is its own")
-    configs = [settled(recipe, None, arguments.overrides) for recipe in arguments.recipes or BENCH_PAIR]
+    configs = [resolve_config(recipe, None, arguments.overrides) for recipe in arguments.recipes or BENCH_PAIR]
     check_alike([as_dict(config) for config in configs])
     streams = bench.streams_for(configs, arguments.noise, arguments.size or 32)
     console.print("warming up", highlight=False)

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptlf.errors import UserError, unknown
-from ptlf.settings import key
+from ptlf.core.errors import UserError, unknown
+from ptlf.core.settings import key
 
 Triple = tuple[float, float, float]
 Interpolation = Literal["bilinear", "bicubic"]
@@ -39,7 +39,7 @@ BRIGHTNESS, CONTRAST, SATURATION = 0, 1, 2
 
 @dataclass(frozen=True)
 class View:
-    """One view's recipe. A probability or a strength of 0 leaves the step out."""
+    """One view's augmentation. A probability or a strength of 0 leaves the step out."""
 
     crop_scale: tuple[float, float] = (0.2, 1.0)  # share of the image's area
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
@@ -89,7 +89,7 @@ def draw(batch: int, generator: torch.Generator, views: int = 2) -> Tensor:
 def make_views(
     images: Tensor,
     uniforms: Tensor,
-    recipe: Sequence[View],
+    specs: Sequence[View],
     size: int,
     augment: Callable[[Tensor, Tensor, View, int], Tensor] | None = None,
     *,
@@ -99,13 +99,13 @@ def make_views(
 
     augment: `apply_view`, or a compiled form of it. at_once: views of the same kind are made in one call.
     """
-    if len(uniforms) != len(recipe):
-        raise ValueError(f"the recipe has {len(recipe)} views, uniforms were drawn for {len(uniforms)}")
+    if len(uniforms) != len(specs):
+        raise ValueError(f"there are {len(specs)} views, uniforms were drawn for {len(uniforms)}")
     augment = augment or apply_view
-    if at_once and all(view == recipe[0] for view in recipe):
-        copies = images.repeat(len(recipe), 1, 1, 1)
-        return list(augment(copies, uniforms.flatten(0, 1), recipe[0], size).chunk(len(recipe)))
-    return [augment(images, u, view, size) for u, view in zip(uniforms, recipe, strict=True)]
+    if at_once and all(view == specs[0] for view in specs):
+        copies = images.repeat(len(specs), 1, 1, 1)
+        return list(augment(copies, uniforms.flatten(0, 1), specs[0], size).chunk(len(specs)))
+    return [augment(images, u, view, size) for u, view in zip(uniforms, specs, strict=True)]
 
 
 @torch.no_grad()
@@ -408,7 +408,7 @@ def blur_matrix(sigma: Tensor, size: int, kernel: int) -> Tensor:
     return taps[:, straight] + taps[:, over_start] + taps[:, over_end]
 
 
-# ---------------------------------------------------------------- named recipes, as functions of the size
+# ---------------------------------------------------------------- named views, as functions of the size
 
 
 def lump(size: int) -> tuple[View, ...]:
@@ -478,15 +478,15 @@ VIEWS: dict[str, Callable[[int], tuple[View, ...]]] = {
 }
 
 
-def recipe(name: str, size: int) -> tuple[View, ...]:
-    """The views of a named recipe at this image size: `recipe("lump", 32)`."""
+def named_views(name: str, size: int) -> tuple[View, ...]:
+    """The views called `name` at this image size: `named_views("lump", 32)`."""
     if name not in VIEWS:
-        raise unknown("view recipe", name, VIEWS)
+        raise unknown("views", name, VIEWS)
     return VIEWS[name](size)
 
 
 @dataclass
 class ViewsConfig:
-    name: str = key("lump", "recipe of the two views; `ptlf list views` names them")
-    memory: str = key("memory", "recipe of the fresh view of a memory image; its first view is taken")
+    name: str = key("lump", "the two views; `ptlf list views` names them")
+    memory: str = key("memory", "views for the fresh view of a memory image; its first view is taken")
     size: int | None = key(None, "side of the views in pixels; null = that of the stored images", least=1)

@@ -13,10 +13,10 @@ if not os.path.exists("/dev/nvidiactl"):
 import torch
 from torch import nn
 
-from ptlf.config import Config, from_dict
+from ptlf.core.settings import merge, nested
 from ptlf.encoders.resnet import BasicBlock, ResNet
-from ptlf.recipes import recipe
-from ptlf.settings import merge, nested
+from ptlf.run.config import Config, from_dict
+from ptlf.run.recipes import recipe
 
 
 @pytest.fixture(autouse=True, scope="session")

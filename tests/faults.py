@@ -29,8 +29,8 @@ import torch
 from conftest import tiny_config
 
 from ptlf.cli import main
-from ptlf.config import Config, to_yaml
-from ptlf.pipeline import Run
+from ptlf.run.config import Config, to_yaml
+from ptlf.run.loop import Run
 from ptlf.training import checkpoint
 
 SETTINGS: list[dict[str, Any]] = [
@@ -163,7 +163,9 @@ def differences(one: Path, other: Path) -> list[str]:
         values = [[lasting(json.loads(line)) for line in part if line] for part in lines]
         found += [name] * (values[0] != values[1])
     found += ["encoder"] * ((one / "encoder.safetensors").read_bytes() != (other / "encoder.safetensors").read_bytes())
-    states = [checkpoint.unpack(checkpoint.unsealed(run / "checkpoints" / "after-task02.ckpt")) for run in (one, other)]
+    states = [
+        checkpoint.deserialise(checkpoint.unsealed(run / "checkpoints" / "after-task02.ckpt")) for run in (one, other)
+    ]
     for name in ("model", "method", "optimizer", "random", "freezing", "position"):
         found += [f"checkpoint {name}"] * (not same(states[0][name], states[1][name]))
     return found

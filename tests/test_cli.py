@@ -15,6 +15,7 @@ import yaml
 from PIL import Image
 
 from ptlf.cli import main, make_parser
+from ptlf.run.config import resolve_config
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
@@ -57,11 +58,10 @@ def test_train_evaluate_and_repeat(capsys, tmp_path) -> None:
 
 
 def test_command_line_over_file_over_recipe(tmp_path) -> None:
-    from ptlf.cli import settled
 
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump({"training": {"epochs": 7, "lr": 0.5}}))
-    config = settled("digits/simsiam/lump", file, ["--training.epochs", "3", "--seed=4"])
+    config = resolve_config("digits/simsiam/lump", file, ["--training.epochs", "3", "--seed=4"])
     assert (config.training.epochs, config.training.lr, config.training.batch, config.seed) == (3, 0.5, 64, 4)
 
 
@@ -99,7 +99,7 @@ def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypat
     recipes = ["digits/simsiam/lump", "split-cifar10/simsiam/lump"]
     error = refused(capsys, "sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
     assert "the runs are of different streams" in error
-    monkeypatch.setattr("ptlf.report.runs.check_alike", lambda configs: None)
+    monkeypatch.setattr("ptlf.run.results.check_alike", lambda configs: None)
     assert "cifar10" in refused(capsys, "sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
     assert not (tmp_path / "s").exists()
     for verb in (["bench", "run"], ["bench", "step"], ["bench", "freezing"]):
@@ -131,11 +131,10 @@ def test_evaluate_changes_the_probes_only(capsys, tmp_path) -> None:
 
 
 def test_a_file_goes_on_top_of_the_default_recipe(tmp_path) -> None:
-    from ptlf.cli import settled
 
     file = tmp_path / "c.yaml"
     file.write_text("training: {epochs: 7}\n")
-    config = settled(None, file, [])
+    config = resolve_config(None, file, [])
     assert (config.recipe, config.training.epochs, config.encoder.name) == ("digits/simsiam/ptlf", 7, "resnet18-mini")
 
 
@@ -192,7 +191,7 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--objective.name", "barlow"], "unknown objective 'barlow'; did you mean 'barlow_twins'?"),
         (["--encoder.name", "resnet-18"], "unknown encoder 'resnet-18'; did you mean 'resnet18'?"),
         (["--encoder.name", "nowhere:thing"], "encoder.name is 'nowhere:thing', which cannot be imported"),
-        (["--views.name", "lumps"], "unknown view recipe 'lumps'; did you mean 'lump'?"),
+        (["--views.name", "lumps"], "unknown views 'lumps'; did you mean 'lump'?"),
         (["--freezing.policy", "correlate"], "unknown freezing policy 'correlate'; did you mean 'correlation'?"),
         (["--freezing.final", "1.5"], "freezing.final must be at most 1, not 1.5"),
         (["--freezing.initial", "0.5"], "freezing.initial is 0.5, more than freezing.final, 0.4"),

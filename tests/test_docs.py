@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import tiny_config
 
-from ptlf.pipeline import Run
-from ptlf.recipes import EXPECTED
+from ptlf.run.loop import Run
+from ptlf.run.recipes import EXPECTED
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -92,7 +92,8 @@ def test_paper_notes_name_code_that_exists() -> None:
 
 def test_every_command_in_the_readme_parses() -> None:
     """With its settings, on top of each of its recipes."""
-    from ptlf.cli import make_parser, settled
+    from ptlf.cli import make_parser
+    from ptlf.run.config import resolve_config
 
     lines = [
         line.strip() for block in blocks(ROOT / "README.md", "sh") for line in block.replace("\\\n", " ").splitlines()
@@ -108,4 +109,4 @@ def test_every_command_in_the_readme_parses() -> None:
         assert hasattr(arguments, "run"), words
         assert arguments.takes_overrides or not settings, words
         for recipe in getattr(arguments, "recipes", None) or [getattr(arguments, "recipe", None)]:
-            settled(recipe, None, settings)
+            resolve_config(recipe, None, settings)

@@ -11,11 +11,11 @@ import pytest
 from conftest import tiny_config
 from PIL import Image
 
-from ptlf.config import Config
+from ptlf.core.settings import describe
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.pipeline import Run
-from ptlf.settings import describe
+from ptlf.run.config import Config
+from ptlf.run.loop import Run
 from ptlf.stream.folders import pack_folder
 
 Settings = dict[str, Any]
@@ -245,7 +245,7 @@ def outcome(base: str, out: Path, **changed: Any) -> dict[str, Any]:
     config = tiny_config(f"digits/{recipe}", **{**QUICK, **settings, **changed})
     run = Run(config, out if base == "a folder" else None)
     results = run.train()
-    parts = ("class_order", "tasks", "exams", "units", "probes", "freezing", "cost")
+    parts = ("class_order", "tasks", "eval_splits", "units", "probes", "freezing", "cost")
     return {
         **without_seconds({part: results[part] for part in parts}),
         "savings": shares({name: saving.weight_cost for name, saving in (run.freezing.context.savings or {}).items()}),

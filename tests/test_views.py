@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptlf import views as V
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.views import View
 
 LEVEL = 1 / 255
@@ -285,7 +285,7 @@ def test_blur_kernel_follows_the_size(size: int, kernel: int) -> None:
 @pytest.mark.parametrize("name", V.VIEWS)
 @pytest.mark.parametrize("size", [8, 32, 64])
 def test_every_recipe_runs_at_every_size(name: str, size: int) -> None:
-    recipe = V.recipe(name, size)
+    recipe = V.named_views(name, size)
     images = torch.from_numpy(photos(16, size))
     for view, out in zip(recipe, V.make_views(images, drawn(16, len(recipe)), recipe, size), strict=True):
         assert out.shape == (16, 3, size, size) and out.dtype == torch.float32 and out.is_contiguous()
@@ -295,7 +295,7 @@ def test_every_recipe_runs_at_every_size(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", V.VIEWS)
 def test_views_are_pure_and_images_independent(name: str) -> None:
-    recipe = V.recipe(name, 48)
+    recipe = V.named_views(name, 48)
     images, u = torch.from_numpy(photos(10, 64)), drawn(10, len(recipe))
     kept = images.clone(), u.clone()
     first, again = V.make_views(images, u, recipe, 48), V.make_views(images, u, recipe, 48)
@@ -323,7 +323,7 @@ def test_the_generator_is_the_only_source_of_randomness() -> None:
 @pytest.mark.parametrize("name", V.VIEWS)
 def test_no_step_looks_at_a_value(name: str) -> None:
     """Fake tensors have none: reading one, or a shape made of one, fails."""
-    recipe = V.recipe(name, 40)
+    recipe = V.named_views(name, 40)
     with FakeTensorMode():
         images = torch.empty((6, 48, 56, 3), dtype=torch.uint8)
         u = torch.empty((len(recipe), 6, V.UNIFORMS_PER_VIEW))
@@ -341,14 +341,16 @@ def test_a_view_is_one_graph_for_the_compiler() -> None:
 def test_views_made_at_once_are_the_same(name: str) -> None:
     images = torch.randint(0, 256, (5, 40, 40, 3), dtype=torch.uint8)
     u = V.draw(5, torch.Generator().manual_seed(0))
-    apart = V.make_views(images, u, V.recipe(name, 32), 32)
-    torch.testing.assert_close(V.make_views(images, u, V.recipe(name, 32), 32, at_once=True), apart, rtol=0, atol=1e-6)
+    apart = V.make_views(images, u, V.named_views(name, 32), 32)
+    torch.testing.assert_close(
+        V.make_views(images, u, V.named_views(name, 32), 32, at_once=True), apart, rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", V.VIEWS)
 def test_views_captured_in_a_cuda_graph_are_the_cpus(name: str) -> None:
-    recipe = V.recipe(name, 40)
+    recipe = V.named_views(name, 40)
     images, u = torch.from_numpy(photos(16, 48)), drawn(16, len(recipe))
     fixed_images, fixed_u = torch.zeros_like(images, device="cuda"), torch.zeros_like(u, device="cuda")
     V.make_views(fixed_images, fixed_u, recipe, 40)
@@ -365,7 +367,7 @@ def test_views_captured_in_a_cuda_graph_are_the_cpus(name: str) -> None:
 
 
 def test_autocast_does_not_reach_the_views() -> None:
-    images, u, recipe = torch.from_numpy(photos(4, 64)), drawn(4), V.recipe("lump", 64)
+    images, u, recipe = torch.from_numpy(photos(4, 64)), drawn(4), V.named_views("lump", 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = V.make_views(images, u, recipe, 64)
     assert all(torch.equal(a, b) for a, b in zip(inside, V.make_views(images, u, recipe, 64), strict=True))
@@ -406,13 +408,13 @@ def test_every_field_of_a_view_changes_the_picture(field: str) -> None:
 
 def test_the_protocols_settings() -> None:
     for size in (32, 64):
-        first, second = V.recipe("lump", size)
+        first, second = V.named_views("lump", size)
         assert first == second and first.blur == (0.5 if size > 32 else 0.0)
         assert (first.brightness, first.contrast, first.saturation, first.hue) == (0.4, 0.4, 0.4, 0.1)
-    assert [view.blur for view in V.recipe("cassle-barlow", 224)] == [1.0, 0.1]
-    assert [view.solarise for view in V.recipe("cassle-barlow", 224)] == [0.0, 0.2]
-    assert V.recipe("memory", 64)[0].mean == (0.4802, 0.4480, 0.3975)
-    assert V.recipe("memory", 32)[0].mean == (0.4914, 0.4822, 0.4465)
+    assert [view.blur for view in V.named_views("cassle-barlow", 224)] == [1.0, 0.1]
+    assert [view.solarise for view in V.named_views("cassle-barlow", 224)] == [0.0, 0.2]
+    assert V.named_views("memory", 64)[0].mean == (0.4802, 0.4480, 0.3975)
+    assert V.named_views("memory", 32)[0].mean == (0.4914, 0.4822, 0.4465)
 
 
 # ---------------------------------------------------------------- evaluation, errors
@@ -454,12 +456,12 @@ def test_a_bad_recipe_says_what_is_wrong(fields: dict, words: str) -> None:
 def test_errors_name_the_value() -> None:
     images = torch.from_numpy(photos(2, 16))
     with pytest.raises(UserError, match="did you mean 'lump'"):
-        V.recipe("lumpp", 32)
+        V.named_views("lumpp", 32)
     with pytest.raises(UserError, match="kernel of 41"):
         V.apply_view(images, uniforms(2), View(blur=0.5, blur_kernel=41), 16)
     with pytest.raises(UserError, match="padded by 2"):
         V.apply_view(images, uniforms(2), View(padding=2), 32)
     with pytest.raises(ValueError, match="2 views"):
-        V.make_views(images, drawn(2, 1), V.recipe("lump", 16), 16)
+        V.make_views(images, drawn(2, 1), V.named_views("lump", 16), 16)
     with pytest.raises(ValueError, match="uint8"):
         V.apply_view(images.float(), uniforms(2), View(), 16)

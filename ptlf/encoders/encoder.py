@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ptlf.core.settings import key
 from ptlf.encoders.norm import views_in_one_pass
-from ptlf.settings import key
 
 
 @dataclass

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ptlf import ranks
+from ptlf.core import processes
 
 
 class ViewBatchNorm2d(nn.BatchNorm2d):
@@ -49,11 +49,11 @@ class SharedStatistics(nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         dims = [0, *range(2, input.ndim)]
         var, mean = torch.var_mean(input.float() if input.dtype is torch.bfloat16 else input, dims, correction=0)
-        means, variances = ranks.whole(torch.stack((mean, var))[None]).unbind(1)  # (processes, C) each
+        means, variances = processes.all_gather_rows(torch.stack((mean, var))[None]).unbind(1)  # (processes, C) each
         mean = means.mean(0)
         var = variances.mean(0) + (means - mean).square().mean(0)
         if self.track_running_stats:
-            self.note(mean.detach(), var.detach(), ranks.count() * input.numel() // input.shape[1])
+            self.note(mean.detach(), var.detach(), processes.world_size() * input.numel() // input.shape[1])
         scale = torch.rsqrt(var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale

@@ -105,6 +105,6 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return torch.mean(self.stages(self.stem(images)), dim=(2, 3))
 
-    def parts(self) -> list[nn.Module]:
+    def segments(self) -> list[nn.Module]:
         """The pieces that are compiled one by one: few variants each, however units freeze."""
         return [self.stem, *(block for stage in self.stages.children() for block in stage.children())]

@@ -1,7 +1,7 @@
-"""Pure functions of an accuracy matrix: a row per task trained, a column per exam, None where nothing was tested.
+"""Pure functions of an accuracy matrix: a row per task trained, a column per split, None where nothing was tested.
 
 All accuracies in per cent. A column counts from its first tested row, so the same definitions serve a class-incremental
-stream (lower triangle), one fixed exam (a single full column) and joint training (a single row).
+stream (lower triangle), one fixed split (a single full column) and joint training (a single row).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def accuracy(matrix: Matrix) -> float | None:
 
 
 def forgetting(matrix: Matrix) -> float | None:
-    """Mean over the exams tested before the last task of (best accuracy before it) - (accuracy after it)."""
+    """Mean over the eval_splits tested before the last task of (best accuracy before it) - (accuracy after it)."""
     return _mean(max(column[:-1]) - column[-1] for column in _columns(matrix) if len(column) > 1)
 
 
 def forgetting_just_learned(matrix: Matrix) -> float | None:
-    """The same against the accuracy right after the exam's own task, as LUMP's public code counts it."""
+    """The same against the accuracy right after the split's own task, as LUMP's public code counts it."""
     return _mean(column[0] - column[-1] for column in _columns(matrix) if len(column) > 1)
 
 
@@ -35,7 +35,7 @@ def backward_transfer(matrix: Matrix) -> float | None:
 
 
 def forward_transfer(future: Row, untrained: Row) -> float | None:
-    """Mean over exams of (accuracy just before the exam's own task) - (accuracy of the untrained encoder)."""
+    """Mean over eval_splits of (accuracy just before the split's own task) - (accuracy of the untrained encoder)."""
     return _mean(a - b for a, b in zip(future, untrained, strict=True) if a is not None and b is not None)
 
 
@@ -55,7 +55,7 @@ def summary(matrix: Matrix) -> dict[str, Any]:
 
 
 def _columns(matrix: Matrix) -> list[list[float]]:
-    """Each exam's accuracies from its first tested row to the last."""
+    """Each split's accuracies from its first tested row to the last."""
     columns = []
     for index in range(len(matrix[0])):
         column = [value for row in matrix if (value := row[index]) is not None]

@@ -25,7 +25,7 @@ TILE, SPRITE_BYTES = 48, 110_000  # pixels; base64 adds a third
 class Gallery:
     """Call `look` on the untrained and on the trained encoder; `as_dict` is what gallery.json holds.
 
-    The images are the exams' test images, or the tasks' own training images where the stream has no exam per task.
+    The images are the splits' test images, or the tasks' own training images where the stream has no split per task.
     Which of them follows from the seed alone, so runs with one seed show the same images.
     """
 
@@ -88,8 +88,12 @@ class Gallery:
 def sources(stream: Stream) -> tuple[Images, list[np.ndarray], list[str]]:
     """The images, the indices of each group, and the groups' names."""
     test = stream.data.test
-    if stream.graded is stream.data and test is not None:
-        return test, [exam.test for exam in stream.exams], [exam.name for exam in stream.exams]
+    if stream.eval_data is stream.data and test is not None:
+        return (
+            test,
+            [split.test for split in stream.eval_splits],
+            [split.name for split in stream.eval_splits],
+        )
     return stream.data.train, [task.train for task in stream.tasks], [task.name for task in stream.tasks]
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ptlf.errors import UserError
-from ptlf.settings import key
+from ptlf.core.errors import UserError
+from ptlf.core.settings import key
 
 
 @dataclass
 class KnnTaskConfig:
-    """LUMP's protocol: each exam against its own task's training images."""
+    """LUMP's protocol: each split against its own task's training images."""
 
     k: int | None = key(None, "neighbours; null = min(200, tasks seen so far), as LUMP's code has it", least=1)
     temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", above=0)
@@ -22,7 +22,7 @@ class KnnTaskConfig:
 
 @dataclass
 class KnnClassConfig:
-    """Class-incremental: each exam against one bank of the training images of all classes seen."""
+    """Class-incremental: each split against one bank of the training images of all classes seen."""
 
     k: int = key(200, "neighbours", least=1)
     temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", above=0)

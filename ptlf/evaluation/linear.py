@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ptlf.settings import key
+from ptlf.core.settings import key
 
 
 @dataclass

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from ptlf.errors import unknown
+from ptlf.core.errors import unknown
 from ptlf.freezing.kernels import (
     EvalMode,
+    ForwardPatch,
     FrozenLayer,
     MaskedReLU,
-    Override,
     PassThrough,
     is_plain_batch_norm,
     is_plain_layer,
@@ -64,7 +64,7 @@ class Freezer:
         self._by_name = {unit.name: unit for unit in self.units}
         self._frozen: dict[str, list[nn.Parameter]] = {}  # unit -> its parameters that required a gradient
         # Kept over a thaw: code compiled with an override is reused only as long as that very object lives.
-        self._overrides: dict[tuple[nn.Module, type[Override]], Override] = {}
+        self._overrides: dict[tuple[nn.Module, type[ForwardPatch]], ForwardPatch] = {}
         self._tracked: list[nn.Module] = []  # norms whose track_running_stats was switched off
 
     @property
@@ -117,7 +117,7 @@ class Freezer:
 
     def _refuse_others(self) -> None:
         for name, child in self.module.named_modules():
-            if isinstance(child.__dict__.get("forward"), Override) and child not in self._replaced:
+            if isinstance(child.__dict__.get("forward"), ForwardPatch) and child not in self._replaced:
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
 
     def _freeze(self, unit: Unit) -> None:
@@ -166,7 +166,7 @@ class Freezer:
         """Whether the ReLU alone would keep its output. Where a trainable layer keeps it too, a mask saves nothing."""
         return bool(self._frozen) and relu.keepers <= self._frozen.keys()
 
-    def _replace(self, module: nn.Module, kind: type[Override], make: Callable[[], Override]) -> None:
+    def _replace(self, module: nn.Module, kind: type[ForwardPatch], make: Callable[[], ForwardPatch]) -> None:
         if module not in self._replaced:
             self._replaced[module] = module.__dict__.get("forward")
         if (module, kind) not in self._overrides:

@@ -188,14 +188,14 @@ def fold(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> tuple[Tensor, Tensor]
     return weight.to(layer.weight.dtype), bias.to(layer.weight.dtype)
 
 
-class Override:
+class ForwardPatch:
     """A callable that stands in a module's `__dict__` as its `forward`.
 
     An object rather than a closure, because it must follow its module through copy.deepcopy and pickle.
     """
 
 
-class FrozenLayer(Override):
+class FrozenLayer(ForwardPatch):
     """Forward of a frozen convolution or linear layer, with the norm after it folded in if one is given.
 
     The folded tensors are no parameters or buffers. They are made again whenever one of their sources has changed;
@@ -260,14 +260,14 @@ def _pair(value: tuple[int, ...]) -> Pair:
     return (value[0], value[1])
 
 
-class PassThrough(Override):
+class PassThrough(ForwardPatch):
     """Forward of a norm that its layer has absorbed."""
 
     def __call__(self, input: Tensor) -> Tensor:
         return input
 
 
-class EvalMode(Override):
+class EvalMode(ForwardPatch):
     """Forward of a frozen norm that could not be folded, or of what makes up a frozen weight: eval mode whatever
     `module.train()` says."""
 
@@ -288,7 +288,7 @@ class EvalMode(Override):
             module.training = was_training
 
 
-class MaskedReLU(Override):
+class MaskedReLU(ForwardPatch):
     """Forward of an nn.ReLU whose output no backward but its own needs."""
 
     def __init__(self, relu: nn.ReLU) -> None:

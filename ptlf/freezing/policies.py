@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ptlf.errors import unknown
+from ptlf.core.errors import unknown
 from ptlf.freezing.correlation import Layer, groups, pad, unchanged
 from ptlf.freezing.units import Unit
 
@@ -33,7 +33,7 @@ class Context:
     ratios: dict[str, float] | None = None  # of the units that the policy looked at
     savings: dict[str, Saving] | None = None
     generator: torch.Generator | None = None
-    room: int = 1  # how many more may freeze before the task ends
+    remaining: int = 1  # how many more may freeze before the task ends
 
     def ratio(self, name: str, default: float | None = None) -> float:
         found = None if self.ratios is None else self.ratios.get(name, default)
@@ -55,7 +55,9 @@ class Policy:
             raise ValueError(f"sharpness must not be negative, and is {sharpness}")
         self.sharpness = sharpness
 
-    def look(self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios) -> dict[str, float]:
+    def ratios_needed(
+        self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios
+    ) -> dict[str, float]:
         """The ratios that the choice depends on, by unit name."""
         return ratios(candidates)
 
@@ -117,12 +119,14 @@ class CostAware(Policy):
     needs_ratios = True
     needs_savings = True
 
-    def look(self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios) -> dict[str, float]:
+    def ratios_needed(
+        self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios
+    ) -> dict[str, float]:
         """No ratio is above 1: a unit that is not among the next even so need not be looked at. Those left out are
         mostly the last and widest ones, whose ratios take the longest and which save the least."""
         known: dict[str, float] = {}
         while True:
-            plan = self.choose(context.room, candidates, frozen, replace(context, ratios=known))
+            plan = self.choose(context.remaining, candidates, frozen, replace(context, ratios=known))
             missing = [name for name in plan if name not in known]
             if not missing:
                 return known
@@ -135,7 +139,7 @@ class CostAware(Policy):
         chosen: list[str] = []
         for _ in range(min(at_least_zero(count), len(candidates))):
             left = [name for name in candidates if name not in chosen]
-            now, room = {*frozen, *chosen}, max(count, context.room) - len(chosen)
+            now, room = {*frozen, *chosen}, max(count, context.remaining) - len(chosen)
             scores = [(self.score([name], now, context)[0], name) for name in left]
             scores += [(score, left[0]) for score in self.score(left[:room], now, context)[1:]]
             # max keeps the first of equals, which is the one nearest to the input.

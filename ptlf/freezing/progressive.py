@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ptlf.core.settings import key
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.policies import POLICIES, Context, Ratios, Saving
 from ptlf.freezing.schedule import FreezeSchedule
-from ptlf.settings import key
 
 
 @dataclass
@@ -64,9 +64,9 @@ class ProgressiveFreezing:
         frozen = list(self.freezer.frozen)
         candidates = [name for name in units if name not in frozen]
         wanted = self.schedule.count(epoch, len(units)) - len(frozen)
-        self.context.room = self.schedule.most(len(units)) - len(frozen)
+        self.context.remaining = self.schedule.most(len(units)) - len(frozen)
         if self.policy.needs_ratios and (epoch == 0 or (self.config.update == "per-epoch" and wanted > 0)):
-            self.context.ratios = self.policy.look(candidates, frozen, self.context, correlate())
+            self.context.ratios = self.policy.ratios_needed(candidates, frozen, self.context, correlate())
             if epoch == 0:
                 entry["ratios"] = dict(self.context.ratios)
             else:

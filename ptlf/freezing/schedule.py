@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ptlf.errors import unknown
+from ptlf.core.errors import unknown
 
 # Each shape maps (epoch, epochs) to the weight of `final` in the mixture of `initial` and `final`.
 SHAPES = {

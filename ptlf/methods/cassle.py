@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
+from ptlf.core.settings import key
 from ptlf.encoders import encode
 from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
 from ptlf.objectives.objective import mean_over_views, negative_cosine, predictor
-from ptlf.settings import key
 
 
 @dataclass

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
+from ptlf.core.settings import key
 from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
-from ptlf.settings import key
 
 
 @dataclass

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ptlf import ranks
-from ptlf.batch import Batch
-from ptlf.settings import key
+from ptlf.core import processes
+from ptlf.core.batch import Batch
+from ptlf.core.settings import key
 from ptlf.views import UNIFORMS_PER_VIEW, View, apply_view
 
 
@@ -76,16 +76,16 @@ class Memory(nn.Module):
 
     def add(self, batch: Batch, slots: Tensor, outputs: Tensor | None = None) -> None:
         images, views = batch.images, batch.views[-1].detach().to(self.views.dtype)
-        if ranks.count() > 1:  # every process keeps the same memory, and has a share of the batch
+        if processes.world_size() > 1:  # every process keeps the same memory, and has a share of the batch
             rows = (self.drawn < self.size).nonzero().flatten()
             slots = self.drawn[rows].to(images.device)
-            images, views = ranks.rows_of_whole(images, rows), ranks.rows_of_whole(views, rows)
-            outputs = None if outputs is None else ranks.rows_of_whole(outputs, rows)
+            images, views = processes.gather_rows(images, rows), processes.gather_rows(views, rows)
+            outputs = None if outputs is None else processes.gather_rows(outputs, rows)
         self.images.index_copy_(0, slots, images)
         self.views.index_copy_(0, slots, views)
         if outputs is not None:
             self.outputs.index_copy_(0, slots, outputs)
-        self.seen += len(batch) * ranks.count()
+        self.seen += len(batch) * processes.world_size()
 
     def fresh(self, picks: Tensor, uniforms: Tensor) -> Tensor:
         """A new augmentation of the picked images, (B, 3, S, S)."""

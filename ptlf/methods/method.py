@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
+from ptlf.core.settings import key
 from ptlf.methods.memory import Memory
 from ptlf.model import Model
-from ptlf.settings import key
 
 
 @dataclass

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ptlf.core.errors import UserError
+from ptlf.core.settings import key
 from ptlf.encoders import ResNet
-from ptlf.errors import UserError
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
-from ptlf.settings import key
 
 
 @dataclass
@@ -22,7 +22,7 @@ class PNNConfig(MethodConfig):
 
 
 class PNN(Method):
-    """Each exam is tested with its own task's column, or with the vectors of all columns joined."""
+    """Each split is tested with its own task's column, or with the vectors of all columns joined."""
 
     Config = PNNConfig
     freezable = False
@@ -98,13 +98,13 @@ class Columns(nn.Module):
             given.append(x)
         return given
 
-    def part(self, task: int) -> slice:
+    def feature_slice(self, task: int) -> slice:
         """Where the task's column is in the joined vector; a task that has none yet is looked at with the newest."""
         index = min(task, self.current)
         return slice(index * self.feature_dim, (index + 1) * self.feature_dim)
 
-    def parts(self) -> list[nn.Module]:
-        return [part for column in self.columns for part in column.parts()]  # type: ignore[operator]
+    def segments(self) -> list[nn.Module]:
+        return [part for column in self.columns for part in column.segments()]  # type: ignore[operator]
 
 
 class Lateral(nn.Module):

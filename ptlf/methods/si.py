@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
+from ptlf.core.settings import key
 from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
-from ptlf.settings import key
 
 
 @dataclass

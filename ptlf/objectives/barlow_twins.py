@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
+from ptlf.core.processes import all_gather_rows
+from ptlf.core.settings import key
 from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, projector
-from ptlf.ranks import whole
-from ptlf.settings import key
 
 
 @dataclass
@@ -43,7 +43,7 @@ class BarlowTwins(Objective):
 
 def cross_correlation_loss(z1: Tensor, z2: Tensor, redundancy: float) -> Tensor:
     """Sum of (1 - C_ii)^2 plus `redundancy` times the sum of squared off-diagonal C_ij, C (D, D) over the batch."""
-    z1, z2 = whole(z1), whole(z2)
+    z1, z2 = all_gather_rows(z1), all_gather_rows(z2)
     correlation = standardise(z1).T @ standardise(z2) / len(z1)
     diagonal = correlation.diagonal()
     off_diagonal = correlation.square().sum() - diagonal.square().sum()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
+from ptlf.core.settings import key
 from ptlf.objectives.momentum import MomentumNetwork
 from ptlf.objectives.objective import (
     Objective,
@@ -17,7 +18,6 @@ from ptlf.objectives.objective import (
     negative_cosine,
     predictor,
 )
-from ptlf.settings import key
 
 
 # Settings of Grill et al. 2020. Their squared distance of unit vectors is 2 - 2 cos.

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
+from ptlf.core.processes import all_gather_rows
+from ptlf.core.settings import key
 from ptlf.objectives.momentum import MomentumNetwork
 from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
-from ptlf.ranks import whole
-from ptlf.settings import key
 
 
 # Settings of MoCo v2 (Chen et al. 2020); "+" is the symmetric loss and its hidden width, from SimSiam's comparison.
@@ -54,7 +54,7 @@ class MoCoV2Plus(Objective):
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         q1, q2 = (F.normalize(z, dim=1) for z in projected)
         k1, k2 = (F.normalize(z, dim=1) for z in self.momentum(batch.mixed, self.dtype))
-        self.keys = torch.stack((whole(k1), whole(k2)))
+        self.keys = torch.stack((all_gather_rows(k1), all_gather_rows(k2)))
         first, second = self.queue
         temperature = self.config.temperature
         return (key_loss(q1, k2, second, temperature) + key_loss(q2, k1, first, temperature)) / 2

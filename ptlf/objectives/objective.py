@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.batch import Batch
-from ptlf.ranks import whole
-from ptlf.settings import key
+from ptlf.core.batch import Batch
+from ptlf.core.processes import all_gather_rows
+from ptlf.core.settings import key
 
 
 @dataclass
@@ -106,7 +106,7 @@ def contrastive_distillation(predicted: Sequence[Tensor], old: Sequence[Tensor],
 
     All views are pooled: V views of B images give V * B candidates.
     """
-    p, z = (F.normalize(torch.cat([whole(v) for v in vectors]), dim=1) for vectors in (predicted, old))
+    p, z = (F.normalize(torch.cat([all_gather_rows(v) for v in vectors]), dim=1) for vectors in (predicted, old))
     logits = p @ z.T / temperature
     own = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
+from ptlf.core.processes import all_gather_rows
+from ptlf.core.settings import key
 from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
-from ptlf.ranks import whole
-from ptlf.settings import key
 
 
 # Settings of Chen et al. 2020: a head with one hidden layer as wide as ResNet-50's vectors, output 128; temperature 0.5
@@ -38,7 +38,7 @@ class SimCLR(Objective):
         )
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
-        z = F.normalize(torch.cat([whole(z) for z in projected]), dim=1)  # (2B, D)
+        z = F.normalize(torch.cat([all_gather_rows(z) for z in projected]), dim=1)  # (2B, D)
         itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
         logits = (z @ z.T / self.config.temperature).masked_fill(itself, float("-inf"))
         partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)

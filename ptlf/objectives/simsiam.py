@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
+from ptlf.core.settings import key
 from ptlf.objectives.objective import (
     Objective,
     ObjectiveConfig,
@@ -17,7 +18,6 @@ from ptlf.objectives.objective import (
     predictor,
     projector,
 )
-from ptlf.settings import key
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
 from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, negative_cosine
 
 

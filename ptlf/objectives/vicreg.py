@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
+from ptlf.core.processes import all_gather_rows
+from ptlf.core.settings import key
 from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
-from ptlf.ranks import whole
-from ptlf.settings import key
 
 
 # Settings of Bardes et al. 2022. As in their code, the invariance term is the mean over images and dimensions, and the
@@ -43,7 +43,7 @@ class VICReg(Objective):
         )
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
-        z1, z2 = (whole(z) for z in projected)
+        z1, z2 = (all_gather_rows(z) for z in projected)
         return (
             self.config.invariance * F.mse_loss(z1, z2)
             + self.config.variance * (variance_loss(z1) + variance_loss(z2)) / 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ptlf.report.runs import Comparison, Group, Run, flatten
+from ptlf.report.runs import Comparison, Group, RunRecord, flatten
 
 
 def details_part(comparison: Comparison) -> str:
@@ -47,7 +47,7 @@ def group_details(group: Group) -> str:
     return "".join(run_details(run, group) for run in group.runs)
 
 
-def run_details(run: Run, group: Group) -> str:
+def run_details(run: RunRecord, group: Group) -> str:
     results, place = run.results, shlex.quote(str(run.folder / "config.yaml"))
     seed = f", seed {results.get('seed')}"
     facts = {

@@ -9,19 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ptlf.report.tables import percent
+from ptlf.run.watcher import Watcher
 
 console = Console(stderr=False)
-
-
-class Watcher:
-    """What a run tells while it goes. This one says nothing; `Live` shows it."""
-
-    def begin(self, run: Any) -> None: ...
-    def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None: ...
-    def step(self, views: int) -> None: ...
-    def end_epoch(self, result: Any) -> None: ...
-    def end_task(self, task: int, rows: dict[str, list[float | None]]) -> None: ...
-    def end(self) -> None: ...
 
 
 class Live(Watcher):

@@ -11,17 +11,17 @@ from ptlf.report.details import details_part
 from ptlf.report.drawing import Drawing, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import COSTS, Measure, accuracy_measures, measured
 from ptlf.report.parts import PHONE, Figure, Part, Picture, drawings, parts
-from ptlf.report.record import write_whole
-from ptlf.report.runs import Comparison, Group, compare, doubt_about_seconds, unsteady
+from ptlf.report.runs import Comparison, Group, doubt_about_seconds, read_comparison, unsteady
 from ptlf.report.style import style
 from ptlf.report.theme import colours
+from ptlf.run.results import write_whole
 
 COLUMNS = 8  # of a table
 
 
 def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
     """How many runs it shows."""
-    comparison = compare(folders, baseline)
+    comparison = read_comparison(folders, baseline)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, page(comparison))
     return sum(len(group.runs) for group in comparison.groups)
@@ -29,7 +29,7 @@ def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None
 
 def write_figures(folders: Sequence[Path], out: Path, baseline: str | None = None) -> list[Path]:
     """Each picture as NAME.svg and NAME.png on white, at print size."""
-    comparison = compare(folders, baseline)
+    comparison = read_comparison(folders, baseline)
     theme = colours(False, comparison.tasks)
     out.mkdir(parents=True, exist_ok=True)
     written = []

@@ -10,17 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ptlf.errors import UserError, unknown
-from ptlf.report.record import RECIPES, SCHEMA, name_of, read_results
+from ptlf.core.errors import UserError, unknown
 from ptlf.report.theme import DASHES, MARKERS, RUNS
+from ptlf.run.results import RECIPES, SAME_SETTINGS, SCHEMA, Json, difference, name_of, read_results
 
-Json = dict[str, Any]
 NUMBER = (int, float)
-# The policies that are part of a method's name.
 
 
 @dataclass
-class Run:
+class RunRecord:
     folder: Path
     results: Json
     gallery: Json | None = None
@@ -49,7 +47,7 @@ class Run:
 
 
 @dataclass
-class Damaged:
+class UnreadableRun:
     folder: Path
     reason: str
 
@@ -58,7 +56,7 @@ class Damaged:
 class Group:
     """Seeds of one configuration. `place` is where it stands among those compared; 0 is the baseline's."""
 
-    runs: list[Run]
+    runs: list[RunRecord]
     label: str = ""
     place: int = 0
 
@@ -111,7 +109,7 @@ class Group:
 @dataclass
 class Comparison:
     groups: list[Group]
-    damaged: list[Damaged] = field(default_factory=list)
+    damaged: list[UnreadableRun] = field(default_factory=list)
     baseline: Group | None = None
 
     @property
@@ -120,18 +118,18 @@ class Comparison:
 
     @property
     def tasks(self) -> int:
-        return max(max(len(group.first["tasks"]), len(group.first["exams"])) for group in self.groups)
+        return max(max(len(group.first["tasks"]), len(group.first["eval_splits"])) for group in self.groups)
 
 
-def compare(folders: Sequence[Path], baseline: str | None = None) -> Comparison:
+def read_comparison(folders: Sequence[Path], baseline: str | None = None) -> Comparison:
     """All runs in these folders, and in the folders directly below them."""
-    runs: list[Run] = []
-    damaged: list[Damaged] = []
+    runs: list[RunRecord] = []
+    damaged: list[UnreadableRun] = []
     for folder in dict.fromkeys(found for given in folders for found in run_folders(given)):
         try:
             runs.append(read_run(folder))
         except UserError as error:
-            damaged.append(Damaged(folder, str(error)))
+            damaged.append(UnreadableRun(folder, str(error)))
     if not runs:
         raise UserError(f"no run to report on: {damaged[0].reason}")
     check_comparable(runs)
@@ -158,13 +156,13 @@ def is_run(folder: Path) -> bool:
     return (folder / "results.json").exists() or (folder / "config.yaml").exists()
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     results = read_results(folder)
     try:
         check_results(results)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / 'results.json'} is damaged: {describe(error)}") from None
-    run = Run(folder, results)
+    run = RunRecord(folder, results)
     path = folder / "gallery.json"
     try:
         run.gallery = check_gallery(json.loads(path.read_text()))
@@ -194,18 +192,18 @@ def check_results(results: Any) -> None:
     expect(results["status"], str, "status")
     for key in ("config", "environment", "probes", "cost"):
         expect(results[key], dict, key)
-    for key in ("class_order", "tasks", "exams", "units", "freezing"):
+    for key in ("class_order", "tasks", "eval_splits", "units", "freezing"):
         expect(results[key], list, key)
     for key in ("stream", "training", "method", "freezing", "objective", "encoder"):
         expect(results["config"][key], dict, f"config.{key}")
     expect(results["config"]["training"]["epochs"], int, "config.training.epochs")
     for probe, values in results["probes"].items():
-        check_matrix(values["matrix"], len(results["exams"]), probe)
+        check_matrix(values["matrix"], len(results["eval_splits"]), probe)
         expect(values["settings"], dict, f"{probe}.settings")
     for key in ("train_seconds", "backward_flops"):
         expect(results["cost"][key], NUMBER, f"cost.{key}")
     for line in expect(results["cost"]["per_epoch"], list, "cost.per_epoch"):
-        for key in ("task", "epoch", "seconds", "frozen", "backward_flops", "saved_activation_bytes"):
+        for key in ("task", "epoch", "seconds", "frozen", "backward_flops", "kept_bytes"):
             expect(line[key], NUMBER, f"cost.per_epoch.{key}")
     for entry in results["freezing"]:
         for ratio in entry["ratios"].values():
@@ -215,10 +213,10 @@ def check_results(results: Any) -> None:
             expect(event["frozen"], list, "freezing.events.frozen")
 
 
-def check_matrix(matrix: Any, exams: int, probe: str) -> None:
+def check_matrix(matrix: Any, eval_splits: int, probe: str) -> None:
     for row in expect(matrix, list, f"{probe}.matrix"):
-        if len(row) != exams:
-            raise ValueError(f"{probe}.matrix has a row of {len(row)} for {exams} exams")
+        if len(row) != eval_splits:
+            raise ValueError(f"{probe}.matrix has a row of {len(row)} for {eval_splits} eval_splits")
         for value in row:
             if value is not None:
                 expect(value, NUMBER, f"{probe}.matrix")
@@ -243,7 +241,7 @@ def check_gallery(gallery: Any) -> Json:
     return gallery
 
 
-def check_comparable(runs: Sequence[Run]) -> None:
+def check_comparable(runs: Sequence[RunRecord]) -> None:
     """Figures may stand side by side only if they answer the same question."""
     reference = runs[0]
     for run in runs[1:]:
@@ -256,13 +254,9 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 )
 
 
-SAME_SETTINGS: dict[str, Callable[[Json], Json]] = {
-    "streams": lambda config: {key: value for key, value in config.get("stream", {}).items() if key != "resident"},
-    "epochs": lambda config: {"training.epochs": config.get("training", {}).get("epochs")},
-}
-COMPARED: dict[str, Callable[[Run], Json]] = {
+COMPARED: dict[str, Callable[[RunRecord], Json]] = {
     "streams": lambda run: SAME_SETTINGS["streams"](run.config),
-    "exams": lambda run: {"number of exams": len(run.results["exams"])},
+    "eval_splits": lambda run: {"number of eval_splits": len(run.results["eval_splits"])},
     "probes": lambda run: {
         f"{probe}.{key}": value
         for probe, values in run.results["probes"].items()
@@ -270,20 +264,6 @@ COMPARED: dict[str, Callable[[Run], Json]] = {
     },
     "epochs": lambda run: SAME_SETTINGS["epochs"](run.config),
 }
-
-
-def check_alike(configs: Sequence[Json]) -> None:
-    """Of runs that are to be compared, before they are made."""
-    for what, look in SAME_SETTINGS.items():
-        first, *others = map(look, configs)
-        for other in others:
-            if other != first:
-                raise UserError(f"the runs are of different {what} ({difference(first, other)}) and cannot be compared")
-
-
-def difference(mine: Json, theirs: Json) -> str:
-    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    return ", ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in keys[:3])
 
 
 UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
@@ -305,7 +285,7 @@ def doubt_about_seconds(share: float) -> str:
     return f"{share:.0%} of the steps' seconds lie above the median of like epochs; was the machine busy otherwise?"
 
 
-def group_seeds(runs: Iterable[Run]) -> list[Group]:
+def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
     """Finished runs that differ in nothing but the seed (and the machine) are one group; others stand alone."""
     groups: dict[str, Group] = {}
     for run in runs:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ptlf.report.runs import Group, Run, doubt_about_seconds, unsteady
+from ptlf.report.runs import Group, RunRecord, doubt_about_seconds, unsteady
 
 
 def percent(value: float | None) -> str:
@@ -23,15 +23,15 @@ def seconds(value: float | None) -> str:
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
-def show_matrix(console: Console, probe: str, values: dict[str, Any], exams: list[str]) -> None:
-    """One probe's accuracy matrix: a row per task trained, a column per exam, and the untrained encoder on top."""
+def show_matrix(console: Console, probe: str, values: dict[str, Any], eval_splits: list[str]) -> None:
+    """One probe's accuracy matrix: a row per task trained, a column per split, and the untrained encoder on top."""
     settings = values["settings"]
     k = f", k = {settings['k']}" if "k" in settings else ""
     console.print(f"\n{probe}: accuracy in %{k}, bank: {settings['bank']}", highlight=False)
     table = Table()
     table.add_column("after training on")
-    for exam in exams:
-        table.add_column(exam if len(exam) <= 14 else exam[:13] + "…", justify="right")
+    for split in eval_splits:
+        table.add_column(split if len(split) <= 14 else split[:13] + "…", justify="right")
     if values.get("untrained"):
         table.add_row("nothing (random encoder)", *map(percent, values["untrained"]), style="dim")
     for number, row in enumerate(values["matrix"], start=1):
@@ -44,7 +44,7 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures of runs that differ in the seed alone: means, with the probes' spread (sample standard deviation)."""
     if len(runs) == 1:
         return runs[0]
-    group = Group([Run(Path(), results) for results in runs])
+    group = Group([RunRecord(Path(), results) for results in runs])
     probes: dict[str, dict[str, float | None]] = {}
     for probe in runs[0]["probes"]:
         names = ("accuracy", "forgetting", "untrained_accuracy")
@@ -86,7 +86,7 @@ def show_as_list(console: Console, runs: dict[str, dict[str, Any]], baseline: st
             values = results["probes"].get(probe, {})
             cells += [score(values, "accuracy"), score(values, "forgetting")]
         cost = results["cost"]
-        for figure in ("learning_seconds", "correlation_seconds", "backward_flops", "saved_activation_bytes"):
+        for figure in ("learning_seconds", "correlation_seconds", "backward_flops", "kept_bytes"):
             form = next(form for _, key, form in COSTS if key == figure)
             relative = _relative(cost, base, figure, form)
             cells.append(relative.split()[-1] if relative.endswith("x") else relative)
@@ -136,16 +136,16 @@ COSTS: list[tuple[str, str, Callable[[float], str]]] = [
     ("evaluation", "eval_seconds", seconds),
     ("measuring bytes and FLOPs", "measuring_seconds", seconds),
     ("backward FLOPs", "backward_flops", lambda flops: f"{flops / 1e12:.3g} T"),
-    ("kept for backward, mean", "mean_saved_activation_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
-    ("kept for backward, last epoch", "saved_activation_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
+    ("kept for backward, mean", "mean_kept_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
+    ("kept for backward, last epoch", "kept_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
     ("peak GPU memory, last epoch", "last_peak_memory_bytes", lambda size: f"{size / 2**20:.0f} MiB"),
 ]
 RELATIVE = (
     "learning_seconds",
     "train_seconds",
     "backward_flops",
-    "mean_saved_activation_bytes",
-    "saved_activation_bytes",
+    "mean_kept_bytes",
+    "kept_bytes",
     "last_peak_memory_bytes",
 )
 
@@ -162,8 +162,8 @@ def _relative(cost: dict[str, Any], base: dict[str, Any] | None, name: str, form
 def show_results(console: Console, results: dict[str, Any], folder: Any, *, brief: bool = False) -> None:
     """A finished run: its accuracy matrices, one line of figures, and where the files are."""
     for probe, values in results["probes"].items():
-        if not brief or (probe == "knn_class" and len(results["exams"]) <= 10):
-            show_matrix(console, probe, values, results["exams"])
+        if not brief or (probe == "knn_class" and len(results["eval_splits"]) <= 10):
+            show_matrix(console, probe, values, results["eval_splits"])
     if not brief:
         show_runs(console, {results["config"]["recipe"] or "run": results})
     if not results["probes"]:

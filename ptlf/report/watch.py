@@ -15,16 +15,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ptlf.errors import UserError
-from ptlf.report.record import name_of, read_results
+from ptlf.core.errors import UserError
 from ptlf.report.tables import percent, seconds
+from ptlf.run.results import name_of, read_results
 
 Json = dict[str, Any]
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass
-class Progress:
+class Snapshot:
     """What the files say at one moment."""
 
     results: Json
@@ -66,17 +66,17 @@ class Progress:
         return None if each is None else each * (self.total - len(self.lines))
 
 
-def read_progress(folder: Path) -> Progress:
+def read_snapshot(folder: Path) -> Snapshot:
     results = read_results(folder)
     try:
         lines, skipped = read_lines(folder / "metrics.jsonl")
         if results["status"] == "finished":  # of runs that are kept, often only the results are
             lines = results["cost"]["per_epoch"]
-        progress = Progress(results, lines, skipped, list(results["units"]))
-        view(progress)  # whatever it needs is there
+        snapshot = Snapshot(results, lines, skipped, list(results["units"]))
+        view(snapshot)  # whatever it needs is there
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} holds a damaged run: {error}") from None
-    return progress
+    return snapshot
 
 
 def read_lines(path: Path) -> tuple[list[Json], int]:
@@ -92,46 +92,46 @@ def read_lines(path: Path) -> tuple[list[Json], int]:
     return lines, skipped
 
 
-def view(progress: Progress, quiet: float = 0.0) -> Group:
+def view(snapshot: Snapshot, quiet: float = 0.0) -> Group:
     """quiet: seconds without a new line, as the watcher saw them."""
-    rows: list[RenderableType] = [head(progress), bar(progress), figures(progress)]
-    if progress.units:
-        rows.append(unit_strip(progress))
-    rows += accuracies(progress)
-    if progress.status == "running" and quiet > max(60.0, 10 * (progress.epoch_seconds or 60.0)):
+    rows: list[RenderableType] = [head(snapshot), bar(snapshot), figures(snapshot)]
+    if snapshot.units:
+        rows.append(unit_strip(snapshot))
+    rows += accuracies(snapshot)
+    if snapshot.status == "running" and quiet > max(60.0, 10 * (snapshot.epoch_seconds or 60.0)):
         rows.append(Text(f"no new line for {seconds(quiet)}: the run may have stopped", style="yellow"))
-    if progress.skipped:
-        rows.append(Text(f"{progress.skipped} lines of metrics.jsonl cannot be read", style="yellow"))
+    if snapshot.skipped:
+        rows.append(Text(f"{snapshot.skipped} lines of metrics.jsonl cannot be read", style="yellow"))
     return Group(*rows)
 
 
-def head(progress: Progress) -> Text:
-    config, environment = progress.results["config"], progress.results.get("environment", {})
+def head(snapshot: Snapshot) -> Text:
+    config, environment = snapshot.results["config"], snapshot.results.get("environment", {})
     name = name_of(config)
     where = environment.get("device_name") or environment.get("device") or "unknown device"
-    text = Text(f"{name}, seed {progress.results.get('seed')}", style="bold")
-    return text.append(f"  {progress.status}, on {where}", style="not bold")
+    text = Text(f"{name}, seed {snapshot.results.get('seed')}", style="bold")
+    return text.append(f"  {snapshot.status}, on {where}", style="not bold")
 
 
-def bar(progress: Progress) -> Table:
-    done, total = len(progress.lines), progress.total
+def bar(snapshot: Snapshot) -> Table:
+    done, total = len(snapshot.lines), snapshot.total
     row = Table.grid(padding=(0, 1))
-    last = progress.lines[-1] if progress.lines else {"task": 1, "epoch": 0}
-    place = f"task {last['task']}/{progress.tasks}, epoch {last['epoch']}/{progress.epochs}"
-    left = progress.remaining if progress.status == "running" else None
+    last = snapshot.lines[-1] if snapshot.lines else {"task": 1, "epoch": 0}
+    place = f"task {last['task']}/{snapshot.tasks}, epoch {last['epoch']}/{snapshot.epochs}"
+    left = snapshot.remaining if snapshot.status == "running" else None
     words = f"{seconds(left)} left" if left is not None else ""
     share = f"{100 * done / max(total, 1):.0f}%"
     row.add_row(place, ProgressBar(total=max(total, 1), completed=done, width=28), share, words)
     return row
 
 
-def figures(progress: Progress) -> Table:
+def figures(snapshot: Snapshot) -> Table:
     table = Table.grid(padding=(0, 2))
-    if not progress.lines:
+    if not snapshot.lines:
         table.add_row("no epoch finished yet")
         return table
-    last = progress.lines[-1]
-    here = [line for line in progress.lines if line["task"] == last["task"]]
+    last = snapshot.lines[-1]
+    here = [line for line in snapshot.lines if line["task"] == last["task"]]
     for name in last.get("loss", {}):
         values = [line["loss"][name] for line in here if isinstance(line.get("loss", {}).get(name), (int, float))]
         table.add_row(f"loss {name}", f"{values[-1]:.4f}" if values else str(last["loss"][name]), spark(values))
@@ -139,7 +139,7 @@ def figures(progress: Progress) -> Table:
     if speeds:
         table.add_row("views/s", f"{speeds[-1]:,.0f}", spark(speeds))
     frozen = [line.get("frozen", 0) for line in here]
-    table.add_row("frozen", f"{frozen[-1]}/{len(progress.units)}", spark(frozen))
+    table.add_row("frozen", f"{frozen[-1]}/{len(snapshot.units)}", spark(frozen))
     return table
 
 
@@ -152,13 +152,13 @@ def spark(values: list[float], width: int = 40) -> str:
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in shown)
 
 
-def unit_strip(progress: Progress) -> Text:
+def unit_strip(snapshot: Snapshot) -> Text:
     """A box per unit from input to output, filled when frozen in the task at hand, and which froze last."""
-    task = progress.lines[-1]["task"] if progress.lines else 1
-    events = [(line["epoch"], line.get("newly_frozen") or []) for line in progress.lines if line["task"] == task]
+    task = snapshot.lines[-1]["task"] if snapshot.lines else 1
+    events = [(line["epoch"], line.get("newly_frozen") or []) for line in snapshot.lines if line["task"] == task]
     frozen = {unit for _, units in events for unit in units}
     text = Text("units   ")
-    for unit in progress.units:
+    for unit in snapshot.units:
         text.append("■" if unit in frozen else "□", style="cyan" if unit in frozen else "dim")
     latest = [(epoch, units) for epoch, units in events if units]
     if latest:
@@ -167,9 +167,9 @@ def unit_strip(progress: Progress) -> Text:
     return text
 
 
-def accuracies(progress: Progress) -> list[Text]:
+def accuracies(snapshot: Snapshot) -> list[Text]:
     rows = []
-    for probe, values in progress.results.get("probes", {}).items():
+    for probe, values in snapshot.results.get("probes", {}).items():
         if values.get("matrix"):
             seen = f"after task {len(values['matrix'])}"
             words = f"accuracy {percent(values.get('accuracy'))}, forgetting {percent(values.get('forgetting'))}"
@@ -190,15 +190,15 @@ def watch(
     once = once or not console.is_terminal
     while not once and not (folder / "results.json").exists() and (folder / "config.yaml").exists():
         sleep(every)  # the run has just begun
-    progress = read_progress(folder)
+    snapshot = read_snapshot(folder)
     if once:
-        console.print(view(progress), highlight=False)
+        console.print(view(snapshot), highlight=False)
         return
-    seen, since = len(progress.lines), clock()
-    with Live(view(progress), console=console, auto_refresh=False) as live:
-        while progress.status == "running":
+    seen, since = len(snapshot.lines), clock()
+    with Live(view(snapshot), console=console, auto_refresh=False) as live:
+        while snapshot.status == "running":
             sleep(every)
-            progress = read_progress(folder)
-            if len(progress.lines) != seen:
-                seen, since = len(progress.lines), clock()
-            live.update(view(progress, clock() - since), refresh=True)
+            snapshot = read_snapshot(folder)
+            if len(snapshot.lines) != seen:
+                seen, since = len(snapshot.lines), clock()
+            live.update(view(snapshot, clock() - since), refresh=True)

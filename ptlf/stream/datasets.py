@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.stream.pack import open_pack
 from ptlf.stream.task import Dataset, Images, Stream, StreamConfig, split, unlabelled
 
 
 @dataclass(frozen=True)
-class Source:
+class StreamEntry:
     """A stream's own defaults: its packed set (None: embedded or given by the user), tasks and classes."""
 
     about: str
@@ -45,7 +45,7 @@ def digits() -> Dataset:
     return Dataset("digits", tuple(str(digit) for digit in range(10)), train, test)
 
 
-def open_stream(config: StreamConfig, sources: dict[str, Source], root: Path, seed: int) -> Stream:
+def open_stream(config: StreamConfig, sources: dict[str, StreamEntry], root: Path, seed: int) -> Stream:
     source = sources[config.name]
     if source.embedded is not None:
         if config.pack is not None:

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 
 Decoded: TypeAlias = tuple[np.ndarray, np.ndarray, list[tuple[str, str]]]  # images, labels, (file, why) of the failed
 

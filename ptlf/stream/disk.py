@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ptlf.errors import UserError
-from ptlf.files import locked, sync_folder
+from ptlf.core.errors import UserError
+from ptlf.core.files import locked, sync_folder
 
 
 @contextmanager

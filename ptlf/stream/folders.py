@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from ptlf.errors import UserError, unknown
+from ptlf.core.errors import UserError, unknown
 from ptlf.stream.console import say
 from ptlf.stream.decode import ImageFile, decode_all, decoders
 from ptlf.stream.disk import disk_errors

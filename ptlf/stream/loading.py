@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptlf.batch import to_device
-from ptlf.errors import UserError
+from ptlf.core.batch import to_device
+from ptlf.core.errors import UserError
 from ptlf.stream.disk import disk_errors
 from ptlf.stream.task import Images
 

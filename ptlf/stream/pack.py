@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.stream.console import progress_bar
 from ptlf.stream.disk import check_space, disk_errors, file_digest, staged
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ptlf.errors import UserError
-from ptlf.settings import key
+from ptlf.core.errors import UserError
+from ptlf.core.settings import key
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Exam:
+class EvalSplit:
     """What is tested: labelled training images (the kNN bank), test images, and the task from which on it counts."""
 
     name: str
@@ -80,8 +80,8 @@ class Stream:
     name: str
     data: Dataset
     tasks: tuple[Task, ...]
-    exams: tuple[Exam, ...]
-    graded: Dataset | None  # where the exams' images lie
+    eval_splits: tuple[EvalSplit, ...]
+    eval_data: Dataset | None  # where the eval_splits' images lie
     class_order: tuple[str, ...] = field(default=())
 
     @property
@@ -89,13 +89,17 @@ class Stream:
         return self.data.size
 
     def joint(self) -> Stream:
-        """All tasks' images as one task, tested on every exam: the upper bound of continual learning."""
+        """All tasks' images as one task, tested on every eval_split: the upper bound of continual learning."""
         everything = Task(
             "all tasks",
             np.sort(np.concatenate([task.train for task in self.tasks])),
             tuple(c for task in self.tasks for c in task.classes),
         )
-        return replace(self, tasks=(everything,), exams=tuple(replace(exam, since=0) for exam in self.exams))
+        return replace(
+            self,
+            tasks=(everything,),
+            eval_splits=tuple(replace(eval_split, since=0) for eval_split in self.eval_splits),
+        )
 
 
 def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
@@ -121,7 +125,7 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
             )
         per_task = len(order) // tasks
         groups = [tuple(order[start : start + per_task]) for start in range(0, len(order), per_task)]
-    tasks_, exams = [], []
+    tasks_, eval_splits = [], []
     for index, group in enumerate(groups):
         name = ", ".join(data.names[c] for c in group)
         train = _of(data.train, group, config.per_class)
@@ -129,13 +133,13 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
             raise UserError(f"task {index + 1} ({name}) of {data.name} has no training images")
         tasks_.append(Task(name, train, group))
         if data.test is not None:
-            exams.append(Exam(name, train, _of(data.test, group, config.per_class), since=index))
+            eval_splits.append(EvalSplit(name, train, _of(data.test, group, config.per_class), since=index))
     ordered = tuple(data.names[c] for c in order)
-    return Stream(config.name, data, tuple(tasks_), tuple(exams), data if exams else None, ordered)
+    return Stream(config.name, data, tuple(tasks_), tuple(eval_splits), data if eval_splits else None, ordered)
 
 
 def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:
-    """A folder per task of plain images, in the folders' order; one exam on a separate labelled set, or none."""
+    """A folder per task of plain images, in the folders' order; one eval_split on a separate labelled set, or none."""
     if config.tasks is not None and config.tasks != len(data.names):
         raise UserError(
             f"stream.tasks is {config.tasks}, but {data.name} was packed with {len(data.names)} task folders"
@@ -146,7 +150,7 @@ def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) ->
             "stream.class_order"
         )
     tasks = tuple(Task(name, _of(data.train, (index,), config.per_class)) for index, name in enumerate(data.names))
-    exams: tuple[Exam, ...] = ()
+    eval_splits: tuple[EvalSplit, ...] = ()
     if labelled is not None:
         if labelled.test is None:
             raise UserError(f"{labelled.name} has no test images; pack it with a test folder or with --test-fraction")
@@ -156,8 +160,8 @@ def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) ->
                 "pack both at one size"
             )
         everything = np.arange(len(labelled.train)), np.arange(len(labelled.test))
-        exams = (Exam(labelled.name, *everything, since=0),)
-    return Stream(config.name, data, tasks, exams, labelled)
+        eval_splits = (EvalSplit(labelled.name, *everything, since=0),)
+    return Stream(config.name, data, tasks, eval_splits, labelled)
 
 
 def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[int]:

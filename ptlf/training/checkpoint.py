@@ -22,9 +22,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ptlf.errors import UserError
-from ptlf.files import sync_folder, write_error, write_whole
-from ptlf.settings import key
+from ptlf.core.errors import UserError
+from ptlf.core.files import sync_folder, write_error, write_whole
+from ptlf.core.settings import key
 
 MAGIC = b"ptlf checkpoint 1 sha256 "
 NAME = re.compile(r"(?:after-task(\d+)|task(\d+)-epoch(\d+)-step(\d+))\.ckpt")
@@ -70,7 +70,7 @@ class Position:
         return cls(int(after)) if after else cls(int(task) - 1, int(epoch), int(step))
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """The file is no whole checkpoint."""
 
 
@@ -102,7 +102,7 @@ class Checkpoints:
         except OSError as error:
             raise write_error(path, error) from error
         try:
-            write_whole(path, sealed(pack(state)))
+            write_whole(path, sealed(serialise(state)))
         except UserError as error:
             trouble = str(error).partition(";")[0]
             raise UserError(f"{trouble}; {self._way_on()}") from error
@@ -115,8 +115,8 @@ class Checkpoints:
             part.unlink(missing_ok=True)
         for path in reversed(self.files()):
             try:
-                state = unpack(unsealed(path))
-            except Damaged as reason:
+                state = deserialise(unsealed(path))
+            except DamagedCheckpoint as reason:
                 path.rename(path.with_name(path.name + ".damaged"))
                 print(f"ptlf: {path} is damaged ({reason}); trying the one before it", file=sys.stderr)
                 continue
@@ -140,7 +140,7 @@ class Checkpoints:
             path.unlink(missing_ok=True)
 
 
-def pack(state: Mapping[str, Any]) -> bytes:
+def serialise(state: Mapping[str, Any]) -> bytes:
     """Nested dicts (text as keys), lists, numbers, text and tensors as one safetensors file."""
     tensors: dict[str, Tensor] = {}
 
@@ -157,18 +157,18 @@ def pack(state: Mapping[str, Any]) -> bytes:
     return save(tensors, {"state": json.dumps(plain(state, ""))})
 
 
-def unpack(data: bytes) -> dict[str, Any]:
-    def whole(value: Any) -> Any:
+def deserialise(data: bytes) -> dict[str, Any]:
+    def restored(value: Any) -> Any:
         if isinstance(value, dict):
-            return tensors[value["$tensor"]] if "$tensor" in value else {name: whole(v) for name, v in value.items()}
-        return [whole(part) for part in value] if isinstance(value, list) else value
+            return tensors[value["$tensor"]] if "$tensor" in value else {name: restored(v) for name, v in value.items()}
+        return [restored(part) for part in value] if isinstance(value, list) else value
 
     try:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return whole(json.loads(header["__metadata__"]["state"]))
+        return restored(json.loads(header["__metadata__"]["state"]))
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"not a checkpoint's content: {error}") from None
+        raise DamagedCheckpoint(f"not a checkpoint's content: {error}") from None
 
 
 def sealed(data: bytes) -> list[bytes]:
@@ -180,11 +180,11 @@ def unsealed(path: Path) -> bytes:
         with open(path, "rb") as file:
             head, data = file.read(len(MAGIC) + 65), file.read()
     except OSError as error:
-        raise Damaged(error.strerror or str(error)) from None
+        raise DamagedCheckpoint(error.strerror or str(error)) from None
     if not head.startswith(MAGIC):
-        raise Damaged("it does not begin as a checkpoint of this version does")
+        raise DamagedCheckpoint("it does not begin as a checkpoint of this version does")
     if head != b"".join(sealed(data)[:3]):
-        raise Damaged("its checksum does not fit")
+        raise DamagedCheckpoint("its checksum does not fit")
     return data
 
 

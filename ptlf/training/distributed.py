@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ptlf import ranks
-from ptlf.batch import Batch
+from ptlf.core import processes
+from ptlf.core.batch import Batch
+from ptlf.core.settings import key
 from ptlf.encoders.norm import is_synchronised, synchronise
 from ptlf.methods import Method
 from ptlf.model import Model
-from ptlf.settings import key
 
 
 @dataclass
@@ -57,18 +57,20 @@ class Parallel:
 
 def make_alike(modules: Iterable[nn.Module], config: DistributedConfig, device: torch.device) -> None:
     """Make modules that every process has built fit to be trained by all of them."""
-    if ranks.count() == 1:
+    if processes.world_size() == 1:
         return
     for module in modules:
         if config.sync_batch_norm:
             synchronise(module, device)
-        ranks.copy_first([*module.parameters(), *module.buffers()])
+        processes.broadcast_([*module.parameters(), *module.buffers()])
 
 
 def average_statistics(*modules: nn.Module) -> None:
     """Running statistics of norms that saw only their share become the mean over the processes."""
     norms = [part for module in modules for part in module.modules() if is_local(part)]
-    ranks.average_(buffer for norm in norms for name, buffer in norm.named_buffers() if name.startswith("running_"))
+    processes.all_reduce_mean_(
+        buffer for norm in norms for name, buffer in norm.named_buffers() if name.startswith("running_")
+    )
 
 
 def is_local(norm: nn.Module) -> bool:

@@ -2,8 +2,8 @@
 
 The body of the step is the same in all three; it reads fixed tensors and draws nothing. After a freeze it is captured
 anew (`rebuild`), unless the same units were frozen before. On a GPU our residual networks run through
-`ptlf.training.fused`, where a freeze leaves nothing to compile; other encoders are compiled, once for every set of
-frozen units, and what was compiled is reused for the rest of the process, and by the compiler's own cache on disk.
+`ptlf.training.fused_resnet`, where a freeze leaves nothing to compile; other encoders are compiled, once for every set
+of frozen units, and what was compiled is reused for the rest of the process, and by the compiler's own cache on disk.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
-from ptlf import ranks
-from ptlf.batch import Batch, Layout
+from ptlf.core import processes
+from ptlf.core.batch import Batch, Layout
+from ptlf.core.errors import UserError
 from ptlf.encoders.norm import takes_views_in_one_pass
-from ptlf.errors import UserError
-from ptlf.training.fused import can_fuse, forward
+from ptlf.training.fused_resnet import can_fuse, forward
 
 Body = Callable[[Batch], dict[str, Tensor]]
 Places = tuple[int, ...]
@@ -37,7 +37,7 @@ def choose_engine(wanted: str, device: torch.device) -> str:
     """`auto` is captured on a GPU that the compiler knows, and eager elsewhere and where processes share the run."""
     if wanted == "captured" and device.type != "cuda":
         raise UserError("training.engine captured needs a GPU; use eager or compiled here")
-    if wanted not in ("auto", "eager") and ranks.count() > 1:
+    if wanted not in ("auto", "eager") and processes.world_size() > 1:
         raise UserError(f"training.engine {wanted} is for one process; under torchrun use eager or auto")
     if wanted != "auto":
         return wanted
@@ -48,8 +48,8 @@ def why_not_captured(wanted: str, device: torch.device) -> str | None:
     """What keeps `auto` from the fast way on this GPU, if anything does."""
     if wanted != "auto" or device.type != "cuda":
         return None
-    if ranks.count() > 1:
-        return f"{ranks.count()} processes share this run"
+    if processes.world_size() > 1:
+        return f"{processes.world_size()} processes share this run"
     return None if has_triton() else "there is no Triton compiler for this GPU"
 
 
@@ -209,8 +209,8 @@ def compile_encoder(encoder: nn.Module, views: int, batch: int) -> None:
     rows = batch * views if one_pass else batch
     if next(encoder.parameters()).is_cuda and has_triton():
         encoder._compiled_call_impl = functools.partial(call_encoder, encoder)
-    find_parts = getattr(encoder, "parts", None)
-    for part in find_parts() if callable(find_parts) else [encoder]:
+    find_segments = getattr(encoder, "segments", None)
+    for part in find_segments() if callable(find_segments) else [encoder]:
         part._compiled_call_impl = functools.partial(call_part, part, rows)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ptlf.errors import UserError
-from ptlf.settings import key
+from ptlf.core.errors import UserError
+from ptlf.core.settings import key
 
 
 @dataclass

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ptlf import ranks
-from ptlf.batch import Batch
-from ptlf.errors import UserError
+from ptlf.core import processes
+from ptlf.core.batch import Batch
+from ptlf.core.errors import UserError
+from ptlf.core.randomness import Randomness
+from ptlf.core.settings import key
 from ptlf.freezing.correlation import unchanged
 from ptlf.methods import Method
 from ptlf.model import Model
-from ptlf.randomness import Randomness
-from ptlf.settings import key
 from ptlf.stream.loading import ImageSource
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import Parallel, average_statistics
 from ptlf.training.engine import ENGINES, choose_engine, compile_encoder, compile_function, make_engine, variant
-from ptlf.training.fused import folded
+from ptlf.training.fused_resnet import folded
 from ptlf.training.optimizer import OptimizerConfig, learning_rate, set_rate, settle_momentum
 from ptlf.views import View, apply_view, draw, make_views
 
@@ -47,7 +47,7 @@ class EpochResult:
 
 
 @dataclass
-class Progress:
+class EpochState:
     """How far an epoch has come, and what is needed to go on from there."""
 
     order: Tensor  # state of the generator that shuffles, before it did
@@ -88,7 +88,7 @@ class Trainer:
     method: Method
     optimizer: torch.optim.Optimizer
     source: ImageSource
-    recipe: tuple[View, ...]
+    view_specs: tuple[View, ...]
     view_size: int
     config: TrainingConfig
     random: Randomness
@@ -124,10 +124,10 @@ class Trainer:
             average_statistics(self.model, self.method)
         return {name: loss.detach() for name, loss in losses.items()}
 
-    def begin_epoch(self) -> Progress:
-        return Progress(self.random["order"].get_state())
+    def begin_epoch(self) -> EpochState:
+        return EpochState(self.random["order"].get_state())
 
-    def epoch(self, indices: np.ndarray, epoch: int, progress: Progress | None = None) -> EpochResult:
+    def epoch(self, indices: np.ndarray, epoch: int, progress: EpochState | None = None) -> EpochResult:
         """One pass over the images with these indices, or the rest of one. Only at its end is the device asked for the
         losses."""
         self.model.train()
@@ -137,19 +137,19 @@ class Trainer:
         self.join_processes(indices)
         progress.fit(len(order))
         rest = order[progress.steps :]
-        with self.source.batches([chosen[ranks.share(len(chosen))] for chosen in rest]) as loaded:
+        with self.source.batches([chosen[processes.shard(len(chosen))] for chosen in rest]) as loaded:
             for chosen, images in zip(rest, loaded, strict=True):
                 rate = learning_rate(self.config, epoch + progress.steps / len(order), self.config.epochs)
                 set_rate(self.optimizer, rate)
                 batch = self.load(chosen, self.random["views"], self.method.draw(len(chosen)), images)
-                losses = ranks.average(self.engine(batch))
-                progress.add(losses, len(chosen) * len(self.recipe), of=len(order))
+                losses = processes.all_reduce_mean(self.engine(batch))
+                progress.add(losses, len(chosen) * len(self.view_specs), of=len(order))
                 self.on_step(progress.views)
         return progress.result()
 
     def views(self, batch: Batch) -> list[Tensor]:
         at_once = self.engine_kind != "eager"
-        views = make_views(batch.images, batch.uniforms, self.recipe, self.view_size, self.augment, at_once=at_once)
+        views = make_views(batch.images, batch.uniforms, self.view_specs, self.view_size, self.augment, at_once=at_once)
         if self.channels_last:
             views = [view.contiguous(memory_format=torch.channels_last) for view in views]
         return views
@@ -157,8 +157,8 @@ class Trainer:
     def compile_parts(self) -> None:
         """The encoder, the augmentation and the objective's heads and loss, for full batches."""
         batch = self.config.batch
-        compile_encoder(self.model.encoder, len(self.recipe), batch)
-        self.augment = compile_function(apply_view, batch, batch * len(self.recipe))
+        compile_encoder(self.model.encoder, len(self.view_specs), batch)
+        self.augment = compile_function(apply_view, batch, batch * len(self.view_specs))
         if self.method.memory is not None:
             self.method.memory.augment = self.augment
         self.model.objective.loss = compile_function(self.model.objective.loss, batch)  # type: ignore[method-assign]
@@ -187,19 +187,19 @@ class Trainer:
 
     def join_processes(self, indices: np.ndarray) -> None:
         """Before an epoch's steps: gradients of the parameters that the loss reaches by now are averaged."""
-        if ranks.count() > 1 and self.parallel is None:
+        if processes.world_size() > 1 and self.parallel is None:
             self.parallel = Parallel(self.model, self.method, self.reached(indices))
 
     def reached(self, indices: np.ndarray) -> list[nn.Parameter]:
         """The parameters that get a gradient in a step as things stand. Trains nothing, leaves no trace."""
         trainable = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        with self.rehearsed(indices) as batch:
+        with self.dry_step(indices) as batch:
             loss = total(self.method.losses(self.model, batch))
             gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
         return [p for p, gradient in zip(trainable, gradients, strict=True) if gradient is not None]
 
     @contextmanager
-    def rehearsed(self, indices: np.ndarray) -> Iterator[Batch]:
+    def dry_step(self, indices: np.ndarray) -> Iterator[Batch]:
         """A batch ready for the losses of a training step, and all tensors as they were afterwards."""
         chosen = torch.from_numpy(indices[: self.config.batch])
         self.model.train()
@@ -222,12 +222,12 @@ class Trainer:
         Where several processes share the run, each draws for all images and takes its share: a draw is one value per
         image, or a single one for the step.
         """
-        mine = ranks.share(len(chosen))
+        mine = processes.shard(len(chosen))
         shared = {name: value[mine] if value.ndim else value for name, value in (draws or {}).items()}
         return Batch(
             images=self.source.gather(chosen[mine]) if images is None else images,
             labels=self.source.labels[chosen[mine]],
-            uniforms=draw(len(chosen), generator, len(self.recipe))[:, mine],
+            uniforms=draw(len(chosen), generator, len(self.view_specs))[:, mine],
             draws=shared,
         )
 
@@ -242,8 +242,8 @@ class Trainer:
         """How many of a batch's images are trained on. A single one in a process has no batch statistics."""
         if images == self.config.batch:
             return images
-        each = images // ranks.count()
-        return each * ranks.count() if self.config.last_batch == "use" and each > 1 else 0
+        each = images // processes.world_size()
+        return each * processes.world_size() if self.config.last_batch == "use" and each > 1 else 0
 
     def steps(self, indices: np.ndarray) -> int:
         """Steps of a whole task with these images."""
@@ -257,7 +257,7 @@ class Trainer:
         such as a frozen copy's.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        with self.rehearsed(indices) as batch:
+        with self.dry_step(indices) as batch:
             losses: list[Tensor] = []
             reset_peak_memory(self.device)
             kept = kept_bytes(
@@ -295,17 +295,15 @@ def total(losses: dict[str, Tensor]) -> Tensor:
 
 
 def check_batch(config: TrainingConfig, sizes: list[int]) -> None:
-    processes = ranks.count()
-    if config.batch % processes or config.batch < 2 * processes:
+    count = processes.world_size()
+    if config.batch % count or config.batch < 2 * count:
         raise UserError(
-            f"training.batch is {config.batch}, the images of one step of all {processes} processes; "
-            f"choose a multiple of {processes}, at least {2 * processes}"
+            f"training.batch is {config.batch}, the images of one step of all {count} processes; "
+            f"choose a multiple of {count}, at least {2 * count}"
         )
     for number, size in enumerate(sizes, start=1):
-        if size < 2 * processes:
-            raise UserError(
-                f"task {number} has {size} image{'s' * (size != 1)}; a batch needs at least {2 * processes}"
-            )
+        if size < 2 * count:
+            raise UserError(f"task {number} has {size} image{'s' * (size != 1)}; a batch needs at least {2 * count}")
     for number, size in enumerate(sizes, start=1):
         if config.batch > size:
             raise UserError(

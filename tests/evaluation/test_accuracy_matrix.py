@@ -13,7 +13,7 @@ def test_hand_computed() -> None:
     assert e.forgetting(HAND) == pytest.approx(((90 - 88) + (80 - 70)) / 2)
     assert e.forgetting_just_learned(HAND) == pytest.approx(((90 - 88) + (80 - 70)) / 2)
     assert e.backward_transfer(HAND) == pytest.approx(-6)
-    rising = [[50, None, None], [60, 70, None], [55, 75, 80]]  # the best of exam 1 came after its own task
+    rising = [[50, None, None], [60, 70, None], [55, 75, 80]]  # the best of split 1 came after its own task
     assert e.forgetting(rising) == pytest.approx(((60 - 55) + (70 - 75)) / 2)
     assert e.forgetting_just_learned(rising) == pytest.approx(((50 - 55) + (70 - 75)) / 2)
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from ptlf.evaluation import gallery as module
 from ptlf.evaluation.gallery import Gallery, pick_queries, spread, sprite
-from ptlf.pipeline import Run
-from ptlf.stream.task import Dataset, Exam, Images, Stream, Task
+from ptlf.run.loop import Run
+from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, Task
 
 
 def make_stream(count: int = 40, *, labelled: bool = True) -> Stream:
@@ -32,8 +32,10 @@ def make_stream(count: int = 40, *, labelled: bool = True) -> Stream:
     )
     places = [np.flatnonzero(np.isin(labels, pair)) for pair in ((0, 1), (2, 3))]
     tasks = tuple(Task(f"task {n}", place) for n, place in enumerate(places))
-    exams = tuple(Exam(f"exam {n}", place, place, since=n) for n, place in enumerate(places)) if labelled else ()
-    return Stream("made", data, tasks, exams, data if labelled else None)
+    eval_splits = (
+        tuple(EvalSplit(f"split {n}", place, place, since=n) for n, place in enumerate(places)) if labelled else ()
+    )
+    return Stream("made", data, tasks, eval_splits, data if labelled else None)
 
 
 def made(stream: Stream, seed: int = 0) -> Gallery:

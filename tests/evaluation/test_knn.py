@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.evaluation import knn_accuracy, knn_predict
 
 

@@ -39,14 +39,14 @@ def prober(stream: Stream) -> Prober:
 
 
 def by_hand(stream: Stream, task: int, k: int) -> float:
-    """knn_task of the task's exam."""
-    exam, (bank, test) = stream.exams[task], (stream.data.train, stream.data.test)
+    """knn_task of the task's split."""
+    split, (bank, test) = stream.eval_splits[task], (stream.data.train, stream.data.test)
     known, asked = (
         images.pixels[chosen].reshape(len(chosen), -1) - 127.5
-        for images, chosen in ((bank, exam.bank), (test, exam.test))
+        for images, chosen in ((bank, split.bank), (test, split.test))
     )
-    votes = naive(known, bank.labels[exam.bank], asked, k, 0.1, CLASSES)
-    return 100 * float((votes.argmax(1) == test.labels[exam.test]).mean())
+    votes = naive(known, bank.labels[split.bank], asked, k, 0.1, CLASSES)
+    return 100 * float((votes.argmax(1) == test.labels[split.test]).mean())
 
 
 def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, prober: Prober) -> None:

@@ -86,7 +86,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="ratio of unit 'a'"):
         CostAware().choose(1, UNITS, [], Context(UNITS, savings=even()))
     with pytest.raises(KeyError):  # asked for, and not given
-        CostAware().look(UNITS, [], Context(UNITS, savings=even()), lambda names: {})
+        CostAware().ratios_needed(UNITS, [], Context(UNITS, savings=even()), lambda names: {})
     with pytest.raises(ValueError, match="sharpness must not be negative"):
         CostAware(-1)
 
@@ -133,7 +133,7 @@ def test_cost_aware_begins_a_prefix_that_pays_once_it_is_long_enough():
     savings = {"a": Saving(0, 1, 0), "b": Saving(2, 4, 0), "c": Saving(2, 10, 0), "d": Saving(6, 10, 0)}
     context = Context(UNITS, dict.fromkeys(UNITS, 0.9), savings)
     assert CostAware().choose(1, UNITS, [], context) == ["d"]
-    context.room = 3
+    context.remaining = 3
     assert CostAware().choose(1, UNITS, [], context) == ["a"]
     assert CostAware().choose(3, UNITS, [], context) == ["a", "b", "c"]
     context.ratios = {"a": 0.9, "b": 0.5, "c": 0.5, "d": 0.9}  # low ratios among them count against all
@@ -148,22 +148,24 @@ def test_cost_aware_leaves_out_only_ratios_that_change_nothing(room):
         numbers = torch.rand(4, 4, generator=generator, dtype=torch.float64).tolist()
         savings = {name: Saving(w, i, int(1000 * b)) for name, (w, i, b, _) in zip(UNITS, numbers, strict=True)}
         ratios = {name: 0.5 + row[3] / 2 for name, row in zip(UNITS, numbers, strict=True)}
-        full, lazy = (Context(UNITS, given, savings, room=room) for given in (ratios, None))
-        lazy.ratios = CostAware().look(UNITS, [], lazy, lambda names, of=ratios: {name: of[name] for name in names})
+        full, lazy = (Context(UNITS, given, savings, remaining=room) for given in (ratios, None))
+        lazy.ratios = CostAware().ratios_needed(
+            UNITS, [], lazy, lambda names, of=ratios: {name: of[name] for name in names}
+        )
         assert lazy.ratios.items() <= ratios.items()
         asked += len(lazy.ratios)
         frozen: list[str] = []
-        while full.room:  # one after the other, as epochs go by
+        while full.remaining:  # one after the other, as epochs go by
             candidates = [name for name in UNITS if name not in frozen]
             (chosen,) = CostAware().choose(1, candidates, frozen, full)
             assert CostAware().choose(1, candidates, frozen, lazy) == [chosen]
             frozen.append(chosen)
-            full.room = lazy.room = full.room - 1
+            full.remaining = lazy.remaining = full.remaining - 1
     assert 100 * room <= asked < 400
 
 
 def test_the_papers_order_looks_at_every_unit():
-    assert Correlation().look(["b", "c"], ["a"], Context(UNITS), lambda names: dict.fromkeys(names, 0.5)) == {
+    assert Correlation().ratios_needed(["b", "c"], ["a"], Context(UNITS), lambda names: dict.fromkeys(names, 0.5)) == {
         "b": 0.5,
         "c": 0.5,
     }

@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
 from ptlf.methods import METHODS, Memory
 from ptlf.methods.lump import LumpConfig, beta
-from ptlf.views import UNIFORMS_PER_VIEW, apply_view, recipe
+from ptlf.views import UNIFORMS_PER_VIEW, apply_view, named_views
 
-VIEW = recipe("memory", 8)[0]
+VIEW = named_views("memory", 8)[0]
 
 
 def batch_of(numbers: list[int], size: int = 8) -> Batch:

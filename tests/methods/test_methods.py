@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
 from ptlf.methods import METHODS, Memory
 from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
-from ptlf.pipeline import Run
-from ptlf.views import apply_view, recipe
+from ptlf.run.loop import Run
+from ptlf.views import apply_view, named_views
 
-VIEW = recipe("memory", 8)[0]
+VIEW = named_views("memory", 8)[0]
 
 
 def small_model(objective: str = "simsiam") -> Model:

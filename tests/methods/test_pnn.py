@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from ptlf.core.errors import UserError
 from ptlf.encoders.resnet import BasicBlock, ResNet
-from ptlf.errors import UserError
 from ptlf.evaluation import knn_accuracy
 from ptlf.methods.pnn import Columns
-from ptlf.pipeline import Run
+from ptlf.run.loop import Run
 
 
 def columns(tasks: int = 3, width: float = 1.0) -> Columns:
@@ -43,10 +43,10 @@ def test_lateral_connections_by_hand() -> None:
         expected = torch.cat([given[-1].mean((2, 3)) for given in maps], dim=1)
         torch.testing.assert_close(made(images), expected)
         assert expected.shape == (4, 48)
-        assert made.part(1) == slice(16, 32)
+        assert made.feature_slice(1) == slice(16, 32)
         made.begin(1)
         assert made(images).shape == (4, 32)
-        assert made.part(2) == slice(16, 32)
+        assert made.feature_slice(2) == slice(16, 32)
 
 
 def test_old_columns_stay_to_the_bit_and_new_ones_train(tiny) -> None:
@@ -59,7 +59,7 @@ def test_old_columns_stay_to_the_bit_and_new_ones_train(tiny) -> None:
         model.encoder.eval()
         with torch.no_grad():
             images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-            vector = model.encoder(images)[:, model.encoder.part(0)]
+            vector = model.encoder(images)[:, model.encoder.feature_slice(0)]
         snapshots.append(({k: v.clone() for k, v in model.encoder.state_dict().items()}, vector))
 
     run.method.end_task = spy
@@ -89,8 +89,8 @@ def test_exams_see_their_own_column_or_all(tiny) -> None:
     results = run.train()
     encoder, prober = run.model.encoder.eval(), run.prober
     with torch.no_grad():
-        banks = [prober.features(encoder, prober.bank, exam.bank) for exam in run.stream.exams]
-        tests = [prober.features(encoder, prober.test, exam.test) for exam in run.stream.exams]
+        banks = [prober.features(encoder, prober.bank, split.bank) for split in run.stream.eval_splits]
+        tests = [prober.features(encoder, prober.test, split.test) for split in run.stream.eval_splits]
     width = encoder.feature_dim
     for task in range(2):
         own = slice(task * width, (task + 1) * width)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptlf.batch import Batch
+from ptlf.core.batch import Batch
 from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.barlow_twins import cross_correlation_loss, standardise

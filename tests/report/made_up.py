@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ptlf import evaluation
-from ptlf.config import from_dict
+from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation import summary
-from ptlf.recipes import recipe
-from ptlf.settings import as_dict, merge, nested
+from ptlf.run.config import from_dict
+from ptlf.run.recipes import recipe
 
 
 def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4, seed: int = 0, **dotted: Any) -> dict:
@@ -40,7 +40,7 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
         "seed": seed,
         "class_order": [str(c) for c in range(2 * tasks)],
         "tasks": [f"{2 * t}, {2 * t + 1}" for t in range(tasks)],
-        "exams": [f"{2 * t}, {2 * t + 1}" for t in range(tasks)],
+        "eval_splits": [f"{2 * t}, {2 * t + 1}" for t in range(tasks)],
         "units": names,
         "probes": {probe: accuracies(draw, tasks) for probe in ("knn_task", "knn_class")},
         "freezing": freezing,
@@ -51,7 +51,7 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
             "rebuild_seconds": 0.1,
             "eval_seconds": 2.0,
             "backward_flops": sum(e["backward_flops"] for e in epochs),
-            "saved_activation_bytes": epochs[-1]["saved_activation_bytes"],
+            "kept_bytes": epochs[-1]["kept_bytes"],
             "peak_memory_bytes": None,
             "per_task": [],
             "per_epoch": epochs,
@@ -62,12 +62,12 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
 def pair() -> tuple[dict, dict]:
     """LUMP, and PTLF with 0.25 of its seconds, 0.75 of its bytes at the end, 0.80 on average, and half its FLOPs."""
     costs = (
-        {"learning_seconds": 100.0, "backward_flops": 4 * 10**12, "saved_activation_bytes": 80 * 2**20},
-        {"learning_seconds": 25.0, "backward_flops": 2 * 10**12, "saved_activation_bytes": 60 * 2**20},
+        {"learning_seconds": 100.0, "backward_flops": 4 * 10**12, "kept_bytes": 80 * 2**20},
+        {"learning_seconds": 25.0, "backward_flops": 2 * 10**12, "kept_bytes": 60 * 2**20},
     )
     lump, ptlf = results("digits/simsiam/lump"), results("digits/simsiam/ptlf")
-    lump["cost"] |= costs[0] | {"mean_saved_activation_bytes": 80.0 * 2**20}
-    ptlf["cost"] |= costs[1] | {"mean_saved_activation_bytes": 64.0 * 2**20}
+    lump["cost"] |= costs[0] | {"mean_kept_bytes": 80.0 * 2**20}
+    ptlf["cost"] |= costs[1] | {"mean_kept_bytes": 64.0 * 2**20}
     return lump, ptlf
 
 
@@ -100,7 +100,7 @@ def line(draw: random.Random, task: int, epoch: int, frozen: int) -> dict:
         "frozen": frozen,
         "newly_frozen": [],
         "steps": 5,
-        "saved_activation_bytes": 2**20 * (20 - frozen),
+        "kept_bytes": 2**20 * (20 - frozen),
         "backward_flops": 10**9 * (30 - frozen),
         "peak_memory_bytes": None,
     }

@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from ptlf.cli import main
-from ptlf.errors import UserError
-from ptlf.recipes import METHODS
+from ptlf.core.errors import UserError
 from ptlf.report.page import page, write_report
 from ptlf.report.runs import compare, unsteady
 from ptlf.report.tables import show_runs
+from ptlf.run.recipes import METHODS
 
 PIXEL = (
     "data:image/png;base64,"
@@ -79,7 +79,7 @@ def test_the_table_holds_the_numbers_of_results_json(two: list[Path]) -> None:
         assert len(cells) == 7
         for measure, (value, words) in cells.items():
             assert value == look_up(results, measure)
-            unit = {"saved_activation_bytes": 2**20, "backward_flops": 1e12}.get(measure.split(".")[-1], 1)
+            unit = {"kept_bytes": 2**20, "backward_flops": 1e12}.get(measure.split(".")[-1], 1)
             digits = len(words.split(".")[-1])
             assert float(words.replace(",", "").replace("−", "-")) == pytest.approx(
                 value / unit, abs=0.51 * 10**-digits
@@ -142,7 +142,7 @@ def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
     [
         ({"training__epochs": 7}, "their epochs differ (training.epochs: 7 and 6)"),
         ({"stream__classes": 4}, "their streams differ (classes: 4 and None)"),
-        ({"tasks": 4}, "their exams differ"),
+        ({"tasks": 4}, "their eval_splits differ"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, change: dict, reason: str) -> None:
@@ -227,7 +227,7 @@ def test_a_run_of_which_nothing_is_known_yet(tmp_path: Path) -> None:
     results |= {"status": "running", "freezing": []}
     results["cost"] |= {
         "per_epoch": [],
-        "saved_activation_bytes": None,
+        "kept_bytes": None,
         "learning_seconds": 0.0,
         "train_seconds": 0.0,
         "backward_flops": 0,
@@ -290,7 +290,7 @@ def test_every_picture_is_there_with_a_sentence(two: list[Path]) -> None:
 def test_the_page_needs_nothing_but_itself_and_quotes_what_it_shows(tmp_path: Path) -> None:
     results = made_up.results()
     wicked = "<script>alert(1)</script>"
-    results["tasks"][0] = results["exams"][0] = results["units"][0] = results["config"]["recipe"] = wicked
+    results["tasks"][0] = results["eval_splits"][0] = results["units"][0] = results["config"]["recipe"] = wicked
     for entry in results["freezing"]:
         entry["ratios"][wicked] = 0.9
     text = html([made_up.write(tmp_path / "run", results, GALLERY)])

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from ptlf.cli import main
-from ptlf.errors import UserError
-from ptlf.report.watch import read_progress, spark, view, watch
+from ptlf.core.errors import UserError
+from ptlf.report.watch import read_snapshot, spark, view, watch
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def running(tmp_path: Path) -> Path:
 
 def shown(folder: Path, quiet: float = 0.0) -> str:
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(view(read_progress(folder), quiet))
+    console.print(view(read_snapshot(folder), quiet))
     return console.export_text()
 
 
@@ -52,8 +52,8 @@ def test_once(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_line_that_is_being_written_waits(running: Path) -> None:
     with open(running / "metrics.jsonl", "a") as file:
         file.write('{"task": 2, "epo')
-    progress = read_progress(running)
-    assert (len(progress.lines), progress.skipped) == (8, 0)
+    snapshot = read_snapshot(running)
+    assert (len(snapshot.lines), snapshot.skipped) == (8, 0)
     with open(running / "metrics.jsonl", "a") as file:
         file.write("\n")
     assert "1 lines of metrics.jsonl cannot be read" in shown(running)
@@ -91,12 +91,12 @@ def test_a_finished_run_needs_its_results_alone(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_run(tmp_path: Path, running: Path) -> None:
     with pytest.raises(UserError, match=r"is no run but holds some; name one of them, as .*/run"):
-        read_progress(tmp_path)
+        read_snapshot(tmp_path)
     with pytest.raises(UserError, match=r"holds no results\.json"):
-        read_progress(tmp_path / "other")
+        read_snapshot(tmp_path / "other")
     (running / "results.json").write_text('{"status": "running"}')
     with pytest.raises(UserError, match="damaged"):
-        read_progress(running)
+        read_snapshot(running)
 
 
 def test_spark() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.stream import fetch
 from ptlf.stream.fetch import CIFAR10_NAMES, IMAGENET100_WNIDS, SOURCES, data_root, get, unpickle
 from ptlf.stream.pack import list_packs, open_pack

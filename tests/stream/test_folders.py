@@ -8,7 +8,7 @@ import pytest
 from pictures import encoded, picture, tree
 from PIL import Image
 
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.stream import decode
 from ptlf.stream.folders import pack_folder
 from ptlf.stream.pack import verify_pack

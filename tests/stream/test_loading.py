@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import tiny_config
 
-from ptlf.errors import UserError
-from ptlf.pipeline import Run
+from ptlf.core.errors import UserError
+from ptlf.run.loop import Run
 from ptlf.stream import loading
 from ptlf.stream.datasets import digits
 from ptlf.stream.loading import AHEAD, ImageSource

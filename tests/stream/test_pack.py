@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.stream import pack as packing
 from ptlf.stream.pack import list_packs, natural, open_pack, verify_pack, write_pack
 

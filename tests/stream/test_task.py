@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.stream import STREAMS, Dataset, Images, StreamConfig, open_stream
-from ptlf.stream.datasets import Source
+from ptlf.stream.datasets import StreamEntry
 from ptlf.stream.folders import pack_folder
 from ptlf.stream.task import split, unlabelled
 
@@ -24,8 +24,8 @@ def test_digits_is_five_tasks_of_two_classes(tmp_path) -> None:
     assert len(stream.data.train) + len(stream.data.test) == 1797
     every = np.concatenate([task.train for task in stream.tasks])
     assert sorted(every) == list(range(len(stream.data.train)))
-    for task, exam in zip(stream.tasks, stream.exams, strict=True):
-        assert set(stream.data.test.labels[exam.test]) == set(task.classes)
+    for task, found in zip(stream.tasks, stream.eval_splits, strict=True):
+        assert set(stream.data.test.labels[found.test]) == set(task.classes)
 
 
 def test_orders_natural_seeded_and_given() -> None:
@@ -45,7 +45,7 @@ def test_groups_name_the_classes_of_each_task() -> None:
 
 
 def test_groups_take_the_place_of_a_source_s_number_of_classes(tmp_path) -> None:
-    sources = {"four": Source("of ten", tasks=2, classes=4, embedded=fake)}
+    sources = {"four": StreamEntry("of ten", tasks=2, classes=4, embedded=fake)}
     stream = open_stream(StreamConfig(name="four", groups=[["a"], ["f"]]), sources, tmp_path, seed=0)
     assert [task.classes for task in stream.tasks] == [(0,), (5,)]
     assert len(open_stream(StreamConfig(name="four"), sources, tmp_path, seed=0).class_order) == 4
@@ -54,14 +54,14 @@ def test_groups_take_the_place_of_a_source_s_number_of_classes(tmp_path) -> None
 def test_per_class_takes_the_first_images_of_each() -> None:
     stream = split(fake(), StreamConfig(tasks=3, per_class=2), seed=0)
     assert [task.train.tolist() for task in stream.tasks] == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-    assert [len(exam.test) for exam in stream.exams] == [4, 4, 4]
+    assert [len(split.test) for split in stream.eval_splits] == [4, 4, 4]
 
 
 def test_joint_is_one_task_with_every_exam() -> None:
     stream = split(fake(), StreamConfig(tasks=3), seed=0).joint()
     assert len(stream.tasks) == 1
     assert list(stream.tasks[0].train) == list(range(24))
-    assert [exam.since for exam in stream.exams] == [0, 0, 0]
+    assert [split.since for split in stream.eval_splits] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_impossible_splits_are_refused(settings: dict, message: str) -> None:
 
 def test_a_folder_per_task_has_one_exam_or_none() -> None:
     data = fake(folders="tasks", test=False)
-    assert unlabelled(data, StreamConfig(), None).exams == ()
+    assert unlabelled(data, StreamConfig(), None).eval_splits == ()
     stream = unlabelled(data, StreamConfig(), fake(2))
     assert [len(task.train) for task in stream.tasks] == [4] * 6
-    assert len(stream.exams) == 1
-    assert stream.graded is not data
+    assert len(stream.eval_splits) == 1
+    assert stream.eval_data is not data
     with pytest.raises(UserError, match="6 task folders"):
         unlabelled(data, StreamConfig(tasks=3), None)
     with pytest.raises(UserError, match="no test images"):
@@ -113,4 +113,4 @@ def test_folder_stream_needs_a_pack_and_tasks(tmp_path) -> None:
         open_stream(StreamConfig(name="folder", pack="mine"), STREAMS, tmp_path, 0)
     stream = open_stream(StreamConfig(name="folder", pack="mine", tasks=2), STREAMS, tmp_path, 0)
     assert [len(task.train) for task in stream.tasks] == [4, 4]
-    assert [len(exam.test) for exam in stream.exams] == [1, 1]
+    assert [len(split.test) for split in stream.eval_splits] == [1, 1]

@@ -16,29 +16,29 @@ import pytest
 import torch
 from torch import nn
 
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
+from ptlf.core.randomness import Randomness
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.pipeline import Run
-from ptlf.randomness import Randomness
 from ptlf.report.live import Watcher
-from ptlf.run_folder import lock_of_run
+from ptlf.run.folder import lock_of_run
+from ptlf.run.loop import Run
 from ptlf.training import cost
 from ptlf.training.checkpoint import (
     MAGIC,
     CheckpointConfig,
     Checkpoints,
-    Damaged,
+    DamagedCheckpoint,
     Position,
+    deserialise,
     load_optimizer_state,
     optimizer_state,
-    pack,
     sealed,
-    unpack,
+    serialise,
     unsealed,
 )
 from ptlf.training.process import Stopped
-from ptlf.training.trainer import Progress
+from ptlf.training.trainer import EpochState
 
 
 def state(number: int = 0) -> dict:
@@ -50,7 +50,7 @@ def test_what_goes_in_comes_out() -> None:
     tensors = [shared, shared.T, shared[0], torch.tensor(3), torch.zeros(0, 2), torch.ones(3).bfloat16()]
     tensors += [torch.Generator().manual_seed(1).get_state(), torch.tensor([1.0, float("nan"), -0.0])]
     values = [None, True, 1, 0.1 + 0.2, 1e-320, "text", [], {}]
-    back = unpack(pack({"tensors": tensors, "values": values, "deep": {"er": {"t": shared}}}))
+    back = deserialise(serialise({"tensors": tensors, "values": values, "deep": {"er": {"t": shared}}}))
     assert back["values"] == values
     assert torch.equal(back["deep"]["er"]["t"], shared)
     for one, other in zip(tensors, back["tensors"], strict=True):
@@ -153,8 +153,8 @@ def test_a_hostile_file_runs_nothing(tmp_path) -> None:
     for payload in (pickle.dumps(Payload(mark)), (tmp_path / "saved.pt").read_bytes()):
         for data in (payload, b"".join(sealed(payload)), MAGIC + payload):
             path.write_bytes(data)
-            with pytest.raises(Damaged):
-                unpack(unsealed(path))
+            with pytest.raises(DamagedCheckpoint):
+                deserialise(unsealed(path))
     assert not mark.exists()
 
 
@@ -167,7 +167,7 @@ def test_optimizer_state_keeps_values_and_layout(momentum: float) -> None:
     model[2].bias.grad = None  # as of a frozen unit
     optimizer.step()
     before = {p: dict(values) for p, values in optimizer.state.items()}
-    stored = unpack(pack(optimizer_state(optimizer)))
+    stored = deserialise(serialise(optimizer_state(optimizer)))
     load_optimizer_state(optimizer, stored)
     assert optimizer.state.keys() == before.keys()
     for parameter, values in before.items():
@@ -389,7 +389,7 @@ def test_checkpoints_can_be_switched_off(tiny, tmp_path) -> None:
 
 def test_an_epoch_may_go_on_with_a_step_more_or_less() -> None:
     """With another number of processes the last, small batch may be used or not."""
-    progress = Progress(torch.zeros(1), steps=2, losses={"ssl": torch.tensor([1.0, 2.0, 0.0])})
+    progress = EpochState(torch.zeros(1), steps=2, losses={"ssl": torch.tensor([1.0, 2.0, 0.0])})
     progress.fit(4)
     progress.add({"ssl": torch.tensor(3.0)}, 2, of=4)
     progress.add({"ssl": torch.tensor(4.0)}, 2, of=4)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from processes import RUNS
+from worker import RUNS
 
-from ptlf import ranks
 from ptlf.cli import main
-from ptlf.errors import UserError
+from ptlf.core import processes
+from ptlf.core.errors import UserError
 from ptlf.objectives import OBJECTIVES
 from ptlf.training.engine import choose_engine
 from ptlf.training.trainer import TrainingConfig, check_batch
@@ -71,10 +71,10 @@ def finish(processes: list[subprocess.Popen], seconds: float) -> list[tuple[int,
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """What the runs of `processes.py` came to: alone, and in the first and second of two processes."""
+    """What the runs of `worker.py` came to: alone, and in the first and second of two processes."""
     folder = tmp_path_factory.mktemp("found")
     files = {name: folder / f"{name}.pt" for name in ("alone", "first", "second")}
-    script = str(HERE / "processes.py")
+    script = str(HERE / "worker.py")
     processes = start([script, str(files["alone"])], 1)
     pair = start([script, str(folder / "pair")], 2)
     for code, text in finish([*processes, *pair], 240):
@@ -217,7 +217,7 @@ def test_torchrun_restarts_and_the_run_goes_on(tmp_path) -> None:
 class TestRefused:
     @pytest.fixture
     def three(self, monkeypatch) -> None:
-        monkeypatch.setattr(ranks, "_count", 3)
+        monkeypatch.setattr(processes, "_world_size", 3)
 
     @pytest.mark.parametrize(("batch", "told"), [(128, "choose a multiple of 3"), (3, "at least 6")])
     def test_a_batch_that_cannot_be_shared(self, three, batch: int, told: str) -> None:
@@ -232,6 +232,6 @@ class TestRefused:
 
     def test_one_gpu_for_all(self, three) -> None:
         with pytest.raises(UserError, match="every process has its own GPU; use --device cuda"):
-            ranks.local_device(torch.device("cuda:0"))
+            processes.local_device(torch.device("cuda:0"))
         with pytest.raises(UserError, match="too few for process"):
-            ranks.local_device(torch.device("cuda"))
+            processes.local_device(torch.device("cuda"))

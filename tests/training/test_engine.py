@@ -13,17 +13,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptlf import pipeline
-from ptlf.batch import Batch, pack, unpack
+from ptlf.core.batch import Batch, from_bytes, to_bytes
+from ptlf.core.errors import UserError
 from ptlf.encoders.encoder import encode
 from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
-from ptlf.errors import UserError
 from ptlf.freezing import Freezer, correlation, kernels
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import each_view, predictor
-from ptlf.pipeline import Run
+from ptlf.run import loop
+from ptlf.run.loop import Run
 from ptlf.training import engine
 from ptlf.training.optimizer import LARS
 
@@ -120,10 +120,10 @@ def test_only_full_training_batches_are_compiled(monkeypatch) -> None:
     encoder = small()
     engine.compile_encoder(encoder, views=2, batch=4)
     gradients(encoder, list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)))
-    assert called == [8] * len(encoder.parts())
+    assert called == [8] * len(encoder.segments())
     gradients(encoder, list(torch.randn(2, 3, 3, 8, 8, dtype=torch.float64)))  # a smaller last batch
     encoder.eval()(torch.randn(8, 3, 8, 8, dtype=torch.float64))
-    assert called == [8] * len(encoder.parts())
+    assert called == [8] * len(encoder.segments())
     assert copy.deepcopy(encoder).stem._compiled_call_impl is None  # a copy of the encoder is not bound to the original
 
 
@@ -236,7 +236,7 @@ def test_a_batch_takes_over_another_in_place() -> None:
 
 def test_tensors_of_any_type_and_size_are_packed() -> None:
     given = [torch.tensor(True), torch.rand(3, 5), torch.zeros(0, 4), torch.arange(7), torch.rand(3).double()]
-    found = unpack(pack(given), given)
+    found = from_bytes(to_bytes(given), given)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, given, strict=True))
 
 
@@ -453,7 +453,7 @@ def test_graphs_of_tasks_before_train_like_the_step_itself(
     tiny, recording, monkeypatch, objective: str, method: str, optimizer: str
 ) -> None:
     """To the bit, though in the third and fourth task nothing runs but what was recorded in the first two."""
-    monkeypatch.setattr(pipeline, "make_optimizer", optimizer_for_graphs)
+    monkeypatch.setattr(loop, "make_optimizer", optimizer_for_graphs)
     settings = {
         "method__name": method,
         "stream__groups": [[0, 1], [2, 3], [4, 5], [6, 7]],

@@ -209,7 +209,7 @@ if torch.cuda.is_available():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sums_of_many_programs_are_whole_and_repeat(shape: tuple[int, ...]) -> None:
     """Whichever program comes last finishes for all: nothing is missing, and the bits do not depend on which it was."""
-    from ptlf.training.passes import Tiles, norm_relu
+    from ptlf.training.triton_bn import Tiles, norm_relu
 
     assert Tiles(torch.empty(shape), 2, 4096).parts > 4
     torch.manual_seed(0)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.batch import Batch
-from ptlf.pipeline import Run
+from ptlf.core.batch import Batch
+from ptlf.run.loop import Run
 from ptlf.views import apply_view, draw
 
 # Shares of the peak rate: an epoch of warm-up, then half a cosine, three steps each.
@@ -52,7 +52,7 @@ class Loop:
     """Tasks of six steps, from where the run starts."""
 
     def __init__(self, run: Run) -> None:
-        self.config, self.recipe, self.size = run.config, run.recipe, run.view_size
+        self.config, self.view_specs, self.size = run.config, run.view_specs, run.view_size
         self.model = deepcopy(run.model).train()
         self.encoder, self.heads = self.model.encoder, self.model.objective
         self.predictor = deepcopy(getattr(run.method, "predictor", nn.Identity()))
@@ -76,12 +76,12 @@ class Loop:
 
     def step(self, task: int, step: int, batch: Batch) -> None:
         method, training = self.config.method, self.config.training
-        pairs = zip(batch.uniforms, self.recipe, strict=True)
+        pairs = zip(batch.uniforms, self.view_specs, strict=True)
         views = mixed = [apply_view(batch.images, u, view, self.size) for u, view in pairs]
         if self.memory:
             places = batch.draws["picks"].tolist()
             images, seconds, vectors = (torch.stack([self.memory[i][part] for i in places]) for part in range(3))
-            fresh = apply_view(images, batch.draws["memory_uniforms"], self.recipe[0], self.size)
+            fresh = apply_view(images, batch.draws["memory_uniforms"], self.view_specs[0], self.size)
         if method.name == "lump" and self.memory:
             lam = float(batch.draws["lam"])
             assert 0 < lam < 1
@@ -254,7 +254,7 @@ def ratios_by_hand(
     for _ in range(settings.batches):
         chosen = task[torch.randperm(len(task), generator=generator)[: run.config.training.batch]]
         images, uniforms = torch.from_numpy(run.stream.data.train.pixels[chosen]), draw(len(chosen), generator)
-        views = [apply_view(images, u, view, run.view_size) for u, view in zip(uniforms, run.recipe, strict=True)]
+        views = [apply_view(images, u, view, run.view_size) for u, view in zip(uniforms, run.view_specs, strict=True)]
         loss = simsiam(model.objective, *(model.objective.projector(encoder(view)) for view in views))
         for name, layer in layers.items():
             gradients[name] += torch.autograd.grad(loss, layer.weight, retain_graph=True)[0].double().numpy()

@@ -72,7 +72,7 @@ COSTS = [
     Measure(
         "memory for backward in the last epoch",
         "MiB",
-        ("cost", "saved_activation_bytes"),
+        ("cost", "kept_bytes"),
         MIB,
         1,
         True,
@@ -187,27 +187,27 @@ def heat_bounds(comparison: Comparison, probe: str) -> tuple[float, float]:
 
 
 def heat_map(group: Group, probe: str, bounds: tuple[float, float], width: float) -> Drawing:
-    """Rows: after each task; columns: exams. The untrained encoder stands apart on top."""
-    matrix, exams = mean_matrix(group, probe), group.first["exams"]
+    """Rows: after each task; columns: eval_splits. The untrained encoder stands apart on top."""
+    matrix, eval_splits = mean_matrix(group, probe), group.first["eval_splits"]
     untrained = [list(u) for run in group.runs if (u := run.results["probes"][probe].get("untrained"))]
     rows = [("untrained", [mean(column) for column in zip(*untrained, strict=True)])] if untrained else []
-    joint = len(matrix) == 1 and len(exams) > 1 and len(group.first["tasks"]) == 1
+    joint = len(matrix) == 1 and len(eval_splits) > 1 and len(group.first["tasks"]) == 1
     rows += [("all tasks" if joint else f"task {n}", row) for n, row in enumerate(matrix, start=1)]
     left, top, gap = 62.0, 34.0, 6.0 if untrained else 0.0
-    cell = (width - left) / max(len(exams), 1)
+    cell = (width - left) / max(len(eval_splits), 1)
     tall = min(max(cell * 0.72, 15.0), 30.0)
     drawing = Drawing(width, top + gap + tall * len(rows) + 2, f"{title_of(probe)} accuracy of {group.label}")
     drawing.text(0, top - 6, "after", "soft", size=TINY)
     drawing.text(left, 10, "tested on the classes of task", "soft", size=TINY)
     heat_key(drawing, width, bounds)
-    for column in range(len(exams)):
+    for column in range(len(eval_splits)):
         if cell >= 18 or column % 2 == 0:
             drawing.text(left + cell * (column + 0.5), top - 6, str(column + 1), "soft", size=TINY, anchor="middle")
     for number, (name, row) in enumerate(rows):
         y = top + number * tall + (gap if untrained and number else 0)
         drawing.text(0, y + tall / 2 + 3.5, name, "soft" if name == "untrained" else "ink", size=TINY)
         for column, value in enumerate(row):
-            title = f"{name}, tested on {exams[column]}" if width > 400 else ""
+            title = f"{name}, tested on {eval_splits[column]}" if width > 400 else ""
             heat_cell(drawing, (left + column * cell, y, cell, tall), value, bounds, title)
     return drawing
 

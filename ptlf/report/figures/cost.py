@@ -12,7 +12,7 @@ from ptlf.report.runs import Comparison, Group
 
 PANELS = [
     ("seconds per epoch", "seconds", 1.0),
-    ("kept for backward, MiB", "saved_activation_bytes", MIB),
+    ("kept for backward, MiB", "kept_bytes", MIB),
     ("peak GPU memory, MiB", "peak_memory_bytes", MIB),
     ("backward GFLOPs per epoch", "backward_flops", 1e9),
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.accuracy import heat_cell
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, plain, shortened, task_key, ticks, words_width
-from ptlf.report.runs import Comparison, Group, Run
+from ptlf.report.runs import Comparison, Group, RunRecord
 from ptlf.report.theme import heat_step
 
 Json = dict[str, Any]
@@ -178,7 +178,7 @@ def task_overlap(group: Group, width: float) -> Drawing:
     return drawing
 
 
-def epoch_overlaps(run: Run) -> dict[int, list[float]]:
+def epoch_overlaps(run: RunRecord) -> dict[int, list[float]]:
     """By epoch: for each task, how much of the selection at this epoch's ratios the ratios before it also chose."""
     found: dict[int, list[float]] = {}
     for entry in run.results["freezing"]:

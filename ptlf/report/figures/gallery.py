@@ -6,25 +6,25 @@ from typing import Any
 
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import SMALL, TINY, task_key
-from ptlf.report.runs import Group, Run
+from ptlf.report.runs import Group, RunRecord
 
 MOMENTS = {"before": "untrained", "after": "after the stream"}
 Json = dict[str, Any]
 
 
-def shown_run(group: Group) -> Run | None:
+def shown_run(group: Group) -> RunRecord | None:
     """The first seed with a gallery of the finished stream."""
     return next((run for run in group.runs if run.gallery and "after" in run.gallery["looks"]), None)
 
 
-def new_drawing(run: Run, width: float, label: str) -> Drawing:
+def new_drawing(run: RunRecord, width: float, label: str) -> Drawing:
     assert run.gallery is not None
     drawing = Drawing(width, 0, label, run.gallery["sprite"])
     drawing.sprite_id = "sprite"
     return drawing
 
 
-def neighbours(group: Group, run: Run, width: float) -> Drawing:
+def neighbours(group: Group, run: RunRecord, width: float) -> Drawing:
     """A row per query: itself, its nearest before, its nearest after. Another class is faded and underlined."""
     gallery = run.gallery
     assert gallery is not None
@@ -77,7 +77,7 @@ def tile(drawing: Drawing, gallery: Json, query: int, other: int, x: float, y: f
         drawing.rect(x + 1, y + side - 1, side - 2, 2.5, "bad")
 
 
-def feature_map(group: Group, run: Run, width: float) -> Drawing | None:
+def feature_map(group: Group, run: RunRecord, width: float) -> Drawing | None:
     """Two maps of the same images; near means similar. Axes have no meaning of their own."""
     gallery = run.gallery
     assert gallery is not None

@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ptlf import ranks
-from ptlf.errors import UserError
+from ptlf.core import processes
+from ptlf.core.errors import UserError
 from ptlf.evaluation.spread import COLLAPSED, feature_spread
 from ptlf.training.checkpoint import Position
-from ptlf.training.trainer import Progress
+from ptlf.training.trainer import EpochState
 
 
 def check_numbers(
-    modules: Iterable[nn.Module], progress: Progress | None, position: Position, last: Path | None
+    modules: Iterable[nn.Module], progress: EpochState | None, position: Position, last: Path | None
 ) -> None:
     """Losses and weights are finite. `last` is the checkpoint to go back to."""
     bad = progress.first_bad() if progress else None
@@ -49,7 +49,7 @@ def magnitudes(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def check_processes(model: nn.Module) -> None:
-    if not ranks.are_same(model.parameters()):
+    if not processes.all_equal(model.parameters()):
         raise RuntimeError("the processes' weights differ; a parameter's gradient was not averaged over them")
 
 
@@ -57,7 +57,7 @@ def warn_of_collapse(encoder: nn.Module, images: Tensor, position: Position) -> 
     """Say so if the encoder gives all these images the same vector; whether it does."""
     spread = feature_spread(encoder, images)
     if spread < COLLAPSED:
-        ranks.tell(
+        processes.warn(
             f"ptlf: warning: the representation has collapsed in task {position.task + 1}, epoch {position.epoch + 1}: "
             f"normalised features of {len(images)} images differ by {spread:.1e} (1 = spread evenly, 0 = all the "
             "same); try a lower --training.lr or another objective"

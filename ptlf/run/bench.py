@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ptlf.assembly import make_stream
-from ptlf.config import Config
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.freezing.policies import measure_savings, wait_for
 from ptlf.methods import METHODS
-from ptlf.pipeline import Run, train_one_of_many
-from ptlf.report.live import Watcher
-from ptlf.report.runs import check_alike
+from ptlf.run.build import make_stream
+from ptlf.run.config import Config
+from ptlf.run.loop import Run, train_one_of_many
+from ptlf.run.results import check_alike
+from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.engine import CapturedEngine
@@ -182,10 +182,10 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any
         "step_ms_spread": 500 * (max(parts) - min(parts)),
         "device_ms": None if alone is None else 1000 * alone,
         "host_share": None if alone is None else max(0.0, 1 - alone / seconds),
-        "views_per_second": len(chosen) * len(trainer.recipe) / seconds,
+        "views_per_second": len(chosen) * len(trainer.view_specs) / seconds,
         "rebuild_seconds": rebuild,
         "kept_bytes": cost.kept_bytes,
-        "backward_flops": round(cost.backward_flops_per_view * len(chosen) * len(trainer.recipe)),
+        "backward_flops": round(cost.backward_flops_per_view * len(chosen) * len(trainer.view_specs)),
         "peak_memory_bytes": cost.peak_memory_bytes,
         **kernels,
     }
@@ -249,9 +249,9 @@ def warm_up(config: Config, stream: Stream, batches: int = 8) -> None:
     gc.collect()  # the one before: a run refers to itself, and would hold its memory
     size = config.training.batch
     tasks = tuple(replace(t, train=t.train[: batches * size + len(t.train) % size]) for t in stream.tasks[:2])
-    exams = tuple(exam for exam in stream.exams if exam.since < 2)
+    eval_splits = tuple(split for split in stream.eval_splits if split.since < 2)
     short = replace(config, training=replace(config.training, epochs=1, warmup=0))
-    Run(short, stream=replace(stream, tasks=tasks, exams=exams)).train()
+    Run(short, stream=replace(stream, tasks=tasks, eval_splits=eval_splits)).train()
 
 
 def timed_run(config: Config, stream: Stream, out: Path | None, watcher: Watcher) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "step_ms": 1000 * seconds / steps,
         "median_step_ms": statistics.median(1000 * line["seconds"] / line["steps"] for line in lines),
         "views_per_second": sum(line["views_per_second"] * line["seconds"] for line in lines) / seconds,
-        "kept_bytes": statistics.fmean(line["saved_activation_bytes"] for line in lines),
+        "kept_bytes": statistics.fmean(line["kept_bytes"] for line in lines),
         "peak_memory_bytes": max(peaks, default=None),
     }
 

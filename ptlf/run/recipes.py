@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ptlf.errors import unknown
-from ptlf.settings import merge
+from ptlf.core.errors import unknown
+from ptlf.core.settings import merge
 
 # A checkpoint of ResNet-18 with its heads is 150 MB; writing one takes longer than an epoch of Split CIFAR-10 on a GPU.
 RARELY: dict[str, Any] = {"every_epochs": 0, "every_minutes": 2}

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ptlf import ranks
-from ptlf.config import Config
+from ptlf.core import processes
+from ptlf.core.errors import UserError, unknown
+from ptlf.core.randomness import derived_seed, seeded
 from ptlf.encoders import ENCODERS, feature_dim
-from ptlf.errors import UserError, unknown
 from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.policies import measure_savings
@@ -21,12 +21,12 @@ from ptlf.freezing.units import trained_units
 from ptlf.methods import METHODS, Memory, Method
 from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
-from ptlf.randomness import derived_seed, seeded
+from ptlf.run.config import Config
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.fetch import data_root
 from ptlf.stream.loading import ImageSource
 from ptlf.training.trainer import Trainer
-from ptlf.views import recipe
+from ptlf.views import named_views
 
 
 def choose_device(name: str) -> torch.device:
@@ -56,7 +56,7 @@ def make_prober(
     stream: Stream, config: Config, prepare: Callable[[Tensor], Tensor], source: ImageSource
 ) -> Prober | None:
     """`source` holds the stream's training images."""
-    if not config.evaluation.enabled or not stream.exams:
+    if not config.evaluation.enabled or not stream.eval_splits:
         return None
     return Prober(stream, config.evaluation, prepare, source.device, source)
 
@@ -74,7 +74,7 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
     kind = METHODS[config.method.name]
     memory = None
     if kind.needs_memory or POLICIES[config.freezing.policy].needs_ratios:
-        (fresh, *_) = recipe(config.views.memory, view_size)
+        (fresh, *_) = named_views(config.views.memory, view_size)
         outputs = model.objective.feature_dim if kind.needs_outputs else 0
         memory = Memory(config.memory.size, stream.size, view_size, fresh, outputs)
     with seeded(config.seed, "method"):
@@ -106,15 +106,15 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     if POLICIES[config.freezing.policy].needs_savings:
         if config.freezing.savings == "seconds":  # which depend on the step's size, type and layout
             layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
-            rows = config.training.batch * len(trainer.recipe)
+            rows = config.training.batch * len(trainer.view_specs)
             example = example[:1].expand(rows, -1, -1, -1).contiguous(memory_format=layout)
         low = trainer.model.dtype is torch.bfloat16
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
             savings = measure_savings(encoder, freezer.units, example, by=config.freezing.savings)
-        savings = ranks.from_first(savings)  # each process would time others, and choose others
+        savings = processes.broadcast_object(savings)  # each process would time others, and choose others
     freezing = ProgressiveFreezing(config.freezing, freezer, config.training.epochs, generator, savings)
     if config.freezing.policy != "none" and freezing.schedule.most(len(freezer.units)) == 0:
-        ranks.tell(
+        processes.warn(
             f"ptlf: warning: freezing.final {config.freezing.final} of {len(freezer.units)} units is less than one: "
             "nothing will freeze"
         )

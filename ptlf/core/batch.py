@@ -26,8 +26,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """On the device. What the host drew goes there in one piece."""
-        packed = to_device(pack(self.drawn()), device)
-        labels, uniforms, *draws = unpack(packed, self.drawn())
+        packed = to_device(to_bytes(self.drawn()), device)
+        labels, uniforms, *draws = from_bytes(packed, self.drawn())
         named = dict(zip(self.draws, draws, strict=True))
         images = to_device(self.images, device)
         return replace(self, images=images, labels=labels, uniforms=uniforms, draws=named, packed=packed)
@@ -36,7 +36,7 @@ class Batch:
         """Take over what the other holds, in place. It has the same layout; this one has been moved."""
         assert self.packed is not None
         self.images.copy_(pinned(other.images, self.images.device), non_blocking=True)
-        self.packed.copy_(pinned(pack(other.drawn()), self.packed.device), non_blocking=True)
+        self.packed.copy_(pinned(to_bytes(other.drawn()), self.packed.device), non_blocking=True)
 
     def layout(self) -> Layout:
         """Names, shapes and types of all that it holds."""
@@ -47,21 +47,21 @@ class Batch:
         return [self.labels, self.uniforms, *self.draws.values()]
 
 
-def pack(tensors: Sequence[Tensor]) -> Tensor:
+def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """All of them as bytes, one after the other."""
-    packed = torch.empty(sum(map(room, tensors)), dtype=torch.uint8)
-    for place, tensor in zip(unpack(packed, tensors), tensors, strict=True):
+    packed = torch.empty(sum(map(padded_size, tensors)), dtype=torch.uint8)
+    for place, tensor in zip(from_bytes(packed, tensors), tensors, strict=True):
         place.copy_(tensor)
     return packed
 
 
-def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def from_bytes(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """What was packed, as views of it; `like` tells shapes and types."""
-    parts = zip(packed.split([room(tensor) for tensor in like]), like, strict=True)
+    parts = zip(packed.split([padded_size(tensor) for tensor in like]), like, strict=True)
     return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]
 
 
-def room(tensor: Tensor) -> int:
+def padded_size(tensor: Tensor) -> int:
     """Bytes, such that what comes next starts where any type may."""
     return -(-tensor.nbytes // 16) * 16
 

@@ -14,13 +14,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-from ptlf.config import from_dict, read_yaml
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.freezing import POLICIES
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.pipeline import Run, evaluate_run
-from ptlf.run_folder import load_encoder
+from ptlf.run.config import from_dict, read_yaml
+from ptlf.run.folder import load_encoder
+from ptlf.run.loop import Run, evaluate_run
 from ptlf.stream.folders import pack_folder
 from ptlf.training.trainer import Trainer
 from ptlf.views import CIFAR_MEAN, CIFAR_STD
@@ -105,7 +105,7 @@ def test_freezing_is_written_down_and_saves(tiny) -> None:
     epochs = results["cost"]["per_epoch"]
     assert [line["frozen"] for line in epochs] == [0, 0, 0, 0, 1, 2]
     assert epochs[5]["backward_flops"] < epochs[4]["backward_flops"] < epochs[3]["backward_flops"]
-    assert epochs[5]["saved_activation_bytes"] < epochs[3]["saved_activation_bytes"]
+    assert epochs[5]["kept_bytes"] < epochs[3]["kept_bytes"]
     assert results["cost"]["correlation_seconds"] > 0
 
 
@@ -122,7 +122,7 @@ def test_a_step_is_looked_at_once(tiny, monkeypatch) -> None:
     settings = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "freezing__policy": "ascending", "freezing__final": 0.34}
     results = Run(tiny("digits/simsiam/ptlf", training__epochs=2, **settings)).train()
     assert len(looks) == 3
-    bytes_kept = [line["saved_activation_bytes"] for line in results["cost"]["per_epoch"]]
+    bytes_kept = [line["kept_bytes"] for line in results["cost"]["per_epoch"]]
     assert bytes_kept == [look.kept_bytes for look in (*looks[:1] * 2, *looks[1:], *looks[1:])]
 
 
@@ -187,8 +187,8 @@ def test_what_a_run_leaves_behind(tiny, tmp_path) -> None:
     assert all(torch.equal(saved[name], value) for name, value in run.model.encoder.state_dict().items())
     config = from_dict(read_yaml(tmp_path / "run" / "config.yaml"))
     assert config == run.config
-    probes, exams = evaluate_run(tmp_path / "run", config)
-    assert exams == ["0, 1", "2, 3"]
+    probes, eval_splits = evaluate_run(tmp_path / "run", config)
+    assert eval_splits == ["0, 1", "2, 3"]
     assert probes["knn_class"]["accuracy"] == results["probes"]["knn_class"]["accuracy"]
     with pytest.raises(UserError, match="holds other runs; choose a folder of its own"):
         Run(tiny(), tmp_path).train()
@@ -220,8 +220,8 @@ def test_encoders_are_tested_on_normalised_images(tiny) -> None:
     seen: list[torch.Tensor] = []
     run.model.encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     run.prober.rows(run.model.encoder, 0)
-    exam, data = run.stream.exams[0], run.stream.data
-    for found, images in zip(seen, (data.train.pixels[exam.bank], data.test.pixels[exam.test]), strict=True):
+    split, data = run.stream.eval_splits[0], run.stream.data
+    for found, images in zip(seen, (data.train.pixels[split.bank], data.test.pixels[split.test]), strict=True):
         expected = (images / 255 - CIFAR_MEAN) / CIFAR_STD
         np.testing.assert_allclose(found.permute(0, 2, 3, 1), expected, atol=1e-5)
 
@@ -253,8 +253,8 @@ def test_both_folder_streams(tiny, tmp_path) -> None:
     plain = Run(tiny(**common, stream__pack="days", stream__groups=None)).train()
     assert plain["probes"] == {}
     assert plain["tasks"] == ["monday", "tuesday"]
-    graded = Run(tiny(**common, stream__pack="days", stream__groups=None, stream__labelled="pets")).train()
-    assert [len(row) for row in graded["probes"]["knn_class"]["matrix"]] == [1, 1]
+    eval_data = Run(tiny(**common, stream__pack="days", stream__groups=None, stream__labelled="pets")).train()
+    assert [len(row) for row in eval_data["probes"]["knn_class"]["matrix"]] == [1, 1]
 
 
 def test_streamed_and_resident_images_give_the_same_run(tiny) -> None:
@@ -300,7 +300,7 @@ def test_an_encoder_with_tied_weights_trains_and_says_why_it_does_not_freeze(tin
 
 
 def test_the_default_configuration_is_complete() -> None:
-    from ptlf.config import Config
+    from ptlf.run.config import Config
 
     assert Config().objective.projection == 2048
 
@@ -355,7 +355,7 @@ def test_a_run_whose_encoder_cannot_be_saved_has_failed(tiny, tmp_path, monkeypa
     def full(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("ptlf.run_folder.RunFiles.encoder", full)
+    monkeypatch.setattr("ptlf.run.folder.RunFiles.encoder", full)
     with pytest.raises(OSError, match="disk full"):
         Run(tiny(), tmp_path / "run").train()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"

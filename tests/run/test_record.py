@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptlf.notes import Notes
+from ptlf.run.record import Notes
 from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import EpochResult, StepCost
 
@@ -23,8 +23,8 @@ def test_cost_by_hand() -> None:
     cost = notes.cost({"training": 10.0, "correlation": 1.0, "rebuild": 0.5, "evaluation": 4.0})
     assert cost["learning_seconds"] == 11.5
     assert cost["backward_flops"] == 1400
-    assert cost["saved_activation_bytes"] == 100
-    assert cost["mean_saved_activation_bytes"] == 550
+    assert cost["kept_bytes"] == 100
+    assert cost["mean_kept_bytes"] == 550
     assert cost["peak_memory_bytes"] == 90
     assert cost["last_peak_memory_bytes"] == 60
     first, second = cost["per_task"]
@@ -32,13 +32,13 @@ def test_cost_by_hand() -> None:
     assert (first["train_seconds"], second["train_seconds"]) == (3.0, 7.0)
     assert second["correlation_seconds"] == pytest.approx(0.7)
     assert (first["backward_flops"], second["backward_flops"]) == (900, 500)
-    assert (first["saved_activation_bytes"], second["saved_activation_bytes"]) == (700, 100)
+    assert (first["kept_bytes"], second["kept_bytes"]) == (700, 100)
     assert (first["peak_memory_bytes"], second["peak_memory_bytes"]) == (70, 60)
 
 
 def test_before_the_first_epoch_there_are_no_bytes() -> None:
     cost = Notes().cost({})
-    assert (cost["saved_activation_bytes"], cost["mean_saved_activation_bytes"]) == (None, None)
+    assert (cost["kept_bytes"], cost["mean_kept_bytes"]) == (None, None)
     assert (cost["learning_seconds"], cost["backward_flops"], cost["per_task"]) == (0, 0, [])
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ptlf.core.errors import UserError
+from ptlf.core.settings import as_dict, build, key, merge, parse_overrides, section
 from ptlf.encoders import EncoderConfig
-from ptlf.errors import UserError
 from ptlf.evaluation import EvaluationConfig
 from ptlf.freezing import FreezingConfig
 from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
-from ptlf.settings import as_dict, build, key, section
+from ptlf.run.recipes import DEFAULT, recipe
 from ptlf.stream import StreamConfig
 from ptlf.training.checkpoint import CheckpointConfig
 from ptlf.training.distributed import DistributedConfig
@@ -67,3 +68,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     return yaml.safe_dump(as_dict(config), sort_keys=False)
+
+
+def resolve_config(recipe_name: str | None, file: Path | None, overrides: Sequence[str]) -> Config:
+    """The configuration: command line over file over recipe (the one named, or the file's, or the default)."""
+    values = read_yaml(file) if file is not None else {}
+    if recipe_name and values.get("recipe") not in (None, recipe_name):
+        raise UserError(
+            f"{file} is of recipe {values['recipe']}, and --recipe says {recipe_name}; leave one of them out"
+        )
+    base = recipe(recipe_name or values.get("recipe") or DEFAULT)
+    return from_dict(merge(merge(base, values), parse_overrides(overrides)))

@@ -1,4 +1,4 @@
-"""Tiny runs in float64, alone or as one of several processes: `python processes.py FILE` saves what they came to.
+"""Tiny runs in float64, alone or as one of several processes: `python worker.py FILE` saves what they came to.
 
 In float64 a run's course does not depend on the order of sums before the ninth digit or so: what the processes take
 together can be compared with one process's work to the end of a run.
@@ -23,11 +23,13 @@ from conftest import tiny_config, tiny_encoder
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ptlf import assembly, model, ranks
+from ptlf import model
+from ptlf.core import processes
 from ptlf.methods import cassle
 from ptlf.objectives import OBJECTIVES, momentum
-from ptlf.pipeline import Run
-from ptlf.report.live import Watcher
+from ptlf.run import build
+from ptlf.run.loop import Run
+from ptlf.run.watcher import Watcher
 from ptlf.training.distributed import Parallel
 
 COMMON: dict[str, Any] = {
@@ -41,7 +43,7 @@ COMMON: dict[str, Any] = {
     "freezing__batches": 1,
     "evaluation__linear__enabled": False,
 }
-prepare, measure_savings = Run.prepare, assembly.measure_savings
+prepare, measure_savings = Run.prepare, build.measure_savings
 # Every objective with its distillation, and every method; the last with norms that look at their share alone.
 RUNS: dict[str, dict[str, Any]] = {
     **{f"{objective} cassle": {"method__name": "cassle", "method__hidden": 32} for objective in OBJECTIVES},
@@ -137,7 +139,7 @@ def come_to(name: str) -> dict[str, Any]:
     run.model.double()
     run.method.double()
     notes = Notes(run)
-    results = run.train(notes if ranks.first() else None)
+    results = run.train(notes if processes.is_first() else None)
     return {
         "gradients": notes.gradients,
         "sent": notes.sent,
@@ -158,9 +160,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     model.encode = momentum.encode = cassle.encode = encode_double  # type: ignore[attr-defined]
     Run.prepare = prepare_double  # type: ignore[method-assign]
-    assembly.measure_savings = different_savings
+    build.measure_savings = different_savings
     count_sent_bytes()
-    with ranks.together():
+    with processes.process_group():
         found = {}
         for name in RUNS:
             began = time.monotonic()

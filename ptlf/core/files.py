@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 
 try:
     import fcntl

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save
 from torch import nn
 
-from ptlf.config import Config, from_dict, read_yaml
-from ptlf.errors import UserError
-from ptlf.files import locked, write_error, write_whole
-from ptlf.report import record
+from ptlf.core.errors import UserError
+from ptlf.core.files import locked, write_error, write_whole
+from ptlf.run.config import Config, from_dict, read_yaml
+from ptlf.run.results import append_line, read_results, write_json
 
 ENCODER = "encoder.safetensors"
 
@@ -65,11 +65,11 @@ class RunFiles:
 
     def json(self, name: str, value: Any) -> None:
         if self.folder:
-            record.write_json(self.folder / name, value)
+            write_json(self.folder / name, value)
 
     def line(self, name: str, value: dict[str, Any]) -> None:
         if self.folder:
-            record.append_line(self.folder / name, value)
+            append_line(self.folder / name, value)
 
     def encoder(self, encoder: nn.Module) -> None:
         if self.folder:
@@ -82,7 +82,7 @@ class RunFiles:
 
 
 def has_finished(folder: Path) -> bool:
-    return (folder / "results.json").exists() and record.read_results(folder)["status"] == "finished"
+    return (folder / "results.json").exists() and read_results(folder)["status"] == "finished"
 
 
 def finished(folder: Path, config: Config) -> bool:

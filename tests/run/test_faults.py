@@ -17,12 +17,12 @@ from faults import lasting
 from torch import nn
 
 from ptlf.cli import main
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
 from ptlf.evaluation.spread import feature_spread
-from ptlf.pipeline import Run
 from ptlf.report.live import Watcher
-from ptlf.run_folder import lock_of_run
-from ptlf.training.checkpoint import unpack, unsealed
+from ptlf.run.folder import lock_of_run
+from ptlf.run.loop import Run
+from ptlf.training.checkpoint import deserialise, unsealed
 from ptlf.training.process import StopSignals
 
 QUICK = [
@@ -125,7 +125,7 @@ def test_the_second_run_in_a_folder_is_refused(tmp_path, capsys) -> None:
 
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, capsys) -> None:
     code = (
-        "import os, signal, sys, pathlib; from ptlf.run_folder import lock_of_run\n"
+        "import os, signal, sys, pathlib; from ptlf.run.folder import lock_of_run\n"
         "held = lock_of_run(pathlib.Path(sys.argv[1])); held.__enter__()\n"
         "print(os.getpid(), flush=True); sys.stdin.read()"
     )
@@ -185,7 +185,7 @@ def test_bad_numbers_stop_the_run_and_are_never_saved(tiny, tmp_path, step: int,
         Run(config, tmp_path / "run").train(Poisons(step, float("nan")))
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
     for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
-        weights = unpack(unsealed(path))["model"].values()
+        weights = deserialise(unsealed(path))["model"].values()
         assert all(tensor.isfinite().all() for tensor in weights)
     assert Run(config, tmp_path / "run").train(resume=True)["status"] == "finished"
 

@@ -11,18 +11,18 @@ import torch
 from test_cli import QUICK, refused
 from torch import nn
 
-from ptlf import bench
-from ptlf.assembly import make_stream
-from ptlf.bench import compare
 from ptlf.cli import main
-from ptlf.errors import UserError
-from ptlf.pipeline import Run
+from ptlf.core.errors import UserError
+from ptlf.run import bench
+from ptlf.run.bench import compare
+from ptlf.run.build import make_stream
+from ptlf.run.loop import Run
 
 PAIR = ["digits/simsiam/lump", "digits/simsiam/ptlf"]
 
 
 def epoch(task: int, frozen: int, steps: int, seconds: float, kept: int, peak: int | None) -> dict[str, Any]:
-    cost = {"seconds": seconds, "views_per_second": 20 * steps / seconds, "saved_activation_bytes": kept}
+    cost = {"seconds": seconds, "views_per_second": 20 * steps / seconds, "kept_bytes": kept}
     return {"task": task, "frozen": frozen, "steps": steps, "peak_memory_bytes": peak, **cost}
 
 

@@ -14,8 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import ptlf
-from ptlf import evaluation, ranks
-from ptlf.assembly import (
+from ptlf import evaluation
+from ptlf.core import processes
+from ptlf.core.errors import UserError
+from ptlf.core.randomness import Randomness, global_state, seeded, set_global_state
+from ptlf.core.settings import as_dict
+from ptlf.freezing.correlation import TaskCorrelation
+from ptlf.freezing.policies import Ratios
+from ptlf.run.build import (
     check_combination,
     choose_device,
     make_freezing,
@@ -26,17 +32,13 @@ from ptlf.assembly import (
     make_stream,
     on_gpu,
 )
-from ptlf.checks import check_numbers, check_processes, warn_of_collapse
-from ptlf.config import Config, to_yaml
-from ptlf.errors import UserError
-from ptlf.freezing.correlation import TaskCorrelation
-from ptlf.freezing.policies import Ratios
-from ptlf.notes import Notes
-from ptlf.randomness import Randomness, global_state, seeded, set_global_state
-from ptlf.report import record
-from ptlf.report.live import Watcher
-from ptlf.run_folder import RunFiles, claimed, load_encoder
-from ptlf.settings import as_dict
+from ptlf.run.config import Config, to_yaml
+from ptlf.run.environment import commit, environment
+from ptlf.run.folder import RunFiles, claimed, load_encoder
+from ptlf.run.record import Notes
+from ptlf.run.results import SCHEMA
+from ptlf.run.sanity import check_numbers, check_processes, warn_of_collapse
+from ptlf.run.watcher import Watcher
 from ptlf.stream import Stream
 from ptlf.stream.loading import ImageSource
 from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
@@ -45,8 +47,8 @@ from ptlf.training.distributed import make_alike
 from ptlf.training.engine import why_not_captured
 from ptlf.training.optimizer import check_warmup, make_optimizer
 from ptlf.training.process import Stopped, StopSignals
-from ptlf.training.trainer import Progress, StepCost, Trainer, check_batch
-from ptlf.views import normalise, recipe
+from ptlf.training.trainer import EpochState, StepCost, Trainer, check_batch
+from ptlf.views import named_views, normalise
 
 
 class Run:
@@ -66,15 +68,15 @@ class Run:
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
         self.config, self.folder = config, Path(out) if out else None
-        self.out = self.folder if ranks.first() else None  # where this process writes
+        self.out = self.folder if processes.is_first() else None  # where this process writes
         self.files = RunFiles(self.out)
-        self.device = ranks.local_device(choose_device(config.device))
+        self.device = processes.local_device(choose_device(config.device))
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # streams, graphs and our own kernels are the current device's
         self.random = Randomness(config.seed)
         self.stream = stream or make_stream(config)
         self.view_size = config.views.size or self.stream.size
-        self.recipe = recipe(config.views.name, self.view_size)
+        self.view_specs = named_views(config.views.name, self.view_size)
         check_combination(config, self.stream)
         check_warmup(config.training, config.training.epochs)
         check_batch(config.training, [len(task.train) for task in self.stream.tasks])
@@ -95,7 +97,7 @@ class Run:
             method=self.method,
             optimizer=make_optimizer(config.training, [p for p in parameters if p.requires_grad]),
             source=source,
-            recipe=self.recipe,
+            view_specs=self.view_specs,
             view_size=self.view_size,
             config=config.training,
             random=self.random,
@@ -108,20 +110,24 @@ class Run:
         self.resumable = out is not None and config.checkpoint.enabled
         self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
         self.position = Position()
-        self.progress: Progress | None = None  # of the epoch that runs
+        self.progress: EpochState | None = None  # of the epoch that runs
         self.variant = ""  # the name of what a step does now
         self.step_costs: dict[str, StepCost] = {}  # by such names, of the steps looked at so far
-        self.commit = record.commit()
+        self.commit = commit()
         self.status = "running"
 
     def train(self, watcher: Watcher | None = None, *, resume: bool = False) -> dict[str, Any]:
         """The whole stream, or with `resume` what the run in the folder has left. Returns what `results.json` holds."""
-        watcher = watcher if watcher and ranks.first() else Watcher()
+        watcher = watcher if watcher and processes.is_first() else Watcher()
         global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
-        with claimed(self.out, resume), global_randomness, StopSignals(self.resumable, tell=ranks.first()) as self.stop:
-            self.settle_in(resume)
+        with (
+            claimed(self.out, resume),
+            global_randomness,
+            StopSignals(self.resumable, tell=processes.is_first()) as self.stop,
+        ):
+            self.prepare_folder(resume)
             if why := why_not_captured(self.config.training.engine, self.device):
-                ranks.tell(f"ptlf: {why}: the step runs eagerly, not captured")
+                processes.warn(f"ptlf: {why}: the step runs eagerly, not captured")
             watcher.begin(self)
             try:
                 self.train_stream(watcher)
@@ -210,7 +216,9 @@ class Run:
         if self.folder is None or not self.resumable:
             return
         due_here = self.checkpoints is not None and self.checkpoints.due(self.position)
-        asked, due = ranks.most([self.stop.asked or 0, int(due_here)])  # the processes stop and save together
+        asked, due = processes.all_reduce_max(
+            [self.stop.asked or 0, int(due_here)]
+        )  # the processes stop and save together
         if asked or due:
             with self.clock("checkpoint"):
                 self.check_numbers()
@@ -233,13 +241,13 @@ class Run:
                 units=[unit for unit in freezer.units if unit.name not in freezer.frozen],
                 batches=settings.batches,
                 keep=[self.model],
-                combine=ranks.average_,
+                combine=processes.all_reduce_mean_,
             )
         self.freezing.log[-1].setdefault("directions", correlation.directions)  # at the task's start
 
         def ratios(names: Sequence[str]) -> dict[str, float]:
             with self.clock("correlation"):
-                return ranks.from_first(correlation(names))
+                return processes.broadcast_object(correlation(names))
 
         return ratios
 
@@ -267,7 +275,7 @@ class Run:
 
     def prepare(self, images: Tensor) -> Tensor:
         """Stored images as the encoder's input, without augmentation."""
-        view = self.recipe[0]
+        view = self.view_specs[0]
         x = normalise(images, view.mean, view.std, self.view_size)
         return x.contiguous(memory_format=torch.channels_last) if self.channels_last else x
 
@@ -287,7 +295,7 @@ class Run:
             images = self.prepare(self.trainer.source.gather(chosen))
             self.notes.warned = warn_of_collapse(self.model.encoder, images, self.position)
 
-    def settle_in(self, resume: bool) -> None:
+    def prepare_folder(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""
         if self.out and not (self.out / "config.yaml").exists():
             self.files.text("config.yaml", to_yaml(self.config))
@@ -297,7 +305,7 @@ class Run:
             self.files.text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.notes.per_epoch))
 
     def load_checkpoint(self) -> None:
-        state = ranks.from_first(self.checkpoints.load() if self.checkpoints else None)
+        state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
         if state is None:
             return
         try:
@@ -334,7 +342,7 @@ class Run:
         self.random.load_state_dict(state["random"])
         set_global_state(state["torch_random"], self.device)
         if state["progress"] is not None:
-            self.progress = Progress(**state["progress"])
+            self.progress = EpochState(**state["progress"])
             self.progress.losses = {name: values.to(self.device) for name, values in self.progress.losses.items()}
         self.clock.load_state_dict(state["clock"])
         if self.gallery:
@@ -344,16 +352,16 @@ class Run:
 
     def results(self) -> dict[str, Any]:
         return {
-            "schema": record.SCHEMA,
+            "schema": SCHEMA,
             "ptlf_version": ptlf.__version__,
             "commit": self.commit,
             "status": self.status,
             "config": as_dict(self.config),
-            "environment": record.environment(self.device) | self.trainer.arithmetic() | {"processes": ranks.count()},
+            "environment": environment(self.device) | self.trainer.arithmetic() | {"processes": processes.world_size()},
             "seed": self.config.seed,
             "class_order": list(self.stream.class_order),
             "tasks": [task.name for task in self.stream.tasks],
-            "exams": [exam.name for exam in self.stream.exams],
+            "eval_splits": [split.name for split in self.stream.eval_splits],
             "units": [unit.name for unit in self.freezing.freezer.units],
             "probes": self.notes.probes(self.prober.settings() if self.prober else {}),
             "freezing": self.freezing.log,
@@ -377,7 +385,7 @@ def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool =
 
 
 def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tuple[dict[str, Any], list[str]]:
-    """The probes on a finished run's encoder, with the settings in `config`; and the exams' names.
+    """The probes on a finished run's encoder, with the settings in `config`; and the eval_splits' names.
 
     family: only knn, linear or ridge; without it, those the settings enable.
     """
@@ -390,4 +398,4 @@ def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tup
     rows = run.prober.rows(run.model.encoder, len(run.stream.tasks))
     settings = run.prober.settings()
     probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}
-    return probes, [exam.name for exam in run.stream.exams]
+    return probes, [split.name for split in run.stream.eval_splits]

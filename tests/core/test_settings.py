@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from ptlf.config import Config, from_dict, to_yaml
-from ptlf.errors import UserError
+from ptlf.core.errors import UserError
+from ptlf.core.settings import as_dict, describe, merge, nested, parse
 from ptlf.methods.lump import LumpConfig
-from ptlf.recipes import METHODS, names, recipe
-from ptlf.report.record import RECIPES, name_of
-from ptlf.settings import as_dict, describe, merge, nested, parse
+from ptlf.run.config import Config, from_dict, to_yaml
+from ptlf.run.recipes import METHODS, names, recipe
+from ptlf.run.results import RECIPES, name_of
 
 
 def test_every_recipe_is_a_complete_configuration() -> None:

@@ -1,5 +1,5 @@
-"""A residual network's training forward with the passes of `ptlf.training.passes`: what the compiler would make of it
-block by block, in fewer passes over memory, and with nothing to compile when a unit freezes or thaws."""
+"""A residual network's training forward with the kernels of `ptlf.training.triton_bn`: what the compiler would
+make of it block by block, in fewer passes over memory, and with nothing to compile when a unit freezes or thaws."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ptlf.encoders.norm import ViewBatchNorm2d
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
-from ptlf.freezing.kernels import EvalMode, FrozenLayer, MaskedReLU, Override, frozen_conv2d
+from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, frozen_conv2d
 
 Pair = tuple[Tensor, Tensor]  # one value for two who use it
 Block = BasicBlock | Bottleneck
@@ -26,12 +26,12 @@ def can_fuse(encoder: nn.Module) -> bool:
 def is_usual(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> bool:
     replaced = [module.__dict__["forward"] for module in (layer, norm) if "forward" in module.__dict__]
     as_made = norm.affine and norm.running_mean is not None and norm.momentum is not None and layer.bias is None
-    known = all(isinstance(override, Override) for override in replaced)
+    known = all(isinstance(override, ForwardPatch) for override in replaced)
     return as_made and known and norm.training and layer.weight.dtype is torch.float32
 
 
 def blocks(encoder: ResNet) -> list[Block]:
-    return encoder.parts()[1:]  # type: ignore[return-value]
+    return encoder.segments()[1:]  # type: ignore[return-value]
 
 
 def units(encoder: ResNet) -> list[Layers]:
@@ -67,9 +67,9 @@ class Forward:
     """One forward, with the weights in the type it computes in."""
 
     def __init__(self, encoder: ResNet, dtype: torch.dtype) -> None:
-        from ptlf.training import passes  # needs Triton
+        from ptlf.training import triton_bn  # needs Triton
 
-        self.encoder, self.dtype, self.passes = encoder, dtype, passes
+        self.encoder, self.dtype, self.kernels = encoder, dtype, triton_bn
         tensors: dict[nn.Conv2d | FrozenLayer, Tensor] = {}
         for layer, _ in units(encoder):
             tensors[layer] = layer.weight
@@ -78,7 +78,7 @@ class Forward:
         self.cast: dict[nn.Conv2d | FrozenLayer, Tensor] = {}  # weights by layer, biases by what froze it
         for trained in (True, False):  # apart, or the copies of frozen weights would ask for a gradient
             some = {owner: tensor for owner, tensor in tensors.items() if tensor.requires_grad is trained}
-            self.cast.update(zip(some, passes.cast_all(list(some.values()), dtype), strict=True))
+            self.cast.update(zip(some, triton_bn.cast_all(list(some.values()), dtype), strict=True))
 
     def __call__(self, images: Tensor) -> Tensor:
         x = self.stem(self.encoder.stem, images)
@@ -96,7 +96,7 @@ class Forward:
     def first(self, stem: Stem, images: Tensor) -> Pair:
         """Three channels are too few for the convolutions' kernels: as a product this takes half the time."""
         n, _, height, width = images.shape
-        rows, frozen = self.passes.patches(images, self.dtype), folded(stem.conv)
+        rows, frozen = self.kernels.patches(images, self.dtype), folded(stem.conv)
         weight = F.pad(self.cast[stem.conv].flatten(1), (0, rows.shape[1] - 27))
         if frozen is None:
             product = F.linear(rows, weight)
@@ -133,7 +133,7 @@ class Forward:
         if extra is not None:
             assert frozen.bias is not None
             bias = (frozen.bias + extra).to(self.dtype)
-        return self.passes.frozen_conv_relu(x, self.cast[layer], bias, layer, residual, as_bits=as_bits)
+        return self.kernels.frozen_conv_relu(x, self.cast[layer], bias, layer, residual, as_bits=as_bits)
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
         """Without a bias. A frozen layer keeps its input only where freezing was to save no memory."""
@@ -151,7 +151,7 @@ class Forward:
         as_bits: bool = False,
     ) -> Pair:
         if not isinstance(norm.__dict__.get("forward"), EvalMode):
-            return self.passes.norm_relu(x, norm, residual, extra, relu=relu, as_bits=as_bits)
+            return self.kernels.norm_relu(x, norm, residual, extra, relu=relu, as_bits=as_bits)
         x = norm(x)  # frozen, and not folded: as PyTorch does it
         for more in (residual, None if extra is None else extra.to(x.dtype).view(-1, 1, 1)):
             x = x if more is None else x + more

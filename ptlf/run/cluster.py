@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptlf.config import Config, from_dict
-from ptlf.errors import UserError
-from ptlf.pipeline import Run
-from ptlf.settings import as_dict, parse
+from ptlf.core.errors import UserError
+from ptlf.core.settings import as_dict, parse
+from ptlf.run.config import Config, from_dict
+from ptlf.run.loop import Run
 
 DEFAULTS = {"timeout_min": 24 * 60}  # minutes, after which a cluster ends a job
 

@@ -8,12 +8,12 @@ import datetime
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from ptlf.errors import UserError, unknown
+from ptlf.core.errors import UserError, unknown
 
 
 def key(
@@ -159,6 +159,24 @@ def parse(text: str) -> Any:
     except yaml.YAMLError:
         return text
     return text if isinstance(value, datetime.date) else value  # a name may look like a date
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """`--training.epochs 2 --device=cpu` as a nested dict."""
+    values: dict[str, Any] = {}
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if not word.startswith("--"):
+            example = f"--recipe {word}" if word.count("/") == 2 else "--training.epochs 2"
+            raise UserError(f"cannot place {word!r}: settings are given as --key value, such as {example}")
+        name, equals, text = word[2:].partition("=")
+        if not equals:
+            if not remaining:
+                raise UserError(f"{word} needs a value, such as {word} 2")
+            text = remaining.pop(0)
+        values = merge(values, nested(name.replace("-", "_"), parse(text)))
+    return values
 
 
 def describe(kind: type, path: str = "") -> list[tuple[str, str, str]]:

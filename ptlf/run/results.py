@@ -1,22 +1,18 @@
-"""The record of a run: `results.json`, written whole or not at all, and `metrics.jsonl`, a line per epoch."""
+"""The files of a run's record: `results.json`, written whole or not at all, and `metrics.jsonl`, a line per epoch."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import platform
 import statistics
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from ptlf.core.errors import UserError
+from ptlf.core.files import write_error, write_whole
 
-import ptlf
-from ptlf.errors import UserError
-from ptlf.files import write_error, write_whole
-
+Json = dict[str, Any]
 SCHEMA = 1
 # Words of recipes that stand for a method and a freezing policy; every other one is a method's name.
 RECIPES = {
@@ -68,31 +64,26 @@ def completed(results: Any) -> Any:
         results["config"]["freezing"].setdefault("sharpness", 8.0)
         cost = results["cost"]
         cost.setdefault("last_peak_memory_bytes", cost["per_epoch"][-1]["peak_memory_bytes"])
-        kept = statistics.fmean(line["saved_activation_bytes"] for line in cost["per_epoch"])
-        cost.setdefault("mean_saved_activation_bytes", kept)
+        kept = statistics.fmean(line["kept_bytes"] for line in cost["per_epoch"])
+        cost.setdefault("mean_kept_bytes", kept)
     return results
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "device": device.type,
-        "device_name": name,
-        "threads": torch.get_num_threads(),
-    }
+SAME_SETTINGS: dict[str, Callable[[Json], Json]] = {
+    "streams": lambda config: {key: value for key, value in config.get("stream", {}).items() if key != "resident"},
+    "epochs": lambda config: {"training.epochs": config.get("training", {}).get("epochs")},
+}
 
 
-def commit() -> str | None:
-    """The source tree's commit, where the package runs from one; `-dirty` where files have changed since."""
-    tree = Path(ptlf.__file__).resolve().parent.parent
-    if not (tree / ".git").exists():
-        return None
-    try:
-        words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        asked = subprocess.run(words, cwd=tree, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return asked.stdout.strip() or None
+def check_alike(configs: Sequence[Json]) -> None:
+    """Of runs that are to be compared, before they are made."""
+    for what, look in SAME_SETTINGS.items():
+        first, *others = map(look, configs)
+        for other in others:
+            if other != first:
+                raise UserError(f"the runs are of different {what} ({difference(first, other)}) and cannot be compared")
+
+
+def difference(mine: Json, theirs: Json) -> str:
+    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    return ", ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in keys[:3])

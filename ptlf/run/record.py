@@ -49,7 +49,7 @@ class Notes:
             "frozen": frozen,
             "newly_frozen": self.newly_frozen,
             "steps": result.steps,
-            "saved_activation_bytes": cost.kept_bytes,
+            "kept_bytes": cost.kept_bytes,
             "backward_flops": round(cost.backward_flops_per_view * result.views),
             "peak_memory_bytes": cost.peak_memory_bytes,
             "all_reduced_bytes": sent,
@@ -89,10 +89,8 @@ class Notes:
             "checkpoint_seconds": seconds.get("checkpoint", 0.0),
             "measuring_seconds": seconds.get("measuring", 0.0),  # of a step's bytes and FLOPs
             "backward_flops": sum(line["backward_flops"] for line in epochs),
-            "saved_activation_bytes": epochs[-1]["saved_activation_bytes"] if epochs else None,
-            "mean_saved_activation_bytes": statistics.fmean(line["saved_activation_bytes"] for line in epochs)
-            if epochs
-            else None,
+            "kept_bytes": epochs[-1]["kept_bytes"] if epochs else None,
+            "mean_kept_bytes": statistics.fmean(line["kept_bytes"] for line in epochs) if epochs else None,
             "peak_memory_bytes": max(peaks) if peaks else None,
             "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
             "per_task": [cost_of_task(task, epochs) for task in sorted({line["task"] for line in epochs})],
@@ -109,6 +107,6 @@ def cost_of_task(task: int, epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "correlation_seconds": sum(line["correlation_seconds"] for line in mine),
         "rebuild_seconds": sum(line["rebuild_seconds"] for line in mine),
         "backward_flops": sum(line["backward_flops"] for line in mine),
-        "saved_activation_bytes": mine[-1]["saved_activation_bytes"],
+        "kept_bytes": mine[-1]["kept_bytes"],
         "peak_memory_bytes": mine[-1]["peak_memory_bytes"],
     }

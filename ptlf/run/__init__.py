@@ -1,0 +1,1 @@
+"""A run: its settings, how it is built, the loop over tasks, its state and its record."""

@@ -1,0 +1,37 @@
+"""Where a run ran: interpreter, torch, device, and the commit of the source tree."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ptlf
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": device.type,
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def commit() -> str | None:
+    """The source tree's commit, where the package runs from one; `-dirty` where files have changed since."""
+    tree = Path(ptlf.__file__).resolve().parent.parent
+    if not (tree / ".git").exists():
+        return None
+    try:
+        words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        asked = subprocess.run(words, cwd=tree, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return asked.stdout.strip() or None
