@@ -270,7 +270,7 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
     from ptlf.report.tables import show_results
     from ptlf.run.folder import finished, has_finished
     from ptlf.run.loop import Run
-    from ptlf.run.results import name_of
+    from ptlf.run.recipes import name_of
 
     if resume and processes.broadcast_object(
         processes.is_first() and (finished(folder, config) if strict else has_finished(folder))
@@ -529,7 +529,8 @@ def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
     from ptlf.report.live import Live, console
     from ptlf.run import bench
     from ptlf.run.config import resolve_config
-    from ptlf.run.results import check_alike, name_of
+    from ptlf.run.recipes import name_of
+    from ptlf.run.results import check_alike
 
     if arguments.out and any(arguments.out.glob("*/config.yaml")):
         raise UserError(f"{arguments.out} already holds runs; choose another --out")

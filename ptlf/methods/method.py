@@ -33,6 +33,7 @@ class Method(nn.Module):
     needs_memory = False
     needs_outputs = False  # the memory stores the encoder's vectors too
     freezable = True
+    baseline = False  # a run of it without freezing is what costs are relative to
 
     def __init__(self, config: MethodConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         """`memory` is there when the method or the freezing needs one; `generator` is the method's own randomness."""

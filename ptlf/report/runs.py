@@ -12,7 +12,7 @@ from typing import Any
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.results import RECIPES, SAME_SETTINGS, SCHEMA, Json, difference, name_of, read_results
+from ptlf.run.results import SAME_SETTINGS, SCHEMA, Json, difference, read_results
 
 NUMBER = (int, float)
 
@@ -301,7 +301,7 @@ def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
 
 def name_groups(groups: list[Group]) -> None:
     """Recipe names without what they all begin with; where two are equal, the settings that differ; then the folder."""
-    parts = [plain_name(group).split("/") for group in groups]
+    parts = [group.first["name"].split("/") for group in groups]
     while len(groups) > 1 and all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]
     for group, part in zip(groups, parts, strict=True):
@@ -326,18 +326,6 @@ def spoken(key: str) -> str:
     return key.removesuffix(".name").split(".")[-1]
 
 
-def plain_name(group: Group) -> str:
-    config = group.config
-    name = name_of(config)
-    policy = config["freezing"].get("policy", "none")
-    _, usual = RECIPES.get(name.split("/")[-1], (None, "none"))
-    if policy == usual:
-        return name
-    if policy == "none":
-        return f"{name}, no freezing"
-    return f"{name} + freezing" if policy == "correlation" and usual == "none" else f"{name} + {policy} freezing"
-
-
 def flatten(config: Json, prefix: str = "") -> Json:
     flat: Json = {}
     for key, value in config.items():
@@ -348,13 +336,9 @@ def flatten(config: Json, prefix: str = "") -> Json:
 def choose_baseline(groups: list[Group], name: str | None) -> Group | None:
     """The group asked for by label, recipe or folder; else the finished LUMP run without freezing, if there is one."""
     if name is None:
-        return next((g for g in groups if is_lump(g.config) and not g.state), None)
+        return next((g for g in groups if g.first["baseline"] and not g.state), None)
     for group in groups:
         names = {group.label, group.config.get("recipe")} | {run.folder.name for run in group.runs}
         if name in names or Path(name).resolve() in {run.folder.resolve() for run in group.runs}:
             return group
     raise unknown("baseline", name, [group.label for group in groups])
-
-
-def is_lump(config: Json) -> bool:
-    return config["method"].get("name") == "lump" and config["freezing"].get("policy") == "none"

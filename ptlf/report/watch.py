@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ptlf.core.errors import UserError
 from ptlf.report.tables import percent, seconds
-from ptlf.run.results import name_of, read_results
+from ptlf.run.results import read_results
 
 Json = dict[str, Any]
 BARS = "▁▂▃▄▅▆▇█"
@@ -106,8 +106,8 @@ def view(snapshot: Snapshot, quiet: float = 0.0) -> Group:
 
 
 def head(snapshot: Snapshot) -> Text:
-    config, environment = snapshot.results["config"], snapshot.results.get("environment", {})
-    name = name_of(config)
+    environment = snapshot.results.get("environment", {})
+    name = snapshot.results["name"]
     where = environment.get("device_name") or environment.get("device") or "unknown device"
     text = Text(f"{name}, seed {snapshot.results.get('seed')}", style="bold")
     return text.append(f"  {snapshot.status}, on {where}", style="not bold")

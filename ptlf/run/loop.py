@@ -35,6 +35,7 @@ from ptlf.run.build import (
 from ptlf.run.config import Config, to_yaml
 from ptlf.run.environment import commit, environment
 from ptlf.run.folder import RunFiles, claimed, load_encoder
+from ptlf.run.recipes import name_of
 from ptlf.run.record import Notes
 from ptlf.run.results import SCHEMA
 from ptlf.run.sanity import check_numbers, check_processes, warn_of_collapse
@@ -355,6 +356,8 @@ class Run:
             "schema": SCHEMA,
             "ptlf_version": ptlf.__version__,
             "commit": self.commit,
+            "name": name_of(as_dict(self.config)),
+            "baseline": type(self.method).baseline and self.config.freezing.policy == "none",
             "status": self.status,
             "config": as_dict(self.config),
             "environment": environment(self.device) | self.trainer.arithmetic() | {"processes": processes.world_size()},

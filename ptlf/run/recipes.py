@@ -131,3 +131,22 @@ def recipe(name: str) -> Mapping[str, Any]:
     if method == "pnn" and stream in PNN_WIDTHS:
         settings = merge(settings, {"method": {"width": PNN_WIDTHS[stream]}})
     return settings
+
+
+def name_of(config: Mapping[str, Any]) -> str:
+    """STREAM/OBJECTIVE/METHOD of these settings: the recipe's words where they still hold, and how it freezes where
+    the method's word does not say so."""
+    chosen = [config[section]["name"] for section in ("stream", "objective", "method")]
+    words = (config.get("recipe") or "").split("/")
+    if len(words) != len(chosen):
+        words = chosen
+    meant = METHODS.get(words[2], {})
+    names = [*words[:2], meant.get("method", {}).get("name", words[2])]
+    kept = [word if name == now else now for word, name, now in zip(words, names, chosen, strict=True)]
+    name, policy = "/".join(kept), config["freezing"]["policy"]
+    usual = METHODS.get(kept[2], {}).get("freezing", {}).get("policy", "none")
+    if policy == usual:
+        return name
+    if policy == "none":
+        return f"{name}, no freezing"
+    return f"{name} + {policy} freezing"

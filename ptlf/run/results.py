@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,6 @@ from ptlf.core.files import write_error, write_whole
 
 Json = dict[str, Any]
 SCHEMA = 1
-# Words of recipes that stand for a method and a freezing policy; every other one is a method's name.
-RECIPES = {
-    "ptlf": ("lump", "correlation"),
-    "ptlf-cost": ("lump", "cost_aware"),
-    "cassle-ptlf": ("cassle", "correlation"),
-    "layerwise": ("finetune", "correlation"),
-}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -45,16 +38,6 @@ def read_results(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} holds no results.json: there is no run, or it has not begun") from None
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def name_of(config: Mapping[str, Any]) -> str:
-    """STREAM/OBJECTIVE/METHOD of these settings: the recipe's words, but where another one was chosen."""
-    chosen = [config[section]["name"] for section in ("stream", "objective", "method")]
-    words = (config.get("recipe") or "").split("/")
-    if len(words) != len(chosen):
-        return "/".join(chosen)
-    meant = [*words[:2], RECIPES.get(words[2], (words[2],))[0]]
-    return "/".join(word if name == now else now for word, name, now in zip(words, meant, chosen, strict=True))
 
 
 def completed(results: Any) -> Any:

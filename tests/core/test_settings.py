@@ -6,8 +6,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict, describe, merge, nested, parse
 from ptlf.methods.lump import LumpConfig
 from ptlf.run.config import Config, from_dict, to_yaml
-from ptlf.run.recipes import METHODS, names, recipe
-from ptlf.run.results import RECIPES, name_of
+from ptlf.run.recipes import name_of, names, recipe
 
 
 def test_every_recipe_is_a_complete_configuration() -> None:
@@ -106,15 +105,15 @@ def test_as_dict_is_plain() -> None:
 
 
 def test_a_run_is_called_what_it_is() -> None:
-    def name(recipe: str, **sections: str) -> str:
+    def name(recipe: str, policy: str = "correlation", **sections: str) -> str:
         chosen = {"stream": "digits", "objective": "simsiam", "method": "lump", **sections}
-        return name_of({"recipe": recipe, **{section: {"name": value} for section, value in chosen.items()}})
+        settings = {section: {"name": value} for section, value in chosen.items()}
+        return name_of({"recipe": recipe, **settings, "freezing": {"policy": policy}})
 
     assert name("digits/simsiam/ptlf") == "digits/simsiam/ptlf"
-    assert name("digits/simsiam/ptlf", objective="byol", method="der") == "digits/byol/der"
+    assert name("digits/simsiam/ptlf", "none") == "digits/simsiam/ptlf, no freezing"
+    assert name("digits/simsiam/ptlf", "random") == "digits/simsiam/ptlf + random freezing"
+    assert name("digits/simsiam/ptlf", "none", objective="byol", method="der") == "digits/byol/der"
     assert name("digits/simsiam/ptlf", stream="folder") == "folder/simsiam/ptlf"
-    assert name("") == "digits/simsiam/lump"
-    meant = {
-        word: (made["method"]["name"], made.get("freezing", {}).get("policy", "none")) for word, made in METHODS.items()
-    }
-    assert {word: RECIPES.get(word, (word, "none")) for word in METHODS} == meant
+    assert name("", "none") == "digits/simsiam/lump"
+    assert name("") == "digits/simsiam/lump + correlation freezing"

@@ -11,7 +11,7 @@ from ptlf import evaluation
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation import summary
 from ptlf.run.config import from_dict
-from ptlf.run.recipes import recipe
+from ptlf.run.recipes import name_of, recipe
 
 
 def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4, seed: int = 0, **dotted: Any) -> dict:
@@ -35,6 +35,8 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
         "ptlf_version": "0",
         "commit": "c0ffee",
         "status": "finished",
+        "name": name_of(config),
+        "baseline": config["method"]["name"] == "lump" and config["freezing"]["policy"] == "none",
         "config": config,
         "environment": {"torch": "2", "device": "cpu", "device_name": "<machine>"},
         "seed": seed,

@@ -15,7 +15,7 @@ import pytest
 from test_page import GALLERY
 
 from ptlf.report.page import page
-from ptlf.report.runs import compare
+from ptlf.report.runs import read_comparison
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
@@ -84,7 +84,7 @@ def small(root: Path) -> list[Path]:
 
 @pytest.mark.parametrize("runs", [small, made_up.eight])
 def test_in_a_browser(tmp_path: Path, runs: Callable[[Path], list[Path]]) -> None:
-    views, console = open_page(page(compare(runs(tmp_path / "runs"))), tmp_path)
+    views, console = open_page(page(read_comparison(runs(tmp_path / "runs"))), tmp_path)
     assert {found["width"] for found in views} == set(WIDTHS)
     for found in views:
         assert found["page"] <= found["width"], "there is something to scroll sideways"

@@ -18,7 +18,7 @@ from ptlf.report.figures.accuracy import answer
 from ptlf.report.figures.axes import Scale, shortened, ticks, words_width
 from ptlf.report.figures.cost import per_epoch, steps, thinned
 from ptlf.report.figures.freezing import epoch_overlaps, freezing_map, overlap
-from ptlf.report.runs import Comparison, Group, Run, compare
+from ptlf.report.runs import Comparison, Group, Run, read_comparison
 from ptlf.report.theme import RUNS, STEPS, colours, contrast, luminance
 
 
@@ -79,7 +79,7 @@ def length(shape: Shape) -> float:
 
 def test_costs_in_the_answer_are_relative_to_the_baseline(tmp_path: Path) -> None:
     folders = [made_up.write(tmp_path / str(number), run) for number, run in enumerate(made_up.pair())]
-    drawing = answer(compare(folders), 900)
+    drawing = answer(read_comparison(folders), 900)
     assert [shape.words for shape in shapes(drawing, "text") if "×" in shape.words] == ["0.25×", "0.75×", "0.50×"]
     bars = [length(bar) for bar in shapes(drawing, "line", opacity=0.4)][-6:]
     assert [bars[place + 1] / bars[place] for place in (0, 2, 4)] == pytest.approx([0.25, 0.75, 0.5])
@@ -92,7 +92,7 @@ def frozen_in_epochs_3_and_5(tmp_path: Path) -> Comparison:
     first, second, *_ = results["units"]
     events = [{"epoch": 3, "frozen": [first]}, {"epoch": 5, "frozen": [second]}]
     results["freezing"][0] |= {"order": [first, second], "events": events}
-    return compare([made_up.write(tmp_path / "run", results)])
+    return read_comparison([made_up.write(tmp_path / "run", results)])
 
 
 def test_the_freezing_map_is_filled_from_the_epoch_of_the_freeze_on(frozen_in_epochs_3_and_5: Comparison) -> None:

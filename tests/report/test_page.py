@@ -16,7 +16,7 @@ from rich.console import Console
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.report.page import page, write_report
-from ptlf.report.runs import compare, unsteady
+from ptlf.report.runs import read_comparison, unsteady
 from ptlf.report.tables import show_runs
 from ptlf.run.recipes import METHODS
 
@@ -45,7 +45,7 @@ def two(tmp_path: Path) -> list[Path]:
 
 
 def html(folders: list[Path], baseline: str | None = None) -> str:
-    return page(compare(folders, baseline))
+    return page(read_comparison(folders, baseline))
 
 
 def section(text: str, name: str) -> str:
@@ -151,7 +151,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, change: dict, reason
         made_up.write(tmp_path / "b", made_up.results(**change)),
     ]
     with pytest.raises(UserError, match=re.escape(reason)):
-        compare(folders)
+        read_comparison(folders)
 
 
 def test_other_probe_settings_are_refused(two: list[Path]) -> None:
@@ -159,7 +159,7 @@ def test_other_probe_settings_are_refused(two: list[Path]) -> None:
     results["probes"]["knn_class"]["settings"]["k"] = 5
     (two[1] / "results.json").write_text(json.dumps(results))
     with pytest.raises(UserError, match=r"their probes differ \(knn_class.k: 5 and 20\)"):
-        compare(two)
+        read_comparison(two)
 
 
 def damage(results: dict, how: str) -> str:
@@ -201,7 +201,7 @@ def test_a_damaged_run_is_named_and_the_rest_is_there(two: list[Path], tmp_path:
     assert str(bad / "results.json") in unescape(problem)
     assert set(rows(text)) == {"lump", "ptlf"}
     with pytest.raises(UserError, match=r"no run to report on: .*bad/results\.json"):
-        compare([bad])
+        read_comparison([bad])
 
 
 def test_an_unfinished_run_says_how_far_it_got(two: list[Path], tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_eight_runs_of_twenty_tasks_stay_small_and_quick(tmp_path: Path) -> None
 def test_the_same_seed_again_is_no_further_seed(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         made_up.write(tmp_path / folder, made_up.results("digits/simsiam/lump", seed=0))
-    assert [len(group.runs) for group in compare([tmp_path]).groups] == [1, 1]
+    assert [len(group.runs) for group in read_comparison([tmp_path]).groups] == [1, 1]
 
 
 def test_a_setting_that_came_later_does_not_part_seeds(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_setting_that_came_later_does_not_part_seeds(tmp_path: Path) -> None:
         if seed == 0:
             del made["config"]["freezing"]["sharpness"]
         made_up.write(tmp_path / str(seed), made)
-    assert [len(group.runs) for group in compare([tmp_path]).groups] == [2]
+    assert [len(group.runs) for group in read_comparison([tmp_path]).groups] == [2]
 
 
 def test_seconds_of_a_busy_machine_are_doubted(two: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,7 +382,7 @@ def test_runs_are_called_what_their_recipe_is_called(tmp_path: Path) -> None:
         for policy in ("none", "correlation", "cost_aware"):
             made = made_up.results(f"digits/{'supervised' if name == 'layerwise' else 'simsiam'}/{name}")
             made["config"]["freezing"]["policy"] = policy
-            (group,) = compare([made_up.write(tmp_path / name / policy, made)]).groups
+            (group,) = read_comparison([made_up.write(tmp_path / name / policy, made)]).groups
             kind = "" if policy == "correlation" and usual == "none" else f"{policy} "
             changed = ", no freezing" if policy == "none" else f" + {kind}freezing"
             assert group.label.split("/")[-1] == (name if policy == usual else name + changed)
