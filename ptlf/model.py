@@ -1,25 +1,87 @@
-"""Encoder and objective together: what the optimizer trains and what a method gets to see."""
+"""Encoder and objective together. In a training step `Model` is the one door to them: acceleration happens here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ptlf.encoders import encode
+from ptlf.core.batch import Batch
+from ptlf.encoders.norm import views_in_one_pass
 from ptlf.objectives import Objective
+from ptlf.objectives.objective import each_view
+from ptlf.objectives.teacher import Teacher
+
+
+class Accelerator:
+    """Runs the parts of a training step: here as they are. `ptlf.training.compiled` has one that compiles them."""
+
+    def takes_views_in_one_pass(self, encoder: nn.Module) -> bool:
+        """Whether `encode` may be given several views as one batch."""
+        return False
+
+    def encode(self, encoder: nn.Module, images: Tensor) -> Tensor:
+        return encoder(images)
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(*arguments)`, where some argument is a tensor with a row per image, or a list of such."""
+        return function(*arguments)
 
 
 class Model(nn.Module):
-    """The encoder runs in `dtype` (bf16 through autocast, or float32); features, heads and losses are float32."""
+    """What the optimizer trains and what a method sees.
 
-    def __init__(self, encoder: nn.Module, objective: Objective, dtype: torch.dtype = torch.float32) -> None:
+    The encoder runs in `dtype` (bf16 through autocast, or float32); features, heads and losses are float32. A `teacher`
+    is a copy of encoder and projector: it takes the same path as the model, without gradient.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        objective: Objective,
+        dtype: torch.dtype = torch.float32,
+        accelerator: Accelerator | None = None,
+    ) -> None:
         super().__init__()
         self.encoder = encoder
         self.objective = objective
-        self.dtype = objective.dtype = dtype
+        self.dtype = dtype
+        self.accelerator = accelerator or Accelerator()
 
-    def encode(self, views: Sequence[Tensor]) -> list[Tensor]:
+    def encode(self, views: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
         """Features (B, feature_dim) of each view; every view has its own batch statistics."""
-        return encode(self.encoder, views, self.dtype)
+        encoder = self.encoder if teacher is None else teacher.encoder
+        with gradient(teacher), torch.autocast(views[0].device.type, torch.bfloat16, self.dtype is torch.bfloat16):
+            if len(views) > 1 and self.accelerator.takes_views_in_one_pass(encoder):
+                with views_in_one_pass(encoder, len(views)):
+                    joined = self.accelerator.encode(encoder, torch.cat(list(views)))
+                features: Sequence[Tensor] = joined.chunk(len(views))
+            else:
+                features = [self.accelerator.encode(encoder, view) for view in views]
+        return [f.float() for f in features]
+
+    def project(self, features: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
+        """Projections (B, projection_dim) of each view's features."""
+        head = self.objective.projector if teacher is None else teacher.projector
+        with gradient(teacher):
+            return self.accelerator(each_view, head, features)
+
+    def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
+        """The objective's loss from projections that are needed elsewhere too; else see `loss`."""
+        return self.accelerator(self.objective.compare, projected, self.with_targets(batch))
+
+    def loss(self, features: Sequence[Tensor], batch: Batch) -> Tensor:
+        """The objective's loss, heads included."""
+        return self.accelerator(self.objective.loss, features, self.with_targets(batch))
+
+    def with_targets(self, batch: Batch) -> Batch:
+        """The batch with the projections of the objective's teacher, if it has one."""
+        if (teacher := self.objective.teacher) is not None:
+            batch.targets = self.project(self.encode(batch.mixed, teacher), teacher)
+        return batch
+
+
+def gradient(teacher: Teacher | None) -> torch.autograd.grad_mode.set_grad_enabled:
+    return torch.set_grad_enabled(torch.is_grad_enabled() and teacher is None)

@@ -19,6 +19,8 @@ class Batch:
     draws: Mapping[str, Tensor] = field(default_factory=dict)  # the method's own randomness, by name
     views: list[Tensor] = field(default_factory=list)  # (B, 3, S, S) each, made by the step
     mixed: list[Tensor] = field(default_factory=list)  # what the loss sees: the views, or the method's mixture of them
+    targets: list[Tensor] = field(default_factory=list)  # (B, D) each: projections by the objective's teacher
+    outputs: Tensor | None = None  # (B, feature_dim) of the first mixed view, where the method stores them
     packed: Tensor | None = None  # labels, uniforms and draws of a batch that was moved, which are views of it
 
     def __len__(self) -> int:

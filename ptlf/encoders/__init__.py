@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ptlf.encoders.encoder import EncoderConfig, encode, feature_dim
+from ptlf.encoders.encoder import EncoderConfig, feature_dim
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet
 
 ENCODERS: dict[str, Callable[[], nn.Module]] = {
@@ -19,4 +19,4 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
     "resnet18-mini": lambda: ResNet(BasicBlock, (1, 1, 1), width=16),
 }
 
-__all__ = ["ENCODERS", "EncoderConfig", "ResNet", "encode", "feature_dim"]
+__all__ = ["ENCODERS", "EncoderConfig", "ResNet", "feature_dim"]

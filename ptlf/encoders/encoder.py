@@ -1,18 +1,21 @@
 """The encoder's contract: an `nn.Module` that maps images (B, 3, H, W) to vectors (B, feature_dim).
 
 Any module that does so is an encoder; `feature_dim` is read from its attribute of that name or found by one forward.
+One with the attribute `segmented` takes a second argument, `call`, and runs its segments through it, `call(module, x)`:
+they are then compiled one by one, with few variants each, however units freeze.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ptlf.core.settings import key
-from ptlf.encoders.norm import views_in_one_pass
+
+Call = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass
@@ -38,15 +41,5 @@ def feature_dim(encoder: nn.Module, image_size: int) -> int:
     return features.shape[1]
 
 
-def encode(encoder: nn.Module, views: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Float32 features (B, feature_dim) of each view, computed in `dtype` (bf16 through autocast, or float32).
-
-    Every view has its own batch statistics. An encoder marked `one_pass` takes all views in one batch.
-    """
-    with torch.autocast(views[0].device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
-        if len(views) > 1 and getattr(encoder, "one_pass", False):
-            with views_in_one_pass(encoder, len(views)):
-                features: Sequence[Tensor] = encoder(torch.cat(list(views))).chunk(len(views))
-        else:
-            features = [encoder(view) for view in views]
-    return [f.float() for f in features]
+def call_module(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)

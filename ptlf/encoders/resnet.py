@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ptlf.encoders.encoder import Call, call_module
 from ptlf.encoders.norm import ViewBatchNorm2d
 
 
@@ -77,6 +78,8 @@ class Stem(nn.Module):
 class ResNet(nn.Module):
     """Images (B, 3, H, W) to vectors (B, feature_dim): stem, stages of residual blocks, average pool, no classifier."""
 
+    segmented = True
+
     def __init__(
         self,
         block: type[BasicBlock] | type[Bottleneck],
@@ -102,9 +105,12 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.mean(self.stages(self.stem(images)), dim=(2, 3))
+    def forward(self, images: Tensor, call: Call = call_module) -> Tensor:
+        x = images
+        for segment in self.segments():
+            x = call(segment, x)
+        return torch.mean(x, dim=(2, 3))
 
     def segments(self) -> list[nn.Module]:
-        """The pieces that are compiled one by one: few variants each, however units freeze."""
+        """The stem and the residual blocks, in order."""
         return [self.stem, *(block for stage in self.stages.children() for block in stage.children())]

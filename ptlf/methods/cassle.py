@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import key
-from ptlf.encoders import encode
 from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
-from ptlf.objectives.objective import mean_over_views, negative_cosine, predictor
+from ptlf.objectives.objective import each_view, mean_over_views, negative_cosine, predictor
+from ptlf.objectives.teacher import PreviousModel
 
 
 @dataclass
@@ -34,25 +33,28 @@ class Cassle(Method):
         super().__init__(config, model, memory, generator)
         self.config = config
         self.predictor = predictor(self.width(model), config.hidden)
-        self.previous = Previous(model)
+        self.previous = PreviousModel(model.encoder, model.objective.projector)
 
     def width(self, model: Model) -> int:
         return model.objective.projection_dim
 
     def begin_task(self, index: int, model: Model) -> None:
         super().begin_task(index, model)
-        self.previous.copy(model)
+        self.previous.copy(model.encoder, model.objective.projector)
+
+    def branch(self) -> str:
+        return "later task" if self.task else "first task"
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
-        features = model.encode(batch.mixed)
-        projected = [model.objective.projector(f) for f in features]
-        losses = {"ssl": model.objective.compare(projected, batch)}
+        projected = model.project(model.encode(batch.mixed))
+        losses = {"ssl": model.compare(projected, batch)}
         if self.task > 0:
-            losses["distill"] = self.config.weight * self.distill(model, features, projected, batch)
+            old = model.project(model.encode(batch.mixed, self.previous), self.previous)
+            losses["distill"] = self.config.weight * model.accelerator(self.distill, model, projected, old)
         return losses
 
-    def distill(self, model: Model, features: Sequence[Tensor], projected: Sequence[Tensor], batch: Batch) -> Tensor:
-        return model.objective.distill([self.predictor(z) for z in projected], self.previous.project(batch.mixed))
+    def distill(self, model: Model, projected: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        return model.objective.distill(each_view(self.predictor, projected), old)
 
 
 @dataclass
@@ -68,33 +70,14 @@ class PFR(Cassle):
     def width(self, model: Model) -> int:
         return model.objective.feature_dim
 
-    def distill(self, model: Model, features: Sequence[Tensor], projected: Sequence[Tensor], batch: Batch) -> Tensor:
-        old = self.previous.encode(batch.mixed)
-        return mean_over_views([negative_cosine(self.predictor(f), z) for f, z in zip(features, old, strict=True)])
+    def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
+        features = model.encode(batch.mixed)
+        losses = {"ssl": model.loss(features, batch)}
+        if self.task > 0:
+            old = model.encode(batch.mixed, self.previous)
+            losses["distill"] = self.config.weight * model.accelerator(self.distill, model, features, old)
+        return losses
 
-
-class Previous(nn.Module):
-    """Encoder and projector as the last task left them. Norms use the batch's statistics, and nothing ever moves."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.encoder = deepcopy(model.encoder)
-        self.projector = deepcopy(model.objective.projector)
-        self.dtype = model.dtype
-        self.requires_grad_(False)
-        for module in self.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase):
-                module.track_running_stats = False
-
-    @torch.no_grad()
-    def copy(self, model: Model) -> None:
-        self.encoder.load_state_dict(model.encoder.state_dict())
-        self.projector.load_state_dict(model.objective.projector.state_dict())
-
-    @torch.no_grad()
-    def encode(self, views: Sequence[Tensor]) -> list[Tensor]:
-        return encode(self.encoder, views, self.dtype)
-
-    @torch.no_grad()
-    def project(self, views: Sequence[Tensor]) -> list[Tensor]:
-        return [self.projector(f) for f in self.encode(views)]
+    def distill(self, model: Model, projected: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        pairs = zip(each_view(self.predictor, projected), old, strict=True)
+        return mean_over_views([negative_cosine(p, z) for p, z in pairs])

@@ -29,7 +29,6 @@ class DER(Method):
     needs_outputs = True
 
     memory: Memory
-    outputs: Tensor  # (B, feature_dim), from `losses` to `remember`
 
     def __init__(self, config: DERConfig, model: Model, memory: Memory, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)
@@ -40,17 +39,17 @@ class DER(Method):
         draws["filled"] = torch.tensor(len(self.memory) > 0)
         return {**draws, **super().draw(batch)}
 
-    def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
-        features = model.encode(batch.mixed)
-        self.outputs = features[0].detach()
-        return {"ssl": model.objective.loss(features, batch), "replay": self.replay(model, batch)}
+    def branch(self) -> str:
+        return "every task"
 
-    def replay(self, model: Model, batch: Batch) -> Tensor:
+    def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         picks, filled = batch.draws["picks"], batch.draws["filled"]
         fresh = self.memory.fresh(picks, batch.draws["memory_uniforms"])
-        # While the memory is empty the batch itself stands in and counts nothing: norms never see blank images.
-        (features,) = model.encode([torch.where(filled, fresh, batch.views[0])])
-        return self.config.alpha * filled * F.mse_loss(features, self.memory.outputs[picks])
+        # While the memory is empty, the batch replaces it and counts nothing: norms never see blank images.
+        *features, replayed = model.encode([*batch.mixed, torch.where(filled, fresh, batch.views[0])])
+        batch.outputs = features[0].detach()
+        replay = self.config.alpha * filled * F.mse_loss(replayed, self.memory.outputs[picks])
+        return {"ssl": model.loss(features, batch), "replay": replay}
 
     def remember(self, batch: Batch) -> None:
-        self.memory.add(batch, batch.draws["slots"], self.outputs)
+        self.memory.add(batch, batch.draws["slots"], batch.outputs)

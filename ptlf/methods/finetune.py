@@ -10,13 +10,16 @@ from ptlf.methods.method import Method, MethodConfig
 class Finetune(Method):
     """The objective alone, task after task."""
 
+    def branch(self) -> str:
+        return "every task"
+
 
 @dataclass
 class MultitaskConfig(MethodConfig):
     name: str = "multitask"
 
 
-class Multitask(Method):
+class Multitask(Finetune):
     """The objective alone, on all tasks at once: what could be had without forgetting."""
 
     Config = MultitaskConfig

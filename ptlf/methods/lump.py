@@ -34,6 +34,9 @@ class Lump(Method):
         super().__init__(config, model, memory, generator)
         self.config = config
 
+    def branch(self) -> str:
+        return "every task"  # whether a step mixes is in lam
+
     def draw(self, batch: int) -> dict[str, Tensor]:
         draws = self.memory.draw(batch, self.generator)
         draws["lam"] = beta(self.config.alpha, self.generator)

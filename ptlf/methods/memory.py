@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.core.batch import Batch
 from ptlf.core.settings import key
+from ptlf.model import Accelerator
 from ptlf.views import UNIFORMS_PER_VIEW, View, apply_view
 
 
@@ -33,11 +33,21 @@ class Memory(nn.Module):
     outputs: Tensor
     seen: Tensor
 
-    def __init__(self, size: int, image_size: int, view_size: int, view: View, outputs: int = 0) -> None:
-        """`view` is the augmentation of `fresh`; `outputs` the length of a vector to store with each image."""
+    def __init__(
+        self,
+        size: int,
+        image_size: int,
+        view_size: int,
+        view: View,
+        outputs: int = 0,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        """view: the augmentation of `fresh`.
+        outputs: length of a vector to store with each image.
+        """
         super().__init__()
         self.size, self.view, self.view_size = size, view, view_size
-        self.augment: Callable[..., Tensor] = apply_view
+        self.accelerator = accelerator or Accelerator()
         self.register_buffer("images", torch.zeros(size + 1, image_size, image_size, 3, dtype=torch.uint8))
         self.register_buffer("views", torch.zeros(size + 1, 3, view_size, view_size))
         self.register_buffer("outputs", torch.zeros(size + 1, outputs))
@@ -45,7 +55,6 @@ class Memory(nn.Module):
         self.register_buffer("old_images", torch.zeros_like(self.images))
         self.register_buffer("old_seen", torch.zeros_like(self.seen))
         self.count = 0  # `seen` on the host: asking the device would make it wait
-        self.drawn = torch.zeros(0, dtype=torch.int64)  # the slots of the step's whole batch, on the host
         self.register_load_state_dict_post_hook(lambda memory, _: memory.recount())
 
     def __len__(self) -> int:
@@ -58,8 +67,7 @@ class Memory(nn.Module):
         slots = torch.where(number < self.size, number, (chance * (number + 1)).long()).clamp(max=self.size)
         last = torch.zeros(self.size + 1, dtype=torch.int64).scatter_reduce_(0, slots, number, "amax")
         self.count += batch
-        self.drawn = torch.where(last[slots] > number, self.size, slots)
-        return self.drawn
+        return torch.where(last[slots] > number, self.size, slots)
 
     def picks(self, batch: int, generator: torch.Generator) -> Tensor:
         """`batch` memory images drawn without replacement, (B,) int64; in several rounds where it holds fewer."""
@@ -77,8 +85,9 @@ class Memory(nn.Module):
     def add(self, batch: Batch, slots: Tensor, outputs: Tensor | None = None) -> None:
         images, views = batch.images, batch.views[-1].detach().to(self.views.dtype)
         if processes.world_size() > 1:  # every process keeps the same memory, and has a share of the batch
-            rows = (self.drawn < self.size).nonzero().flatten()
-            slots = self.drawn[rows].to(images.device)
+            slots = processes.all_gather_rows(slots)
+            rows = (slots < self.size).nonzero().flatten().cpu()
+            slots = slots[slots < self.size]
             images, views = processes.gather_rows(images, rows), processes.gather_rows(views, rows)
             outputs = None if outputs is None else processes.gather_rows(outputs, rows)
         self.images.index_copy_(0, slots, images)
@@ -89,7 +98,7 @@ class Memory(nn.Module):
 
     def fresh(self, picks: Tensor, uniforms: Tensor) -> Tensor:
         """A new augmentation of the picked images, (B, 3, S, S)."""
-        return self.augment(self.images[picks], uniforms, self.view, self.view_size)
+        return self.accelerator(apply_view, self.images[picks], uniforms, self.view, self.view_size)
 
     def begin_task(self) -> None:
         """From here on, `past` is what the memory holds now."""

@@ -48,9 +48,14 @@ class Method(nn.Module):
         return encoder
 
     def begin_task(self, index: int, model: Model) -> None:
-        """Called before the first step of task `index` (from 0). From the second task on, steps with the same modules
-        and trainable parameters must do the same work, or a captured one may be taken for one seen before."""
+        """Called before the first step of task `index` (from 0)."""
         self.task = index
+
+    def branch(self) -> str:
+        """What a step's operations depend on, beside which units are frozen. A graph captured in an earlier task is
+        replayed in this one only if its branch was the same: a method whose steps do not depend on the task's number
+        says so here."""
+        return f"task {self.task}"
 
     def draw(self, batch: int) -> dict[str, Tensor]:
         """The randomness of one step as host tensors; they reach the step as `batch.draws`."""
@@ -61,7 +66,7 @@ class Method(nn.Module):
         return batch.views
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
-        return {"ssl": model.objective.loss(model.encode(batch.mixed), batch)}
+        return {"ssl": model.loss(model.encode(batch.mixed), batch)}
 
     def after_backward(self, model: Model, lr: float | Tensor) -> None:
         """Called when all gradients are there, before the optimizer uses them with this learning rate."""

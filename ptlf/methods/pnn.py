@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ptlf.core.errors import UserError
 from ptlf.core.settings import key
 from ptlf.encoders import ResNet
+from ptlf.encoders.encoder import Call, call_module
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
 
@@ -48,6 +49,7 @@ class Columns(nn.Module):
     lateral connection. Older columns take no gradient and their norms use running statistics: they do not move.
     """
 
+    segmented = True
     newest: Tensor
 
     def __init__(self, template: ResNet, width: float, tasks: int) -> None:
@@ -77,24 +79,25 @@ class Columns(nn.Module):
             column.eval()
         return self
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, call: Call = call_module) -> Tensor:
         maps: list[list[Tensor]] = []  # by column, by stage
         for index in range(self.current + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and index == self.current):
-                maps.append(self.run(index, images, maps))
+                maps.append(self.run(index, images, maps, call))
         vectors = [torch.mean(stages[-1], dim=(2, 3)) for stages in maps]
         return vectors[-1] if self.training else torch.cat(vectors, dim=1)
 
-    def run(self, index: int, images: Tensor, older: list[list[Tensor]]) -> list[Tensor]:
+    def run(self, index: int, images: Tensor, older: list[list[Tensor]], call: Call) -> list[Tensor]:
         """What each stage of one column gives."""
         column = self.columns[index]
         assert isinstance(column, ResNet)
         given: list[Tensor] = []
-        x = column.stem(images)
-        for number, stage in enumerate(column.stages):
+        x = call(column.stem, images)
+        for number, stage in enumerate(column.stages.children()):
             if number > 0 and older:
                 x = x + self.laterals[index][number - 1]([maps[number - 1] for maps in older])  # type: ignore[index]
-            x = stage(x)
+            for block in stage.children():
+                x = call(block, x)
             given.append(x)
         return given
 
@@ -102,9 +105,6 @@ class Columns(nn.Module):
         """Where the task's column is in the joined vector; a task that has none yet is looked at with the newest."""
         index = min(task, self.current)
         return slice(index * self.feature_dim, (index + 1) * self.feature_dim)
-
-    def segments(self) -> list[nn.Module]:
-        return [part for column in self.columns for part in column.segments()]  # type: ignore[operator]
 
 
 class Lateral(nn.Module):

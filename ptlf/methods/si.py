@@ -39,6 +39,9 @@ class SI(Method):
         self.importance = state_list(zeros)
         self.anchor = state_list([p.detach() for p in model.encoder.parameters()])
 
+    def branch(self) -> str:
+        return "later task" if self.task else "first task"
+
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         losses = super().losses(model, batch)
         if self.task > 0:

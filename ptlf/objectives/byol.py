@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import key
-from ptlf.objectives.momentum import MomentumNetwork
 from ptlf.objectives.objective import (
     Objective,
     ObjectiveConfig,
@@ -18,6 +17,7 @@ from ptlf.objectives.objective import (
     negative_cosine,
     predictor,
 )
+from ptlf.objectives.teacher import MomentumTeacher
 
 
 # Settings of Grill et al. 2020. Their squared distance of unit vectors is 2 - 2 cos.
@@ -33,6 +33,8 @@ class BYOLConfig(ObjectiveConfig):
 class BYOL(Objective):
     Config = BYOLConfig
 
+    teacher: MomentumTeacher
+
     def __init__(self, config: BYOLConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
         self.projection_dim = config.projection
@@ -43,21 +45,21 @@ class BYOL(Objective):
             nn.Linear(config.hidden, config.projection),
         )
         self.predictor = predictor(config.projection, config.hidden)
-        self.momentum = MomentumNetwork(encoder, self.projector, config.momentum_start, config.momentum_end)
+        self.teacher = MomentumTeacher(encoder, self.projector, config.momentum_start, config.momentum_end)
 
     def begin_task(self, steps: int) -> None:
-        self.momentum.begin_task(steps)
+        self.teacher.begin_task(steps)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         p1, p2 = each_view(self.predictor, projected)
-        t1, t2 = self.momentum(batch.mixed, self.dtype)
+        t1, t2 = batch.targets
         return distance(p1, t2) + distance(p2, t1)
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
         return mean_over_views([distance(p, z) for p, z in zip(predicted, old, strict=True)])
 
-    def after_step(self, encoder: nn.Module) -> None:
-        self.momentum.follow(encoder, self.projector)
+    def after_step(self, encoder: nn.Module, batch: Batch) -> None:
+        self.teacher.follow(encoder, self.projector)
 
 
 def distance(prediction: Tensor, target: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import key
-from ptlf.objectives.momentum import MomentumNetwork
 from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
+from ptlf.objectives.teacher import MomentumTeacher
 
 
 # Settings of MoCo v2 (Chen et al. 2020); "+" is the symmetric loss and its hidden width, from SimSiam's comparison.
@@ -33,9 +33,9 @@ class MoCoV2PlusConfig(ObjectiveConfig):
 class MoCoV2Plus(Objective):
     Config = MoCoV2PlusConfig
 
+    teacher: MomentumTeacher
     queue: Tensor
     pointer: Tensor
-    keys: Tensor  # (2, B, D) of the whole batch, from `compare` to `after_step`
 
     def __init__(self, config: MoCoV2PlusConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
@@ -44,17 +44,16 @@ class MoCoV2Plus(Objective):
         self.projector = nn.Sequential(
             nn.Linear(feature_dim, config.hidden), nn.ReLU(), nn.Linear(config.hidden, config.projection)
         )
-        self.momentum = MomentumNetwork(encoder, self.projector, config.momentum_start, config.momentum_end)
+        self.teacher = MomentumTeacher(encoder, self.projector, config.momentum_start, config.momentum_end)
         self.register_buffer("queue", F.normalize(torch.randn(2, config.queue, config.projection), dim=2))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))  # the row that is overwritten next
 
     def begin_task(self, steps: int) -> None:
-        self.momentum.begin_task(steps)
+        self.teacher.begin_task(steps)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         q1, q2 = (F.normalize(z, dim=1) for z in projected)
-        k1, k2 = (F.normalize(z, dim=1) for z in self.momentum(batch.mixed, self.dtype))
-        self.keys = torch.stack((all_gather_rows(k1), all_gather_rows(k2)))
+        k1, k2 = (F.normalize(z, dim=1) for z in batch.targets)
         first, second = self.queue
         temperature = self.config.temperature
         return (key_loss(q1, k2, second, temperature) + key_loss(q2, k1, first, temperature)) / 2
@@ -63,9 +62,10 @@ class MoCoV2Plus(Objective):
         return contrastive_distillation(predicted, old, self.config.distill_temperature)
 
     @torch.no_grad()
-    def after_step(self, encoder: nn.Module) -> None:
-        self.momentum.follow(encoder, self.projector)
-        keys = self.keys[:, -self.config.queue :]
+    def after_step(self, encoder: nn.Module, batch: Batch) -> None:
+        self.teacher.follow(encoder, self.projector)
+        keys = torch.stack([F.normalize(all_gather_rows(z), dim=1) for z in batch.targets])  # (2, B, D)
+        keys = keys[:, -self.config.queue :]
         rows = (self.pointer + torch.arange(keys.shape[1], device=keys.device)) % self.config.queue
         self.queue.index_copy_(1, rows, keys)
         self.pointer.copy_((self.pointer + keys.shape[1]) % self.config.queue)

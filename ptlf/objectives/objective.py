@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import key
+from ptlf.objectives.teacher import Teacher
 
 
 @dataclass
@@ -31,15 +32,18 @@ class ObjectiveConfig:
 class Objective(nn.Module):
     Config: type[ObjectiveConfig] = ObjectiveConfig
     needs_labels = False
-    dtype = torch.float32  # of the encoder's arithmetic, set by the model, for objectives that run a copy of it
 
     projector: nn.Module
     projection_dim: int
+    teacher: Teacher | None  # a copy whose projections of the mixed views are `batch.targets`
 
     def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         """`encoder` is there for objectives that keep a copy of it; `classes` for those that use labels."""
         super().__init__()
         self.feature_dim = feature_dim
+        self.projector = nn.Identity()
+        self.projection_dim = feature_dim
+        self.teacher = None
 
     def loss(self, features: Sequence[Tensor], batch: Batch) -> Tensor:
         return self.compare(each_view(self.projector, features), batch)
@@ -53,11 +57,11 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def begin_task(self, steps: int) -> None:
-        """Called before the first of a task's `steps` steps. What differs from task to task must be in a buffer: a step
-        that was captured before may be taken for this task's."""
+        """Called before the first of a task's `steps` steps. What differs from task to task must be in a buffer: a
+        graph captured in an earlier task may be replayed."""
 
-    def after_step(self, encoder: nn.Module) -> None:
-        """Called after the optimizer's step, for what moves without a gradient."""
+    def after_step(self, encoder: nn.Module, batch: Batch) -> None:
+        """Called after the optimizer's step on this batch, for what moves without a gradient."""
 
 
 def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:

@@ -17,8 +17,6 @@ class Supervised(Objective):
 
     def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
-        self.projection_dim = feature_dim
-        self.projector = nn.Identity()
         self.classifier = nn.Linear(feature_dim, classes)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:

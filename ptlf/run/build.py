@@ -19,12 +19,14 @@ from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.policies import measure_savings
 from ptlf.freezing.units import trained_units
 from ptlf.methods import METHODS, Memory, Method
-from ptlf.model import Model
+from ptlf.model import Accelerator, Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.fetch import data_root
 from ptlf.stream.loading import ImageSource
+from ptlf.training.compiled import CompiledParts
+from ptlf.training.engine import choose_engine
 from ptlf.training.trainer import Trainer
 from ptlf.views import named_views
 
@@ -76,7 +78,7 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
     if kind.needs_memory or POLICIES[config.freezing.policy].needs_ratios:
         (fresh, *_) = named_views(config.views.memory, view_size)
         outputs = model.objective.feature_dim if kind.needs_outputs else 0
-        memory = Memory(config.memory.size, stream.size, view_size, fresh, outputs)
+        memory = Memory(config.memory.size, stream.size, view_size, fresh, outputs, model.accelerator)
     with seeded(config.seed, "method"):
         return kind(config.method, model, memory, generator)
 
@@ -152,7 +154,9 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
             raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
     wanted = config.training.precision
     half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
-    return Model(encoder, heads, torch.bfloat16 if half else torch.float32).to(device)
+    fast = choose_engine(config.training.engine, device) != "eager"
+    accelerator = CompiledParts(config.training.batch) if fast else Accelerator()
+    return Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
 
 
 def on_gpu(setting: bool | None, device: torch.device) -> bool:

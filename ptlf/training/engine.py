@@ -1,9 +1,7 @@
-"""How the step is run: eagerly, with its heavy parts compiled, or compiled and captured in a CUDA graph.
+"""How the step is run: eagerly, with its parts compiled, or compiled and captured in a CUDA graph.
 
-The body of the step is the same in all three; it reads fixed tensors and draws nothing. After a freeze it is captured
-anew (`rebuild`), unless the same units were frozen before. On a GPU our residual networks run through
-`ptlf.training.fused_resnet`, where a freeze leaves nothing to compile; other encoders are compiled, once for every set
-of frozen units, and what was compiled is reused for the rest of the process, and by the compiler's own cache on disk.
+The body of the step is the same in all three: it reads fixed tensors and draws no random number. After a freeze it is
+captured again, unless a graph of the same step with the same units frozen was kept.
 """
 
 from __future__ import annotations
@@ -12,22 +10,18 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._triton import has_triton
 
 from ptlf.core import processes
 from ptlf.core.batch import Batch, Layout
 from ptlf.core.errors import UserError
-from ptlf.encoders.norm import takes_views_in_one_pass
-from ptlf.training.fused_resnet import can_fuse, forward
 
 Body = Callable[[Batch], dict[str, Tensor]]
-Places = tuple[int, ...]
-BACKEND = "inductor"
+Addresses = tuple[int, ...]  # of every tensor that a step reads or writes beside its batch
 ENGINES = ("auto", "eager", "compiled", "captured")
 WARM_UP = 3  # steps run uncaptured at first: they compile and pick algorithms
 KEPT = 64  # variants whose graphs are kept
@@ -63,10 +57,9 @@ class Engine:
         with self.arithmetic():
             return self.body(batch.to(self.device))
 
-    def rebuild(self, variant: str, places: Places = ()) -> None:
-        """What the body does has changed: a unit froze or thawed, or a new task began. Under the same name it does the
-        same work, and with the same places, where all lies that it reads or writes beside the batch, on the same
-        tensors."""
+    def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
+        """The body's operations have changed: a unit froze or thawed, or a task began. A graph is reused only if
+        variant and tensor addresses match."""
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -102,16 +95,16 @@ class CapturedEngine(Engine):
         self.full = full
         self.stream = capturing_stream(device)
         self.pool: Any = None
-        self.kept: dict[str, tuple[Places, dict[int, Captured]]] = {}  # by variant, the latest last
+        self.kept: dict[str, tuple[Addresses, dict[int, Captured]]] = {}  # by variant, the latest last
         self.captured: dict[int, Captured] = {}  # those of the variant at work, by batch size
         self.batches: dict[Layout, Batch] = {}  # what they read
 
-    def rebuild(self, variant: str, places: Places = ()) -> None:
+    def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
         if is_scarce(self.device):
             self.kept = {}
-        before, captured = self.kept.pop(variant, (places, {}))
-        self.captured = captured if before == places else {}
-        self.kept[variant] = places, self.captured
+        before, captured = self.kept.pop(variant, (addresses, {}))
+        self.captured = captured if before == addresses else {}
+        self.kept[variant] = addresses, self.captured
         if len(self.kept) > KEPT:
             del self.kept[next(iter(self.kept))]
 
@@ -198,77 +191,3 @@ def capturing_stream(device: torch.device) -> torch.cuda.Stream:
 
 def make_engine(kind: str, body: Body, device: torch.device, full: int) -> Engine:
     return CapturedEngine(body, device, full) if kind == "captured" else Engine(body, device)
-
-
-def compile_encoder(encoder: nn.Module, views: int, batch: int) -> None:
-    """Make training go through the fused forward where the encoder has one; else compile it, part by part if it has
-    parts, for full batches. All else (evaluation, replay for the correlation) runs as it is."""
-    allow_many_variants()
-    one_pass = takes_views_in_one_pass(encoder)
-    encoder.__dict__["one_pass"] = one_pass
-    rows = batch * views if one_pass else batch
-    if next(encoder.parameters()).is_cuda and has_triton():
-        encoder._compiled_call_impl = functools.partial(call_encoder, encoder)
-    find_segments = getattr(encoder, "segments", None)
-    for part in find_segments() if callable(find_segments) else [encoder]:
-        part._compiled_call_impl = functools.partial(call_part, part, rows)
-
-
-def call_encoder(encoder: nn.Module, images: Tensor) -> Tensor:
-    if encoder.training and torch.is_grad_enabled() and can_fuse(encoder):
-        return forward(encoder, images)  # type: ignore[arg-type]
-    return encoder._call_impl(images)
-
-
-def call_part(part: nn.Module, rows: int, x: Tensor) -> Tensor:
-    if not (part.training and torch.is_grad_enabled() and len(x) == rows):
-        return part._call_impl(x)
-    try:
-        return compiled(call_forward)(part, variant(part), x)
-    except torch._dynamo.exc.Unsupported as error:
-        why = str(error).strip().splitlines()[0]
-        raise UserError(f"{type(part).__name__} cannot be compiled ({why}); use --training.engine eager") from error
-
-
-def variant(part: nn.Module) -> str:
-    """Which forwards stand replaced below this module, and which parameters train. An argument of the compiled
-    function, it keeps apart what the compiler's own guards may not notice."""
-    names = []
-    for module in part.modules():
-        replaced = type(module.__dict__["forward"]).__name__ if "forward" in module.__dict__ else "-"
-        trained = "".join("01"[p.requires_grad] for p in module._parameters.values() if p is not None)
-        names.append(replaced + trained)
-    return " ".join(names)
-
-
-def call_forward(part: nn.Module, variant: str, x: Tensor) -> Tensor:
-    return part.forward(x)
-
-
-@functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
-
-
-def compile_function(function: Callable[..., Any], *sizes: int) -> Callable[..., Any]:
-    """`function` compiled for first arguments of so many rows (or lists of such); anything else runs as it is."""
-    allow_many_variants()
-
-    @functools.wraps(function)
-    def call(first: Any, *rest: Any) -> Any:
-        rows = len(first if isinstance(first, Tensor) else first[0])
-        if rows not in sizes:
-            return function(first, *rest)
-        if isinstance(function, MethodType):  # what is compiled stays for good: not the object with it
-            return compiled(function.__func__)(function.__self__, first, *rest)
-        return compiled(function)(first, *rest)
-
-    return call
-
-
-def allow_many_variants() -> None:
-    """A part has a variant per frozen set; running out of room for them must be an error, not silently slow."""
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 1024)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8192)
-    config.fail_on_recompile_limit_hit = True

@@ -3,6 +3,8 @@ make of it block by block, in fewer passes over memory, and with nothing to comp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from ptlf.encoders.norm import ViewBatchNorm2d
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, frozen_conv2d
+from ptlf.methods.pnn import Columns
 
 Pair = tuple[Tensor, Tensor]  # one value for two who use it
 Block = BasicBlock | Bottleneck
@@ -17,17 +20,30 @@ Layers = tuple[nn.Conv2d, ViewBatchNorm2d]
 
 
 def can_fuse(encoder: nn.Module) -> bool:
-    """Whether it is one of our residual networks, in training and in float32, however its units are frozen."""
-    if type(encoder) is not ResNet or not all(type(block) in (BasicBlock, Bottleneck) for block in blocks(encoder)):
+    """Whether it is one of our residual networks in training and in float32, however its units are frozen, or PNN's
+    columns of them, of which the last one trains."""
+    *older, last = used_columns(encoder) if type(encoder) is Columns else [encoder]
+    return is_plain(last, training=True) and all(is_plain(column, training=False) for column in older)
+
+
+def used_columns(encoder: Columns) -> list[nn.Module]:
+    return list(encoder.columns[: encoder.current + 1])
+
+
+def is_plain(network: nn.Module, *, training: bool) -> bool:
+    if type(network) is not ResNet or not all(type(block) in (BasicBlock, Bottleneck) for block in blocks(network)):
         return False
-    return all(isinstance(norm, ViewBatchNorm2d) and is_usual(layer, norm) for layer, norm in units(encoder))
+    return all(
+        isinstance(norm, ViewBatchNorm2d) and norm.training is training and is_usual(layer, norm)
+        for layer, norm in units(network)
+    )
 
 
 def is_usual(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> bool:
     replaced = [module.__dict__["forward"] for module in (layer, norm) if "forward" in module.__dict__]
     as_made = norm.affine and norm.running_mean is not None and norm.momentum is not None and layer.bias is None
-    known = all(isinstance(override, ForwardPatch) for override in replaced)
-    return as_made and known and norm.training and layer.weight.dtype is torch.float32
+    known = all(isinstance(patch, ForwardPatch) for patch in replaced)
+    return as_made and known and layer.weight.dtype is torch.float32
 
 
 def blocks(encoder: ResNet) -> list[Block]:
@@ -54,37 +70,77 @@ def folded(layer: nn.Module) -> FrozenLayer | None:
     return override if isinstance(override, FrozenLayer) and override.weight is not None else None
 
 
-def forward(encoder: ResNet, images: Tensor) -> Tensor:
+def fold(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the convolution followed by the norm in eval mode."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
+    return layer.weight * scale.view(-1, 1, 1, 1), norm.bias - norm.running_mean * scale
+
+
+def forward(encoder: nn.Module, images: Tensor) -> Tensor:
     """What `encoder(images)` computes in training mode."""
     dtype = images.dtype
     if torch.is_autocast_enabled(images.device.type):
         dtype = torch.get_autocast_dtype(images.device.type)
     with torch.autocast(images.device.type, enabled=False):
-        return Forward(encoder, dtype)(images)
+        if not isinstance(encoder, Columns):
+            return Forward(encoder, dtype)(images)  # type: ignore[arg-type]
+        maps: list[list[Tensor]] = []  # by column, by stage
+        for index, column in enumerate(used_columns(encoder)):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and index == encoder.current):
+                maps.append(Forward(column, dtype).stages(images, encoder.laterals[index], maps))  # type: ignore[arg-type]
+        return torch.mean(maps[-1][-1], dim=(2, 3))
 
 
 class Forward:
-    """One forward, with the weights in the type it computes in."""
+    """One forward of a residual network, with the weights in the type it computes in.
+
+    The norm of a frozen unit, and every norm of a network in eval mode, is folded into its convolution: `weights` has
+    the folded weight, and `biases` the bias.
+    """
 
     def __init__(self, encoder: ResNet, dtype: torch.dtype) -> None:
         from ptlf.training import triton_bn  # needs Triton
 
         self.encoder, self.dtype, self.kernels = encoder, dtype, triton_bn
-        tensors: dict[nn.Conv2d | FrozenLayer, Tensor] = {}
-        for layer, _ in units(encoder):
-            tensors[layer] = layer.weight
+        weights: dict[nn.Conv2d, Tensor] = {}
+        self.biases: dict[nn.Conv2d, Tensor] = {}  # float32
+        for layer, norm in units(encoder):
             if (frozen := folded(layer)) is not None:
-                tensors[layer], tensors[frozen] = frozen.tensors()
-        self.cast: dict[nn.Conv2d | FrozenLayer, Tensor] = {}  # weights by layer, biases by what froze it
-        for trained in (True, False):  # apart, or the copies of frozen weights would ask for a gradient
-            some = {owner: tensor for owner, tensor in tensors.items() if tensor.requires_grad is trained}
-            self.cast.update(zip(some, triton_bn.cast_all(list(some.values()), dtype), strict=True))
+                weights[layer], self.biases[layer] = frozen.tensors()
+            elif norm.training:
+                weights[layer] = layer.weight
+            else:
+                weights[layer], self.biases[layer] = fold(layer, norm)
+        self.weights = self.cast(weights)
+        self.cast_biases = self.cast(self.biases)
+
+    def cast(self, tensors: dict[nn.Conv2d, Tensor]) -> dict[nn.Conv2d, Tensor]:
+        made: dict[nn.Conv2d, Tensor] = {}
+        for trained in (True, False):  # separately: a joint cast would give frozen weights a gradient
+            some = {layer: tensor for layer, tensor in tensors.items() if tensor.requires_grad is trained}
+            made.update(zip(some, self.kernels.cast_all(list(some.values()), self.dtype), strict=True))
+        return made
 
     def __call__(self, images: Tensor) -> Tensor:
+        return torch.mean(self.stages(images)[-1], dim=(2, 3))
+
+    def stages(
+        self, images: Tensor, laterals: Sequence[nn.Module] = (), older: Sequence[list[Tensor]] = ()
+    ) -> list[Tensor]:
+        """Feature maps after each stage. With `older` columns, from the second stage on a lateral connection adds what
+        their stage before gave."""
+        maps: list[Tensor] = []
         x = self.stem(self.encoder.stem, images)
-        for block in blocks(self.encoder):
-            x = self.block(block, x)
-        return torch.mean(x[0], dim=(2, 3))
+        for number, stage in enumerate(self.encoder.stages.children()):
+            if number > 0 and older:
+                with torch.autocast(images.device.type, self.dtype, self.dtype is not torch.float32):
+                    y = x[0] + laterals[number - 1]([column[number - 1] for column in older])
+                x = y, y
+            for block in stage.children():
+                x = self.block(block, x)  # type: ignore[arg-type]
+            maps.append(x[0])
+        return maps
 
     def stem(self, stem: Stem, images: Tensor) -> Pair:
         if stem.conv.kernel_size == (3, 3):
@@ -96,14 +152,12 @@ class Forward:
     def first(self, stem: Stem, images: Tensor) -> Pair:
         """Three channels are too few for the convolutions' kernels: as a product this takes half the time."""
         n, _, height, width = images.shape
-        rows, frozen = self.kernels.patches(images, self.dtype), folded(stem.conv)
-        weight = F.pad(self.cast[stem.conv].flatten(1), (0, rows.shape[1] - 27))
-        if frozen is None:
-            product = F.linear(rows, weight)
-        else:
-            product = torch._addmm_activation(self.cast[frozen], rows, weight.T)  # with a ReLU
-        x = product.view(n, height, width, -1).permute(0, 3, 1, 2)
-        return self.norm_relu(x, stem.bn) if frozen is None else (x, x)
+        rows, bias = self.kernels.patches(images, self.dtype), self.cast_biases.get(stem.conv)
+        weight = F.pad(self.weights[stem.conv].flatten(1), (0, rows.shape[1] - 27))
+        # _addmm_activation is rows @ weight.T + bias with a ReLU in one kernel.
+        x = F.linear(rows, weight) if bias is None else torch._addmm_activation(bias, rows, weight.T)
+        x = x.view(n, height, width, -1).permute(0, 3, 1, 2)
+        return self.norm_relu(x, stem.bn) if bias is None else (x, x)
 
     def block(self, block: Block, x: Pair) -> Pair:
         y, skip = x
@@ -118,27 +172,24 @@ class Forward:
     def shortcut(self, shortcut: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The shortcut's output, and a bias (C,) that is still to be added to it."""
         layer, norm = shortcut
-        y, frozen = self.convolve(layer, x), folded(layer)  # type: ignore[arg-type]
-        return (y, frozen.bias) if frozen is not None else (self.norm_relu(y, norm, relu=False)[0], None)  # type: ignore[arg-type]
+        y, bias = self.convolve(layer, x), self.biases.get(layer)  # type: ignore[arg-type, call-overload]
+        return (y, bias) if bias is not None else (self.norm_relu(y, norm, relu=False)[0], None)  # type: ignore[arg-type]
 
     def unit(
         self, layers: Layers, relu: nn.ReLU, x: Tensor, residual: Tensor | None = None, extra: Tensor | None = None
     ) -> Pair:
         """relu(norm(layer(x)) + extra + residual)"""
         layer, norm = layers
-        frozen, as_bits = folded(layer), isinstance(relu.__dict__.get("forward"), MaskedReLU)
-        if frozen is None:
+        as_bits = isinstance(relu.__dict__.get("forward"), MaskedReLU)
+        if layer not in self.biases:
             return self.norm_relu(self.convolve(layer, x), norm, residual, extra, as_bits=as_bits)
-        bias = self.cast[frozen]
-        if extra is not None:
-            assert frozen.bias is not None
-            bias = (frozen.bias + extra).to(self.dtype)
-        return self.kernels.frozen_conv_relu(x, self.cast[layer], bias, layer, residual, as_bits=as_bits)
+        bias = self.cast_biases[layer] if extra is None else (self.biases[layer] + extra).to(self.dtype)
+        return self.kernels.frozen_conv_relu(x, self.weights[layer], bias, layer, residual, as_bits=as_bits)
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
         """Without a bias. A frozen layer keeps its input only where freezing was to save no memory."""
         saving = isinstance(layer.__dict__.get("forward"), FrozenLayer)
-        return (frozen_conv2d if saving else F.conv2d)(x, self.cast[layer], None, layer.stride, layer.padding)  # type: ignore[arg-type]
+        return (frozen_conv2d if saving else F.conv2d)(x, self.weights[layer], None, layer.stride, layer.padding)  # type: ignore[arg-type]
 
     def norm_relu(
         self,

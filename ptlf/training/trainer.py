@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from ptlf.freezing.correlation import unchanged
 from ptlf.methods import Method
 from ptlf.model import Model
 from ptlf.stream.loading import ImageSource
+from ptlf.training.compiled import variant
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import Parallel, average_statistics
-from ptlf.training.engine import ENGINES, choose_engine, compile_encoder, compile_function, make_engine, variant
+from ptlf.training.engine import ENGINES, choose_engine, make_engine
 from ptlf.training.fused_resnet import folded
 from ptlf.training.optimizer import OptimizerConfig, learning_rate, set_rate, settle_momentum
 from ptlf.views import View, apply_view, draw, make_views
@@ -98,9 +100,6 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.engine_kind = choose_engine(self.config.engine, self.device)
-        self.augment: Callable[..., Tensor] = apply_view
-        if self.engine_kind != "eager":
-            self.compile_parts()
         self.engine = make_engine(self.engine_kind, self.step, self.device, self.config.batch)
         self.momentum: dict[Tensor, Tensor] = {}  # of all that ever trained: a captured step finds it where it was
         self.parallel: Parallel | None = None  # where several processes share the run, from an epoch's start on
@@ -118,7 +117,7 @@ class Trainer:
         total(losses).backward()
         self.method.after_backward(self.model, self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
-        self.model.objective.after_step(self.model.encoder)
+        self.model.objective.after_step(self.model.encoder, batch)
         self.method.remember(batch)
         if self.parallel:
             average_statistics(self.model, self.method)
@@ -149,26 +148,18 @@ class Trainer:
 
     def views(self, batch: Batch) -> list[Tensor]:
         at_once = self.engine_kind != "eager"
-        views = make_views(batch.images, batch.uniforms, self.view_specs, self.view_size, self.augment, at_once=at_once)
+        augment = partial(self.model.accelerator, apply_view)
+        views = make_views(batch.images, batch.uniforms, self.view_specs, self.view_size, augment, at_once=at_once)
         if self.channels_last:
             views = [view.contiguous(memory_format=torch.channels_last) for view in views]
         return views
 
-    def compile_parts(self) -> None:
-        """The encoder, the augmentation and the objective's heads and loss, for full batches."""
-        batch = self.config.batch
-        compile_encoder(self.model.encoder, len(self.view_specs), batch)
-        self.augment = compile_function(apply_view, batch, batch * len(self.view_specs))
-        if self.method.memory is not None:
-            self.method.memory.augment = self.augment
-        self.model.objective.loss = compile_function(self.model.objective.loss, batch)  # type: ignore[method-assign]
-
     def rebuild(self) -> str:
-        """A unit froze or thawed, or a task began: the engine records anew, or takes up what it recorded of such steps
-        before. The name of what a step does now."""
+        """A unit froze or thawed, or a task began: the engine captures the step again, or reuses a kept graph. Returns
+        the key of the step's operations."""
         self.optimizer.zero_grad(set_to_none=True)
         settle_momentum(self.optimizer, self.momentum if self.engine_kind == "captured" else {})
-        name = f"{'later' if self.method.task else 'first'} {variant(self.model)} {variant(self.method)}"
+        name = f"{self.method.branch()} {variant(self.model)} {variant(self.method)}"
         self.engine.rebuild(name, tuple(tensor.data_ptr() for tensor in self.held()))
         self.parallel = None
         return name
@@ -276,7 +267,7 @@ class Trainer:
         chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[: self.config.batch]]
         batch = self.load(chosen, generator).to(self.device)
         batch.views = batch.mixed = self.views(batch)
-        return self.model.objective.loss(self.model.encode(batch.mixed), batch)
+        return self.model.loss(self.model.encode(batch.mixed), batch)
 
 
 @dataclass(frozen=True)

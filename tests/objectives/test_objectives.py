@@ -22,6 +22,11 @@ def make(name: str, **settings):
     return kind(kind.Config(name=name, **chosen), nn.Linear(6, 6), 6, classes=3)
 
 
+def targets(objective, made: Batch) -> Batch:
+    """The batch as the model hands it to the objective."""
+    return Model(nn.Linear(6, 6), objective).with_targets(made)
+
+
 def batch(size: int = 8) -> Batch:
     """Views are vectors here: the encoder is a linear layer."""
     made = Batch(torch.zeros(size, 4, 4, 3, dtype=torch.uint8), torch.arange(size) % 3, torch.zeros(2, size, 1))
@@ -33,7 +38,7 @@ def batch(size: int = 8) -> Batch:
 def test_loss_is_finite_and_reaches_every_parameter(name: str) -> None:
     objective = make(name)
     features = [torch.randn(8, 6, requires_grad=True) for _ in range(2)]
-    loss = objective.loss(features, batch())
+    loss = Model(nn.Linear(6, 6), objective).loss(features, batch())
     loss.backward()
     assert loss.ndim == 0
     assert loss.isfinite()
@@ -130,13 +135,13 @@ def test_byol_by_hand() -> None:
     objective = make("byol")
     b = batch()
     with torch.no_grad():
-        for parameter in objective.momentum.parameters():
+        for parameter in objective.teacher.parameters():
             parameter.mul_(1.5)  # no longer the trained network
         z = list(torch.randn(2, 8, 12))
         p = [unit(objective.predictor(v).numpy()) for v in z]
-        t = [unit(objective.momentum.projector(objective.momentum.encoder(v)).numpy()) for v in b.mixed]
+        t = [unit(objective.teacher.projector(objective.teacher.encoder(v)).numpy()) for v in b.mixed]
     expected = np.mean(((p[0] - t[1]) ** 2).sum(1)) + np.mean(((p[1] - t[0]) ** 2).sum(1))
-    assert objective.compare(z, b).item() == pytest.approx(expected, abs=1e-5)
+    assert objective.compare(z, targets(objective, b)).item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_moco_by_hand() -> None:
@@ -146,13 +151,13 @@ def test_moco_by_hand() -> None:
     z = list(torch.randn(2, 8, 12))
     q = [unit(v.numpy()) for v in z]
     with torch.no_grad():
-        k = [unit(objective.momentum.projector(objective.momentum.encoder(v)).numpy()) for v in b.mixed]
+        k = [unit(objective.teacher.projector(objective.teacher.encoder(v)).numpy()) for v in b.mixed]
     terms = []
     for queries, keys, queue in ((q[0], k[1], objective.queue[1]), (q[1], k[0], objective.queue[0])):
         for query, own in zip(queries, keys, strict=True):
             logits = np.concatenate([[query @ own], queue.numpy() @ query]) / 0.2
             terms.append(-logits[0] + np.log(np.exp(logits).sum()))
-    assert objective.compare(z, b).item() == pytest.approx(np.mean(terms), abs=1e-5)
+    assert objective.compare(z, targets(objective, b)).item() == pytest.approx(np.mean(terms), abs=1e-5)
 
 
 def test_moco_queue_is_first_in_first_out() -> None:
@@ -161,49 +166,48 @@ def test_moco_queue_is_first_in_first_out() -> None:
     start = objective.queue.clone()
     expected = [list(queue) for queue in start]
     for size in (8, 8, 5, 8):
-        objective.loss(list(torch.randn(2, size, 6)), batch(size))
-        keys = objective.keys.clone()
-        objective.after_step(encoder)
+        b = targets(objective, batch(size))
+        keys = torch.stack([nn.functional.normalize(z, dim=1) for z in b.targets])
+        objective.after_step(encoder, b)
         for queue, new in zip(expected, keys, strict=True):
             queue[:] = [*queue[size:], *new]  # newest last
     pointer = int(objective.pointer)
     assert pointer == 29 % 20
     for queue, wanted in zip(objective.queue, expected, strict=True):
         assert torch.equal(torch.roll(queue, -pointer, 0), torch.stack(wanted))
-    assert {"queue", "pointer", "momentum.encoder.weight", "momentum.step"} <= objective.state_dict().keys()
+    assert {"queue", "pointer", "teacher.encoder.weight", "teacher.step"} <= objective.state_dict().keys()
 
 
 def test_moco_batch_larger_than_its_queue_leaves_the_last_keys() -> None:
     objective = make("mocov2plus", queue=5)
-    objective.loss(list(torch.randn(2, 8, 6)), batch(8))
-    objective.after_step(nn.Linear(6, 6))
-    assert torch.equal(objective.queue, objective.keys[:, 3:])
+    b = targets(objective, batch(8))
+    objective.after_step(nn.Linear(6, 6), b)
+    assert torch.equal(objective.queue, torch.stack([nn.functional.normalize(z, dim=1)[3:] for z in b.targets]))
 
 
 @pytest.mark.parametrize(("name", "start", "end"), [("mocov2plus", 0.99, 0.999), ("byol", 0.996, 1.0)])
 def test_momentum_by_hand(name: str, start: float, end: float) -> None:
     """m <- tau m + (1 - tau) p, tau rising by half a cosine over a task and starting again with the next."""
     objective, encoder = make(name), nn.Linear(6, 6)
-    mean = objective.momentum.encoder.weight.detach().double().numpy().copy()
+    mean = objective.teacher.encoder.weight.detach().double().numpy().copy()
     for _ in range(2):
         objective.begin_task(4)
         for step in range(4):
             with torch.no_grad():
                 encoder.weight.normal_()
-            objective.loss(list(torch.randn(2, 8, 6)), batch())
-            objective.after_step(encoder)
+            objective.after_step(encoder, targets(objective, batch()))
             tau = end - (end - start) * (np.cos(np.pi * step / 4) + 1) / 2
             mean = tau * mean + (1 - tau) * encoder.weight.detach().double().numpy()
-    np.testing.assert_allclose(objective.momentum.encoder.weight.numpy(), mean, atol=1e-6)
-    assert not any(p.requires_grad for p in objective.momentum.parameters())
+    np.testing.assert_allclose(objective.teacher.encoder.weight.numpy(), mean, atol=1e-6)
+    assert not any(p.requires_grad for p in objective.teacher.parameters())
 
 
 def test_momentum_networks_run_in_the_encoders_precision() -> None:
     objective = make("mocov2plus")
-    Model(nn.Linear(6, 6), objective, torch.bfloat16)
+    model = Model(nn.Linear(6, 6), objective, torch.bfloat16)
     seen = []
-    objective.momentum.encoder.register_forward_hook(lambda module, given, made: seen.append(made.dtype))
-    objective.compare(list(torch.randn(2, 8, 12)), batch())
+    objective.teacher.encoder.register_forward_hook(lambda module, given, made: seen.append(made.dtype))
+    model.compare(list(torch.randn(2, 8, 12)), batch())
     assert seen == [torch.bfloat16] * 2
 
 
@@ -238,5 +242,5 @@ def test_heads_stay_float32_under_bf16() -> None:
     encoder = nn.Sequential(nn.Flatten(), nn.Linear(12, 6))
     encoder.register_forward_hook(lambda module, given, made: seen.append(made.dtype))
     model = Model(encoder, objective, torch.bfloat16)
-    model.objective.loss(model.encode([torch.randn(8, 3, 2, 2), torch.randn(8, 3, 2, 2)]), batch())
+    model.loss(model.encode([torch.randn(8, 3, 2, 2), torch.randn(8, 3, 2, 2)]), batch())
     assert seen == [torch.bfloat16, torch.bfloat16, *[(torch.float32, torch.float32)] * 2]

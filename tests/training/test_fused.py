@@ -7,12 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from ptlf.encoders.encoder import encode
 from ptlf.encoders.norm import ViewBatchNorm2d, views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet
 from ptlf.freezing import Freezer
 from ptlf.freezing.kernels import MaskedReLU
-from ptlf.training import engine, fused
+from ptlf.methods.pnn import Columns
+from ptlf.objectives.teacher import PreviousModel
+from ptlf.training import compiled
+from ptlf.training import fused_resnet as fused
 from ptlf.training.cost import kept_bytes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -53,7 +55,7 @@ def look(encoder: ResNet, views: list[torch.Tensor], *, as_one: bool) -> tuple[l
         with views_in_one_pass(encoder, len(views)):
             features = fused.forward(encoder, torch.cat(views)).chunk(len(views))
     else:
-        features = encode(encoder, views, torch.float32)
+        features = [encoder(view) for view in views]
     (features[0].square().sum() + (features[0] * features[1]).sum() + features[1].sin().sum()).backward()
     gradients = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
     return [f.detach() for f in features], gradients, {name: b.clone() for name, b in encoder.named_buffers()}
@@ -189,16 +191,45 @@ def test_a_nan_is_not_hidden() -> None:
     assert fused.forward(encoder, torch.cat(views)).isnan().all()
 
 
-def test_the_engine_fuses_training_alone(monkeypatch) -> None:
-    encoder, views = small(), two_views()
+def test_steps_are_fused_and_teachers_too(monkeypatch) -> None:
+    """What goes through the accelerator, with gradient or without; an evaluated encoder is not called through it."""
     called = []
-    monkeypatch.setattr(engine, "forward", lambda encoder, images: called.append(len(images)) or images)
-    engine.call_encoder(encoder, views[0])
-    assert called == [6]
+    monkeypatch.setattr(fused, "forward", lambda encoder, images: called.append(encoder) or images)
+    monkeypatch.setattr(compiled, "has_triton", lambda: True)
+    images = two_views()[0]
+    monkeypatch.setattr(type(images), "is_cuda", property(lambda tensor: True))
+    encoder, parts = small(), compiled.CompiledParts(batch=7)
+    previous = PreviousModel(encoder, torch.nn.Identity()).encoder
+    parts.encode(encoder, images)
     with torch.no_grad():
-        engine.call_encoder(encoder, views[0])
-    engine.call_encoder(encoder.eval(), views[0])
-    assert called == [6]
+        parts.encode(previous, images)
+    assert called == [encoder, previous]
+
+
+def test_a_teacher_s_norms_use_the_batch_and_stay() -> None:
+    encoder, views = small(), two_views()
+    previous = PreviousModel(encoder, torch.nn.Identity()).encoder
+    before = {name: value.clone() for name, value in previous.state_dict().items()}
+    with views_in_one_pass(previous, 2), torch.no_grad():
+        found = fused.forward(previous, torch.cat(views)).chunk(2)
+    torch.testing.assert_close(list(found), [encoder(view) for view in views], rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in previous.state_dict().items())
+
+
+@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
+def test_columns_with_their_lateral_connections(block: type) -> None:
+    """Of three columns the first two are in eval mode, and the third trains."""
+    views, looks = two_views(), []
+    for as_one in (True, False):
+        torch.manual_seed(0)
+        columns = Columns(ResNet(block, (1, 1), width=8), 1.0, tasks=4).to(DEVICE, memory_format=torch.channels_last)
+        for task in range(3):
+            columns.begin(task)
+            look(columns, views, as_one=False)
+        assert fused.can_fuse(columns)
+        looks.append(look(columns, views, as_one=as_one))
+    same(*looks)
+    assert {name.split(".")[1] for name in looks[0][1]} == {"2"}  # only the newest column and its laterals
 
 
 SHAPES = [(8, 80, 12, 12), (6, 24, 20, 20)]  # blocks of channels, one of them not full; many programs for one

@@ -125,7 +125,7 @@ class Loop:
             return simsiam(self.heads, *z)
         if name == "barlow_twins":
             return barlow_twins(*z, self.config.objective.redundancy)
-        teacher = self.heads.momentum
+        teacher = self.heads.teacher
         with torch.no_grad():
             t1, t2 = (F.normalize(teacher.projector(teacher.encoder(view)), dim=1) for view in mixed)
         if name == "byol":
@@ -142,13 +142,13 @@ class Loop:
     @torch.no_grad()
     def follow(self, step: int) -> None:
         """The momentum network, and the queue of its keys."""
-        if not hasattr(self.heads, "momentum"):
+        if self.heads.teacher is None:
             return
         start, end = self.config.objective.momentum_start, self.config.objective.momentum_end
         kept = end - (end - start) * (1 + math.cos(math.pi * step / 6)) / 2
         for name in ("encoder", "projector"):
             new = getattr(self.model if name == "encoder" else self.heads, name)
-            for mine, theirs in zip(getattr(self.heads.momentum, name).parameters(), new.parameters(), strict=True):
+            for mine, theirs in zip(getattr(self.heads.teacher, name).parameters(), new.parameters(), strict=True):
                 mine.copy_(kept * mine + (1 - kept) * theirs)
         if self.queue is not None:
             self.queue = torch.cat([self.queue, self.keys], 1)[:, -self.queue.shape[1] :]
@@ -162,7 +162,7 @@ class Loop:
         return {name: value.double() for name, value in tensors.items() if name not in COUNTERS}
 
 
-COUNTERS = {"objective.pointer", "objective.momentum.step", "objective.momentum.steps"}
+COUNTERS = {"objective.pointer", "objective.teacher.step", "objective.teacher.steps"}
 
 
 def state(model: nn.Module, method: nn.Module) -> dict[str, Tensor]:

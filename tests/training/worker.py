@@ -23,10 +23,10 @@ from conftest import tiny_config, tiny_encoder
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from ptlf import model
 from ptlf.core import processes
-from ptlf.methods import cassle
-from ptlf.objectives import OBJECTIVES, momentum
+from ptlf.model import Model, gradient
+from ptlf.objectives import OBJECTIVES
+from ptlf.objectives.teacher import Teacher
 from ptlf.run import build
 from ptlf.run.loop import Run
 from ptlf.run.watcher import Watcher
@@ -60,9 +60,11 @@ RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def encode_double(encoder: nn.Module, views: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """`ptlf.encoders.encode` hands on float32."""
-    return [encoder(view.double()) for view in views]
+def encode_double(model: Model, views: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
+    """`Model.encode` gives float32."""
+    encoder = model.encoder if teacher is None else teacher.encoder
+    with gradient(teacher):
+        return [encoder(view.double()) for view in views]
 
 
 def mortal_encoder() -> nn.Module:
@@ -158,7 +160,7 @@ def come_to(name: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    model.encode = momentum.encode = cassle.encode = encode_double  # type: ignore[attr-defined]
+    Model.encode = encode_double  # type: ignore[method-assign]
     Run.prepare = prepare_double  # type: ignore[method-assign]
     build.measure_savings = different_savings
     count_sent_bytes()

@@ -1,0 +1,91 @@
+"""The parts of a training step through compiled code: heads, losses, augmentation, and the encoder.
+
+On a GPU our residual networks run through `ptlf.training.fused_resnet`, where a freeze leaves nothing to compile. Other
+encoders are compiled once for every set of frozen units; the compiled code is reused for the rest of the process, and
+by the compiler's own cache on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._triton import has_triton
+
+from ptlf.core.errors import UserError
+from ptlf.encoders import norm
+from ptlf.model import Accelerator
+from ptlf.training import fused_resnet
+
+BACKEND = "inductor"
+
+
+class CompiledParts(Accelerator):
+    """Compiles what is called with full batches: a multiple of `batch` rows. An epoch's last, smaller batch runs as it
+    is: it would be compiled again for every size."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        # A part has a variant per frozen set. Running out of variants must be an error, not a silent eager run.
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, 1024)
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8192)
+        config.fail_on_recompile_limit_hit = True
+
+    def takes_views_in_one_pass(self, encoder: nn.Module) -> bool:
+        return norm.takes_views_in_one_pass(encoder)
+
+    def encode(self, encoder: nn.Module, images: Tensor) -> Tensor:
+        if images.is_cuda and has_triton() and fused_resnet.can_fuse(encoder):
+            return fused_resnet.forward(encoder, images)
+        return encoder(images, self.segment) if getattr(encoder, "segmented", False) else self.segment(encoder, images)
+
+    def segment(self, module: nn.Module, x: Tensor) -> Tensor:
+        if len(x) % self.batch:
+            return module(x)
+        try:
+            return compiled(call_forward)(module, variant(module), x)
+        except torch._dynamo.exc.Unsupported as error:
+            why = str(error).strip().splitlines()[0]
+            name = type(module).__name__
+            raise UserError(f"{name} cannot be compiled ({why}); use --training.engine eager") from error
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if rows_of(arguments) % self.batch:
+            return function(*arguments)
+        if isinstance(function, MethodType):  # compile the function, so that the object can be freed
+            return compiled(function.__func__)(function.__self__, *arguments)
+        return compiled(function)(*arguments)
+
+
+def rows_of(arguments: tuple[Any, ...]) -> int:
+    """Rows of the first tensor among the arguments, or of the first list's."""
+    for argument in arguments:
+        first = argument[0] if isinstance(argument, list | tuple) and argument else argument
+        if isinstance(first, Tensor):
+            return len(first)
+    raise TypeError(f"none of the arguments is a tensor or a list of tensors: {[type(a).__name__ for a in arguments]}")
+
+
+def call_forward(module: nn.Module, variant: str, x: Tensor) -> Tensor:
+    return module.forward(x)
+
+
+def variant(module: nn.Module) -> str:
+    """Which forwards below this module are replaced, and which parameters train. As an argument of the compiled
+    function it separates what the compiler's own guards may not notice."""
+    names = []
+    for child in module.modules():
+        replaced = type(child.__dict__["forward"]).__name__ if "forward" in child.__dict__ else "-"
+        trained = "".join("01"[p.requires_grad] for p in child._parameters.values() if p is not None)
+        names.append(replaced + trained)
+    return " ".join(names)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
