@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -285,14 +284,9 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
 
 
 def run_sweep(arguments: Arguments) -> None:
-    from ptlf.core.settings import as_dict
     from ptlf.report.live import Live, console
     from ptlf.report.tables import over_seeds, show_results, show_runs
-    from ptlf.run.build import make_stream
-    from ptlf.run.config import resolve_config
-    from ptlf.run.folder import finished
-    from ptlf.run.loop import Run, train_one_of_many
-    from ptlf.run.results import check_alike, read_results
+    from ptlf.run import sweep
 
     if any(word.partition("=")[0] == "--seed" for word in arguments.overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
@@ -304,37 +298,22 @@ def run_sweep(arguments: Arguments) -> None:
     if not arguments.cluster and (arguments.jobs or arguments.job_options):
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
     check_alone("sweep")
-    plan = {}
-    for recipe in arguments.recipes:
-        for seed in arguments.seeds:
-            name = recipe if len(arguments.seeds) == 1 else f"{recipe} seed {seed}"
-            folder = arguments.out / f"{recipe.replace('/', '-')}-seed{seed}"
-            plan[name] = resolve_config(recipe, None, [*arguments.overrides, f"--seed={seed}"]), folder
-    check_alike([as_dict(config) for config, _ in plan.values()])
-    missing = {}
-    for name, (config, folder) in plan.items():
-        if finished(folder, config):
-            console.print(f"{name}: already finished in {folder}")
-        else:
-            missing[name] = config, folder
+    runs = sweep.plan(arguments.recipes, arguments.seeds, arguments.out, arguments.overrides)
+    missing = [run for run in runs if not run.finished]
+    for run in runs:
+        if run not in missing:
+            console.print(f"{run.name}: already finished in {run.folder}")
     if arguments.cluster:
-        train_as_jobs(arguments, missing)
+        train_as_jobs(arguments, {run.name: (run.config, run.folder) for run in missing})
     else:
-        for config, _ in missing.values():
-            make_stream(config)  # what is not there is missed now, not after hours
-        for name, (config, folder) in missing.items():
-            advice = "the same `ptlf sweep` goes on from here"
-            results = train_one_of_many(Run(config, folder), Live(name), advice, resume=True)
-            show_results(console, results, folder, brief=True)
-            gc.collect()  # a run refers to itself: its GPU memory would count in the next one's peak
-    groups: dict[str, list[Any]] = {}
-    for config, folder in plan.values():
-        groups.setdefault(config.recipe, []).append(read_results(folder))
-    baseline = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
+        for run, results in sweep.train_all(missing, Live):
+            show_results(console, results, run.folder, brief=True)
+    groups = {name: over_seeds(results) for name, results in sweep.results_by_recipe(runs).items()}
     seeds = len(set(arguments.seeds))
     title = "What it came to" if seeds == 1 else f"What it came to, means of {seeds} seeds"
-    show_runs(console, {name: over_seeds(runs) for name, runs in groups.items()}, baseline, title)
-    write_page([folder for _, folder in plan.values()], arguments.out / "report.html", arguments.baseline)
+    baseline = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
+    show_runs(console, groups, baseline, title)
+    write_page([run.folder for run in runs], arguments.out / "report.html", arguments.baseline)
 
 
 def check_alone(verb: str) -> None:
@@ -392,7 +371,7 @@ def run_evaluate(arguments: Arguments) -> None:
     from ptlf.report.live import console
     from ptlf.report.tables import show_matrix
     from ptlf.run.config import resolve_config
-    from ptlf.run.loop import evaluate_run
+    from ptlf.run.evaluate import evaluate_run
 
     for word in arguments.overrides:
         if word.startswith("--") and not word.startswith(("--evaluation.", "--device", "--data-root")):

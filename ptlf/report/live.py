@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ptlf.report.tables import percent
-from ptlf.run.watcher import Watcher
+from ptlf.run.watcher import Start, Watcher
 
 console = Console(stderr=False)
 
@@ -30,23 +30,21 @@ class Live(Watcher):
             disable=not console.is_terminal,
         )
 
-    def begin(self, run: Any) -> None:
-        tasks, epochs = run.stream.tasks, run.config.training.epochs
-        self.tasks, self.epochs, self.units = len(tasks), epochs, len(run.freezing.freezer.units)
-        per_epoch = [len(task.train) for task in tasks]
+    def begin(self, start: Start) -> None:
+        self.tasks, self.epochs, self.units = start.tasks, start.epochs, start.units
         console.print(
-            f"{self.name}: {len(tasks)} tasks, {sum(per_epoch)} images of {run.stream.size} px, {epochs} epochs each, "
-            f"{run.config.encoder.name} with {self.units} units, on {run.device}",
+            f"{self.name}: {start.tasks} tasks, {start.images} images of {start.size} px, {start.epochs} epochs each, "
+            f"{start.encoder} with {start.units} units, on {start.device}",
             highlight=False,
         )
-        if run.trainer.engine_kind != "eager":
+        if start.compiles:
             console.print("  compiling the step: about a minute the first time on a machine, then seconds")
-        done = run.position.task * epochs + run.position.epoch
-        if done or run.position.step:
-            console.print(f"  going on with {run.position}", highlight=False)
-        self.bar = self.progress.add_task(self.name, total=epochs * len(tasks), completed=done, figures="")
+        if start.resumed_at:
+            console.print(f"  going on with {start.resumed_at}", highlight=False)
+        total = start.epochs * start.tasks
+        self.bar = self.progress.add_task(self.name, total=total, completed=start.epochs_done, figures="")
         self.progress.start()
-        self.loss, self.frozen, self.started = "", len(run.freezing.freezer.frozen), time.perf_counter()
+        self.loss, self.frozen, self.started = "", start.frozen, time.perf_counter()
 
     def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None:
         self.place = f"task {task + 1}/{self.tasks}, epoch {epoch + 1}/{self.epochs}"
@@ -59,10 +57,10 @@ class Live(Watcher):
         figures = f"{self.loss}{rate:,.0f} views/s, {self.frozen}/{self.units} frozen"
         self.progress.update(self.bar, advance=1 / self.steps, figures=figures)
 
-    def end_epoch(self, result: Any) -> None:
-        self.loss = "".join(f"{name} {value:.4f}, " for name, value in result.losses.items())
+    def end_epoch(self, losses: Mapping[str, float]) -> None:
+        self.loss = "".join(f"{name} {value:.4f}, " for name, value in losses.items())
 
-    def end_task(self, task: int, rows: dict[str, list[float | None]]) -> None:
+    def end_task(self, task: int, rows: Mapping[str, list[float | None]]) -> None:
         means = []
         for probe, row in rows.items():
             seen = [value for value in row if value is not None]

@@ -22,8 +22,9 @@ from ptlf.freezing.policies import measure_savings, wait_for
 from ptlf.methods import METHODS
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
-from ptlf.run.loop import Run, train_one_of_many
+from ptlf.run.loop import Run
 from ptlf.run.results import check_alike
+from ptlf.run.sweep import train_one_of_many
 from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,7 +96,6 @@ class Trainer:
     random: Randomness
     device: torch.device
     channels_last: bool = False
-    on_step: Callable[[int], None] = field(default=lambda step: None)
 
     def __post_init__(self) -> None:
         self.engine_kind = choose_engine(self.config.engine, self.device)
@@ -126,25 +125,23 @@ class Trainer:
     def begin_epoch(self) -> EpochState:
         return EpochState(self.random["order"].get_state())
 
-    def epoch(self, indices: np.ndarray, epoch: int, progress: EpochState | None = None) -> EpochResult:
-        """One pass over the images with these indices, or the rest of one. Only at its end is the device asked for the
-        losses."""
+    def epoch(self, indices: np.ndarray, epoch: int, state: EpochState) -> Iterator[None]:
+        """One pass over the images with these indices, or what `state` leaves of one. Yields after every step; losses stay
+        on the device."""
         self.model.train()
-        progress = progress or self.begin_epoch()
-        self.random["order"].set_state(progress.order)
+        self.random["order"].set_state(state.order)
         order = list(self.batches(indices, self.random["order"]))
         self.join_processes(indices)
-        progress.fit(len(order))
-        rest = order[progress.steps :]
+        state.fit(len(order))
+        rest = order[state.steps :]
         with self.source.batches([chosen[processes.shard(len(chosen))] for chosen in rest]) as loaded:
             for chosen, images in zip(rest, loaded, strict=True):
-                rate = learning_rate(self.config, epoch + progress.steps / len(order), self.config.epochs)
+                rate = learning_rate(self.config, epoch + state.steps / len(order), self.config.epochs)
                 set_rate(self.optimizer, rate)
                 batch = self.load(chosen, self.random["views"], self.method.draw(len(chosen)), images)
                 losses = processes.all_reduce_mean(self.engine(batch))
-                progress.add(losses, len(chosen) * len(self.view_specs), of=len(order))
-                self.on_step(progress.views)
-        return progress.result()
+                state.add(losses, len(chosen) * len(self.view_specs), of=len(order))
+                yield
 
     def views(self, batch: Batch) -> list[Tensor]:
         at_once = self.engine_kind != "eager"
@@ -236,10 +233,9 @@ class Trainer:
         each = images // processes.world_size()
         return each * processes.world_size() if self.config.last_batch == "use" and each > 1 else 0
 
-    def steps(self, indices: np.ndarray) -> int:
-        """Steps of a whole task with these images."""
+    def steps_per_epoch(self, indices: np.ndarray) -> int:
         full, rest = divmod(len(indices), self.config.batch)
-        return self.config.epochs * (full + (self.usable(rest) > 0))
+        return full + (self.usable(rest) > 0)
 
     def cost_of_step(self, indices: np.ndarray) -> StepCost:
         """Bytes kept for backward and backward FLOPs of a step as things stand. Trains nothing, leaves no trace.

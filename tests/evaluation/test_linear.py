@@ -7,7 +7,8 @@ from sklearn.linear_model import LogisticRegression, Ridge
 
 from ptlf.cli import main
 from ptlf.evaluation.linear import LinearConfig, RidgeConfig, linear_fit, ridge_fit
-from ptlf.run.loop import Run, evaluate_run
+from ptlf.run.evaluate import evaluate_run
+from ptlf.run.loop import Run
 
 
 def noisy_linear(count: int, seed: int, classes: int = 5, dim: int = 24) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ QUICK = [
 
 def test_killed_runs_end_as_if_nothing_had_happened() -> None:
     """`make faults` is the long version."""
-    words = [sys.executable, str(Path(__file__).parent / "faults.py"), "--runs", "4", "--seed", "100"]
+    words = [sys.executable, str(Path(__file__).parent.parent / "faults.py"), "--runs", "4", "--seed", "100"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the same") == 4
@@ -41,7 +41,7 @@ def test_killed_runs_end_as_if_nothing_had_happened() -> None:
 
 
 def test_the_table_of_faults_names_tests_that_exist() -> None:
-    tests = Path(__file__).parent
+    tests = Path(__file__).parent.parent
     code = "".join(path.read_text() for path in tests.rglob("test_*.py"))
     names = set(re.findall(r"`(test_\w+)`", (tests.parent / "docs" / "faults.md").read_text()))
     assert len(names) > 10
@@ -145,11 +145,8 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, capsys) -> None:
 class Poisons(Watcher):
     """Puts a value into the weights at the n-th step."""
 
-    def __init__(self, left: int, value: float) -> None:
-        self.left, self.value = left, value
-
-    def begin(self, run) -> None:
-        self.run = run
+    def __init__(self, run: Run, left: int, value: float) -> None:
+        self.run, self.left, self.value = run, left, value
 
     def step(self, views: int) -> None:
         self.left -= 1
@@ -182,7 +179,8 @@ class Poisons(Watcher):
 def test_bad_numbers_stop_the_run_and_are_never_saved(tiny, tmp_path, step: int, every: int, told: str) -> None:
     config = tiny(checkpoint__every_steps=every, evaluation__gallery=False)
     with pytest.raises(UserError, match=told):
-        Run(config, tmp_path / "run").train(Poisons(step, float("nan")))
+        run = Run(config, tmp_path / "run")
+        run.train(Poisons(run, step, float("nan")))
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
     for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
         weights = deserialise(unsealed(path))["model"].values()

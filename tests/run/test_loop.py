@@ -19,8 +19,9 @@ from ptlf.freezing import POLICIES
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import from_dict, read_yaml
+from ptlf.run.evaluate import evaluate_run
 from ptlf.run.folder import load_encoder
-from ptlf.run.loop import Run, evaluate_run
+from ptlf.run.loop import Run
 from ptlf.stream.folders import pack_folder
 from ptlf.training.trainer import Trainer
 from ptlf.views import CIFAR_MEAN, CIFAR_STD

@@ -24,7 +24,7 @@ from ptlf.methods import METHODS, Method
 from ptlf.model import Accelerator, Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, predictor
-from ptlf.run import loop
+from ptlf.run import parts
 from ptlf.run.loop import Run
 from ptlf.training import compiled, engine
 from ptlf.training.optimizer import LARS
@@ -495,7 +495,7 @@ def small_config(tiny, objective: str, method: str, **settings):
 
 def trained_both_ways(config, monkeypatch) -> tuple[Run, Run]:
     """One run with its steps as they are, and one whose steps are recorded and replayed."""
-    monkeypatch.setattr(loop, "make_optimizer", optimizer_for_graphs)
+    monkeypatch.setattr(parts, "make_optimizer", optimizer_for_graphs)
     plain, taped = Run(config), Run(config)
     for run in (plain, taped):
         run.trainer.engine_kind = "captured"  # momentum keeps its place

@@ -1,0 +1,30 @@
+"""A finished run's encoder, tested again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ptlf import evaluation
+from ptlf.core.errors import UserError
+from ptlf.run.config import Config
+from ptlf.run.folder import load_encoder
+from ptlf.run.parts import Parts
+
+
+def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tuple[dict[str, Any], list[str]]:
+    """The probes on a finished run's encoder, with the settings in `config`; and the names of the eval splits.
+
+    family: only knn, linear or ridge; without it, those the settings enable.
+    """
+    parts = Parts(replace(config, evaluation=replace(config.evaluation, enabled=True)))
+    load_encoder(folder, parts.model.encoder)
+    if parts.prober is None:
+        raise UserError(f"the run in {folder} has no labelled test images to evaluate on")
+    if family is not None:
+        parts.prober.choose(family)
+    rows = parts.prober.rows(parts.model.encoder, len(parts.stream.tasks))
+    settings = parts.prober.settings()
+    probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}
+    return probes, [split.name for split in parts.stream.eval_splits]

@@ -1,0 +1,94 @@
+"""What changes while a run goes, as one dictionary of plain values and tensors: a checkpoint, and `results.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ptlf
+from ptlf.core import processes
+from ptlf.core.randomness import global_state, set_global_state
+from ptlf.core.settings import as_dict
+from ptlf.run.environment import commit, environment
+from ptlf.run.parts import Parts
+from ptlf.run.recipes import name_of
+from ptlf.run.record import Notes
+from ptlf.run.results import SCHEMA
+from ptlf.training.checkpoint import Position, load_optimizer_state, optimizer_state
+from ptlf.training.cost import Stopwatch
+from ptlf.training.trainer import EpochState, StepCost
+
+
+class State(Parts):
+    """The parts of a run, and how far it has come."""
+
+    def __init__(self, config: Any, out: Path | str | None = None, **given: Any) -> None:
+        super().__init__(config, out, **given)
+        self.task, self.epoch = 0, 0  # finished tasks, finished epochs of the next one
+        self.epoch_state: EpochState | None = None  # of the epoch that runs
+        self.clock = Stopwatch(self.device)
+        self.notes = Notes()
+        self.variant = ""  # key of the step's operations as units are frozen now
+        self.step_costs: dict[str, StepCost] = {}  # by variant
+        self.commit = commit()
+        self.status = "running"
+
+    @property
+    def position(self) -> Position:
+        return Position(self.task, self.epoch, self.epoch_state.steps if self.epoch_state else 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that has changed since the constructor, for a checkpoint."""
+        return {
+            "position": vars(self.position),
+            "model": self.model.state_dict(),
+            "method": self.method.state_dict(),
+            "optimizer": optimizer_state(self.trainer.optimizer),
+            "freezing": self.freezing.state_dict(),
+            "random": self.random.state_dict(),
+            "torch_random": global_state(self.device),
+            "epoch_state": vars(self.epoch_state) if self.epoch_state else None,
+            "clock": self.clock.state_dict(),
+            "looks": self.gallery.looks if self.gallery else {},
+            "record": vars(self.notes),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Into a run as the constructor made it, with the same settings."""
+        self.task, self.epoch = state["position"]["task"], state["position"]["epoch"]
+        self.model.load_state_dict(state["model"])
+        self.method.load_state_dict(state["method"])
+        load_optimizer_state(self.trainer.optimizer, state["optimizer"])
+        self.freezing.load_state_dict(state["freezing"])
+        self.random.load_state_dict(state["random"])
+        set_global_state(state["torch_random"], self.device)
+        if state["epoch_state"] is not None:
+            self.epoch_state = EpochState(**state["epoch_state"])
+            self.epoch_state.losses = {k: values.to(self.device) for k, values in self.epoch_state.losses.items()}
+        self.clock.load_state_dict(state["clock"])
+        if self.gallery:
+            self.gallery.looks = state["looks"]
+        self.notes = Notes(**state["record"])
+        self.variant = self.trainer.rebuild()
+
+    def results(self) -> dict[str, Any]:
+        """What `results.json` holds."""
+        arithmetic = self.trainer.arithmetic() | {"processes": processes.world_size()}
+        return {
+            "schema": SCHEMA,
+            "ptlf_version": ptlf.__version__,
+            "commit": self.commit,
+            "name": name_of(as_dict(self.config)),
+            "baseline": type(self.method).baseline and self.config.freezing.policy == "none",
+            "status": self.status,
+            "config": as_dict(self.config),
+            "environment": environment(self.device) | arithmetic,
+            "seed": self.config.seed,
+            "class_order": list(self.stream.class_order),
+            "tasks": [task.name for task in self.stream.tasks],
+            "eval_splits": [split.name for split in self.stream.eval_splits],
+            "units": [unit.name for unit in self.freezing.freezer.units],
+            "probes": self.notes.probes(self.prober.settings() if self.prober else {}),
+            "freezing": self.freezing.log,
+            "cost": self.notes.cost(self.clock.seconds),
+        }

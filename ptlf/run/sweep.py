@@ -1,0 +1,72 @@
+"""Several runs, one after the other: recipes with seeds, in a folder each; what is finished is kept."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptlf.core.settings import as_dict
+from ptlf.run.build import make_stream
+from ptlf.run.config import Config, resolve_config
+from ptlf.run.folder import finished
+from ptlf.run.loop import Run
+from ptlf.run.results import check_alike, read_results
+from ptlf.run.watcher import Watcher
+from ptlf.training.process import Stopped
+
+
+@dataclass(frozen=True)
+class Planned:
+    name: str
+    config: Config
+    folder: Path
+
+    @property
+    def finished(self) -> bool:
+        return finished(self.folder, self.config)
+
+
+def plan(recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> list[Planned]:
+    """A run for every recipe and seed. Runs that could not be compared are refused."""
+    runs = [
+        Planned(
+            recipe if len(seeds) == 1 else f"{recipe} seed {seed}",
+            resolve_config(recipe, None, [*overrides, f"--seed={seed}"]),
+            out / f"{recipe.replace('/', '-')}-seed{seed}",
+        )
+        for recipe in recipes
+        for seed in seeds
+    ]
+    check_alike([as_dict(run.config) for run in runs])
+    return runs
+
+
+def train_all(runs: Sequence[Planned], watch: Callable[[str], Watcher]) -> Iterator[tuple[Planned, dict[str, Any]]]:
+    """Each run with its results, as soon as it is trained."""
+    for run in runs:
+        make_stream(run.config)  # fail now if data is missing, not after hours
+    for run in runs:
+        advice = "the same `ptlf sweep` goes on from here"
+        yield run, train_one_of_many(Run(run.config, run.folder), watch(run.name), advice, resume=True)
+        gc.collect()  # a run is in reference cycles: its GPU memory would count in the next one's peak
+
+
+def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool = False) -> dict[str, Any]:
+    """Train where other runs follow. If asked to stop, even in the run's last moments, no other run begins."""
+    try:
+        results = run.train(watcher, resume=resume)
+    except Stopped as stopped:
+        raise stopped.again(advice) from None
+    if run.signals.asked and run.folder:
+        raise Stopped(run.folder, run.signals.asked, advice)
+    return results
+
+
+def results_by_recipe(runs: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault(run.config.recipe, []).append(read_results(run.folder))
+    return groups
