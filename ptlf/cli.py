@@ -287,7 +287,7 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
 def run_sweep(arguments: Arguments) -> None:
     from ptlf.core.settings import as_dict
     from ptlf.report.live import Live, console
-    from ptlf.report.tables import over_seeds, show_results, show_runs
+    from ptlf.report.tables import show_results, show_runs
     from ptlf.run.build import make_stream
     from ptlf.run.config import resolve_config
     from ptlf.run.folder import finished
@@ -333,7 +333,7 @@ def run_sweep(arguments: Arguments) -> None:
     baseline = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
     seeds = len(set(arguments.seeds))
     title = "What it came to" if seeds == 1 else f"What it came to, means of {seeds} seeds"
-    show_runs(console, {name: over_seeds(runs) for name, runs in groups.items()}, baseline, title)
+    show_runs(console, groups, baseline, title)
     write_page([folder for _, folder in plan.values()], arguments.out / "report.html", arguments.baseline)
 
 

@@ -6,8 +6,9 @@ import base64
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from ptlf.report.theme import Theme
 
@@ -42,7 +43,7 @@ class Drawing:
     height: float
     label: str  # what it shows, for those who cannot see it
     sprite: dict[str, Any] | None = None
-    sprite_id: str = ""
+    sprite_id: str = "sprite"
     shapes: list[Shape] = field(default_factory=list)
 
     def rect(self, x: float, y: float, w: float, h: float, fill: str, **look: Any) -> None:
@@ -88,7 +89,7 @@ def join(points: Iterable[Point]) -> str:
     return " ".join(f"{number(x)},{number(y)}" for x, y in points)
 
 
-def to_svg(drawing: Drawing, theme: Theme | None = None) -> str:
+def to_svg(drawing: Drawing, theme: Theme | None = None) -> Markup:
     """Without a theme colours are classes of the page (f-ROLE fills, s-ROLE strokes); with one they are written in."""
     label = escape(drawing.label)
     if theme is None:
@@ -101,15 +102,15 @@ def to_svg(drawing: Drawing, theme: Theme | None = None) -> str:
         head += f' aria-label="{label}" width="{number(wide * PRINT)}pt" height="{number(tall * PRINT)}pt">'
         place = f'x="{-MARGIN}" y="{-MARGIN}" width="{number(wide)}" height="{number(tall)}"'
         head += f'<rect {place} fill="{theme["page"]}"/>{sprite_definition(drawing)}'
-    return head + "".join(svg_shape(shape, drawing, theme) for shape in drawing.shapes) + "</svg>"
+    return Markup(head + "".join(svg_shape(shape, drawing, theme) for shape in drawing.shapes) + "</svg>")
 
 
-def sprite_definition(drawing: Drawing) -> str:
+def sprite_definition(drawing: Drawing) -> Markup:
     sheet = drawing.sprite
     if sheet is None:
-        return ""
+        return Markup()
     size = f'width="{sheet["width"]}" height="{sheet["height"]}" style="image-rendering:{scaling(sheet)}"'
-    return f'<defs><image id="{drawing.sprite_id}" href="{sheet["image"]}" {size}/></defs>'
+    return Markup(f'<defs><image id="{drawing.sprite_id}" href="{sheet["image"]}" {size}/></defs>')
 
 
 def scaling(sheet: dict[str, Any]) -> str:

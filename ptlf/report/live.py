@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from ptlf.report.tables import percent
 from ptlf.run.watcher import Watcher
 
-console = Console(stderr=False)
+# Names come from users and from files: what looks like markup or an emoji in them is text.
+console = Console(markup=False, emoji=False, highlight=False)
 
 
 class Live(Watcher):
@@ -20,10 +21,10 @@ class Live(Watcher):
     def __init__(self, name: str) -> None:
         self.name = name
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(),
             console=console,
             transient=True,
@@ -36,14 +37,13 @@ class Live(Watcher):
         per_epoch = [len(task.train) for task in tasks]
         console.print(
             f"{self.name}: {len(tasks)} tasks, {sum(per_epoch)} images of {run.stream.size} px, {epochs} epochs each, "
-            f"{run.config.encoder.name} with {self.units} units, on {run.device}",
-            highlight=False,
+            f"{run.config.encoder.name} with {self.units} units, on {run.device}"
         )
         if run.trainer.engine_kind != "eager":
             console.print("  compiling the step: about a minute the first time on a machine, then seconds")
         done = run.position.task * epochs + run.position.epoch
         if done or run.position.step:
-            console.print(f"  going on with {run.position}", highlight=False)
+            console.print(f"  going on with {run.position}")
         self.bar = self.progress.add_task(self.name, total=epochs * len(tasks), completed=done, figures="")
         self.progress.start()
         self.loss, self.frozen, self.started = "", len(run.freezing.freezer.frozen), time.perf_counter()
@@ -72,7 +72,6 @@ class Live(Watcher):
         self.progress.console.print(
             f"  task {task + 1}/{self.tasks}: {self.loss}{accuracy}, "
             f"{self.frozen}/{self.units} frozen, {elapsed:.0f} s",
-            highlight=False,
             soft_wrap=True,
         )
 

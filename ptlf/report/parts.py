@@ -8,6 +8,7 @@ from functools import partial
 
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures import accuracy, cost, freezing, gallery
+from ptlf.report.measures import title_of
 from ptlf.report.runs import Comparison, Group
 
 FULL, HALF, THIRD, PHONE = 1040.0, 500.0, 320.0, 343.0  # widths in pixels
@@ -67,7 +68,7 @@ def answer_part(comparison: Comparison) -> Part:
 def accuracy_part(comparison: Comparison) -> Part:
     part = Part("accuracy", "What was learned, and what was kept")
     for probe in comparison.probes:
-        title = accuracy.title_of(probe)
+        title = title_of(probe)
         lines = [
             Picture(f"{what}-{probe}", partial(accuracy.over_tasks, comparison, probe, what))
             for what in ("accuracy", "forgetting")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.results import SAME_SETTINGS, SCHEMA, Json, difference, read_results
-
-NUMBER = (int, float)
+from ptlf.run.results import SAME_SETTINGS, Json, difference, epoch_lines, read_results
 
 
 @dataclass
@@ -32,16 +32,16 @@ class RunRecord:
     def finished(self) -> bool:
         return self.results["status"] == "finished"
 
-    @property
+    @cached_property
     def epochs(self) -> list[Json]:
-        return self.results["cost"]["per_epoch"]
+        return epoch_lines(self.results)
 
     @property
     def state(self) -> str:
         """Empty for a finished run, else what is there of it."""
         if self.finished:
             return ""
-        word = {"running": "unfinished", "failed": "failed"}.get(self.results["status"], self.results["status"])
+        word = "unfinished" if self.results["status"] == "running" else self.results["status"]
         total = len(self.results["tasks"]) * self.config["training"]["epochs"]
         return f"{word}: {len(self.epochs)} of {total} epochs written down"
 
@@ -85,7 +85,7 @@ class Group:
     def state(self) -> str:
         return self.runs[0].state
 
-    def values(self, *path: str) -> list[float]:
+    def values(self, path: Sequence[str]) -> list[float]:
         """One number per seed that has it."""
         found = []
         for run in self.runs:
@@ -96,14 +96,22 @@ class Group:
                 found.append(float(value))
         return found
 
-    def mean(self, *path: str) -> float | None:
-        values = self.values(*path)
+    def mean(self, path: Sequence[str]) -> float | None:
+        values = self.values(path)
         return statistics.fmean(values) if values else None
 
-    def spread(self, *path: str) -> float | None:
+    def spread(self, path: Sequence[str]) -> float | None:
         """Sample standard deviation over seeds."""
-        values = self.values(*path)
+        values = self.values(path)
         return statistics.stdev(values) if len(values) > 1 else None
+
+    @property
+    def doubt(self) -> str:
+        """What to say of seconds so unsteady that the machine must have been busy; empty where they are steady."""
+        share = max(unsteady(run.epochs) for run in self.runs)
+        if share <= UNSTEADY:
+            return ""
+        return f"{share:.0%} of the steps' seconds lie above the median of like epochs; was the machine busy otherwise?"
 
 
 @dataclass
@@ -157,52 +165,62 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> RunRecord:
-    results = read_results(folder)
+    run = RunRecord(folder, read_results(folder))
     try:
-        check_results(results)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        check_results(run)
+    except DAMAGE as error:
         raise UserError(f"{folder / 'results.json'} is damaged: {describe(error)}") from None
-    run = RunRecord(folder, results)
     path = folder / "gallery.json"
     try:
         run.gallery = check_gallery(json.loads(path.read_text()))
     except FileNotFoundError:
         run.gallery_problem = "there is no gallery.json beside its results (`--evaluation.gallery true` makes one)"
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (OSError, *DAMAGE) as error:
         run.gallery_problem = f"{path} is damaged: {describe(error)}"
     return run
+
+
+NUMBER = (int, float)
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError)
+CONTENTS: dict[str, Any] = {  # what the page reads, by type
+    "status name": str,
+    "environment probes cost config.stream config.method config.freezing config.objective config.encoder": dict,
+    "class_order tasks eval_splits units freezing": list,
+    "config.training.epochs": int,
+    "cost.train_seconds cost.backward_flops": NUMBER,
+}
 
 
 def describe(error: Exception) -> str:
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def expect(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
+def expect(value: Any, kind: Any, where: str) -> Any:
     if not isinstance(value, kind) or isinstance(value, bool):
-        names = "number" if kind == NUMBER else getattr(kind, "__name__", str(kind))
+        names = "number" if kind == NUMBER else kind.__name__
         raise ValueError(f"{where} is {str(value)[:40]!r}, not a {names}")
     return value
 
 
-def check_results(results: Any) -> None:
-    """Everything the page reads is there and of its type; raises ValueError or KeyError otherwise."""
-    expect(results, dict, "the file")
-    if results.get("schema") != SCHEMA:
-        raise ValueError(f"its schema is {results.get('schema')!r}, this version reads {SCHEMA}")
-    expect(results["status"], str, "status")
-    for key in ("config", "environment", "probes", "cost"):
-        expect(results[key], dict, key)
-    for key in ("class_order", "tasks", "eval_splits", "units", "freezing"):
-        expect(results[key], list, key)
-    for key in ("stream", "training", "method", "freezing", "objective", "encoder"):
-        expect(results["config"][key], dict, f"config.{key}")
-    expect(results["config"]["training"]["epochs"], int, "config.training.epochs")
+def check_results(run: RunRecord) -> None:
+    """Everything the page reads is there and of its type; one of DAMAGE is raised otherwise."""
+    results = run.results
+    for paths, kind in CONTENTS.items():
+        for path in paths.split():
+            value: Any = results
+            for key in path.split("."):
+                value = value[key]
+            expect(value, kind, path)
     for probe, values in results["probes"].items():
-        check_matrix(values["matrix"], len(results["eval_splits"]), probe)
         expect(values["settings"], dict, f"{probe}.settings")
-    for key in ("train_seconds", "backward_flops"):
-        expect(results["cost"][key], NUMBER, f"cost.{key}")
-    for line in expect(results["cost"]["per_epoch"], list, "cost.per_epoch"):
+        for row in expect(values["matrix"], list, f"{probe}.matrix"):
+            if len(row) != len(results["eval_splits"]):
+                raise ValueError(
+                    f"{probe}.matrix has a row of {len(row)} for {len(results['eval_splits'])} eval_splits"
+                )
+            for value in row:
+                expect(0 if value is None else value, NUMBER, f"{probe}.matrix")
+    for line in run.epochs:
         for key in ("task", "epoch", "seconds", "frozen", "backward_flops", "kept_bytes"):
             expect(line[key], NUMBER, f"cost.per_epoch.{key}")
     for entry in results["freezing"]:
@@ -211,15 +229,6 @@ def check_results(results: Any) -> None:
         for event in entry["events"]:
             expect(event["epoch"], int, "freezing.events.epoch")
             expect(event["frozen"], list, "freezing.events.frozen")
-
-
-def check_matrix(matrix: Any, eval_splits: int, probe: str) -> None:
-    for row in expect(matrix, list, f"{probe}.matrix"):
-        if len(row) != eval_splits:
-            raise ValueError(f"{probe}.matrix has a row of {len(row)} for {eval_splits} eval_splits")
-        for value in row:
-            if value is not None:
-                expect(value, NUMBER, f"{probe}.matrix")
 
 
 def check_gallery(gallery: Any) -> Json:
@@ -278,13 +287,6 @@ def unsteady(epochs: Sequence[Json]) -> float:
     return above / max(sum(map(sum, like.values())), 1e-9)
 
 
-def doubt_about_seconds(share: float) -> str:
-    """What to say of runs whose seconds are so unsteady, if anything."""
-    if share <= UNSTEADY:
-        return ""
-    return f"{share:.0%} of the steps' seconds lie above the median of like epochs; was the machine busy otherwise?"
-
-
 def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
     """Finished runs that differ in nothing but the seed (and the machine) are one group; others stand alone."""
     groups: dict[str, Group] = {}
@@ -306,24 +308,30 @@ def name_groups(groups: list[Group]) -> None:
         parts = [part[1:] for part in parts]
     for group, part in zip(groups, parts, strict=True):
         group.label = "/".join(part)
-    for group in groups:
-        twins = [other for other in groups if other.label == group.label]
-        if len(twins) > 1:
-            flat = [flatten(twin.config) for twin in twins]
-            keys = [key for key in flat[0] if len({str(one.get(key)) for one in flat}) > 1 and key != "seed"]
-            for twin, values in zip(twins, flat, strict=True):
-                settings = ", ".join(f"{spoken(key)} {values.get(key)}" for key in keys[:2])
-                twin.label += f" ({settings or twin.runs[0].folder.name})"
-    for group in groups:
-        twins = [other for other in groups if other.label == group.label]
-        if len(twins) > 1:
-            for twin in twins:
-                twin.label += f" in {twin.runs[0].folder.name}"
+    for twins in same_label(groups):
+        flat = [flatten(twin.config) for twin in twins]
+        keys = [key for key in flat[0] if len({str(one.get(key)) for one in flat}) > 1 and key != "seed"]
+        for twin, values in zip(twins, flat, strict=True):
+            settings = ", ".join(f"{spoken(key)} {values.get(key)}" for key in keys[:2])
+            twin.label += f" ({settings or twin.runs[0].folder.name})"
+    for twins in same_label(groups):
+        for twin in twins:
+            twin.label += f" in {twin.runs[0].folder.name}"
+
+
+def same_label(groups: list[Group]) -> list[list[Group]]:
+    counts = Counter(group.label for group in groups)
+    return [[group for group in groups if group.label == label] for label, count in counts.items() if count > 1]
 
 
 def spoken(key: str) -> str:
     """`training.epochs` as epochs, and `objective.name` as objective."""
     return key.removesuffix(".name").split(".")[-1]
+
+
+def policy_of(config: Json) -> str:
+    policy = config["freezing"]["policy"]
+    return policy["name"] if isinstance(policy, dict) else policy
 
 
 def flatten(config: Json, prefix: str = "") -> Json:
@@ -336,7 +344,7 @@ def flatten(config: Json, prefix: str = "") -> Json:
 def choose_baseline(groups: list[Group], name: str | None) -> Group | None:
     """The group asked for by label, recipe or folder; else the finished LUMP run without freezing, if there is one."""
     if name is None:
-        return next((g for g in groups if g.first["baseline"] and not g.state), None)
+        return next((g for g in groups if g.first.get("baseline") and not g.state), None)
     for group in groups:
         names = {group.label, group.config.get("recipe")} | {run.folder.name for run in group.runs}
         if name in names or Path(name).resolve() in {run.folder.resolve() for run in group.runs}:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ptlf.core.errors import UserError
-from ptlf.report.tables import percent, seconds
-from ptlf.run.results import read_results
+from ptlf.report.measures import seconds
+from ptlf.report.tables import percent
+from ptlf.run.results import Json, epoch_lines, read_results
 
-Json = dict[str, Any]
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -71,7 +70,10 @@ def read_snapshot(folder: Path) -> Snapshot:
     try:
         lines, skipped = read_lines(folder / "metrics.jsonl")
         if results["status"] == "finished":  # of runs that are kept, often only the results are
-            lines = results["cost"]["per_epoch"]
+            froze = {
+                (log["task"], event["epoch"]): event["frozen"] for log in results["freezing"] for event in log["events"]
+            }
+            lines = [line | {"newly_frozen": froze.get((line["task"], line["epoch"]))} for line in epoch_lines(results)]
         snapshot = Snapshot(results, lines, skipped, list(results["units"]))
         view(snapshot)  # whatever it needs is there
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -192,7 +194,7 @@ def watch(
         sleep(every)  # the run has just begun
     snapshot = read_snapshot(folder)
     if once:
-        console.print(view(snapshot), highlight=False)
+        console.print(view(snapshot))
         return
     seen, since = len(snapshot.lines), clock()
     with Live(view(snapshot), console=console, auto_refresh=False) as live:

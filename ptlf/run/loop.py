@@ -36,7 +36,7 @@ from ptlf.run.config import Config, to_yaml
 from ptlf.run.environment import commit, environment
 from ptlf.run.folder import RunFiles, claimed, load_encoder
 from ptlf.run.recipes import name_of
-from ptlf.run.record import Notes
+from ptlf.run.record import Record
 from ptlf.run.results import SCHEMA
 from ptlf.run.sanity import check_numbers, check_processes, warn_of_collapse
 from ptlf.run.watcher import Watcher
@@ -107,7 +107,7 @@ class Run:
         )
         self.freezing = make_freezing(config, self.trainer, self.random["policy"])
         self.clock = Stopwatch(self.device)
-        self.notes = Notes()
+        self.record = Record()
         self.resumable = out is not None and config.checkpoint.enabled
         self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
         self.position = Position()
@@ -186,17 +186,17 @@ class Run:
         watcher.end_epoch(result)
         sent = self.trainer.parallel.bytes if self.trainer.parallel else 0
         cost = self.cost_of_step(indices)
-        line = self.notes.end_epoch(self.position, result, self.clock.seconds, cost, frozen, sent)
+        line = self.record.end_epoch(self.position, result, self.clock.seconds, cost, frozen, sent)
         self.files.line("metrics.jsonl", line)
         self.check_numbers()
         check_processes(self.model)
         self.check_spread(indices)
 
     def begin_epoch(self, epoch: int, indices: np.ndarray) -> None:
-        self.notes.begin_epoch(self.clock.seconds)
+        self.record.begin_epoch(self.clock.seconds)
         with self.clock("rebuild"):
-            self.notes.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlate(indices))
-            if self.notes.newly_frozen or epoch == 0:
+            self.record.newly_frozen = self.freezing.begin_epoch(epoch, lambda: self.correlate(indices))
+            if self.record.newly_frozen or epoch == 0:
                 self.variant = self.trainer.rebuild()
         self.progress = self.trainer.begin_epoch()
 
@@ -257,13 +257,13 @@ class Run:
             return {}
         with self.clock("evaluation"):
             rows = self.prober.rows(self.model.encoder, index)
-            self.notes.end_task(rows, self.prober.future(self.model.encoder, index))
+            self.record.end_task(rows, self.prober.future(self.model.encoder, index))
         return rows
 
     def look_before(self) -> None:
         if self.prober:
             with self.clock("evaluation"):
-                self.notes.untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
+                self.record.untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
         self.look("before")
         self.save_results()
 
@@ -289,12 +289,12 @@ class Run:
         """Warn once of a collapse. Looked at after 1, 2, 4, 8... epochs of a task and after its last: on a GPU an epoch
         may take less than a second."""
         done = self.position.epoch + 1
-        if self.notes.warned or (done & (done - 1) and done < self.config.training.epochs):
+        if self.record.warned or (done & (done - 1) and done < self.config.training.epochs):
             return
         with self.clock("evaluation"):
             chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
             images = self.prepare(self.trainer.source.gather(chosen))
-            self.notes.warned = warn_of_collapse(self.model.encoder, images, self.position)
+            self.record.warned = warn_of_collapse(self.model.encoder, images, self.position)
 
     def prepare_folder(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""
@@ -303,7 +303,7 @@ class Run:
         if resume:
             if self.resumable:
                 self.load_checkpoint()
-            self.files.text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.notes.per_epoch))
+            self.files.text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.record.per_epoch))
 
     def load_checkpoint(self) -> None:
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
@@ -330,7 +330,7 @@ class Run:
             "progress": vars(self.progress) if self.progress and self.position.step else None,
             "clock": self.clock.state_dict(),
             "looks": self.gallery.looks if self.gallery else {},
-            "record": vars(self.notes),
+            "record": vars(self.record),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -348,7 +348,7 @@ class Run:
         self.clock.load_state_dict(state["clock"])
         if self.gallery:
             self.gallery.looks = state["looks"]
-        self.notes = Notes(**state["record"])
+        self.record = Record(**state["record"])
         self.variant = self.trainer.rebuild()
 
     def results(self) -> dict[str, Any]:
@@ -366,9 +366,9 @@ class Run:
             "tasks": [task.name for task in self.stream.tasks],
             "eval_splits": [split.name for split in self.stream.eval_splits],
             "units": [unit.name for unit in self.freezing.freezer.units],
-            "probes": self.notes.probes(self.prober.settings() if self.prober else {}),
+            "probes": self.record.probes(self.prober.settings() if self.prober else {}),
             "freezing": self.freezing.log,
-            "cost": self.notes.cost(self.clock.seconds),
+            "cost": self.record.cost(self.clock.seconds),
         }
 
     def save_results(self) -> None:

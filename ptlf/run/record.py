@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ptlf import evaluation
+from ptlf.run.results import to_columns
 from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import EpochResult, StepCost
 
@@ -16,7 +17,7 @@ Row = list[float | None]
 
 
 @dataclass
-class Notes:
+class Record:
     """All of it plain values: a checkpoint holds them as they are."""
 
     per_epoch: list[dict[str, Any]] = field(default_factory=list)
@@ -94,7 +95,7 @@ class Notes:
             "peak_memory_bytes": max(peaks) if peaks else None,
             "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
             "per_task": [cost_of_task(task, epochs) for task in sorted({line["task"] for line in epochs})],
-            "per_epoch": epochs,
+            "per_epoch": to_columns([{k: v for k, v in line.items() if k != "newly_frozen"} for line in epochs]),
         }
 
 

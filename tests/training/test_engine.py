@@ -24,6 +24,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import each_view, predictor
 from ptlf.run import loop
 from ptlf.run.loop import Run
+from ptlf.run.results import epoch_lines
 from ptlf.training import engine
 from ptlf.training.optimizer import LARS
 
@@ -140,7 +141,7 @@ def test_a_compiled_run_is_like_an_eager_one(light_compiler, tiny) -> None:
     runs = [Run(tiny("digits/simsiam/ptlf", **settings, training__engine=kind)) for kind in ("eager", "compiled")]
     eager, compiled = [run.train() for run in runs]
     assert compiled["environment"]["engine"] == "compiled"
-    for a, b in zip(eager["cost"]["per_epoch"], compiled["cost"]["per_epoch"], strict=True):
+    for a, b in zip(epoch_lines(eager), epoch_lines(compiled), strict=True):
         assert a["loss"]["ssl"] == pytest.approx(b["loss"]["ssl"], abs=2e-3)
         assert a["backward_flops"] == b["backward_flops"]
     assert [entry["order"] for entry in eager["freezing"]] == [entry["order"] for entry in compiled["freezing"]]
@@ -475,9 +476,7 @@ def test_graphs_of_tasks_before_train_like_the_step_itself(
     taped.trainer.engine = TapedEngine(taped)
     eager, replayed = [run.train() for run in (plain, taped)]
     assert {task for task, _ in taped.trainer.engine.did} == {0, 1}
-    assert [line["loss"] for line in eager["cost"]["per_epoch"]] == [
-        line["loss"] for line in replayed["cost"]["per_epoch"]
-    ]
+    assert [line["loss"] for line in epoch_lines(eager)] == [line["loss"] for line in epoch_lines(replayed)]
     for one, other in ((plain.model, taped.model), (plain.method, taped.method)):
         for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
             assert torch.equal(a, b), name
@@ -491,7 +490,7 @@ def test_captured_bf16_follows_eager_float32(tiny) -> None:
         tiny("digits/simsiam/ptlf", **settings, device="cuda", training__engine="eager", training__precision="fp32")
     )
     fast = Run(tiny("digits/simsiam/ptlf", **settings, device="cuda"))
-    curves = [[line["loss"]["ssl"] for line in run.train()["cost"]["per_epoch"]] for run in (exact, fast)]
+    curves = [[line["loss"]["ssl"] for line in epoch_lines(run.train())] for run in (exact, fast)]
     assert fast.trainer.engine_kind == "captured"
     assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 0.02
 
@@ -577,7 +576,7 @@ def test_every_objective_and_method_can_be_captured(tiny, objective: str, method
         Run(tiny(f"digits/{objective}/finetune", **settings, training__engine=kind, training__precision="fp32"))
         for kind in ("eager", "captured")
     ]
-    eager, captured = [[line["loss"] for line in run.train()["cost"]["per_epoch"]] for run in runs]
+    eager, captured = [[line["loss"] for line in epoch_lines(run.train())] for run in runs]
     for a, b in zip(eager, captured, strict=True):
         assert a == pytest.approx(b, rel=0.05, abs=0.05)
     assert moved(*runs) < 0.3

@@ -2,105 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ptlf.report.drawing import Drawing
-from ptlf.report.figures.axes import (
-    SMALL,
-    TINY,
-    Scale,
-    grid_y,
-    legend,
-    padded,
-    shortened,
-    words_width,
-)
+from ptlf.report.figures.axes import SMALL, TINY, Scale, grid_y, legend, padded, shortened, words_width
+from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, title_of
 from ptlf.report.runs import Comparison, Group
 from ptlf.report.theme import STEPS, heat_step
 
-WITHIN, AMONG = "within the task", "among all classes"
-TITLES = {
-    "knn_task": f"kNN {WITHIN}",
-    "knn_class": f"kNN {AMONG}",
-    "linear_task": f"linear {WITHIN}",
-    "linear": f"linear {AMONG}",
-    "ridge_task": f"ridge {WITHIN}",
-    "ridge": f"ridge {AMONG}",
-}
-MIB, TERA = 2**20, 1e12
 ROW, HEAD, NAME = 30.0, 40.0, 13.0  # of the answer: row height, room for titles, size of names
 
 
-@dataclass(frozen=True)
-class Measure:
-    title: str
-    unit: str
-    path: tuple[str, ...]
-    scale: float = 1.0
-    digits: int = 2
-    cost: bool = False  # lengths are compared, so its axis begins at zero
-    short: str = ""  # title and subtitle above its panel
-    below: str = ""
-
-    def show(self, value: float | None) -> str:
-        if value is None:
-            return "-"
-        value, digits = value / self.scale, self.digits
-        if self.cost and abs(value) >= 1:  # four digits tell a cost well enough
-            digits = max(0, min(digits, 3 - int(math.log10(abs(value)))))
-        return f"{value:,.{digits}f}".replace("-", "−")
-
-
-def title_of(probe: str) -> str:
-    return TITLES.get(probe, probe)
-
-
-def accuracy_measures(probe: str) -> list[Measure]:
-    title = title_of(probe)
-    below = title.replace(WITHIN, "own task").replace(AMONG, "all classes")
-    return [
-        Measure(f"accuracy, {title}", "%", ("probes", probe, "accuracy"), short="accuracy", below=below),
-        Measure(f"forgetting, {title}", "points", ("probes", probe, "forgetting"), short="forgetting", below=below),
-    ]
-
-
-COSTS = [
-    Measure("training time", "s", ("cost", "learning_seconds"), 1, 1, True, "time", "all in, seconds"),
-    Measure(
-        "memory for backward in the last epoch",
-        "MiB",
-        ("cost", "kept_bytes"),
-        MIB,
-        1,
-        True,
-        "memory",
-        "last epoch, MiB",
-    ),
-    Measure(
-        "peak GPU memory in the last epoch",
-        "MiB",
-        ("cost", "last_peak_memory_bytes"),
-        MIB,
-        0,
-        True,
-        "GPU memory",
-        "last peak, MiB",
-    ),
-    Measure("backward FLOPs", "T", ("cost", "backward_flops"), TERA, 3, True, "FLOPs", "backward, T"),
-]
-
-
-def measured(comparison: Comparison, measures: Sequence[Measure]) -> list[Measure]:
-    return [m for m in measures if any(group.mean(*m.path) is not None for group in comparison.groups)]
+def measured(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:
+    """The accuracies of these probes and the main costs, as far as a run has them."""
+    measures = [measure for probe in probes for measure in probe_measures(probe)] + MAIN_COSTS
+    return [m for m in measures if any(group.values(m.path) for group in comparison.groups)]
 
 
 def answer(comparison: Comparison, width: float) -> Drawing:
     """A small panel per measure, a dot per run, the baseline's value as a line through it."""
-    measures = [m for probe in comparison.probes[:1] for m in accuracy_measures(probe)] + COSTS
-    measures = measured(comparison, measures)
+    measures = measured(comparison, comparison.probes[:1])
     columns = len(measures) if width > 600 else 1
     longest = max(words_width(group.label, NAME * 1.1) for group in comparison.groups) + 18
     above = columns == 1 and longest > 110  # no room for names beside the dots
@@ -124,10 +46,17 @@ def answer(comparison: Comparison, width: float) -> Drawing:
 def answer_panel(
     drawing: Drawing, comparison: Comparison, measure: Measure, left: float, top: float, right: float
 ) -> None:
-    figures = [(group, group.mean(*measure.path), group.spread(*measure.path) or 0.0) for group in comparison.groups]
-    found = [(group, mean, spread) for group, mean, spread in figures if mean is not None]
-    base = comparison.baseline.mean(*measure.path) if comparison.baseline else None
-    room = max(words_width(beside(measure, group, mean, base)) for group, mean, _ in found) + 14
+    found = [
+        (g, mean, g.spread(measure.path) or 0.0)
+        for g in comparison.groups
+        if (mean := g.mean(measure.path)) is not None
+    ]
+    base = comparison.baseline.mean(measure.path) if comparison.baseline else None
+    beside = {
+        group.label: f"{ratio:.2f}×" if (ratio := measure.ratio(group, comparison.baseline)) else measure.show(mean)
+        for group, mean, _ in found
+    }
+    room = max(map(words_width, beside.values())) + 14
     reach = [value for _, mean, spread in found for value in (mean - spread, mean + spread)]
     scale = Scale(*padded(reach, zero=measure.cost, least=0.0 if measure.cost else 2.0), left + 4, right - room)
     head = left if drawing.width > 600 else 0.0
@@ -137,31 +66,14 @@ def answer_panel(
         ends = [(scale(base), top + HEAD), (scale(base), top + HEAD + ROW * len(comparison.groups))]
         drawing.line(ends, "run0", dash="2 2")
     for group, mean, spread in found:
-        y = top + HEAD + ROW * (comparison.groups.index(group) + 0.5)
-        answer_dot(drawing, scale, measure, group, (mean, spread), y, base)
-        drawing.text(right, y + 4.5, beside(measure, group, mean, base), "ink", size=SMALL, anchor="end")
-
-
-def beside(measure: Measure, group: Group, value: float, base: float | None) -> str:
-    return f"{value / base:.2f}×" if measure.cost and base and group.colour else measure.show(value)
-
-
-def answer_dot(
-    drawing: Drawing,
-    scale: Scale,
-    measure: Measure,
-    group: Group,
-    figures: tuple[float, float],
-    y: float,
-    base: float | None,
-) -> None:
-    (value, spread), role = figures, f"run{group.colour}"
-    start = 0.0 if measure.cost else value if base is None else base
-    drawing.line([(scale(start), y), (scale(value), y)], role, width=4, opacity=0.4)
-    if spread:
-        drawing.line([(scale(value - spread), y), (scale(value + spread), y)], role, width=1.2)
-    title = f"{group.label}: {measure.show(value)} {measure.unit}"
-    drawing.mark(scale(value), y, role, size=5.5, look=group.marker, title=title)
+        y, role = top + HEAD + ROW * (comparison.groups.index(group) + 0.5), f"run{group.colour}"
+        start = 0.0 if measure.cost else mean if base is None else base
+        drawing.line([(scale(start), y), (scale(mean), y)], role, width=4, opacity=0.4)
+        if spread:
+            drawing.line([(scale(mean - spread), y), (scale(mean + spread), y)], role, width=1.2)
+        title = f"{group.label}: {measure.show(mean)} {measure.unit}"
+        drawing.mark(scale(mean), y, role, size=5.5, look=group.marker, title=title)
+        drawing.text(right, y + 4.5, beside[group.label], "ink", size=SMALL, anchor="end")
 
 
 def mean_matrix(group: Group, probe: str) -> list[list[float | None]]:

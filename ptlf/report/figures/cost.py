@@ -6,16 +6,10 @@ import statistics
 from typing import Any
 
 from ptlf.report.drawing import Drawing
-from ptlf.report.figures.accuracy import MIB
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, padded
+from ptlf.report.measures import COSTS, SCALES
 from ptlf.report.runs import Comparison, Group
 
-PANELS = [
-    ("seconds per epoch", "seconds", 1.0),
-    ("kept for backward, MiB", "kept_bytes", MIB),
-    ("peak GPU memory, MiB", "peak_memory_bytes", MIB),
-    ("backward GFLOPs per epoch", "backward_flops", 1e9),
-]
 POINTS = 400  # of a line; more cannot be told apart
 EVENTS = 60  # freeze events of a run that are drawn as triangles; more become dots
 
@@ -34,24 +28,25 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
     top = legend(drawing, left, 10, width - left, groups) + 22
     x = Scale(0.5, epochs * tasks + 0.5, left, width - 2)
     first = True
-    for title, key, unit in PANELS:
-        lines = [(group, mean_line(group, key, unit, epochs)) for group in groups]
-        known = [value for _, series in lines for _, value in (thinned(series) if key == "seconds" else series)]
-        if not known:
+    for measure in (measure for measure in COSTS if measure.epoch):
+        key, unit, stepped = measure.epoch, measure.unit, measure.unit != "s"  # seconds differ from epoch to epoch
+        highest = max((line.get(key) or 0 for group in groups for run in group.runs for line in run.epochs), default=0)
+        if not highest:
             continue
-        if key == "backward_flops" and max(known) >= 1000:
-            title, known = title.replace("GFLOPs", "TFLOPs"), [value / 1000 for value in known]
-            lines = [(group, [(place, value / 1000) for place, value in series]) for group, series in lines]
-        if key == "seconds" and (size := block_size(max(len(series) for _, series in lines))) > 1:
+        unit = "G" if unit == "T" and highest < SCALES["T"] else unit
+        lines = [(group, mean_line(group, key, SCALES.get(unit, 1), epochs)) for group in groups]
+        known = [value for _, series in lines for _, value in (series if stepped else thinned(series))]
+        title = f"{measure.title.split(',')[0]}, {unit}"
+        if not stepped and (size := block_size(max(len(series) for _, series in lines))) > 1:
             title += f" (medians of {size} epochs)"
         drawing.text(left, top - 6 if not first else top - 8, title, "ink", size=TINY + 1.5, bold=True)
         y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
         panel(drawing, x, y, tasks, epochs)
-        if len(lines) == 2 and comparison.baseline and key != "seconds" and all(series for _, series in lines):
+        if len(lines) == 2 and comparison.baseline and stepped and all(series for _, series in lines):
             corners = [[(x(place), y(value)) for place, value in steps(series)] for _, series in lines]
             drawing.area([*corners[0], *reversed(corners[1])], f"run{lines[1][0].colour}", opacity=0.14)
         for group, series in lines:
-            draw_line(drawing, group, series, x, y, stepped=key != "seconds")
+            draw_line(drawing, group, series, x, y, stepped=stepped)
         top, first = top + height + 34, False
     for task in range(1, tasks + 1):
         if tasks <= 10 or task % 2 or width > 400:

@@ -10,7 +10,7 @@ from typing import Any
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.accuracy import heat_cell
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, plain, shortened, task_key, ticks, words_width
-from ptlf.report.runs import Comparison, Group, RunRecord
+from ptlf.report.runs import Comparison, Group, RunRecord, policy_of
 from ptlf.report.theme import heat_step
 
 Json = dict[str, Any]
@@ -201,7 +201,7 @@ def by_epoch(comparison: Comparison) -> list[Group]:
     return [
         group
         for group in comparison.groups
-        if group.config["freezing"].get("policy") == "correlation" and any(epoch_overlaps(run) for run in group.runs)
+        if policy_of(group.config) == "correlation" and any(epoch_overlaps(run) for run in group.runs)
     ]
 
 

@@ -19,9 +19,7 @@ def shown_run(group: Group) -> RunRecord | None:
 
 def new_drawing(run: RunRecord, width: float, label: str) -> Drawing:
     assert run.gallery is not None
-    drawing = Drawing(width, 0, label, run.gallery["sprite"])
-    drawing.sprite_id = "sprite"
-    return drawing
+    return Drawing(width, 0, label, run.gallery["sprite"])
 
 
 def neighbours(group: Group, run: RunRecord, width: float) -> Drawing:
