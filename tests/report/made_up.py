@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ptlf import evaluation
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation import summary
-from ptlf.report.runs import policy_of
+from ptlf.report.page import page
+from ptlf.report.runs import policy_of, read_comparison
 from ptlf.run.config import from_dict
 from ptlf.run.recipes import name_of, recipe
 from ptlf.run.results import SCHEMA, epoch_lines, to_columns
@@ -118,10 +121,11 @@ def write(folder: Path, made: dict, gallery: dict | None = None) -> Path:
     return folder
 
 
-def eight(root: Path, gallery: dict | None = None) -> list[Path]:
+@functools.cache
+def page_of_eight() -> str:
     """Eight settings on 20 tasks of 200 epochs, 20 units."""
     size = {"tasks": 20, "units": 20, "training__epochs": 200}
-    lump = write(root / "lump", results("digits/simsiam/lump", **size), gallery)
-    shares = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-    ptlf = [write(root / f"ptlf{s}", results(freezing__final=s, **size), gallery) for s in shares]
-    return [lump, *ptlf, write(root / "finetune", results("digits/simsiam/finetune", **size), gallery)]
+    runs = [results(f"digits/simsiam/{method}", **size) for method in ("lump", "finetune")]
+    runs += [results(freezing__final=share, **size) for share in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)]
+    with TemporaryDirectory() as root:
+        return page(read_comparison([write(Path(root) / str(place), run) for place, run in enumerate(runs)]))

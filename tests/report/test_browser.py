@@ -83,8 +83,8 @@ def small(root: Path) -> str:
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_in_a_browser(tmp_path: Path, page_of_eight: Path, many: bool) -> None:
-    views, console = open_page(page_of_eight.read_text() if many else small(tmp_path / "runs"), tmp_path)
+def test_in_a_browser(tmp_path: Path, many: bool) -> None:
+    views, console = open_page(made_up.page_of_eight() if many else small(tmp_path / "runs"), tmp_path)
     assert {found["width"] for found in views} == set(WIDTHS)
     for found in views:
         assert found["page"] <= found["width"], "there is something to scroll sideways"

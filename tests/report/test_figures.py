@@ -53,7 +53,7 @@ def test_ordered_colours_are_ordered_in_grey(dark: bool) -> None:
 
 
 def test_pictures_as_files(tmp_path: Path) -> None:
-    made_up.write(tmp_path / "runs" / "one", made_up.results(tasks=2), GALLERY)
+    made_up.write(tmp_path / "runs" / "one", made_up.results(), GALLERY)
     assert main(["report", str(tmp_path / "runs"), "--figures", str(tmp_path / "figures")]) == 0
     assert not (tmp_path / "runs" / "report.html").exists()
     names = {path.stem for path in (tmp_path / "figures").iterdir()}
