@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ptlf.report.runs import Group
@@ -46,14 +46,15 @@ class Measure:
     def heading(self) -> str:
         return f"{self.title}, {self.unit}" if self.unit else self.title
 
-    def show(self, value: float | None) -> str:
-        """In the measure's unit, without its name."""
+    def show(self, value: float | None, beside: float | None = None) -> str:
+        """In the measure's unit, without its name; a spread as fine as the mean it stands beside."""
         if value is None:
             return "-"
-        value, digits = value / (self.scale or SCALES.get(self.unit, 1)), self.digits
-        if self.cost and abs(value) >= 1:  # four digits tell a cost well enough
-            digits = max(0, min(digits, 3 - int(math.log10(abs(value)))))
-        return f"{value:,.{digits}f}".replace("-", "−")
+        scale, digits = self.scale or SCALES.get(self.unit, 1), self.digits
+        size = abs(value if beside is None else beside) / scale
+        if self.cost and size >= 1:  # four digits tell a cost well enough
+            digits = max(0, min(digits, 3 - int(math.log10(size))))
+        return f"{value / scale:,.{digits}f}".replace("-", "−")
 
     def words(self, value: float | None) -> str:
         """With its unit; long times in minutes."""
@@ -93,17 +94,18 @@ def untrained_accuracy(probe: str) -> Measure:
     return Measure("", ("probes", probe, "untrained_accuracy"), "%", short="random encoder")
 
 
-def cost(title: str, key: str, unit: str, digits: int = 1, **more: str) -> Measure:
-    return Measure(title, ("cost", key), unit, digits, True, **more)  # type: ignore[arg-type]
+def cost(title: str, key: str, unit: str, digits: int = 1, short: str = "", below: str = "", **more: Any) -> Measure:
+    return Measure(title, ("cost", key), unit, digits, True, short, below, **more)
 
 
 def purpose(title: str, key: str, indent: str = "") -> Measure:
-    """Seconds of one purpose, most of which the baseline does not spend: no ratio."""
+    """Seconds of one purpose. The baseline spends next to none on most of them: no ratio."""
     return Measure(title, ("cost", key), "s", 1, indent=indent)
 
 
+PEAK = "last_peak_memory_bytes"
 COSTS = [
-    cost("training time", "learning_seconds", "s", short="time", below="all in, seconds"),
+    cost("training time", "learning_seconds", "s", 1, "time", "all in, seconds"),
     cost("training steps", "train_seconds", "s", epoch="seconds", indent="  "),
     purpose("correlation", "correlation_seconds", "  "),
     purpose("freezing and rebuilding", "rebuild_seconds", "  "),
@@ -111,70 +113,38 @@ COSTS = [
     purpose("checkpoints", "checkpoint_seconds"),
     purpose("measuring bytes and FLOPs", "measuring_seconds"),
     cost("kept for backward, mean", "mean_kept_bytes", "MiB"),
-    cost(
-        "kept for backward, last epoch",
-        "kept_bytes",
-        "MiB",
-        1,
-        short="kept",
-        below="last epoch, MiB",
-        epoch="kept_bytes",
-    ),
-    cost(
-        "peak GPU memory, last epoch",
-        "last_peak_memory_bytes",
-        "MiB",
-        0,
-        short="GPU memory",
-        below="last peak, MiB",
-        epoch="peak_memory_bytes",
-    ),
-    cost("backward FLOPs", "backward_flops", "T", 3, short="FLOPs", below="backward, T", epoch="backward_flops"),
+    cost("kept for backward, last epoch", "kept_bytes", "MiB", 1, "kept", "last epoch, MiB", epoch="kept_bytes"),
+    cost("peak GPU memory, last epoch", PEAK, "MiB", 0, "GPU memory", "last peak, MiB", epoch="peak_memory_bytes"),
+    cost("backward FLOPs", "backward_flops", "T", 3, "FLOPs", "backward, T", epoch="backward_flops"),
 ]
 MAIN_COSTS = [measure for measure in COSTS if measure.short]
 
 
-def column(title: str, key: str, unit: str, digits: int, *, cost: bool = False, scale: float = 0.0) -> Measure:
+def column(title: str, key: str, unit: str, digits: int, cost: bool = False, scale: float = 0.0) -> Measure:
     """A figure of a benchmark's row."""
     return Measure(title, (key,), unit, digits, cost, scale=scale)
 
 
-KEPT, PEAK = column("kept", "kept_bytes", "MiB", 0, cost=True), column("peak", "peak_memory_bytes", "MiB", 0, cost=True)
-SPEED, STEP_MS = (
+STEP = column("step", "step_ms", "ms", 2, True)
+MEMORY = [
     column("views", "views_per_second", "per ms", 1, scale=1000),
-    column("step", "step_ms", "ms", 2, cost=True),
-)
+    column("kept", "kept_bytes", "MiB", 0, True),
+    column("peak", "peak_memory_bytes", "MiB", 0, True),
+]
+SPREAD, DEVICE = column("±", "step_ms_spread", "ms", 2), column("device", "device_ms", "ms", 2)
+STEP_COLUMNS = [STEP, SPREAD, DEVICE, *MEMORY, column("rebuild", "rebuild_seconds", "s", 1)]
+STAGE_COLUMNS = [column("steps", "steps", "", 0), STEP, column("median", "median_step_ms", "ms", 2, True), *MEMORY]
 FREEZING_COLUMNS = [
-    column("kept", "kept_bytes", "MiB", 1, cost=True),
-    column("backward", "backward_flops", "GFLOPs", 2, cost=True, scale=1e9),
-    column("step", "seconds", "ms", 0, cost=True, scale=1e-3),
-]
-STEP_COLUMNS = [
-    STEP_MS,
-    column("±", "step_ms_spread", "ms", 2),
-    column("device", "device_ms", "ms", 2),
-    SPEED,
-    KEPT,
-    PEAK,
-    column("rebuild", "rebuild_seconds", "s", 1),
-]
-STAGE_COLUMNS = [
-    column("steps", "steps", "", 0),
-    STEP_MS,
-    column("median", "median_step_ms", "ms", 2, cost=True),
-    SPEED,
-    KEPT,
-    PEAK,
+    column("kept", "kept_bytes", "MiB", 1, True),
+    column("backward", "backward_flops", "GFLOPs", 2, True, 1e9),
+    column("step", "seconds", "ms", 0, True, 1e-3),
 ]
 OVERHEADS = [
     *(column(measure.title, measure.path[-1], "s", 1) for measure in COSTS[1:] if measure.unit == "s"),
-    column("learning after the first task", "later_learning_seconds", "s", 1, cost=True),
+    column("learning after the first task", "later_learning_seconds", "s", 1, True),
     column("  of it correlation", "later_correlation_share", "%", 1, scale=0.01),
-    column("whole run", "wall_seconds", "s", 1, cost=True),
+    column("whole run", "wall_seconds", "s", 1, True),
     column("GPU waits for the host", "host_share", "%", 1, scale=0.01),
-    *(
-        column(f"{probe} {what}", f"{probe}_{what}", unit, 2)
-        for probe in ("knn_task", "knn_class")
-        for what, unit in (("accuracy", "%"), ("forgetting", "points"))
-    ),
+    *(column(f"{probe} accuracy", f"{probe}_accuracy", "%", 2) for probe in ("knn_task", "knn_class")),
+    *(column(f"{probe} forgetting", f"{probe}_forgetting", "points", 2) for probe in ("knn_task", "knn_class")),
 ]

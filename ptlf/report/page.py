@@ -152,9 +152,9 @@ def drawn(figure: Figure, sprites: dict[str, Markup]) -> dict[str, Any]:
 def with_sprite(drawing: Drawing, sprites: dict[str, Markup]) -> Drawing:
     """Every sheet of tiles is in the page once."""
     if drawing.sprite is not None:
-        image = drawing.sprite["image"]
-        drawing.sprite_id = f"sprite{list(sprites).index(image) if image in sprites else len(sprites)}"
-        sprites.setdefault(image, sprite_definition(drawing))
+        places = {image: place for place, image in enumerate(sprites)}
+        drawing.sprite_id = f"sprite{places.get(drawing.sprite['image'], len(sprites))}"
+        sprites.setdefault(drawing.sprite["image"], sprite_definition(drawing))
     return drawing
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -13,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ptlf.core.errors import UserError, unknown
+from ptlf.report.checks import DAMAGE, check_gallery, check_results
 from ptlf.report.theme import DASHES, MARKERS, RUNS
 from ptlf.run.results import SAME_SETTINGS, Json, difference, epoch_lines, read_results
+
+RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
+UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
 
 
 @dataclass
@@ -144,30 +147,24 @@ def read_comparison(folders: Sequence[Path], baseline: str | None = None) -> Com
     groups = group_seeds(runs)
     name_groups(groups)
     base = choose_baseline(groups, baseline)
-    others = [group for group in groups if group is not base]
-    ordered = [base, *others] if base else others
-    for place, group in enumerate(ordered, start=0 if base else 1):
+    groups.sort(key=lambda group: group is not base)
+    for place, group in enumerate(groups, start=0 if base else 1):
         group.place = place
-    return Comparison(ordered, damaged, base)
+    return Comparison(groups, damaged, base)
 
 
 def run_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; name the folder of a run, or one that holds several")
-    if is_run(folder):
+    if any((folder / name).exists() for name in RUN_FILES):
         return [folder]
-    below = sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path))
-    return below or [folder]
-
-
-def is_run(folder: Path) -> bool:
-    return (folder / "results.json").exists() or (folder / "config.yaml").exists()
+    return sorted({path.parent for name in RUN_FILES for path in folder.glob(f"*/{name}")}) or [folder]
 
 
 def read_run(folder: Path) -> RunRecord:
     run = RunRecord(folder, read_results(folder))
     try:
-        check_results(run)
+        check_results(run.results)
     except DAMAGE as error:
         raise UserError(f"{folder / 'results.json'} is damaged: {describe(error)}") from None
     path = folder / "gallery.json"
@@ -180,87 +177,17 @@ def read_run(folder: Path) -> RunRecord:
     return run
 
 
-NUMBER = (int, float)
-DAMAGE = (ValueError, LookupError, TypeError, AttributeError)
-CONTENTS: dict[str, Any] = {  # what the page reads, by type
-    "status name": str,
-    "environment probes cost config.stream config.method config.freezing config.objective config.encoder": dict,
-    "class_order tasks eval_splits units freezing": list,
-    "config.training.epochs": int,
-    "cost.train_seconds cost.backward_flops": NUMBER,
-}
-
-
 def describe(error: Exception) -> str:
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def expect(value: Any, kind: Any, where: str) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        names = "number" if kind == NUMBER else kind.__name__
-        raise ValueError(f"{where} is {str(value)[:40]!r}, not a {names}")
-    return value
-
-
-def check_results(run: RunRecord) -> None:
-    """Everything the page reads is there and of its type; one of DAMAGE is raised otherwise."""
-    results = run.results
-    for paths, kind in CONTENTS.items():
-        for path in paths.split():
-            value: Any = results
-            for key in path.split("."):
-                value = value[key]
-            expect(value, kind, path)
-    for probe, values in results["probes"].items():
-        expect(values["settings"], dict, f"{probe}.settings")
-        for row in expect(values["matrix"], list, f"{probe}.matrix"):
-            if len(row) != len(results["eval_splits"]):
-                raise ValueError(
-                    f"{probe}.matrix has a row of {len(row)} for {len(results['eval_splits'])} eval_splits"
-                )
-            for value in row:
-                expect(0 if value is None else value, NUMBER, f"{probe}.matrix")
-    for line in run.epochs:
-        for key in ("task", "epoch", "seconds", "frozen", "backward_flops", "kept_bytes"):
-            expect(line[key], NUMBER, f"cost.per_epoch.{key}")
-    for entry in results["freezing"]:
-        for ratio in entry["ratios"].values():
-            expect(ratio, NUMBER, "freezing.ratios")
-        for event in entry["events"]:
-            expect(event["epoch"], int, "freezing.events.epoch")
-            expect(event["frozen"], list, "freezing.events.frozen")
-
-
-def check_gallery(gallery: Any) -> Json:
-    sheet, tiles = gallery["sprite"], gallery["tiles"]
-    if not re.fullmatch(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+", sheet["image"]):
-        raise ValueError("sprite.image is no picture")
-    for key in ("size", "columns", "width", "height"):
-        expect(sheet[key], int, f"sprite.{key}")
-    for group, label in tiles:
-        gallery["groups"][group], gallery["labels"][label]
-    for look in gallery["looks"].values():
-        for row in [*look["neighbours"], gallery["queries"]]:
-            for tile in row:
-                tiles[tile]
-        for x, y in look["points"]:
-            expect(x, NUMBER, "points"), expect(y, NUMBER, "points")
-        if look["points"] and len(look["points"]) != len(gallery["point_groups"]):
-            raise ValueError(f"{len(look['points'])} points, {len(gallery['point_groups'])} groups of points")
-    return gallery
-
-
 def check_comparable(runs: Sequence[RunRecord]) -> None:
     """Figures may stand side by side only if they answer the same question."""
-    reference = runs[0]
     for run in runs[1:]:
         for what, look in COMPARED.items():
-            mine, theirs = look(run), look(reference)
-            if mine != theirs:
-                raise UserError(
-                    f"{run.folder} and {reference.folder} cannot be compared: their {what} differ "
-                    f"({difference(mine, theirs)}); report on them separately"
-                )
+            if found := difference(look(run), look(runs[0])):
+                both = f"{run.folder} and {runs[0].folder} cannot be compared"
+                raise UserError(f"{both}: their {what} differ ({found}); report on them separately")
 
 
 COMPARED: dict[str, Callable[[RunRecord], Json]] = {
@@ -275,15 +202,13 @@ COMPARED: dict[str, Callable[[RunRecord], Json]] = {
 }
 
 
-UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
-
-
 def unsteady(epochs: Sequence[Json]) -> float:
     """The share of the steps' seconds that lies above the median of like epochs: what others on the machine took."""
     like: dict[tuple[int, int], list[float]] = {}
     for line in epochs:
         like.setdefault((line["task"], line["frozen"]), []).append(line["seconds"])
-    above = sum(max(0.0, value - statistics.median(values)) for values in like.values() for value in values)
+    medians = {key: statistics.median(values) for key, values in like.items()}
+    above = sum(max(0.0, value - medians[key]) for key, values in like.items() for value in values)
     return above / max(sum(map(sum, like.values())), 1e-9)
 
 

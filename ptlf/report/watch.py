@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -29,23 +29,12 @@ class Snapshot:
     results: Json
     lines: list[Json]
     skipped: int = 0  # lines that could not be read
-    units: list[str] = field(default_factory=list)
 
-    @property
-    def status(self) -> str:
-        return self.results["status"]
-
-    @property
-    def tasks(self) -> int:
-        return len(self.results["tasks"])
-
-    @property
-    def epochs(self) -> int:
-        return self.results["config"]["training"]["epochs"]
-
-    @property
-    def total(self) -> int:
-        return self.tasks * self.epochs
+    def __post_init__(self) -> None:
+        self.status: str = self.results["status"]
+        self.units: list[str] = list(self.results["units"])
+        self.tasks, self.epochs = len(self.results["tasks"]), int(self.results["config"]["training"]["epochs"])
+        self.total = self.tasks * self.epochs
 
     @property
     def epoch_seconds(self) -> float | None:
@@ -70,11 +59,10 @@ def read_snapshot(folder: Path) -> Snapshot:
     try:
         lines, skipped = read_lines(folder / "metrics.jsonl")
         if results["status"] == "finished":  # of runs that are kept, often only the results are
-            froze = {
-                (log["task"], event["epoch"]): event["frozen"] for log in results["freezing"] for event in log["events"]
-            }
-            lines = [line | {"newly_frozen": froze.get((line["task"], line["epoch"]))} for line in epoch_lines(results)]
-        snapshot = Snapshot(results, lines, skipped, list(results["units"]))
+            lines = epoch_lines(results)
+            froze = {(log["task"], e["epoch"]): e["frozen"] for log in results["freezing"] for e in log["events"]}
+            lines = [line | {"newly_frozen": froze.get((line["task"], line["epoch"]))} for line in lines]
+        snapshot = Snapshot(results, lines, skipped)
         view(snapshot)  # whatever it needs is there
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} holds a damaged run: {error}") from None
@@ -101,29 +89,27 @@ def view(snapshot: Snapshot, quiet: float = 0.0) -> Group:
         rows.append(unit_strip(snapshot))
     rows += accuracies(snapshot)
     if snapshot.status == "running" and quiet > max(60.0, 10 * (snapshot.epoch_seconds or 60.0)):
-        rows.append(Text(f"no new line for {seconds(quiet)}: the run may have stopped", style="yellow"))
+        rows.append(Text(f"no new line for {seconds(quiet)}: the run may have stopped", "yellow"))
     if snapshot.skipped:
-        rows.append(Text(f"{snapshot.skipped} lines of metrics.jsonl cannot be read", style="yellow"))
+        rows.append(Text(f"{snapshot.skipped} lines of metrics.jsonl cannot be read", "yellow"))
     return Group(*rows)
 
 
 def head(snapshot: Snapshot) -> Text:
     environment = snapshot.results.get("environment", {})
-    name = snapshot.results["name"]
     where = environment.get("device_name") or environment.get("device") or "unknown device"
-    text = Text(f"{name}, seed {snapshot.results.get('seed')}", style="bold")
+    text = Text(f"{snapshot.results['name']}, seed {snapshot.results.get('seed')}", style="bold")
     return text.append(f"  {snapshot.status}, on {where}", style="not bold")
 
 
 def bar(snapshot: Snapshot) -> Table:
-    done, total = len(snapshot.lines), snapshot.total
-    row = Table.grid(padding=(0, 1))
+    done, total = len(snapshot.lines), max(snapshot.total, 1)
     last = snapshot.lines[-1] if snapshot.lines else {"task": 1, "epoch": 0}
     place = f"task {last['task']}/{snapshot.tasks}, epoch {last['epoch']}/{snapshot.epochs}"
     left = snapshot.remaining if snapshot.status == "running" else None
-    words = f"{seconds(left)} left" if left is not None else ""
-    share = f"{100 * done / max(total, 1):.0f}%"
-    row.add_row(place, ProgressBar(total=max(total, 1), completed=done, width=28), share, words)
+    row = Table.grid(padding=(0, 1))
+    words = "" if left is None else f"{seconds(left)} left"
+    row.add_row(place, ProgressBar(total=total, completed=done, width=28), f"{100 * done / total:.0f}%", words)
     return row
 
 
@@ -162,9 +148,8 @@ def unit_strip(snapshot: Snapshot) -> Text:
     text = Text("units   ")
     for unit in snapshot.units:
         text.append("■" if unit in frozen else "□", style="cyan" if unit in frozen else "dim")
-    latest = [(epoch, units) for epoch, units in events if units]
-    if latest:
-        epoch, units = latest[-1]
+    if frozen:
+        epoch, units = [(epoch, units) for epoch, units in events if units][-1]
         text.append(f"  epoch {epoch}: {', '.join(units)} froze")
     return text
 
@@ -173,9 +158,8 @@ def accuracies(snapshot: Snapshot) -> list[Text]:
     rows = []
     for probe, values in snapshot.results.get("probes", {}).items():
         if values.get("matrix"):
-            seen = f"after task {len(values['matrix'])}"
             words = f"accuracy {percent(values.get('accuracy'))}, forgetting {percent(values.get('forgetting'))}"
-            rows.append(Text(f"{probe} {seen}: {words}"))
+            rows.append(Text(f"{probe} after task {len(values['matrix'])}: {words}"))
     return rows
 
 

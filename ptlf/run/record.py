@@ -14,6 +14,11 @@ from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import EpochResult, StepCost
 
 Row = list[float | None]
+PURPOSES = {  # of seconds, by their name in the record; `measuring` is of a step's bytes and FLOPs
+    "train": "training",
+    "eval": "evaluation",
+    **{name: name for name in ("correlation", "rebuild", "checkpoint", "measuring")},
+}
 
 
 @dataclass
@@ -83,12 +88,7 @@ class Record:
         return {
             # The price of learning: the steps, and what freezing adds to them.
             "learning_seconds": sum(seconds.get(name, 0.0) for name in ("training", "correlation", "rebuild")),
-            "train_seconds": seconds.get("training", 0.0),
-            "correlation_seconds": seconds.get("correlation", 0.0),
-            "rebuild_seconds": seconds.get("rebuild", 0.0),
-            "eval_seconds": seconds.get("evaluation", 0.0),
-            "checkpoint_seconds": seconds.get("checkpoint", 0.0),
-            "measuring_seconds": seconds.get("measuring", 0.0),  # of a step's bytes and FLOPs
+            **{f"{name}_seconds": seconds.get(purpose, 0.0) for name, purpose in PURPOSES.items()},
             "backward_flops": sum(line["backward_flops"] for line in epochs),
             "kept_bytes": epochs[-1]["kept_bytes"] if epochs else None,
             "mean_kept_bytes": statistics.fmean(line["kept_bytes"] for line in epochs) if epochs else None,
@@ -105,9 +105,9 @@ def cost_of_task(task: int, epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "task": task,
         "train_seconds": sum(line["seconds"] for line in mine),
-        "correlation_seconds": sum(line["correlation_seconds"] for line in mine),
-        "rebuild_seconds": sum(line["rebuild_seconds"] for line in mine),
-        "backward_flops": sum(line["backward_flops"] for line in mine),
+        **{
+            key: sum(line[key] for line in mine) for key in ("correlation_seconds", "rebuild_seconds", "backward_flops")
+        },
         "kept_bytes": mine[-1]["kept_bytes"],
         "peak_memory_bytes": mine[-1]["peak_memory_bytes"],
     }

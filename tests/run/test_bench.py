@@ -17,7 +17,7 @@ from ptlf.run import bench
 from ptlf.run.bench import compare
 from ptlf.run.build import make_stream
 from ptlf.run.loop import Run
-from ptlf.run.results import to_columns
+from ptlf.run.results import SCHEMA, to_columns
 
 PAIR = ["digits/simsiam/lump", "digits/simsiam/ptlf"]
 
@@ -30,6 +30,7 @@ def epoch(task: int, frozen: int, steps: int, seconds: float, kept: int, peak: i
 def made(recipe: str, epochs: list[dict[str, Any]], per_task: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     seconds = dict.fromkeys(("train_seconds", "correlation_seconds", "rebuild_seconds", "eval_seconds"), 1.5)
     return {
+        "schema": SCHEMA,
         "config": {"recipe": recipe},
         "environment": {"device_name": "GPU"},
         "commit": None,

@@ -98,7 +98,7 @@ def heat_bounds(comparison: Comparison, probe: str) -> tuple[float, float]:
     return (min(cells), max(cells)) if cells else (0.0, 100.0)
 
 
-def heat_map(group: Group, probe: str, bounds: tuple[float, float], width: float) -> Drawing:
+def heat_map(probe: str, bounds: tuple[float, float], group: Group, width: float) -> Drawing:
     """Rows: after each task; columns: eval_splits. The untrained encoder stands apart on top."""
     matrix, eval_splits = mean_matrix(group, probe), group.first["eval_splits"]
     untrained = [list(u) for run in group.runs if (u := run.results["probes"][probe].get("untrained"))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, padded
@@ -51,8 +50,7 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
     for task in range(1, tasks + 1):
         if tasks <= 10 or task % 2 or width > 400:
             words = f"task {task}" if (width - left) / tasks > 44 else str(task)
-            middle = x((task - 0.5) * epochs + 0.5)
-            drawing.text(middle, top - 18, words, "soft", size=TINY, anchor="middle")
+            drawing.text(x((task - 0.5) * epochs + 0.5), top - 18, words, "soft", size=TINY, anchor="middle")
     drawing.height = top - 8
     return drawing
 
@@ -77,22 +75,18 @@ def mean_line(group: Group, key: str, unit: float, epochs: int) -> Series:
 def draw_line(drawing: Drawing, group: Group, series: Series, x: Scale, y: Scale, *, stepped: bool) -> None:
     if not series:
         return
-    role = f"run{group.colour}"
+    role, events = f"run{group.colour}", freeze_events(group)
     points = steps(series) if stepped else thinned(series)
     drawing.line([(x(place), y(value)) for place, value in points], role, width=1.8, dash=group.dash)
-    values, places = dict(series), freeze_places(group)
+    values = dict(series)
     if not stepped:  # on the line, not on the epoch that it passes over
-        values = {place: min(points, key=lambda point: abs(point[0] - place))[1] for place in places if place in values}
-    if len(places) > EVENTS:
-        found = [(x(place - 0.5), y(values[place])) for place in places if place in values]
-        if stepped and found:
-            drawing.dots(found, role, size=1.8)
-        return
-    for place in places:
-        if place in values:
-            at = y(values[place])
-            words = freeze_words(group, place)
-            drawing.mark(x(place - 0.5), max(at - 7, y.end + 4), role, size=3.4, look="down", title=words)
+        values = {place: min(points, key=lambda point: abs(point[0] - place))[1] for place in events if place in values}
+    found = [(x(place - 0.5), y(values[place]), words) for place, words in events.items() if place in values]
+    if len(events) <= EVENTS:
+        for left, top, words in found:
+            drawing.mark(left, max(top - 7, y.end + 4), role, size=3.4, look="down", title=words)
+    elif stepped and found:
+        drawing.dots([(left, top) for left, top, _ in found], role, size=1.8)
 
 
 def steps(series: Series) -> Series:
@@ -117,15 +111,11 @@ def thinned(series: Series) -> Series:
     return [(block[len(block) // 2][0], statistics.median(value for _, value in block)) for block in blocks]
 
 
-def freeze_places(group: Group) -> list[int]:
-    epochs = group.config["training"]["epochs"]
-    freezing: list[dict[str, Any]] = group.first["freezing"]
-    return [(entry["task"] - 1) * epochs + event["epoch"] for entry in freezing for event in entry["events"]]
-
-
-def freeze_words(group: Group, place: int) -> str:
-    epochs = group.config["training"]["epochs"]
-    task, epoch = divmod(place - 1, epochs)
-    events = [e for entry in group.first["freezing"] if entry["task"] == task + 1 for e in entry["events"]]
-    units = ", ".join(unit for event in events if event["epoch"] == epoch + 1 for unit in event["frozen"])
-    return f"{group.label}, task {task + 1}, epoch {epoch + 1}: {units} froze"
+def freeze_events(group: Group) -> dict[int, str]:
+    """What froze, in words, by epoch of the stream."""
+    epochs, found = group.config["training"]["epochs"], {}
+    for entry in group.first["freezing"]:
+        for event in entry["events"]:
+            words = f"{group.label}, task {entry['task']}, epoch {event['epoch']}: {', '.join(event['frozen'])} froze"
+            found[(entry["task"] - 1) * epochs + event["epoch"]] = words
+    return found

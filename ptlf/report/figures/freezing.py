@@ -50,7 +50,7 @@ def unit_room(units: Sequence[str], width: float) -> float:
     return min(max(words_width(unit, TINY) for unit in units) + 8, width * (0.36 if width > 400 else 0.31))
 
 
-def ratio_lines(group: Group, low: float, width: float) -> Drawing:
+def ratio_lines(low: float, group: Group, width: float) -> Drawing:
     """Units down, ratio across, a line per task; a filled dot is a unit that froze in that task."""
     units, tasks = group.first["units"], [t for t in tasks_of(group) if any(e["ratios"] for e in entries(group, t))]
     left, row = unit_room(units, width), 20.0 if len(units) <= 12 else 16.0
@@ -61,9 +61,7 @@ def ratio_lines(group: Group, low: float, width: float) -> Drawing:
     for value in ticks(low, 1.0, 5):
         drawing.line([(scale(value), top), (scale(value), bottom)], "line")
         drawing.text(scale(value), bottom + 14, plain(value), "soft", size=TINY, anchor="middle")
-    for number, unit in enumerate(units):
-        words = shortened(unit, left - 8, TINY, head=False)
-        drawing.text(left - 6, top + row * (number + 0.5) + 3.5, words, "ink", size=TINY, anchor="end", title=unit)
+    unit_names(drawing, units, left, top, row)
     for task in tasks:
         ratio_line(drawing, entries(group, task), units, task, scale, (top, row), len(tasks) > 8)
     drawing.height = bottom + 20
@@ -114,7 +112,7 @@ def freezing_map(group: Group, width: float) -> Drawing:
     for place, task in enumerate(tasks):
         x, top = left + place % per_row * (panel + gap), place // per_row * block + 20
         if place % per_row == 0:
-            map_names(drawing, units, left, top, row)
+            unit_names(drawing, units, left, top, row)
         wide = panel > 44
         drawing.text(x + panel / 2, top - 7, f"task {task}" if wide else str(task), "ink", size=TINY, anchor="middle")
         map_panel(drawing, group, task, (x, top, panel, row), epochs)
@@ -129,7 +127,7 @@ def freezing_map(group: Group, width: float) -> Drawing:
     return drawing
 
 
-def map_names(drawing: Drawing, units: Sequence[str], left: float, top: float, row: float) -> None:
+def unit_names(drawing: Drawing, units: Sequence[str], left: float, top: float, row: float) -> None:
     for number, unit in enumerate(units):
         words = shortened(unit, left - 8, TINY, head=False)
         drawing.text(left - 6, top + row * (number + 0.5) + 3.5, words, "ink", size=TINY, anchor="end", title=unit)
