@@ -11,14 +11,10 @@ NUMBER = (int, float)
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError)  # what a check raises
 # A type; a dictionary with these keys, or "*" for any; a list of like values.
 RESULTS: Json = {
-    "status": str,
-    "name": str,
-    "config": {
-        **dict.fromkeys(("stream", "method", "freezing", "objective", "encoder"), dict),
-        "training": {"epochs": int},
-    },
-    "environment": dict,
+    **dict.fromkeys(("status", "name"), str),
     **dict.fromkeys(("class_order", "tasks", "eval_splits", "units"), list),
+    "environment": dict,
+    "config": {**dict.fromkeys(("stream", "freezing", "objective", "encoder"), dict), "training": {"epochs": int}},
     "probes": {"*": {"settings": dict, "matrix": [[(*NUMBER, type(None))]]}},
     "freezing": [{"task": int, "order": list, "ratios": {"*": NUMBER}, "events": [{"epoch": int, "frozen": list}]}],
     "cost": {"train_seconds": NUMBER, "backward_flops": NUMBER},

@@ -110,8 +110,7 @@ def to_svg(drawing: Drawing, theme: Theme | None = None) -> Markup:
 
 
 def sprite_definition(drawing: Drawing) -> Markup:
-    sheet = drawing.sprite
-    if sheet is None:
+    if (sheet := drawing.sprite) is None:
         return Markup()
     size = f'width="{sheet["width"]}" height="{sheet["height"]}" style="image-rendering:{scaling(sheet)}"'
     return Markup(f'<defs><image id="{drawing.sprite_id}" href="{sheet["image"]}" {size}/></defs>')

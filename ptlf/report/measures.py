@@ -14,14 +14,7 @@ if TYPE_CHECKING:
 
 SCALES = {"MiB": 2**20, "T": 1e12, "G": 1e9}  # of the recorded value; 1 for other units
 WITHIN, AMONG = "within the task", "among all classes"
-PROBES = {
-    "knn_task": f"kNN {WITHIN}",
-    "knn_class": f"kNN {AMONG}",
-    "linear_task": f"linear {WITHIN}",
-    "linear": f"linear {AMONG}",
-    "ridge_task": f"ridge {WITHIN}",
-    "ridge": f"ridge {AMONG}",
-}
+PROBES = {"knn": "kNN", "linear": "linear", "ridge": "ridge"}
 
 
 @dataclass(frozen=True)
@@ -78,20 +71,19 @@ def ratio(value: float | None, base: float | None) -> float | None:
 
 
 def title_of(probe: str) -> str:
-    return PROBES.get(probe, probe)
+    kind, _, bank = probe.partition("_")
+    return f"{PROBES[kind]} {WITHIN if bank == 'task' else AMONG}" if kind in PROBES else probe
 
 
 def probe_measures(probe: str) -> list[Measure]:
+    """Accuracy, forgetting, and the accuracy of the untrained encoder."""
     title = title_of(probe)
     below = title.replace(WITHIN, "own task").replace(AMONG, "all classes")
     return [
         Measure(f"accuracy, {title}", ("probes", probe, "accuracy"), "%", short="accuracy", below=below),
         Measure(f"forgetting, {title}", ("probes", probe, "forgetting"), "points", short="forgetting", below=below),
+        Measure(f"untrained, {title}", ("probes", probe, "untrained_accuracy"), "%", short="random encoder"),
     ]
-
-
-def untrained_accuracy(probe: str) -> Measure:
-    return Measure("", ("probes", probe, "untrained_accuracy"), "%", short="random encoder")
 
 
 def cost(title: str, key: str, unit: str, digits: int = 1, short: str = "", below: str = "", **more: Any) -> Measure:

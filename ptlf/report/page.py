@@ -56,21 +56,17 @@ def page(comparison: Comparison) -> str:
     templates.filters["code"] = code
     config = comparison.groups[0].config
     sprites: dict[str, Markup] = {}
-    facts = (
-        count(comparison.tasks, "task"),
-        f"{count(config['training']['epochs'], 'epoch')} each",
-        config["encoder"]["name"],
-    )
+    stream, tasks, epochs = config["stream"]["name"], comparison.tasks, config["training"]["epochs"]
+    numbers = f"{tasks} task{'s' * (tasks != 1)}, {epochs} epoch{'s' * (epochs != 1)} each"
     return templates.get_template("page.html").render(
-        title=title_of_page(comparison, config["stream"]["name"]),
-        kicker=f"{config['stream']['name']} · {', '.join(facts)}",
+        title=title_of_page(comparison, stream),
+        kicker=f"{stream} · {numbers}, {config['encoder']['name']}",
         parts=[
             vars(part) | {"figures": [drawn(figure, sprites) for figure in part.figures]} for part in parts(comparison)
         ],
         sprites=sprites.values(),
         groups=comparison.groups,
         base=comparison.baseline,
-        seeds=any(len(group.runs) > 1 for group in comparison.groups),
         tables=list(tables(measured(comparison, comparison.probes))),
         costs=MAIN_COSTS,
         problems=list(problems(comparison)),
@@ -90,10 +86,6 @@ def code(note: str) -> Markup:
     return Markup("").join(Markup(f"<code>{piece}</code>") if n % 2 else piece for n, piece in enumerate(pieces))
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def title_of_page(comparison: Comparison, stream: str) -> str:
     base = comparison.baseline
     others = [group.label for group in comparison.groups if group is not base]
@@ -108,17 +100,18 @@ def headline(comparison: Comparison) -> dict[str, Any]:
     if not comparison.probes:
         return {"told": [], "best": []}
     measures = measured(comparison, comparison.probes[:1])
-    accuracy, forgetting = probe_measures(comparison.probes[0])
+    accuracy, forgetting, _ = probe_measures(comparison.probes[0])
     others = [group for group in comparison.groups if group is not comparison.baseline] or comparison.groups
     told = [group for group in others if group.mean(accuracy.path) is not None]
     if len(told) < MANY:
         return {"told": told, "best": [], "accuracy": accuracy, "forgetting": forgetting}
-    return {"told": [], "best": [(measure, best(measure, comparison.groups)) for measure in measures]}
-
-
-def best(measure: Measure, groups: Sequence[Group]) -> Group:
-    found = [(value, group) for group in groups if (value := group.mean(measure.path)) is not None]
-    return (max if measure.rising else min)(found, key=lambda pair: pair[0])[1]
+    best = []
+    for measure in measures:
+        found = [group for group in comparison.groups if group.values(measure.path)]
+        best.append(
+            (measure, (max if measure.rising else min)(found, key=lambda group: group.mean(measure.path) or 0.0))
+        )
+    return {"told": [], "best": best}
 
 
 def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:

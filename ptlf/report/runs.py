@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from ptlf.core.errors import UserError, unknown
 from ptlf.report.checks import DAMAGE, check_gallery, check_results
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.results import SAME_SETTINGS, Json, difference, epoch_lines, read_results
+from ptlf.run.results import Json, difference, epoch_lines, read_results, shared_settings
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
@@ -183,23 +183,18 @@ def describe(error: Exception) -> str:
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:
     """Figures may stand side by side only if they answer the same question."""
-    for run in runs[1:]:
-        for what, look in COMPARED.items():
-            if found := difference(look(run), look(runs[0])):
+    first, *others = map(questions, runs)
+    for run, asked in zip(runs[1:], others, strict=True):
+        for what, settings in asked.items():
+            if found := difference(settings, first[what]):
                 both = f"{run.folder} and {runs[0].folder} cannot be compared"
                 raise UserError(f"{both}: their {what} differ ({found}); report on them separately")
 
 
-COMPARED: dict[str, Callable[[RunRecord], Json]] = {
-    "streams": lambda run: SAME_SETTINGS["streams"](run.config),
-    "eval_splits": lambda run: {"number of eval_splits": len(run.results["eval_splits"])},
-    "probes": lambda run: {
-        f"{probe}.{key}": value
-        for probe, values in run.results["probes"].items()
-        for key, value in values["settings"].items()
-    },
-    "epochs": lambda run: SAME_SETTINGS["epochs"](run.config),
-}
+def questions(run: RunRecord) -> dict[str, Json]:
+    settings = {probe: values["settings"] for probe, values in run.results["probes"].items()}
+    splits = {"number of eval_splits": len(run.results["eval_splits"])}
+    return shared_settings(run.config) | {"eval_splits": splits, "probes": flatten(settings)}
 
 
 def unsteady(epochs: Sequence[Json]) -> float:
@@ -237,7 +232,8 @@ def name_groups(groups: list[Group]) -> None:
         flat = [flatten(twin.config) for twin in twins]
         keys = [key for key in flat[0] if len({str(one.get(key)) for one in flat}) > 1 and key != "seed"]
         for twin, values in zip(twins, flat, strict=True):
-            settings = ", ".join(f"{spoken(key)} {values.get(key)}" for key in keys[:2])
+            names = [key.removesuffix(".name").split(".")[-1] for key in keys[:2]]  # objective.name is the objective
+            settings = ", ".join(f"{name} {values.get(key)}" for name, key in zip(names, keys, strict=False))
             twin.label += f" ({settings or twin.runs[0].folder.name})"
     for twins in same_label(groups):
         for twin in twins:
@@ -247,11 +243,6 @@ def name_groups(groups: list[Group]) -> None:
 def same_label(groups: list[Group]) -> list[list[Group]]:
     counts = Counter(group.label for group in groups)
     return [[group for group in groups if group.label == label] for label, count in counts.items() if count > 1]
-
-
-def spoken(key: str) -> str:
-    """`training.epochs` as epochs, and `objective.name` as objective."""
-    return key.removesuffix(".name").split(".")[-1]
 
 
 def policy_of(config: Json) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ptlf.report import measures
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, ratio, untrained_accuracy
+from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, ratio
 from ptlf.report.runs import Group, RunRecord
 from ptlf.run.results import Json
 
@@ -62,7 +62,7 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
     """One column per run, one row per figure; costs also relative to the baseline run where there is one."""
     table = new_table(title, [""], [group.label for group in groups])
     for probe in dict.fromkeys(probe for group in groups for probe in group.first["probes"]):
-        for measure in (*probe_measures(probe), untrained_accuracy(probe)):
+        for measure in probe_measures(probe):
             cells = [score(measure, group) for group in groups]
             table.add_row(f"{probe} {measure.short}, {measure.unit}", *cells)
         table.add_section()
@@ -78,7 +78,7 @@ def show_as_list(console: Console, groups: Sequence[Group], base: Group | None, 
     common, names = shortened([group.label for group in groups])
     title = f"{title}: {common}" + (f"; costs relative to {base.label}" if base else "")
     probes = list(dict.fromkeys(probe for group in groups for probe in group.first["probes"]))[:2]
-    scores = [measure for probe in probes for measure in probe_measures(probe)]
+    scores = [measure for probe in probes for measure in probe_measures(probe)[:2]]
     costs = [measure for measure in MAIN_COSTS if any(group.values(measure.path) for group in groups)]
     headings = [heading for probe in probes for heading in (probe.replace("_", "\n") + ", %", "for-\ngets")]
     headings += [measure.short.replace(" ", "\n") for measure in costs]
@@ -122,23 +122,22 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
 
 def show_bench(console: Console, title: str, rows: list[Json]) -> None:
     """What freezing saves: each figure, and beside it its ratio to nothing frozen."""
-    columns = measures.FREEZING_COLUMNS
-    table = new_table(title, ["frozen", "how"], [column.heading for column in columns])
-    for row in rows:
-        table.add_row(row["frozen"], row["way"], *[figure(column, row, row is rows[0]) for column in columns])
-    console.print(table)
+    show_rows(console, title, rows, {"frozen": "frozen", "way": "how"}, measures.FREEZING_COLUMNS)
 
 
 def show_steps(console: Console, title: str, rows: list[Json]) -> None:
     """A training step by freeze stage, costs also relative to the first row."""
-    columns = measures.STEP_COLUMNS
-    table = new_table(title, ["frozen"], [column.heading for column in columns])
+    show_rows(console, title, rows, {"frozen": "frozen"}, measures.STEP_COLUMNS)
+
+
+def show_rows(
+    console: Console, title: str, rows: list[Json], names: dict[str, str], columns: Sequence[Measure]
+) -> None:
+    table = new_table(title, list(names.values()), [column.heading for column in columns])
     for row in rows:
-        ratios = {
-            f"{key}_ratio": ratio(row[key], rows[0][key]) for column in columns if column.cost for key in column.path
-        }
+        ratios = {f"{key}_ratio": ratio(row[key], rows[0][key]) for column in columns for key in column.path}
         cells = [figure(column, row | ratios, row is rows[0]) for column in columns]
-        table.add_row(str(row["frozen"]), *cells)
+        table.add_row(*[str(row[name]) for name in names], *cells)
     console.print(table)
 
 

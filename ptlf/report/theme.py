@@ -42,21 +42,17 @@ def ramp(stops: list[str], share: float) -> str:
     """The colour at `share` in [0, 1] of the way along the stops."""
     place = min(max(share, 0.0), 1.0) * (len(stops) - 1)
     index = min(int(place), len(stops) - 2)
-    return blend(stops[index], stops[index + 1], place - index)
+    pairs = zip(channels(stops[index]), channels(stops[index + 1]), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * (place - index)):02x}" for a, b in pairs)
 
 
-def blend(first: str, second: str, share: float) -> str:
-    pairs = zip(_channels(first), _channels(second), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
-
-
-def _channels(colour: str) -> list[int]:
+def channels(colour: str) -> list[int]:
     return [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
 
 
 def luminance(colour: str) -> float:
     """Relative luminance (WCAG), from 0 for black to 1 for white."""
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in _channels(colour))]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in channels(colour))]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 

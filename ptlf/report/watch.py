@@ -121,10 +121,10 @@ def figures(snapshot: Snapshot) -> Table:
     last = snapshot.lines[-1]
     here = [line for line in snapshot.lines if line["task"] == last["task"]]
     for name in last.get("loss", {}):
-        values = [line["loss"][name] for line in here if isinstance(line.get("loss", {}).get(name), (int, float))]
-        table.add_row(f"loss {name}", f"{values[-1]:.4f}" if values else str(last["loss"][name]), spark(values))
-    speeds = [line["views_per_second"] for line in here if "views_per_second" in line]
-    if speeds:
+        losses = [line.get("loss", {}).get(name) for line in here]
+        values = [value for value in losses if isinstance(value, int | float)]
+        table.add_row(f"loss {name}", f"{values[-1]:.4f}" if values else str(losses[-1]), spark(values))
+    if speeds := [line["views_per_second"] for line in here if "views_per_second" in line]:
         table.add_row("views/s", f"{speeds[-1]:,.0f}", spark(speeds))
     frozen = [line.get("frozen", 0) for line in here]
     table.add_row("frozen", f"{frozen[-1]}/{len(snapshot.units)}", spark(frozen))
@@ -156,10 +156,10 @@ def unit_strip(snapshot: Snapshot) -> Text:
 
 def accuracies(snapshot: Snapshot) -> list[Text]:
     rows = []
-    for probe, values in snapshot.results.get("probes", {}).items():
-        if values.get("matrix"):
-            words = f"accuracy {percent(values.get('accuracy'))}, forgetting {percent(values.get('forgetting'))}"
-            rows.append(Text(f"{probe} after task {len(values['matrix'])}: {words}"))
+    for probe, found in snapshot.results.get("probes", {}).items():
+        if found.get("matrix"):
+            words = f"accuracy {percent(found.get('accuracy'))}, forgetting {percent(found.get('forgetting'))}"
+            rows.append(Text(f"{probe} after task {len(found['matrix'])}: {words}"))
     return rows
 
 

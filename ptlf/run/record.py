@@ -14,11 +14,9 @@ from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import EpochResult, StepCost
 
 Row = list[float | None]
-PURPOSES = {  # of seconds, by their name in the record; `measuring` is of a step's bytes and FLOPs
-    "train": "training",
-    "eval": "evaluation",
-    **{name: name for name in ("correlation", "rebuild", "checkpoint", "measuring")},
-}
+# Of seconds, by their name in the record; `measuring` is of a step's bytes and FLOPs.
+PURPOSES = {name: name for name in ("train", "correlation", "rebuild", "eval", "checkpoint", "measuring")}
+PURPOSES |= {"train": "training", "eval": "evaluation"}
 
 
 @dataclass

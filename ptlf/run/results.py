@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +83,19 @@ def to_lines(columns: Json) -> list[Json]:
     ]
 
 
-SAME_SETTINGS: dict[str, Callable[[Json], Json]] = {
-    "streams": lambda config: {key: value for key, value in config.get("stream", {}).items() if key != "resident"},
-    "epochs": lambda config: {"training.epochs": config.get("training", {}).get("epochs")},
-}
+def shared_settings(config: Json) -> dict[str, Json]:
+    """What runs must have in common to be compared."""
+    stream = {key: value for key, value in config.get("stream", {}).items() if key != "resident"}
+    return {"streams": stream, "epochs": {"training.epochs": config.get("training", {}).get("epochs")}}
 
 
 def check_alike(configs: Sequence[Json]) -> None:
     """Of runs that are to be compared, before they are made."""
-    for what, look in SAME_SETTINGS.items():
-        first, *others = map(look, configs)
-        for other in others:
-            if other != first:
-                raise UserError(f"the runs are of different {what} ({difference(first, other)}) and cannot be compared")
+    first, *others = map(shared_settings, configs)
+    for other in others:
+        for what, settings in first.items():
+            if found := difference(settings, other[what]):
+                raise UserError(f"the runs are of different {what} ({found}) and cannot be compared")
 
 
 def difference(mine: Json, theirs: Json) -> str:

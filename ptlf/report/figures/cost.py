@@ -26,7 +26,6 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
     drawing = Drawing(width, 0, "Cost of every epoch")
     top = legend(drawing, left, 10, width - left, groups) + 22
     x = Scale(0.5, epochs * tasks + 0.5, left, width - 2)
-    first = True
     for measure in (measure for measure in COSTS if measure.epoch):
         key, unit, stepped = measure.epoch, measure.unit, measure.unit != "s"  # seconds differ from epoch to epoch
         highest = max((line.get(key) or 0 for group in groups for run in group.runs for line in run.epochs), default=0)
@@ -38,7 +37,7 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
         title = f"{measure.title.split(',')[0]}, {unit}"
         if not stepped and (size := block_size(max(len(series) for _, series in lines))) > 1:
             title += f" (medians of {size} epochs)"
-        drawing.text(left, top - 6 if not first else top - 8, title, "ink", size=TINY + 1.5, bold=True)
+        drawing.text(left, top - 6, title, "ink", size=TINY + 1.5, bold=True)
         y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
         panel(drawing, x, y, tasks, epochs)
         if len(lines) == 2 and comparison.baseline and stepped and all(series for _, series in lines):
@@ -46,7 +45,7 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
             drawing.area([*corners[0], *reversed(corners[1])], f"run{lines[1][0].colour}", opacity=0.14)
         for group, series in lines:
             draw_line(drawing, group, series, x, y, stepped=stepped)
-        top, first = top + height + 34, False
+        top += height + 34
     for task in range(1, tasks + 1):
         if tasks <= 10 or task % 2 or width > 400:
             words = f"task {task}" if (width - left) / tasks > 44 else str(task)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.accuracy import heat_cell
-from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, plain, shortened, task_key, ticks, words_width
+from ptlf.report.figures.axes import TINY, Scale, line_chart, plain, shortened, task_key, ticks, words_width
 from ptlf.report.runs import Comparison, Group, RunRecord, policy_of
 from ptlf.report.theme import heat_step
-
-Json = dict[str, Any]
+from ptlf.run.results import Json
 
 
 def with_ratios(comparison: Comparison) -> list[Group]:
@@ -63,38 +61,25 @@ def ratio_lines(low: float, group: Group, width: float) -> Drawing:
         drawing.text(scale(value), bottom + 14, plain(value), "soft", size=TINY, anchor="middle")
     unit_names(drawing, units, left, top, row)
     for task in tasks:
-        ratio_line(drawing, entries(group, task), units, task, scale, (top, row), len(tasks) > 8)
+        ratio_line(drawing, group, task, scale, top, row, dense=len(tasks) > 8)
     drawing.height = bottom + 20
     return drawing
 
 
-def ratio_line(
-    drawing: Drawing,
-    written: list[Json],
-    units: Sequence[str],
-    task: int,
-    x: Scale,
-    rows: tuple[float, float],
-    dense: bool,
-) -> None:
+def ratio_line(drawing: Drawing, group: Group, task: int, x: Scale, top: float, row: float, *, dense: bool) -> None:
     """dense: dots only where a unit froze."""
-    top, row = rows
-    role, points = f"task{task - 1}", []
-    for number, unit in enumerate(units):
-        values = [entry["ratios"][unit] for entry in written if unit in entry["ratios"]]
-        if values:
-            points.append((x(statistics.fmean(values)), top + row * (number + 0.5), unit, statistics.fmean(values)))
+    role, points, written = f"task{task - 1}", [], entries(group, task)
+    for number, unit in enumerate(group.first["units"]):
+        if values := [entry["ratios"][unit] for entry in written if unit in entry["ratios"]]:
+            value, froze = statistics.fmean(values), any(unit in entry["order"] for entry in written)
+            points.append(((x(value), top + row * (number + 0.5)), froze, f"task {task}, {unit}: {value:.3f}"))
     look = {"width": 1.0, "opacity": 0.75} if dense else {"width": 1.6}
-    drawing.line([(px, py) for px, py, _, _ in points], role, **look)
-    if dense:
-        chosen = [(px, py) for px, py, unit, _ in points if any(unit in entry["order"] for entry in written)]
-        if chosen:
-            drawing.dots(chosen, role, size=3.0)
-        return
-    for px, py, unit, value in points:
-        froze = any(unit in entry["order"] for entry in written)
-        title = f"task {task}, {unit}: {value:.3f}" if drawing.width > 400 else ""
-        drawing.mark(px, py, role if froze else "page", stroke=role, width=1.4, size=3.2, title=title)
+    drawing.line([at for at, _, _ in points], role, **look)
+    if dense and any(froze for _, froze, _ in points):
+        drawing.dots([at for at, froze, _ in points if froze], role, size=3.0)
+    for at, froze, words in [] if dense else points:
+        title = words if drawing.width > 400 else ""
+        drawing.mark(*at, role if froze else "page", stroke=role, width=1.4, size=3.2, title=title)
 
 
 def freezing_map(group: Group, width: float) -> Drawing:
@@ -196,34 +181,20 @@ def top_units(ratios: dict[str, float], frozen: list[str], size: int) -> list[st
 
 
 def by_epoch(comparison: Comparison) -> list[Group]:
-    return [
-        group
-        for group in comparison.groups
-        if policy_of(group.config) == "correlation" and any(epoch_overlaps(run) for run in group.runs)
-    ]
+    groups = [group for group in comparison.groups if policy_of(group.config) == "correlation"]
+    return [group for group in groups if any(epoch_overlaps(run) for run in group.runs)]
 
 
 def epoch_overlap(groups: Sequence[Group], width: float) -> Drawing:
     """A line per run over the epochs at which the ratios were computed again, the mean over tasks and seeds."""
-    epochs = groups[0].config["training"]["epochs"]
-    left, height = 40.0, 150.0
-    drawing = Drawing(width, 0, "Overlap of the selection between epochs")
-    top = legend(drawing, left, 10, width - left, groups) + 8
-    y, x = Scale(0, 1, top + height, top), Scale(1, max(epochs, 2), left + 12, width - 12)
-    grid_y(drawing, y, left, width)
-    for value in ticks(1, epochs, 6):
-        if value == int(value):
-            drawing.text(x(value), top + height + 16, plain(value), "soft", size=TINY, anchor="middle")
-    drawing.text(width, top + height + 31, "epoch of a task", "soft", size=TINY, anchor="end")
+    lines = []
     for group in groups:
-        together: dict[int, list[float]] = {}
+        found: dict[int, list[float]] = {}
         for run in group.runs:
             for epoch, values in epoch_overlaps(run).items():
-                together.setdefault(epoch, []).extend(values)
-        role = f"run{group.colour}"
-        points = [(x(epoch), y(statistics.fmean(values))) for epoch, values in sorted(together.items())]
-        drawing.line(points, role, width=2, dash=group.dash)
-        for px, py in points:
-            drawing.mark(px, py, role, look=group.marker)
-    drawing.height = top + height + 36
-    return drawing
+                found.setdefault(epoch, []).extend(values)
+        lines.append((group, [(float(epoch), statistics.fmean(found[epoch]), 0.0) for epoch in sorted(found)]))
+    epochs = groups[0].config["training"]["epochs"]
+    places = [1.0, *(value for value in ticks(1, epochs, 6) if value == int(value) and 1 < value < epochs), epochs]
+    label = "Overlap of the selection between epochs"
+    return line_chart(label, "epoch of a task", lines, (0.0, 1.0), places, width, 150.0)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import SMALL, TINY, task_key
 from ptlf.report.runs import Group
+from ptlf.run.results import Json
 
 MOMENTS = {"before": "untrained", "after": "after the stream"}
-Json = dict[str, Any]
 
 
 def shown_gallery(group: Group) -> Json | None:
@@ -37,7 +35,9 @@ def neighbours(group: Group, width: float) -> Drawing | None:
     for place, query in enumerate(queries):
         left, top = place // rows * (wide + between), 44 + place % rows * (side + 6)
         if place % rows == 0:
-            headings(drawing, left, side, inner, count)
+            drawing.text(left, 36, "image", "soft", size=TINY)
+            drawing.text(left + side + inner, 36, "nearest, untrained", "soft", size=TINY)
+            drawing.text(left + side + 2 * inner + count * side, 36, "nearest, trained", "ink", size=TINY, bold=True)
         tile(drawing, gallery, query, query, left, top, side)
         for block, moment in enumerate(MOMENTS):
             start = left + side + inner + block * (count * side + inner)
@@ -51,12 +51,6 @@ def same_class(gallery: Json, moment: str) -> int:
     label = [label for _, label in gallery["tiles"]]
     rows = zip(gallery["queries"], gallery["looks"][moment]["neighbours"], strict=True)
     return sum(label[query] == label[other] for query, row in rows for other in row)
-
-
-def headings(drawing: Drawing, left: float, side: float, inner: float, count: int) -> None:
-    drawing.text(left, 36, "image", "soft", size=TINY)
-    drawing.text(left + side + inner, 36, "nearest, untrained", "soft", size=TINY)
-    drawing.text(left + side + 2 * inner + count * side, 36, "nearest, trained", "ink", size=TINY, bold=True)
 
 
 def tile(drawing: Drawing, gallery: Json, query: int, other: int, x: float, y: float, side: float) -> None:
