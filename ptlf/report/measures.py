@@ -29,11 +29,7 @@ class Measure:
     epoch: str = ""  # its column in cost.per_epoch, drawn over the epochs
     indent: str = ""  # of a title, for a part of the cost before it
     scale: float = 0.0  # recorded value of one unit; 0: as SCALES says
-
-    @property
-    def rising(self) -> bool:
-        """Whether more is better."""
-        return self.path[-1].endswith("accuracy")
+    rising: bool = False  # more is better
 
     @property
     def heading(self) -> str:
@@ -78,11 +74,11 @@ def title_of(probe: str) -> str:
 def probe_measures(probe: str) -> list[Measure]:
     """Accuracy, forgetting, and the accuracy of the untrained encoder."""
     title = title_of(probe)
-    below = title.replace(WITHIN, "own task").replace(AMONG, "all classes")
+    below, path = title.replace(WITHIN, "own task").replace(AMONG, "all classes"), ("probes", probe)
     return [
-        Measure(f"accuracy, {title}", ("probes", probe, "accuracy"), "%", short="accuracy", below=below),
-        Measure(f"forgetting, {title}", ("probes", probe, "forgetting"), "points", short="forgetting", below=below),
-        Measure(f"untrained, {title}", ("probes", probe, "untrained_accuracy"), "%", short="random encoder"),
+        Measure(f"accuracy, {title}", (*path, "accuracy"), "%", short="accuracy", below=below, rising=True),
+        Measure(f"forgetting, {title}", (*path, "forgetting"), "points", short="forgetting", below=below),
+        Measure(f"untrained, {title}", (*path, "untrained_accuracy"), "%", short="random encoder", rising=True),
     ]
 
 

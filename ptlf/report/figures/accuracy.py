@@ -168,4 +168,4 @@ def over_tasks(comparison: Comparison, probe: str, what: str, width: float) -> D
     low, high = padded(known, least=2.0)
     places = range(1, tasks + 1, 1 if tasks <= 10 or width > 400 else 2)
     label = f"{what} over tasks, {title_of(probe)}"
-    return line_chart(label, "after task", lines, (low, min(high, 100.4)), places, width, 190.0)
+    return line_chart(label, "after task", lines, tasks, places, (low, min(high, 100.4)), width)

@@ -103,18 +103,11 @@ def grid_y(
 
 
 def line_chart(
-    label: str,
-    below: str,
-    lines: Lines,
-    ends: tuple[float, float],
-    places: Sequence[float],
-    width: float,
-    height: float,
+    label: str, below: str, lines: Lines, last: int, places: Sequence[float], ends: tuple[float, float], width: float
 ) -> Drawing:
-    """A line per run over whole numbers from 1 on, with the values' ends; a band of one standard deviation where there
-    are seeds. `places` are named on the axis, and `below` says what they are."""
-    left, last = 40.0, max([*places, *(x for _, series in lines for x, _, _ in series)])
-    drawing = Drawing(width, 0, label)
+    """A line per run from 1 to `last`, with a band of one standard deviation where there are seeds. `places` are named
+    on the axis, and `below` says what they are; `ends` are the least and the greatest value shown."""
+    drawing, left, height = Drawing(width, 0, label), 40.0, 190.0
     top = legend(drawing, left, 10, width - left, [group for group, _ in lines]) + 8
     y = Scale(*ends, top + height, top)
     x = Scale(1, last, left + 12, width - 12) if last > 1 else Scale(0, 2, left, width)

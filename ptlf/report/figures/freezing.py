@@ -195,6 +195,6 @@ def epoch_overlap(groups: Sequence[Group], width: float) -> Drawing:
                 found.setdefault(epoch, []).extend(values)
         lines.append((group, [(float(epoch), statistics.fmean(found[epoch]), 0.0) for epoch in sorted(found)]))
     epochs = groups[0].config["training"]["epochs"]
-    places = [1.0, *(value for value in ticks(1, epochs, 6) if value == int(value) and 1 < value < epochs), epochs]
+    places = [value for value in ticks(1, epochs, 6) if value == int(value)]
     label = "Overlap of the selection between epochs"
-    return line_chart(label, "epoch of a task", lines, (0.0, 1.0), places, width, 150.0)
+    return line_chart(label, "epoch of a task", lines, epochs, places, (0.0, 1.0), width)
