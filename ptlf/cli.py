@@ -285,7 +285,7 @@ def train_in(folder: Path, config, *, resume: bool, strict: bool = True) -> None
 
 def run_sweep(arguments: Arguments) -> None:
     from ptlf.report.live import Live, console
-    from ptlf.report.tables import over_seeds, show_results, show_runs
+    from ptlf.report.tables import show_results, show_runs
     from ptlf.run import sweep
 
     if any(word.partition("=")[0] == "--seed" for word in arguments.overrides):
@@ -308,11 +308,10 @@ def run_sweep(arguments: Arguments) -> None:
     else:
         for run, results in sweep.train_all(missing, Live):
             show_results(console, results, run.folder, brief=True)
-    groups = {name: over_seeds(results) for name, results in sweep.results_by_recipe(runs).items()}
     seeds = len(set(arguments.seeds))
     title = "What it came to" if seeds == 1 else f"What it came to, means of {seeds} seeds"
     baseline = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
-    show_runs(console, groups, baseline, title)
+    show_runs(console, sweep.results_by_recipe(runs), baseline, title)
     write_page([run.folder for run in runs], arguments.out / "report.html", arguments.baseline)
 
 

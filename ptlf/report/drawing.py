@@ -6,8 +6,9 @@ import base64
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from ptlf.report.theme import Theme
 
@@ -32,7 +33,7 @@ class Shape:
     anchor: str = "start"
     bold: bool = False
     title: str = ""
-    look: str = ""  # circle, square ... of a mark; a class of the page for others
+    look: str = ""  # of a mark: circle, or one of MARKS
     tile: tuple[int, int] = (0, 0)  # place in the sprite, in pixels
 
 
@@ -42,7 +43,7 @@ class Drawing:
     height: float
     label: str  # what it shows, for those who cannot see it
     sprite: dict[str, Any] | None = None
-    sprite_id: str = ""
+    sprite_id: str = "sprite"
     shapes: list[Shape] = field(default_factory=list)
 
     def rect(self, x: float, y: float, w: float, h: float, fill: str, **look: Any) -> None:
@@ -69,15 +70,20 @@ class Drawing:
         self.shapes.append(Shape("tile", ((x, y), (x + side, y + side)), tile=place, **look))
 
 
-def mark_corners(shape: Shape) -> list[Point]:
-    (x, y), r = shape.at[0], shape.size
-    corners = {
-        "square": [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
-        "diamond": [(0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)],
-        "triangle": [(0, -1.2), (1.15, 0.9), (-1.15, 0.9)],
-        "down": [(0, 1.2), (1.15, -0.9), (-1.15, -0.9)],
-    }
-    return [(x + r * a, y + r * b) for a, b in corners[shape.look]]
+MARKS = {  # corners around the centre, in radii
+    "square": [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
+    "diamond": [(0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)],
+    "triangle": [(0, -1.2), (1.15, 0.9), (-1.15, 0.9)],
+    "down": [(0, 1.2), (1.15, -0.9), (-1.15, -0.9)],
+}
+
+
+def corners(shape: Shape) -> list[Point]:
+    """Of a mark that is no circle, of a rectangle or of an area."""
+    (x, y), (x2, y2) = shape.at[0], shape.at[-1]
+    if shape.kind == "mark":
+        return [(x + shape.size * a, y + shape.size * b) for a, b in MARKS[shape.look]]
+    return [(x, y), (x2, y), (x2, y2), (x, y2)] if shape.kind == "rect" else list(shape.at)
 
 
 def number(value: float) -> str:
@@ -88,7 +94,7 @@ def join(points: Iterable[Point]) -> str:
     return " ".join(f"{number(x)},{number(y)}" for x, y in points)
 
 
-def to_svg(drawing: Drawing, theme: Theme | None = None) -> str:
+def to_svg(drawing: Drawing, theme: Theme | None = None) -> Markup:
     """Without a theme colours are classes of the page (f-ROLE fills, s-ROLE strokes); with one they are written in."""
     label = escape(drawing.label)
     if theme is None:
@@ -96,20 +102,18 @@ def to_svg(drawing: Drawing, theme: Theme | None = None) -> str:
         head = f'<svg viewBox="0 0 {size}" role="img" aria-label="{label}" style="max-width:{number(drawing.width)}px">'
     else:
         wide, tall = drawing.width + 2 * MARGIN, drawing.height + 2 * MARGIN
-        box = f"{-MARGIN} {-MARGIN} {number(wide)} {number(tall)}"
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-family="{FONT}" role="img"'
+        view = f"{-MARGIN} {-MARGIN} {number(wide)} {number(tall)}"
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{view}" font-family="{FONT}" role="img"'
         head += f' aria-label="{label}" width="{number(wide * PRINT)}pt" height="{number(tall * PRINT)}pt">'
-        place = f'x="{-MARGIN}" y="{-MARGIN}" width="{number(wide)}" height="{number(tall)}"'
-        head += f'<rect {place} fill="{theme["page"]}"/>{sprite_definition(drawing)}'
-    return head + "".join(svg_shape(shape, drawing, theme) for shape in drawing.shapes) + "</svg>"
+        head += f'<rect {box(-MARGIN, -MARGIN, wide, tall)} fill="{theme["page"]}"/>{sprite_definition(drawing)}'
+    return Markup(head + "".join(svg_shape(shape, drawing, theme) for shape in drawing.shapes) + "</svg>")
 
 
-def sprite_definition(drawing: Drawing) -> str:
-    sheet = drawing.sprite
-    if sheet is None:
-        return ""
+def sprite_definition(drawing: Drawing) -> Markup:
+    if (sheet := drawing.sprite) is None:
+        return Markup()
     size = f'width="{sheet["width"]}" height="{sheet["height"]}" style="image-rendering:{scaling(sheet)}"'
-    return f'<defs><image id="{drawing.sprite_id}" href="{sheet["image"]}" {size}/></defs>'
+    return Markup(f'<defs><image id="{drawing.sprite_id}" href="{sheet["image"]}" {size}/></defs>')
 
 
 def scaling(sheet: dict[str, Any]) -> str:
@@ -117,76 +121,49 @@ def scaling(sheet: dict[str, Any]) -> str:
 
 
 def svg_shape(shape: Shape, drawing: Drawing, theme: Theme | None) -> str:
-    body = {"rect": svg_rect, "line": svg_line, "area": svg_area, "mark": svg_mark, "dots": svg_dots}
-    body |= {"text": svg_text}
-    title = f"<title>{escape(shape.title)}</title>" if shape.title else ""
-    if shape.kind == "tile":
-        return svg_tile(shape, drawing, title)
-    return body[shape.kind](shape, paint(shape, theme), title)
+    (x, y), (x2, y2) = shape.at[0], shape.at[-1]
+    look, inner = paint(shape, theme), f"<title>{escape(shape.title)}</title>" if shape.title else ""
+    if shape.kind == "rect":
+        tag, place = "rect", box(x, y, x2 - x, y2 - y)
+    elif shape.kind == "line":
+        tag, place = "polyline", f'points="{join(shape.at)}" stroke-linejoin="round"'
+    elif shape.kind == "dots":  # strokes of no length with round ends
+        path = "".join(f"M{number(x)} {number(y)}h0" for x, y in shape.at)
+        tag, place = "path", f'd="{path}" stroke-width="{number(2 * shape.size)}" stroke-linecap="round"'
+    elif shape.kind == "text":
+        place = f'x="{number(x)}" y="{number(y)}" font-size="{number(shape.size)}"'
+        place += "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
+        tag, place = "text", place + (' font-weight="600"' if shape.bold else "")
+        inner = escape(shape.words) + Markup(inner)
+    elif shape.kind == "tile":  # a window onto the sprite: the nested svg clips what lies outside
+        assert drawing.sprite is not None
+        side, (left, top) = drawing.sprite["size"], shape.tile
+        tag, place = "svg", f'{box(x, y, x2 - x, x2 - x)} viewBox="{left} {top} {side} {side}"'
+        inner += f'<use href="#{drawing.sprite_id}"/>'
+    elif shape.look == "circle":
+        tag, place = "circle", f'cx="{number(x)}" cy="{number(y)}" r="{number(shape.size)}"'
+    else:
+        tag, place = "polygon", f'points="{join(corners(shape))}"'
+    return f"<{tag} {place}{look}>{inner}</{tag}>" if inner else f"<{tag} {place}{look}/>"
+
+
+def box(x: float, y: float, wide: float, tall: float) -> str:
+    return f'x="{number(x)}" y="{number(y)}" width="{number(wide)}" height="{number(tall)}"'
 
 
 def paint(shape: Shape, theme: Theme | None) -> str:
     """Attributes for colour, dash and opacity."""
-    filled = shape.kind not in ("line", "dots")
-    classes = [f"f-{shape.fill}"] if filled and shape.fill else []
-    classes += [f"s-{shape.stroke}"] if shape.stroke else []
+    fill = "" if shape.kind in ("line", "dots") else shape.fill
+    roles = [f"f-{fill}"] * bool(fill) + [f"s-{shape.stroke}"] * bool(shape.stroke)
     if theme is None:
-        names = " ".join([*classes, *([shape.look] if shape.look and shape.kind != "mark" else [])])
-        words = f' class="{names}"' if names else ""
-        words += "" if filled and shape.fill else ' fill="none"'
+        words = (f' class="{" ".join(roles)}"' if roles else "") + ("" if fill else ' fill="none"')
     else:
-        words = f' fill="{theme[shape.fill]}"' if filled and shape.fill else ' fill="none"'
+        words = f' fill="{theme[fill] if fill else "none"}"'
         words += f' stroke="{theme[shape.stroke]}"' if shape.stroke else ""
     if shape.stroke and shape.kind != "dots":
         words += f' stroke-width="{number(shape.width)}"' if shape.width != 1 else ""
         words += f' stroke-dasharray="{shape.dash}"' if shape.dash else ""
     return words + (f' opacity="{shape.opacity:.2f}"' if shape.opacity < 1 else "")
-
-
-def svg_rect(shape: Shape, paint: str, title: str) -> str:
-    (x, y), (x2, y2) = shape.at
-    place = f'x="{number(x)}" y="{number(y)}" width="{number(x2 - x)}" height="{number(y2 - y)}"'
-    return f"<rect {place}{paint}>{title}</rect>" if title else f"<rect {place}{paint}/>"
-
-
-def svg_line(shape: Shape, paint: str, title: str) -> str:
-    return f'<polyline points="{join(shape.at)}"{paint} stroke-linejoin="round">{title}</polyline>'
-
-
-def svg_area(shape: Shape, paint: str, title: str) -> str:
-    return f'<polygon points="{join(shape.at)}"{paint}>{title}</polygon>'
-
-
-def svg_mark(shape: Shape, paint: str, title: str) -> str:
-    if shape.look == "circle":
-        (x, y), r = shape.at[0], number(shape.size)
-        return f'<circle cx="{number(x)}" cy="{number(y)}" r="{r}"{paint}>{title}</circle>'
-    return f'<polygon points="{join(mark_corners(shape))}"{paint}>{title}</polygon>'
-
-
-def svg_dots(shape: Shape, paint: str, title: str) -> str:
-    """Strokes of no length with round ends."""
-    path = "".join(f"M{number(x)} {number(y)}h0" for x, y in shape.at)
-    return f'<path d="{path}"{paint} stroke-width="{number(2 * shape.size)}" stroke-linecap="round">{title}</path>'
-
-
-def svg_text(shape: Shape, paint: str, title: str) -> str:
-    x, y = shape.at[0]
-    look = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
-    look += ' font-weight="600"' if shape.bold else ""
-    place = f'x="{number(x)}" y="{number(y)}" font-size="{number(shape.size)}"'
-    return f"<text {place}{look}{paint}>{escape(shape.words)}{title}</text>"
-
-
-def svg_tile(shape: Shape, drawing: Drawing, title: str) -> str:
-    """A window onto the sprite: the nested svg clips what lies outside."""
-    assert drawing.sprite is not None
-    (x, y), (x2, _) = shape.at
-    side, (left, top) = drawing.sprite["size"], shape.tile
-    window = f'x="{number(x)}" y="{number(y)}" width="{number(x2 - x)}" height="{number(x2 - x)}"'
-    fade = f' opacity="{shape.opacity:.2f}"' if shape.opacity < 1 else ""
-    use = f'<use href="#{drawing.sprite_id}"/>'
-    return f'<svg {window} viewBox="{left} {top} {side} {side}"{fade}>{title}{use}</svg>'
 
 
 def to_png(drawing: Drawing, theme: Theme, dpi: int = 300) -> bytes:
@@ -199,58 +176,41 @@ def to_png(drawing: Drawing, theme: Theme, dpi: int = 300) -> bytes:
     axes.set(xlim=(-MARGIN, drawing.width + MARGIN), ylim=(drawing.height + MARGIN, -MARGIN))
     axes.axis("off")
     for order, shape in enumerate(drawing.shapes):
-        for artist in artists(shape, drawing, theme, order, axes):
-            axes.add_artist(artist)
+        add_artist(axes, shape, drawing, theme, order)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
 
 
-def artists(shape: Shape, drawing: Drawing, theme: Theme, order: int, axes: Any) -> list[Any]:
+def add_artist(axes: Any, shape: Shape, drawing: Drawing, theme: Theme, order: int) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Circle, Polygon
-    from matplotlib.text import Text
 
     common: dict[str, Any] = {"alpha": shape.opacity, "zorder": order}
-    if shape.kind == "line":
-        dash: Any = (0, tuple(float(part) / shape.width for part in shape.dash.split())) if shape.dash else "-"
-        xs, ys = zip(*shape.at, strict=True)
-        return [Line2D(xs, ys, color=theme[shape.stroke], linewidth=shape.width * PRINT, linestyle=dash, **common)]
-    if shape.kind == "dots":
-        xs, ys = zip(*shape.at, strict=True)
-        disc: dict[str, Any] = {
-            "marker": "o",
-            "markersize": 2 * shape.size * PRINT,
-            "markeredgewidth": 0,
-            "linestyle": "none",
-        }
-        return [Line2D(xs, ys, color=theme[shape.stroke], **disc, **common)]
-    if shape.kind == "text":
-        align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
-        weight = "bold" if shape.bold else "normal"
-        words = shape.words.replace("$", r"\$")
-        look: dict[str, Any] = {
-            "fontsize": shape.size * 0.92 * PRINT,
-            "ha": align,
-            "va": "baseline",
-            "fontweight": weight,
-        }
-        x, y = shape.at[0]
-        return [Text(x, y, words, color=theme[shape.fill], **look, **common)]
     if shape.kind == "tile":
-        picture(shape, drawing, order, axes)
-        return []
-    common |= {"facecolor": theme[shape.fill]} if shape.fill else {"facecolor": "none"}
-    common |= {"edgecolor": theme[shape.stroke], "linewidth": shape.width * PRINT} if shape.stroke else {"linewidth": 0}
-    if shape.kind == "mark" and shape.look == "circle":
-        return [Circle(shape.at[0], shape.size, **common)]
-    if shape.kind == "rect":
-        (x, y), (x2, y2) = shape.at
-        return [Polygon([(x, y), (x2, y), (x2, y2), (x, y2)], **common)]
-    return [Polygon(mark_corners(shape) if shape.kind == "mark" else shape.at, **common)]
+        add_picture(axes, shape, drawing, order)
+    elif shape.kind == "text":
+        align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
+        common |= {"fontsize": shape.size * 0.92 * PRINT, "fontweight": "bold" if shape.bold else "normal", "ha": align}
+        axes.text(*shape.at[0], shape.words.replace("$", r"\$"), color=theme[shape.fill], va="baseline", **common)
+    elif shape.kind in ("line", "dots"):
+        common |= {"color": theme[shape.stroke], "linewidth": shape.width * PRINT}
+        if shape.kind == "dots":
+            size = 2 * shape.size * PRINT
+            common |= {"marker": "o", "markersize": size, "markeredgewidth": 0, "linestyle": "none"}
+        elif shape.dash:
+            common["linestyle"] = (0, tuple(float(part) / shape.width for part in shape.dash.split()))
+        axes.add_artist(Line2D(*zip(*shape.at, strict=True), **common))
+    else:
+        common["facecolor"] = theme[shape.fill] if shape.fill else "none"
+        common["linewidth"] = shape.width * PRINT if shape.stroke else 0
+        if shape.stroke:
+            common["edgecolor"] = theme[shape.stroke]
+        circle = shape.kind == "mark" and shape.look == "circle"
+        axes.add_artist(Circle(shape.at[0], shape.size, **common) if circle else Polygon(corners(shape), **common))
 
 
-def picture(shape: Shape, drawing: Drawing, order: int, axes: Any) -> None:
+def add_picture(axes: Any, shape: Shape, drawing: Drawing, order: int) -> None:
     from PIL import Image
 
     assert drawing.sprite is not None

@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from ptlf.report.tables import percent
 from ptlf.run.watcher import Start, Watcher
 
-console = Console(stderr=False)
+# Names come from users and from files: what looks like markup or an emoji in them is text.
+console = Console(markup=False, emoji=False)
 
 
 class Live(Watcher):
@@ -20,10 +21,10 @@ class Live(Watcher):
     def __init__(self, name: str) -> None:
         self.name = name
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(),
             console=console,
             transient=True,
@@ -35,12 +36,11 @@ class Live(Watcher):
         console.print(
             f"{self.name}: {start.tasks} tasks, {start.images} images of {start.size} px, {start.epochs} epochs each, "
             f"{start.encoder} with {start.units} units, on {start.device}",
-            highlight=False,
         )
         if start.compiles:
             console.print("  compiling the step: about a minute the first time on a machine, then seconds")
         if start.resumed_at:
-            console.print(f"  going on with {start.resumed_at}", highlight=False)
+            console.print(f"  going on with {start.resumed_at}")
         total = start.epochs * start.tasks
         self.bar = self.progress.add_task(self.name, total=total, completed=start.epochs_done, figures="")
         self.progress.start()
@@ -70,7 +70,6 @@ class Live(Watcher):
         self.progress.console.print(
             f"  task {task + 1}/{self.tasks}: {self.loss}{accuracy}, "
             f"{self.frozen}/{self.units} frozen, {elapsed:.0f} s",
-            highlight=False,
             soft_wrap=True,
         )
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ptlf.core.errors import UserError, unknown
+from ptlf.report.checks import DAMAGE, check_gallery, check_results
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.results import SAME_SETTINGS, SCHEMA, Json, difference, read_results
+from ptlf.run.results import Json, difference, epoch_lines, read_results, shared_settings
 
-NUMBER = (int, float)
+RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
+UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
 
 
 @dataclass
@@ -32,16 +35,16 @@ class RunRecord:
     def finished(self) -> bool:
         return self.results["status"] == "finished"
 
-    @property
+    @cached_property
     def epochs(self) -> list[Json]:
-        return self.results["cost"]["per_epoch"]
+        return epoch_lines(self.results)
 
     @property
     def state(self) -> str:
         """Empty for a finished run, else what is there of it."""
         if self.finished:
             return ""
-        word = {"running": "unfinished", "failed": "failed"}.get(self.results["status"], self.results["status"])
+        word = "unfinished" if self.results["status"] == "running" else self.results["status"]
         total = len(self.results["tasks"]) * self.config["training"]["epochs"]
         return f"{word}: {len(self.epochs)} of {total} epochs written down"
 
@@ -85,7 +88,7 @@ class Group:
     def state(self) -> str:
         return self.runs[0].state
 
-    def values(self, *path: str) -> list[float]:
+    def values(self, path: Sequence[str]) -> list[float]:
         """One number per seed that has it."""
         found = []
         for run in self.runs:
@@ -96,14 +99,22 @@ class Group:
                 found.append(float(value))
         return found
 
-    def mean(self, *path: str) -> float | None:
-        values = self.values(*path)
+    def mean(self, path: Sequence[str]) -> float | None:
+        values = self.values(path)
         return statistics.fmean(values) if values else None
 
-    def spread(self, *path: str) -> float | None:
+    def spread(self, path: Sequence[str]) -> float | None:
         """Sample standard deviation over seeds."""
-        values = self.values(*path)
+        values = self.values(path)
         return statistics.stdev(values) if len(values) > 1 else None
+
+    @property
+    def doubt(self) -> str:
+        """What to say of seconds so unsteady that the machine must have been busy; empty where they are steady."""
+        share = max(unsteady(run.epochs) for run in self.runs)
+        if share <= UNSTEADY:
+            return ""
+        return f"{share:.0%} of the steps' seconds lie above the median of like epochs; was the machine busy otherwise?"
 
 
 @dataclass
@@ -136,39 +147,32 @@ def read_comparison(folders: Sequence[Path], baseline: str | None = None) -> Com
     groups = group_seeds(runs)
     name_groups(groups)
     base = choose_baseline(groups, baseline)
-    others = [group for group in groups if group is not base]
-    ordered = [base, *others] if base else others
-    for place, group in enumerate(ordered, start=0 if base else 1):
+    groups.sort(key=lambda group: group is not base)
+    for place, group in enumerate(groups, start=0 if base else 1):
         group.place = place
-    return Comparison(ordered, damaged, base)
+    return Comparison(groups, damaged, base)
 
 
 def run_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; name the folder of a run, or one that holds several")
-    if is_run(folder):
+    if any((folder / name).exists() for name in RUN_FILES):
         return [folder]
-    below = sorted(path for path in folder.iterdir() if path.is_dir() and is_run(path))
-    return below or [folder]
-
-
-def is_run(folder: Path) -> bool:
-    return (folder / "results.json").exists() or (folder / "config.yaml").exists()
+    return sorted({path.parent for name in RUN_FILES for path in folder.glob(f"*/{name}")}) or [folder]
 
 
 def read_run(folder: Path) -> RunRecord:
-    results = read_results(folder)
+    run = RunRecord(folder, read_results(folder))
     try:
-        check_results(results)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        check_results(run.results)
+    except DAMAGE as error:
         raise UserError(f"{folder / 'results.json'} is damaged: {describe(error)}") from None
-    run = RunRecord(folder, results)
     path = folder / "gallery.json"
     try:
         run.gallery = check_gallery(json.loads(path.read_text()))
     except FileNotFoundError:
         run.gallery_problem = "there is no gallery.json beside its results (`--evaluation.gallery true` makes one)"
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (OSError, *DAMAGE) as error:
         run.gallery_problem = f"{path} is damaged: {describe(error)}"
     return run
 
@@ -177,96 +181,20 @@ def describe(error: Exception) -> str:
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def expect(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        names = "number" if kind == NUMBER else getattr(kind, "__name__", str(kind))
-        raise ValueError(f"{where} is {str(value)[:40]!r}, not a {names}")
-    return value
-
-
-def check_results(results: Any) -> None:
-    """Everything the page reads is there and of its type; raises ValueError or KeyError otherwise."""
-    expect(results, dict, "the file")
-    if results.get("schema") != SCHEMA:
-        raise ValueError(f"its schema is {results.get('schema')!r}, this version reads {SCHEMA}")
-    expect(results["status"], str, "status")
-    for key in ("config", "environment", "probes", "cost"):
-        expect(results[key], dict, key)
-    for key in ("class_order", "tasks", "eval_splits", "units", "freezing"):
-        expect(results[key], list, key)
-    for key in ("stream", "training", "method", "freezing", "objective", "encoder"):
-        expect(results["config"][key], dict, f"config.{key}")
-    expect(results["config"]["training"]["epochs"], int, "config.training.epochs")
-    for probe, values in results["probes"].items():
-        check_matrix(values["matrix"], len(results["eval_splits"]), probe)
-        expect(values["settings"], dict, f"{probe}.settings")
-    for key in ("train_seconds", "backward_flops"):
-        expect(results["cost"][key], NUMBER, f"cost.{key}")
-    for line in expect(results["cost"]["per_epoch"], list, "cost.per_epoch"):
-        for key in ("task", "epoch", "seconds", "frozen", "backward_flops", "kept_bytes"):
-            expect(line[key], NUMBER, f"cost.per_epoch.{key}")
-    for entry in results["freezing"]:
-        for ratio in entry["ratios"].values():
-            expect(ratio, NUMBER, "freezing.ratios")
-        for event in entry["events"]:
-            expect(event["epoch"], int, "freezing.events.epoch")
-            expect(event["frozen"], list, "freezing.events.frozen")
-
-
-def check_matrix(matrix: Any, eval_splits: int, probe: str) -> None:
-    for row in expect(matrix, list, f"{probe}.matrix"):
-        if len(row) != eval_splits:
-            raise ValueError(f"{probe}.matrix has a row of {len(row)} for {eval_splits} eval_splits")
-        for value in row:
-            if value is not None:
-                expect(value, NUMBER, f"{probe}.matrix")
-
-
-def check_gallery(gallery: Any) -> Json:
-    sheet, tiles = gallery["sprite"], gallery["tiles"]
-    if not re.fullmatch(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=]+", sheet["image"]):
-        raise ValueError("sprite.image is no picture")
-    for key in ("size", "columns", "width", "height"):
-        expect(sheet[key], int, f"sprite.{key}")
-    for group, label in tiles:
-        gallery["groups"][group], gallery["labels"][label]
-    for look in gallery["looks"].values():
-        for row in [*look["neighbours"], gallery["queries"]]:
-            for tile in row:
-                tiles[tile]
-        for x, y in look["points"]:
-            expect(x, NUMBER, "points"), expect(y, NUMBER, "points")
-        if look["points"] and len(look["points"]) != len(gallery["point_groups"]):
-            raise ValueError(f"{len(look['points'])} points, {len(gallery['point_groups'])} groups of points")
-    return gallery
-
-
 def check_comparable(runs: Sequence[RunRecord]) -> None:
     """Figures may stand side by side only if they answer the same question."""
-    reference = runs[0]
-    for run in runs[1:]:
-        for what, look in COMPARED.items():
-            mine, theirs = look(run), look(reference)
-            if mine != theirs:
-                raise UserError(
-                    f"{run.folder} and {reference.folder} cannot be compared: their {what} differ "
-                    f"({difference(mine, theirs)}); report on them separately"
-                )
+    first, *others = map(questions, runs)
+    for run, asked in zip(runs[1:], others, strict=True):
+        for what, settings in asked.items():
+            if found := difference(settings, first[what]):
+                both = f"{run.folder} and {runs[0].folder} cannot be compared"
+                raise UserError(f"{both}: their {what} differ ({found}); report on them separately")
 
 
-COMPARED: dict[str, Callable[[RunRecord], Json]] = {
-    "streams": lambda run: SAME_SETTINGS["streams"](run.config),
-    "eval_splits": lambda run: {"number of eval_splits": len(run.results["eval_splits"])},
-    "probes": lambda run: {
-        f"{probe}.{key}": value
-        for probe, values in run.results["probes"].items()
-        for key, value in values["settings"].items()
-    },
-    "epochs": lambda run: SAME_SETTINGS["epochs"](run.config),
-}
-
-
-UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
+def questions(run: RunRecord) -> dict[str, Json]:
+    settings = {probe: values["settings"] for probe, values in run.results["probes"].items()}
+    splits = {"number of eval_splits": len(run.results["eval_splits"])}
+    return shared_settings(run.config) | {"eval_splits": splits, "probes": flatten(settings)}
 
 
 def unsteady(epochs: Sequence[Json]) -> float:
@@ -274,15 +202,9 @@ def unsteady(epochs: Sequence[Json]) -> float:
     like: dict[tuple[int, int], list[float]] = {}
     for line in epochs:
         like.setdefault((line["task"], line["frozen"]), []).append(line["seconds"])
-    above = sum(max(0.0, value - statistics.median(values)) for values in like.values() for value in values)
+    medians = {key: statistics.median(values) for key, values in like.items()}
+    above = sum(max(0.0, value - medians[key]) for key, values in like.items() for value in values)
     return above / max(sum(map(sum, like.values())), 1e-9)
-
-
-def doubt_about_seconds(share: float) -> str:
-    """What to say of runs whose seconds are so unsteady, if anything."""
-    if share <= UNSTEADY:
-        return ""
-    return f"{share:.0%} of the steps' seconds lie above the median of like epochs; was the machine busy otherwise?"
 
 
 def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
@@ -306,24 +228,26 @@ def name_groups(groups: list[Group]) -> None:
         parts = [part[1:] for part in parts]
     for group, part in zip(groups, parts, strict=True):
         group.label = "/".join(part)
-    for group in groups:
-        twins = [other for other in groups if other.label == group.label]
-        if len(twins) > 1:
-            flat = [flatten(twin.config) for twin in twins]
-            keys = [key for key in flat[0] if len({str(one.get(key)) for one in flat}) > 1 and key != "seed"]
-            for twin, values in zip(twins, flat, strict=True):
-                settings = ", ".join(f"{spoken(key)} {values.get(key)}" for key in keys[:2])
-                twin.label += f" ({settings or twin.runs[0].folder.name})"
-    for group in groups:
-        twins = [other for other in groups if other.label == group.label]
-        if len(twins) > 1:
-            for twin in twins:
-                twin.label += f" in {twin.runs[0].folder.name}"
+    for twins in same_label(groups):
+        flat = [flatten(twin.config) for twin in twins]
+        keys = [key for key in flat[0] if len({str(one.get(key)) for one in flat}) > 1 and key != "seed"]
+        for twin, values in zip(twins, flat, strict=True):
+            names = [key.removesuffix(".name").split(".")[-1] for key in keys[:2]]  # objective.name is the objective
+            settings = ", ".join(f"{name} {values.get(key)}" for name, key in zip(names, keys, strict=False))
+            twin.label += f" ({settings or twin.runs[0].folder.name})"
+    for twins in same_label(groups):
+        for twin in twins:
+            twin.label += f" in {twin.runs[0].folder.name}"
 
 
-def spoken(key: str) -> str:
-    """`training.epochs` as epochs, and `objective.name` as objective."""
-    return key.removesuffix(".name").split(".")[-1]
+def same_label(groups: list[Group]) -> list[list[Group]]:
+    counts = Counter(group.label for group in groups)
+    return [[group for group in groups if group.label == label] for label, count in counts.items() if count > 1]
+
+
+def policy_of(config: Json) -> str:
+    policy = config["freezing"]["policy"]
+    return policy["name"] if isinstance(policy, dict) else policy
 
 
 def flatten(config: Json, prefix: str = "") -> Json:
@@ -336,7 +260,7 @@ def flatten(config: Json, prefix: str = "") -> Json:
 def choose_baseline(groups: list[Group], name: str | None) -> Group | None:
     """The group asked for by label, recipe or folder; else the finished LUMP run without freezing, if there is one."""
     if name is None:
-        return next((g for g in groups if g.first["baseline"] and not g.state), None)
+        return next((g for g in groups if g.first.get("baseline") and not g.state), None)
     for group in groups:
         names = {group.label, group.config.get("recipe")} | {run.folder.name for run in group.runs}
         if name in names or Path(name).resolve() in {run.folder.resolve() for run in group.runs}:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ptlf.core.errors import UserError
-from ptlf.report.tables import percent, seconds
-from ptlf.run.results import read_results
+from ptlf.report.measures import seconds
+from ptlf.report.tables import percent
+from ptlf.run.results import Json, epoch_lines, read_results
 
-Json = dict[str, Any]
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -30,23 +29,12 @@ class Snapshot:
     results: Json
     lines: list[Json]
     skipped: int = 0  # lines that could not be read
-    units: list[str] = field(default_factory=list)
 
-    @property
-    def status(self) -> str:
-        return self.results["status"]
-
-    @property
-    def tasks(self) -> int:
-        return len(self.results["tasks"])
-
-    @property
-    def epochs(self) -> int:
-        return self.results["config"]["training"]["epochs"]
-
-    @property
-    def total(self) -> int:
-        return self.tasks * self.epochs
+    def __post_init__(self) -> None:
+        self.status: str = self.results["status"]
+        self.units: list[str] = list(self.results["units"])
+        self.tasks, self.epochs = len(self.results["tasks"]), int(self.results["config"]["training"]["epochs"])
+        self.total = self.tasks * self.epochs
 
     @property
     def epoch_seconds(self) -> float | None:
@@ -71,8 +59,10 @@ def read_snapshot(folder: Path) -> Snapshot:
     try:
         lines, skipped = read_lines(folder / "metrics.jsonl")
         if results["status"] == "finished":  # of runs that are kept, often only the results are
-            lines = results["cost"]["per_epoch"]
-        snapshot = Snapshot(results, lines, skipped, list(results["units"]))
+            lines = epoch_lines(results)
+            froze = {(log["task"], e["epoch"]): e["frozen"] for log in results["freezing"] for e in log["events"]}
+            lines = [line | {"newly_frozen": froze.get((line["task"], line["epoch"]))} for line in lines]
+        snapshot = Snapshot(results, lines, skipped)
         view(snapshot)  # whatever it needs is there
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{folder} holds a damaged run: {error}") from None
@@ -99,29 +89,27 @@ def view(snapshot: Snapshot, quiet: float = 0.0) -> Group:
         rows.append(unit_strip(snapshot))
     rows += accuracies(snapshot)
     if snapshot.status == "running" and quiet > max(60.0, 10 * (snapshot.epoch_seconds or 60.0)):
-        rows.append(Text(f"no new line for {seconds(quiet)}: the run may have stopped", style="yellow"))
+        rows.append(Text(f"no new line for {seconds(quiet)}: the run may have stopped", "yellow"))
     if snapshot.skipped:
-        rows.append(Text(f"{snapshot.skipped} lines of metrics.jsonl cannot be read", style="yellow"))
+        rows.append(Text(f"{snapshot.skipped} lines of metrics.jsonl cannot be read", "yellow"))
     return Group(*rows)
 
 
 def head(snapshot: Snapshot) -> Text:
     environment = snapshot.results.get("environment", {})
-    name = snapshot.results["name"]
     where = environment.get("device_name") or environment.get("device") or "unknown device"
-    text = Text(f"{name}, seed {snapshot.results.get('seed')}", style="bold")
+    text = Text(f"{snapshot.results['name']}, seed {snapshot.results.get('seed')}", style="bold")
     return text.append(f"  {snapshot.status}, on {where}", style="not bold")
 
 
 def bar(snapshot: Snapshot) -> Table:
-    done, total = len(snapshot.lines), snapshot.total
-    row = Table.grid(padding=(0, 1))
+    done, total = len(snapshot.lines), max(snapshot.total, 1)
     last = snapshot.lines[-1] if snapshot.lines else {"task": 1, "epoch": 0}
     place = f"task {last['task']}/{snapshot.tasks}, epoch {last['epoch']}/{snapshot.epochs}"
     left = snapshot.remaining if snapshot.status == "running" else None
-    words = f"{seconds(left)} left" if left is not None else ""
-    share = f"{100 * done / max(total, 1):.0f}%"
-    row.add_row(place, ProgressBar(total=max(total, 1), completed=done, width=28), share, words)
+    row = Table.grid(padding=(0, 1))
+    words = "" if left is None else f"{seconds(left)} left"
+    row.add_row(place, ProgressBar(total=total, completed=done, width=28), f"{100 * done / total:.0f}%", words)
     return row
 
 
@@ -133,10 +121,10 @@ def figures(snapshot: Snapshot) -> Table:
     last = snapshot.lines[-1]
     here = [line for line in snapshot.lines if line["task"] == last["task"]]
     for name in last.get("loss", {}):
-        values = [line["loss"][name] for line in here if isinstance(line.get("loss", {}).get(name), (int, float))]
-        table.add_row(f"loss {name}", f"{values[-1]:.4f}" if values else str(last["loss"][name]), spark(values))
-    speeds = [line["views_per_second"] for line in here if "views_per_second" in line]
-    if speeds:
+        losses = [line.get("loss", {}).get(name) for line in here]
+        values = [value for value in losses if isinstance(value, int | float)]
+        table.add_row(f"loss {name}", f"{values[-1]:.4f}" if values else str(losses[-1]), spark(values))
+    if speeds := [line["views_per_second"] for line in here if "views_per_second" in line]:
         table.add_row("views/s", f"{speeds[-1]:,.0f}", spark(speeds))
     frozen = [line.get("frozen", 0) for line in here]
     table.add_row("frozen", f"{frozen[-1]}/{len(snapshot.units)}", spark(frozen))
@@ -160,20 +148,18 @@ def unit_strip(snapshot: Snapshot) -> Text:
     text = Text("units   ")
     for unit in snapshot.units:
         text.append("■" if unit in frozen else "□", style="cyan" if unit in frozen else "dim")
-    latest = [(epoch, units) for epoch, units in events if units]
-    if latest:
-        epoch, units = latest[-1]
+    if frozen:
+        epoch, units = [(epoch, units) for epoch, units in events if units][-1]
         text.append(f"  epoch {epoch}: {', '.join(units)} froze")
     return text
 
 
 def accuracies(snapshot: Snapshot) -> list[Text]:
     rows = []
-    for probe, values in snapshot.results.get("probes", {}).items():
-        if values.get("matrix"):
-            seen = f"after task {len(values['matrix'])}"
-            words = f"accuracy {percent(values.get('accuracy'))}, forgetting {percent(values.get('forgetting'))}"
-            rows.append(Text(f"{probe} {seen}: {words}"))
+    for probe, found in snapshot.results.get("probes", {}).items():
+        if found.get("matrix"):
+            words = f"accuracy {percent(found.get('accuracy'))}, forgetting {percent(found.get('forgetting'))}"
+            rows.append(Text(f"{probe} after task {len(found['matrix'])}: {words}"))
     return rows
 
 
@@ -192,7 +178,7 @@ def watch(
         sleep(every)  # the run has just begun
     snapshot = read_snapshot(folder)
     if once:
-        console.print(view(snapshot), highlight=False)
+        console.print(view(snapshot))
         return
     seen, since = len(snapshot.lines), clock()
     with Live(view(snapshot), console=console, auto_refresh=False) as live:

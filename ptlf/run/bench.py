@@ -23,7 +23,7 @@ from ptlf.methods import METHODS
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
-from ptlf.run.results import check_alike
+from ptlf.run.results import check_alike, epoch_lines
 from ptlf.run.sweep import train_one_of_many
 from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
@@ -282,13 +282,13 @@ def compare(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     check_tasks(len(result["tasks"]) for result in results)
     check_alike([result["config"] for result in results])
-    first = results[0]["cost"]["per_epoch"], overheads(results[0])
+    first = epoch_lines(results[0]), overheads(results[0])
     runs = []
     for result in results:
         own = overheads(result)
         own |= {f"{key}_ratio": ratio(own[key], first[1][key]) for key in ("later_learning_seconds", "wall_seconds")}
         what = {key: result[key] for key in ("config", "environment", "commit")}
-        rows = stages(result["cost"]["per_epoch"], first[0])
+        rows = stages(epoch_lines(result), first[0])
         runs.append({"run": what["config"]["recipe"] or "run", **what, "stages": rows, "overheads": own})
     return {"runs": runs}
 

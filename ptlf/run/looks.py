@@ -66,13 +66,13 @@ class Looks(State):
             return {}
         with self.clock("evaluation"):
             rows = self.prober.rows(self.model.encoder, self.task)
-            self.notes.end_task(rows, self.prober.future(self.model.encoder, self.task))
+            self.record.end_task(rows, self.prober.future(self.model.encoder, self.task))
         return rows
 
     def look_before(self) -> None:
         if self.prober:
             with self.clock("evaluation"):
-                self.notes.untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
+                self.record.untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
         self.look("before")
 
     def look(self, moment: str) -> None:
@@ -91,9 +91,9 @@ class Looks(State):
         """Warn once of a collapse. Checked after 1, 2, 4, 8... epochs of a task and after its last: on a GPU an epoch
         may take less than a second."""
         done = self.epoch + 1
-        if self.notes.warned or (done & (done - 1) and done < self.config.training.epochs):
+        if self.record.warned or (done & (done - 1) and done < self.config.training.epochs):
             return
         with self.clock("evaluation"):
             chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
             images = self.prepare(self.trainer.source.gather(chosen))
-            self.notes.warned = warn_of_collapse(self.model.encoder, images, self.position)
+            self.record.warned = warn_of_collapse(self.model.encoder, images, self.position)

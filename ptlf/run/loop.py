@@ -93,17 +93,17 @@ class Run(Looks):
         self.watcher.end_epoch(result.losses)
         sent = self.trainer.parallel.bytes if self.trainer.parallel else 0
         cost = self.cost_of_step(indices)
-        line = self.notes.end_epoch(self.position, result, self.clock.seconds, cost, frozen, sent)
+        line = self.record.end_epoch(self.position, result, self.clock.seconds, cost, frozen, sent)
         self.files.line("metrics.jsonl", line)
         self.check_numbers()
         check_processes(self.model)
         self.check_spread(indices)
 
     def begin_epoch(self, indices: np.ndarray) -> EpochState:
-        self.notes.begin_epoch(self.clock.seconds)
+        self.record.begin_epoch(self.clock.seconds)
         with self.clock("rebuild"):
-            self.notes.newly_frozen = self.freezing.begin_epoch(self.epoch, lambda: self.correlate(indices))
-            if self.notes.newly_frozen or self.epoch == 0:
+            self.record.newly_frozen = self.freezing.begin_epoch(self.epoch, lambda: self.correlate(indices))
+            if self.record.newly_frozen or self.epoch == 0:
                 self.variant = self.trainer.rebuild()
         self.epoch_state = self.trainer.begin_epoch()
         return self.epoch_state
@@ -130,7 +130,7 @@ class Run(Looks):
         if resume:
             if self.resumable:
                 self.load_checkpoint()
-            self.files.text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.notes.per_epoch))
+            self.files.text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.record.per_epoch))
 
     def load_checkpoint(self) -> None:
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)

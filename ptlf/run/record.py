@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ptlf import evaluation
+from ptlf.run.results import to_columns
 from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import EpochResult, StepCost
 
 Row = list[float | None]
+# Of seconds, by their name in the record; `measuring` is of a step's bytes and FLOPs.
+PURPOSES = {name: name for name in ("train", "correlation", "rebuild", "eval", "checkpoint", "measuring")}
+PURPOSES |= {"train": "training", "eval": "evaluation"}
 
 
 @dataclass
-class Notes:
+class Record:
     """All of it plain values: a checkpoint holds them as they are."""
 
     per_epoch: list[dict[str, Any]] = field(default_factory=list)
@@ -82,19 +86,14 @@ class Notes:
         return {
             # The price of learning: the steps, and what freezing adds to them.
             "learning_seconds": sum(seconds.get(name, 0.0) for name in ("training", "correlation", "rebuild")),
-            "train_seconds": seconds.get("training", 0.0),
-            "correlation_seconds": seconds.get("correlation", 0.0),
-            "rebuild_seconds": seconds.get("rebuild", 0.0),
-            "eval_seconds": seconds.get("evaluation", 0.0),
-            "checkpoint_seconds": seconds.get("checkpoint", 0.0),
-            "measuring_seconds": seconds.get("measuring", 0.0),  # of a step's bytes and FLOPs
+            **{f"{name}_seconds": seconds.get(purpose, 0.0) for name, purpose in PURPOSES.items()},
             "backward_flops": sum(line["backward_flops"] for line in epochs),
             "kept_bytes": epochs[-1]["kept_bytes"] if epochs else None,
             "mean_kept_bytes": statistics.fmean(line["kept_bytes"] for line in epochs) if epochs else None,
             "peak_memory_bytes": max(peaks) if peaks else None,
             "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
             "per_task": [cost_of_task(task, epochs) for task in sorted({line["task"] for line in epochs})],
-            "per_epoch": epochs,
+            "per_epoch": to_columns([{k: v for k, v in line.items() if k != "newly_frozen"} for line in epochs]),
         }
 
 
@@ -104,9 +103,9 @@ def cost_of_task(task: int, epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "task": task,
         "train_seconds": sum(line["seconds"] for line in mine),
-        "correlation_seconds": sum(line["correlation_seconds"] for line in mine),
-        "rebuild_seconds": sum(line["rebuild_seconds"] for line in mine),
-        "backward_flops": sum(line["backward_flops"] for line in mine),
+        **{
+            key: sum(line[key] for line in mine) for key in ("correlation_seconds", "rebuild_seconds", "backward_flops")
+        },
         "kept_bytes": mine[-1]["kept_bytes"],
         "peak_memory_bytes": mine[-1]["peak_memory_bytes"],
     }

@@ -12,7 +12,7 @@ from ptlf.core.settings import as_dict
 from ptlf.run.environment import commit, environment
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
-from ptlf.run.record import Notes
+from ptlf.run.record import Record
 from ptlf.run.results import SCHEMA
 from ptlf.training.checkpoint import Position, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
@@ -27,7 +27,7 @@ class State(Parts):
         self.task, self.epoch = 0, 0  # finished tasks, finished epochs of the next one
         self.epoch_state: EpochState | None = None  # of the epoch that runs
         self.clock = Stopwatch(self.device)
-        self.notes = Notes()
+        self.record = Record()
         self.variant = ""  # key of the step's operations as units are frozen now
         self.step_costs: dict[str, StepCost] = {}  # by variant
         self.commit = commit()
@@ -50,7 +50,7 @@ class State(Parts):
             "epoch_state": vars(self.epoch_state) if self.epoch_state else None,
             "clock": self.clock.state_dict(),
             "looks": self.gallery.looks if self.gallery else {},
-            "record": vars(self.notes),
+            "record": vars(self.record),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -68,7 +68,7 @@ class State(Parts):
         self.clock.load_state_dict(state["clock"])
         if self.gallery:
             self.gallery.looks = state["looks"]
-        self.notes = Notes(**state["record"])
+        self.record = Record(**state["record"])
         self.variant = self.trainer.rebuild()
 
     def results(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class State(Parts):
             "tasks": [task.name for task in self.stream.tasks],
             "eval_splits": [split.name for split in self.stream.eval_splits],
             "units": [unit.name for unit in self.freezing.freezer.units],
-            "probes": self.notes.probes(self.prober.settings() if self.prober else {}),
+            "probes": self.record.probes(self.prober.settings() if self.prober else {}),
             "freezing": self.freezing.log,
-            "cost": self.notes.cost(self.clock.seconds),
+            "cost": self.record.cost(self.clock.seconds),
         }

@@ -126,7 +126,7 @@ class Trainer:
         return EpochState(self.random["order"].get_state())
 
     def epoch(self, indices: np.ndarray, epoch: int, state: EpochState) -> Iterator[None]:
-        """One pass over the images with these indices, or what `state` leaves of one. Yields after every step; losses stay
+        """One pass over the images with these indices, or what `state` leaves of one. Yields after every step. Losses stay
         on the device."""
         self.model.train()
         self.random["order"].set_state(state.order)

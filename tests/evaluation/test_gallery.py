@@ -16,6 +16,7 @@ from torch import nn
 from ptlf.evaluation import gallery as module
 from ptlf.evaluation.gallery import Gallery, pick_queries, spread, sprite
 from ptlf.run.loop import Run
+from ptlf.run.results import epoch_lines
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, Task
 
 
@@ -121,9 +122,7 @@ def test_looking_changes_nothing(tiny, tmp_path) -> None:
         assert (tmp_path / str(looks) / "gallery.json").exists() == looks
     one, two = runs[True], runs[False]
     assert one.results["probes"] == two.results["probes"]
-    assert [e["loss"] for e in one.results["cost"]["per_epoch"]] == [
-        e["loss"] for e in two.results["cost"]["per_epoch"]
-    ]
+    assert [e["loss"] for e in epoch_lines(one.results)] == [e["loss"] for e in epoch_lines(two.results)]
     weights = zip(one.run.model.state_dict().values(), two.run.model.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in weights)
     assert one.results["cost"]["eval_seconds"] > 0

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ptlf import evaluation
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation import summary
+from ptlf.report.page import page
+from ptlf.report.runs import policy_of, read_comparison
 from ptlf.run.config import from_dict
 from ptlf.run.recipes import name_of, recipe
+from ptlf.run.results import SCHEMA, epoch_lines, to_columns
 
 
 def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4, seed: int = 0, **dotted: Any) -> dict:
@@ -22,21 +27,19 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
     config = as_dict(from_dict(merge(recipe(name), values)))
     draw = random.Random(f"{name}{seed}{sorted(dotted.items())}")
     names = [f"stages.{place}.conv" for place in range(units)]
-    freezing = (
-        [] if config["freezing"]["policy"] == "none" else [entry(draw, t, names, config) for t in range(2, tasks + 1)]
-    )
+    freezing = [] if policy_of(config) == "none" else [entry(draw, t, names, config) for t in range(2, tasks + 1)]
     epochs = [
         line(draw, task, epoch, sum(e["epoch"] <= epoch for f in freezing if f["task"] == task for e in f["events"]))
         for task in range(1, tasks + 1)
         for epoch in range(1, config["training"]["epochs"] + 1)
     ]
     return {
-        "schema": 1,
+        "schema": SCHEMA,
         "ptlf_version": "0",
         "commit": "c0ffee",
         "status": "finished",
         "name": name_of(config),
-        "baseline": config["method"]["name"] == "lump" and config["freezing"]["policy"] == "none",
+        "baseline": config["method"]["name"] == "lump" and policy_of(config) == "none",
         "config": config,
         "environment": {"torch": "2", "device": "cpu", "device_name": "<machine>"},
         "seed": seed,
@@ -55,8 +58,9 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
             "backward_flops": sum(e["backward_flops"] for e in epochs),
             "kept_bytes": epochs[-1]["kept_bytes"],
             "peak_memory_bytes": None,
+            "last_peak_memory_bytes": None,
             "per_task": [],
-            "per_epoch": epochs,
+            "per_epoch": to_columns(epochs),
         },
     }
 
@@ -100,7 +104,6 @@ def line(draw: random.Random, task: int, epoch: int, frozen: int) -> dict:
         "seconds": draw.uniform(1, 1.2) * (1 - 0.03 * frozen),
         "views_per_second": 1000.0,
         "frozen": frozen,
-        "newly_frozen": [],
         "steps": 5,
         "kept_bytes": 2**20 * (20 - frozen),
         "backward_flops": 10**9 * (30 - frozen),
@@ -112,16 +115,17 @@ def write(folder: Path, made: dict, gallery: dict | None = None) -> Path:
     folder.mkdir(parents=True)
     (folder / "results.json").write_text(json.dumps(made))
     (folder / "config.yaml").write_text("{}")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in made["cost"]["per_epoch"]))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in epoch_lines(made)))
     if gallery is not None:
         (folder / "gallery.json").write_text(json.dumps(gallery))
     return folder
 
 
-def eight(root: Path, gallery: dict | None = None) -> list[Path]:
+@functools.cache
+def page_of_eight() -> str:
     """Eight settings on 20 tasks of 200 epochs, 20 units."""
     size = {"tasks": 20, "units": 20, "training__epochs": 200}
-    lump = write(root / "lump", results("digits/simsiam/lump", **size), gallery)
-    shares = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-    ptlf = [write(root / f"ptlf{s}", results(freezing__final=s, **size), gallery) for s in shares]
-    return [lump, *ptlf, write(root / "finetune", results("digits/simsiam/finetune", **size), gallery)]
+    runs = [results(f"digits/simsiam/{method}", **size) for method in ("lump", "finetune")]
+    runs += [results(freezing__final=share, **size) for share in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)]
+    with TemporaryDirectory() as root:
+        return page(read_comparison([write(Path(root) / str(place), run) for place, run in enumerate(runs)]))

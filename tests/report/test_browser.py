@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 
@@ -72,19 +71,20 @@ def open_page(text: str, folder: Path) -> tuple[list[dict], str]:
     return found, done.stderr
 
 
-def small(root: Path) -> list[Path]:
+def small(root: Path) -> str:
     runs = {
         "lump": made_up.results("digits/simsiam/lump", tasks=5, units=9),
         "ptlf": made_up.results("digits/simsiam/ptlf", tasks=5, units=9),
         "again": made_up.results("digits/simsiam/ptlf", tasks=5, units=9, freezing__update="per-epoch"),
         "supervised": made_up.results("digits/supervised/finetune", tasks=5, units=9, freezing__policy="correlation"),
     }
-    return [made_up.write(root / name, made, {**GALLERY, "groups": list("abcde")}) for name, made in runs.items()]
+    gallery = {**GALLERY, "groups": list("abcde")}
+    return page(read_comparison([made_up.write(root / name, made, gallery) for name, made in runs.items()]))
 
 
-@pytest.mark.parametrize("runs", [small, made_up.eight])
-def test_in_a_browser(tmp_path: Path, runs: Callable[[Path], list[Path]]) -> None:
-    views, console = open_page(page(read_comparison(runs(tmp_path / "runs"))), tmp_path)
+@pytest.mark.parametrize("many", [False, True])
+def test_in_a_browser(tmp_path: Path, many: bool) -> None:
+    views, console = open_page(made_up.page_of_eight() if many else small(tmp_path / "runs"), tmp_path)
     assert {found["width"] for found in views} == set(WIDTHS)
     for found in views:
         assert found["page"] <= found["width"], "there is something to scroll sideways"

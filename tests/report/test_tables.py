@@ -9,7 +9,8 @@ from typing import Any
 import made_up
 from rich.console import Console
 
-from ptlf.report.tables import show_runs, show_steps
+from ptlf.report import live
+from ptlf.report.tables import show_bench, show_results, show_runs, show_steps
 
 
 def rows(show: Callable[..., None], *arguments: Any) -> dict[str, list[str]]:
@@ -22,31 +23,65 @@ def rows(show: Callable[..., None], *arguments: Any) -> dict[str, list[str]]:
 
 def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
     lump, ptlf = made_up.pair()
-    found = rows(show_runs, {"lump": lump, "ptlf": ptlf}, "lump")
-    assert found["training, all in all"] == ["100.0 s", "25.0 s  0.25x"]
-    assert found["backward FLOPs"] == ["4 T", "2 T  0.50x"]
+    runs = {"lump": [lump], "ptlf": [ptlf]}
+    found = rows(show_runs, runs, "lump")
+    assert found["training time"] == ["100.0 s", "25.0 s  0.25x"]
+    assert found["backward FLOPs"] == ["4.000 T", "2.000 T  0.50x"]
     assert found["kept for backward, mean"] == ["80.0 MiB", "64.0 MiB  0.80x"]
     assert found["kept for backward, last epoch"] == ["80.0 MiB", "60.0 MiB  0.75x"]
     assert found["evaluation"] == ["2.0 s", "2.0 s"]
-    assert rows(show_runs, {"lump": lump, "ptlf": ptlf}, "ptlf")["training, all in all"] == ["100.0 s  4.00x", "25.0 s"]
-    assert rows(show_runs, {"lump": lump, "ptlf": ptlf})["training, all in all"] == ["100.0 s", "25.0 s"]
+    assert "peak GPU memory, last epoch" not in found
+    accuracies = [run["probes"]["knn_class"]["untrained_accuracy"] for run in (lump, ptlf)]
+    assert found["knn_class random encoder, %"] == [f"{value:.2f}" for value in accuracies]
+    assert rows(show_runs, runs, "ptlf")["training time"] == ["100.0 s  4.00x", "25.0 s"]
+    assert rows(show_runs, runs)["training time"] == ["100.0 s", "25.0 s"]
+
+
+def test_seeds_are_shown_as_mean_and_spread() -> None:
+    seeds = [made_up.results(seed=seed) for seed in (0, 1, 2)]
+    for run, accuracy, seconds in zip(seeds, (80.0, 81.0, 85.0), (10.0, 20.0, 60.0), strict=True):
+        run["probes"]["knn_task"]["accuracy"] = accuracy
+        run["cost"]["learning_seconds"] = seconds
+    found = rows(show_runs, {"ptlf": seeds})
+    assert found["knn_task accuracy, %"] == ["82.00 ±2.65"]  # the root of (4 + 1 + 9) / 2
+    assert found["training time"] == ["30.0 s"]
 
 
 def test_costs_in_a_list_are_relative_to_the_baseline() -> None:
     lump, ptlf = made_up.pair()
-    runs = {"a/lump": lump, "a/ptlf": ptlf, "a/third": ptlf, "a/fourth": lump}
+    runs = {"a/lump": [lump], "a/ptlf": [ptlf], "a/third": [ptlf], "a/fourth": [lump]}
     found = rows(show_runs, runs, "a/lump")
-    assert found["lump"][4:] == ["100.0 s", "1.0 s", "4 T", "80.0 MiB"]
-    assert found["ptlf"][4:] == ["0.25x", "1.0 s", "0.50x", "0.75x"]
+    assert found["lump"][4:] == ["100.0 s", "80.0 MiB", "4.000 T"]
+    assert found["ptlf"][4:] == ["0.25x", "0.75x", "0.50x"]
 
 
 def test_a_list_names_its_runs_in_full(capsys) -> None:
     lump, _ = made_up.pair()
     names = ["simsiam/lump", "simsiam/ptlf", "barlow_twins/ptlf-cost", "byol/ptlf"]
-    show_runs(Console(width=80), {f"digits/{name}": lump for name in names}, None)
+    show_runs(Console(width=80), {f"digits/{name}": [lump] for name in names})
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [line.split("│")[1].strip() for line in lines] == names
-    assert all(line.split("│")[-2].strip() == "80.0 MiB" for line in lines)
+    assert all(line.split("│")[-2].strip() == "4.000 T" for line in lines)
+
+
+def test_what_looks_like_markup_in_a_record_is_shown_as_it_is(capsys) -> None:
+    results = made_up.results()
+    results["config"]["recipe"] = results["eval_splits"][0] = "[/a]"
+    results["probes"]["knn_task"]["settings"]["bank"] = "[bold] :smile:"
+    show_results(live.console, results, "[/b]")
+    text = capsys.readouterr().out
+    assert text.count("[/a]") == 3
+    assert "bank: [bold] :smile:" in text
+    assert "files: [/b]/results.json" in text
+
+
+def test_freezing_is_relative_to_nothing_frozen() -> None:
+    first = {"frozen": "nothing", "way": "", "kept_bytes": 2**21, "backward_flops": 8 * 10**9, "seconds": 0.5}
+    ratios = {"kept_bytes_ratio": 0.5, "backward_flops_ratio": 0.25, "seconds_ratio": 0.8}
+    second = {"frozen": "middle", "way": "ours", "kept_bytes": 2**20, "backward_flops": 2 * 10**9, "seconds": 0.4}
+    found = rows(show_bench, "freezing", [first | dict.fromkeys(ratios, 1.0), second | ratios])
+    assert found["nothing"] == ["", "2.0", "8.00", "500"]
+    assert found["middle"] == ["ours", "1.0  0.50x", "2.00  0.25x", "400  0.80x"]
 
 
 def test_steps_are_relative_to_the_first_stage() -> None:
@@ -54,5 +89,5 @@ def test_steps_are_relative_to_the_first_stage() -> None:
     first |= {"kept_bytes": 200 * 2**20, "peak_memory_bytes": 500 * 2**20, "rebuild_seconds": 1.0}
     second = first | {"frozen": 4, "step_ms": 6.0, "kept_bytes": 100 * 2**20, "peak_memory_bytes": 450 * 2**20}
     found = rows(show_steps, "steps", [first, second])
-    assert found["0"] == ["8.00", "0.10", "-", "64.0", "200", "500", "1.0 s"]
-    assert found["4"] == ["6.00  0.75x", "0.10", "-", "64.0", "100  0.50x", "450  0.90x", "1.0 s"]
+    assert found["0"] == ["8.00", "0.10", "-", "64.0", "200", "500", "1.0"]
+    assert found["4"] == ["6.00  0.75x", "0.10", "-", "64.0", "100  0.50x", "450  0.90x", "1.0"]

@@ -12,13 +12,14 @@ from rich.console import Console
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.report.watch import read_snapshot, spark, view, watch
+from ptlf.run.results import epoch_lines
 
 
 @pytest.fixture
 def running(tmp_path: Path) -> Path:
     """Three tasks of six epochs, stopped in the second epoch of task 2, in which a unit froze."""
     results = made_up.results()
-    lines = results["cost"]["per_epoch"][:8]
+    lines = epoch_lines(results)[:8]
     for line in lines:
         line["seconds"] = 2.0
     lines[-1] |= {"newly_frozen": ["stages.2.conv"], "frozen": 1, "loss": {"ssl": -0.25}, "views_per_second": 1234.0}
@@ -85,8 +86,13 @@ def test_it_follows_until_the_end(running: Path) -> None:
 
 
 def test_a_finished_run_needs_its_results_alone(tmp_path: Path) -> None:
-    folder = made_up.write(tmp_path / "run", made_up.results())
-    assert "task 3/3, epoch 6/6" in shown(folder)
+    results = made_up.results()
+    results["freezing"][-1]["events"] = [{"epoch": 4, "frozen": ["stages.1.conv", "stages.3.conv"]}]
+    folder = made_up.write(tmp_path / "run", results)
+    (folder / "metrics.jsonl").unlink()
+    text = shown(folder)
+    assert "task 3/3, epoch 6/6" in text
+    assert "□■□■  epoch 4: stages.1.conv, stages.3.conv froze" in text
 
 
 def test_a_folder_without_a_run(tmp_path: Path, running: Path) -> None:
@@ -97,6 +103,19 @@ def test_a_folder_without_a_run(tmp_path: Path, running: Path) -> None:
     (running / "results.json").write_text('{"status": "running"}')
     with pytest.raises(UserError, match="damaged"):
         read_snapshot(running)
+
+
+def test_what_looks_like_markup_in_a_record_is_shown_as_it_is(
+    running: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = json.loads((running / "results.json").read_text())
+    results |= {"name": "[/a]", "units": ["[/b]", "stages.2.conv"]}
+    results["environment"]["device_name"] = ":smile: [bold]"
+    (running / "results.json").write_text(json.dumps(results))
+    (running / "metrics.jsonl").write_text(json.dumps({"task": 1, "epoch": 1, "loss": {"[/c]": 0.5}}) + "\n")
+    assert main(["watch", str(running), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert all(words in text for words in ("[/a], seed 0", "on :smile: [bold]", "loss [/c]  0.5000"))
 
 
 def test_spark() -> None:

@@ -17,6 +17,7 @@ from ptlf.run import bench
 from ptlf.run.bench import compare
 from ptlf.run.build import make_stream
 from ptlf.run.loop import Run
+from ptlf.run.results import SCHEMA, to_columns
 
 PAIR = ["digits/simsiam/lump", "digits/simsiam/ptlf"]
 
@@ -29,13 +30,14 @@ def epoch(task: int, frozen: int, steps: int, seconds: float, kept: int, peak: i
 def made(recipe: str, epochs: list[dict[str, Any]], per_task: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     seconds = dict.fromkeys(("train_seconds", "correlation_seconds", "rebuild_seconds", "eval_seconds"), 1.5)
     return {
+        "schema": SCHEMA,
         "config": {"recipe": recipe},
         "environment": {"device_name": "GPU"},
         "commit": None,
         "status": "finished",
         "tasks": ["a", "b"],
         "probes": {"knn_task": {"accuracy": 90.0, "forgetting": 1.0}},
-        "cost": {**seconds, "per_epoch": epochs, "per_task": per_task},
+        "cost": {**seconds, "per_epoch": to_columns(epochs), "per_task": per_task},
         **more,
     }
 
@@ -93,7 +95,7 @@ def test_what_an_older_record_does_not_hold_is_none() -> None:
     for run in runs:
         del run["wall_seconds"], run["host_share"]
         run["cost"]["per_task"] = [{"task": 1, "train_seconds": 1.0}, {"task": 2, "train_seconds": 6.0}]
-    runs[1]["cost"]["per_epoch"][0]["peak_memory_bytes"] = None
+    runs[1]["cost"]["per_epoch"]["peak_memory_bytes"][0] = None
     found = compare(runs)["runs"][1]
     names = ("later_learning_seconds", "later_correlation_share", "later_learning_seconds_ratio", "wall_seconds")
     assert [found["overheads"][name] for name in names] == [None] * 4

@@ -22,6 +22,7 @@ from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.folder import load_encoder
 from ptlf.run.loop import Run
+from ptlf.run.results import epoch_lines
 from ptlf.stream.folders import pack_folder
 from ptlf.training.trainer import Trainer
 from ptlf.views import CIFAR_MEAN, CIFAR_STD
@@ -57,7 +58,7 @@ def test_every_combination_trains_two_tasks(tiny, objective: str, method: str, p
     start = {name: value.clone() for name, value in run.model.encoder.state_dict().items()}
     results = run.train()
     assert results["status"] == "finished"
-    losses = [value for line in results["cost"]["per_epoch"] for value in line["loss"].values()]
+    losses = [value for line in epoch_lines(results) for value in line["loss"].values()]
     assert all(isinstance(value, float) and math.isfinite(value) for value in losses)
     assert any(not torch.equal(start[name], value) for name, value in run.model.encoder.state_dict().items())
     rows = 1 if METHODS[method].joint else 2
@@ -103,7 +104,7 @@ def test_freezing_is_written_down_and_saves(tiny) -> None:
     by_ratio = sorted(entry["ratios"], key=lambda name: -entry["ratios"][name])
     assert entry["order"] == by_ratio[:2]
     assert [(event["epoch"], len(event["frozen"])) for event in entry["events"]] == [(2, 1), (3, 1)]
-    epochs = results["cost"]["per_epoch"]
+    epochs = epoch_lines(results)
     assert [line["frozen"] for line in epochs] == [0, 0, 0, 0, 1, 2]
     assert epochs[5]["backward_flops"] < epochs[4]["backward_flops"] < epochs[3]["backward_flops"]
     assert epochs[5]["kept_bytes"] < epochs[3]["kept_bytes"]
@@ -123,7 +124,7 @@ def test_a_step_is_looked_at_once(tiny, monkeypatch) -> None:
     settings = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "freezing__policy": "ascending", "freezing__final": 0.34}
     results = Run(tiny("digits/simsiam/ptlf", training__epochs=2, **settings)).train()
     assert len(looks) == 2
-    bytes_kept = [line["kept_bytes"] for line in results["cost"]["per_epoch"]]
+    bytes_kept = [line["kept_bytes"] for line in epoch_lines(results)]
     assert bytes_kept == [look.kept_bytes for look in (looks[0], looks[0], *looks, *looks)]
 
 
@@ -165,7 +166,7 @@ def test_lump_and_ptlf_see_the_same_batches(tiny) -> None:
     """Freezing draws from generators of its own: until it freezes something, nothing differs."""
     lump = Run(tiny("digits/simsiam/lump", training__epochs=3)).train()
     ptlf = Run(tiny("digits/simsiam/ptlf", training__epochs=3, freezing__final=0.34)).train()
-    losses = [[line["loss"]["ssl"] for line in r["cost"]["per_epoch"]] for r in (lump, ptlf)]
+    losses = [[line["loss"]["ssl"] for line in epoch_lines(r)] for r in (lump, ptlf)]
     assert losses[0][:5] == losses[1][:5]
     assert losses[0][5] != losses[1][5]
 

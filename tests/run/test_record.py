@@ -2,25 +2,26 @@ from __future__ import annotations
 
 import pytest
 
-from ptlf.run.record import Notes
+from ptlf.report.measures import COSTS
+from ptlf.run.record import Record
 from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import EpochResult, StepCost
 
 
-def noted(costs: list[tuple[int, float, int | None]]) -> Notes:
+def recorded(costs: list[tuple[int, float, int | None]]) -> Record:
     """Tasks of two epochs with these bytes kept, FLOPs per view and peaks; every epoch takes a second more."""
-    notes, spent = Notes(), 0.0
+    record, spent = Record(), 0.0
     for number, cost in enumerate(costs):
-        notes.begin_epoch({"training": spent, "correlation": spent / 10})
+        record.begin_epoch({"training": spent, "correlation": spent / 10})
         spent += number + 1
         at, seconds = Position(*divmod(number, 2)), {"training": spent, "correlation": spent / 10}
-        notes.end_epoch(at, EpochResult({"ssl": 0.5}, steps=3, views=100), seconds, StepCost(*cost), frozen=0, sent=0)
-    return notes
+        record.end_epoch(at, EpochResult({"ssl": 0.5}, steps=3, views=100), seconds, StepCost(*cost), frozen=0, sent=0)
+    return record
 
 
 def test_cost_by_hand() -> None:
-    notes = noted([(800, 5.0, 90), (700, 4.0, 70), (600, 3.0, 80), (100, 2.0, 60)])
-    cost = notes.cost({"training": 10.0, "correlation": 1.0, "rebuild": 0.5, "evaluation": 4.0})
+    record = recorded([(800, 5.0, 90), (700, 4.0, 70), (600, 3.0, 80), (100, 2.0, 60)])
+    cost = record.cost({"training": 10.0, "correlation": 1.0, "rebuild": 0.5, "evaluation": 4.0})
     assert cost["learning_seconds"] == 11.5
     assert cost["backward_flops"] == 1400
     assert cost["kept_bytes"] == 100
@@ -34,20 +35,36 @@ def test_cost_by_hand() -> None:
     assert (first["backward_flops"], second["backward_flops"]) == (900, 500)
     assert (first["kept_bytes"], second["kept_bytes"]) == (700, 100)
     assert (first["peak_memory_bytes"], second["peak_memory_bytes"]) == (70, 60)
+    columns = cost["per_epoch"]
+    assert columns["kept_bytes"] == [800, 700, 600, 100]
+    assert columns["seconds"] == [1.0, 2.0, 3.0, 4.0]
+    assert columns["loss"] == {"ssl": [0.5] * 4}
+    assert "newly_frozen" not in columns
+    assert all("newly_frozen" in line for line in record.per_epoch)
 
 
 def test_before_the_first_epoch_there_are_no_bytes() -> None:
-    cost = Notes().cost({})
+    cost = Record().cost({})
     assert (cost["kept_bytes"], cost["mean_kept_bytes"]) == (None, None)
-    assert (cost["learning_seconds"], cost["backward_flops"], cost["per_task"]) == (0, 0, [])
+    assert (cost["learning_seconds"], cost["backward_flops"], cost["per_task"], cost["per_epoch"]) == (0, 0, [], {})
 
 
-def test_forward_transfer_is_against_the_untrained_encoder_on_the_same_exams() -> None:
-    notes = Notes(untrained={"knn_task": [50.0, 60.0, 75.0], "knn_class": [20.0, 20.0, 20.0]})
+def test_forward_transfer_is_against_the_untrained_encoder_on_the_same_splits() -> None:
+    record = Record(untrained={"knn_task": [50.0, 60.0, 75.0], "knn_class": [20.0, 20.0, 20.0]})
     settings = {"knn_task": {}, "knn_class": {}}
-    notes.end_task({"knn_task": [80.0, None, None], "knn_class": [70.0, None, None]}, [64.0])
-    assert notes.probes(settings)["knn_task"]["forward_transfer"] == 4.0
-    notes.end_task({"knn_task": [80.0, 90.0, None], "knn_class": [70.0, 60.0, None]}, [85.0])
-    found = notes.probes(settings)
+    record.end_task({"knn_task": [80.0, None, None], "knn_class": [70.0, None, None]}, [64.0])
+    assert record.probes(settings)["knn_task"]["forward_transfer"] == 4.0
+    record.end_task({"knn_task": [80.0, 90.0, None], "knn_class": [70.0, 60.0, None]}, [85.0])
+    found = record.probes(settings)
     assert found["knn_task"]["forward_transfer"] == 7.0
     assert "forward_transfer" not in found["knn_class"]
+
+
+def test_what_is_recorded_is_shown() -> None:
+    cost = recorded([(800, 5.0, 90)]).cost({"training": 1.0})
+    shown = {measure.path for measure in COSTS}
+    assert {("cost", key) for key in cost} - shown == {
+        ("cost", key) for key in ("peak_memory_bytes", "per_task", "per_epoch")
+    }
+    assert shown <= {("cost", key) for key in cost}
+    assert {measure.epoch for measure in COSTS} - {""} <= set(cost["per_epoch"])

@@ -1,13 +1,16 @@
-"""What a record says of where it came from."""
+"""The files of a record: their form, what is refused, and where a record came from."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from ptlf.core.errors import UserError
 from ptlf.run import environment
+from ptlf.run.results import read_results, to_columns, to_json, to_lines
 
 
 def test_a_changed_tree_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +26,61 @@ def test_a_changed_tree_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(clean) == 40
     module.write_text("changed = True")
     assert environment.commit() == f"{clean}-dirty"
+
+
+def test_lists_of_plain_values_are_on_one_line() -> None:
+    value = {"a": [1, None, "x, [y]"], "b": [[1.5, True], []], "c": {"d": {}, 3: {"e": "ü"}}, "f": []}
+    text = to_json(value)
+    assert json.loads(text) == json.loads(json.dumps(value))
+    assert text.splitlines() == [
+        "{",
+        ' "a": [1, null, "x, [y]"],',
+        ' "b": [',
+        "  [1.5, true],",
+        "  []",
+        " ],",
+        ' "c": {',
+        '  "d": {},',
+        '  "3": {',
+        '   "e": "\\u00fc"',
+        "  }",
+        " },",
+        ' "f": []',
+        "}",
+    ]
+    with pytest.raises(ValueError, match="JSON compliant"):
+        to_json({"a": [float("nan")]})
+
+
+def test_lines_become_columns_and_come_back() -> None:
+    lines = [
+        {"task": 1, "peak": None, "loss": {"ssl": 0.5}},
+        {"task": 2, "peak": 7, "loss": {"ssl": "nan", "distill": 0.25}},
+        {"task": 2, "peak": 8, "loss": {}},
+    ]
+    columns = to_columns(lines)
+    losses = {"ssl": [0.5, "nan", None], "distill": [None, 0.25, None]}
+    assert columns == {"task": [1, 2, 2], "peak": [None, 7, 8], "loss": losses}
+    assert to_lines(columns) == lines
+    assert to_lines(to_columns([])) == []
+    assert to_lines(to_columns([{"task": 1, "loss": {}}])) == [{"task": 1, "loss": {}}]
+    with pytest.raises(ValueError, match="shorter"):
+        to_lines({"task": [1, 2], "epoch": [1]})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"schema": 1}', "has schema 1, this version reads schema 2; convert it with `python results/convert.py {}`"),
+        ('{"schema": 3}', "has schema 3, this version reads schema 2; use a newer ptlf"),
+        ('{"status": "finished"}', "is damaged: it names no schema"),
+        ("[]", "is damaged: it names no schema"),
+        ('{"schema": 2', "cannot be read"),
+    ],
+)
+def test_a_file_of_another_schema_is_refused_with_the_way_out(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_results(tmp_path)
+    assert str(caught.value).startswith(f"{path} {reason.format(path)}")

@@ -23,6 +23,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.report.live import Watcher
 from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
+from ptlf.run.results import epoch_lines
 from ptlf.training import cost
 from ptlf.training.checkpoint import (
     MAGIC,
@@ -289,7 +290,7 @@ def test_every_objective_and_method_goes_on_to_the_same_bits(tiny, tmp_path, obj
         encoder__name=f"conftest:tiny_{'resnet' if method == 'pnn' else 'encoder'}",
     )
     alone = Run(config, tmp_path / "alone").train()
-    steps = sum(line["steps"] for line in alone["cost"]["per_epoch"])
+    steps = sum(line["steps"] for line in epoch_lines(alone))
     stopped = stop_and_go_on(config, tmp_path / "stopped", 2, steps - 3)
     assert lasting(stopped) == lasting(alone)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "alone")
@@ -300,7 +301,7 @@ def test_every_step_is_a_place_to_go_on_from(tiny, tmp_path) -> None:
         "digits/simsiam/ptlf", freezing__final=0.67, training__schedule="cosine", training__warmup=1, training__batch=96
     )
     alone = Run(config, tmp_path / "alone").train()
-    steps = sum(line["steps"] for line in alone["cost"]["per_epoch"])
+    steps = sum(line["steps"] for line in epoch_lines(alone))
     stopped = stop_and_go_on(config, tmp_path / "stopped", *[1] * steps)
     assert lasting(stopped) == lasting(alone)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "alone")
@@ -342,7 +343,7 @@ def test_a_gpu_run_goes_on_to_the_same_decisions(tiny, tmp_path, engine: str) ->
     stopped = stop_and_go_on(config, tmp_path / "stopped", 4, 7, 3)
     assert [entry["order"] for entry in stopped["freezing"]] == [entry["order"] for entry in alone["freezing"]]
     assert [entry["events"] for entry in stopped["freezing"]] == [entry["events"] for entry in alone["freezing"]]
-    losses = [[line["loss"]["ssl"] for line in run["cost"]["per_epoch"]] for run in (alone, stopped)]
+    losses = [[line["loss"]["ssl"] for line in epoch_lines(run)] for run in (alone, stopped)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
@@ -371,8 +372,8 @@ def test_seconds_of_all_parts_count_and_checkpoints_do_not(tiny, tmp_path, monke
     results = stop_and_go_on(tiny("digits/simsiam/ptlf", evaluation__gallery=False), tmp_path / "run", 5, 3)
     spent = results["cost"]
     assert spent["checkpoint_seconds"] > 1000 * (len(saved) - 3)  # the one at a stop cannot count itself
-    assert all(0 < line["seconds"] < 1000 for line in spent["per_epoch"])
-    assert spent["train_seconds"] == pytest.approx(sum(line["seconds"] for line in spent["per_epoch"]))
+    assert all(0 < line["seconds"] < 1000 for line in epoch_lines(results))
+    assert spent["train_seconds"] == pytest.approx(sum(line["seconds"] for line in epoch_lines(results)))
     for purpose in ("train_seconds", "correlation_seconds", "rebuild_seconds"):
         assert spent[purpose] == pytest.approx(sum(task[purpose] for task in spent["per_task"]))
     assert [task["correlation_seconds"] > 0 for task in spent["per_task"]] == [False, True]

@@ -20,6 +20,7 @@ from ptlf.cli import main
 from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.objectives import OBJECTIVES
+from ptlf.run.results import epoch_lines
 from ptlf.training.engine import choose_engine
 from ptlf.training.trainer import TrainingConfig, check_batch
 
@@ -181,7 +182,7 @@ def test_a_process_that_dies_ends_the_run_and_it_goes_on(tmp_path, capsys, monke
     assert "going on with task" in " ".join(capsys.readouterr().out.split())
     results = json.loads((folder / "results.json").read_text())
     assert results["status"] == "finished"
-    assert [(line["task"], line["epoch"]) for line in results["cost"]["per_epoch"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [(line["task"], line["epoch"]) for line in epoch_lines(results)] == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 def test_a_signal_to_one_stops_all(tmp_path) -> None:

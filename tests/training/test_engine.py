@@ -26,6 +26,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, predictor
 from ptlf.run import parts
 from ptlf.run.loop import Run
+from ptlf.run.results import epoch_lines
 from ptlf.training import compiled, engine
 from ptlf.training.optimizer import LARS
 
@@ -158,7 +159,7 @@ def test_a_compiled_run_is_like_an_eager_one(light_compiler, tiny) -> None:
     runs = [Run(tiny("digits/simsiam/ptlf", **settings, training__engine=kind)) for kind in ("eager", "compiled")]
     eager, compiled = [run.train() for run in runs]
     assert compiled["environment"]["engine"] == "compiled"
-    for a, b in zip(eager["cost"]["per_epoch"], compiled["cost"]["per_epoch"], strict=True):
+    for a, b in zip(epoch_lines(eager), epoch_lines(compiled), strict=True):
         assert a["loss"]["ssl"] == pytest.approx(b["loss"]["ssl"], abs=2e-3)
         assert a["backward_flops"] == b["backward_flops"]
     assert [entry["order"] for entry in eager["freezing"]] == [entry["order"] for entry in compiled["freezing"]]
@@ -506,7 +507,7 @@ def trained_both_ways(config, monkeypatch) -> tuple[Run, Run]:
 
 
 def assert_same_run(one: Run, other: Run) -> None:
-    for a, b in zip(one.notes.per_epoch, other.notes.per_epoch, strict=True):
+    for a, b in zip(one.record.per_epoch, other.record.per_epoch, strict=True):
         assert a["loss"] == b["loss"]
     for mine, theirs in ((one.model, other.model), (one.method, other.method)):
         for (name, a), b in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
@@ -605,7 +606,7 @@ def test_captured_bf16_follows_eager_float32(tiny) -> None:
         tiny("digits/simsiam/ptlf", **settings, device="cuda", training__engine="eager", training__precision="fp32")
     )
     fast = Run(tiny("digits/simsiam/ptlf", **settings, device="cuda"))
-    curves = [[line["loss"]["ssl"] for line in run.train()["cost"]["per_epoch"]] for run in (exact, fast)]
+    curves = [[line["loss"]["ssl"] for line in epoch_lines(run.train())] for run in (exact, fast)]
     assert fast.trainer.engine_kind == "captured"
     assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 0.02
 
@@ -697,7 +698,7 @@ def test_every_objective_and_method_can_be_captured(tiny, objective: str, method
         Run(tiny(f"digits/{objective}/finetune", **settings, training__engine=kind, training__precision="fp32"))
         for kind in ("eager", "captured")
     ]
-    eager, captured = [[line["loss"] for line in run.train()["cost"]["per_epoch"]] for run in runs]
+    eager, captured = [[line["loss"] for line in epoch_lines(run.train())] for run in runs]
     for a, b in zip(eager, captured, strict=True):
         assert a == pytest.approx(b, rel=0.05, abs=0.05)
     assert moved(*runs) < 0.3

@@ -29,6 +29,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.teacher import Teacher
 from ptlf.run import build
 from ptlf.run.loop import Run
+from ptlf.run.results import epoch_lines
 from ptlf.run.watcher import Watcher
 from ptlf.training.distributed import Parallel
 
@@ -147,7 +148,7 @@ def come_to(name: str) -> dict[str, Any]:
         "sent": notes.sent,
         "freezing": results["freezing"],
         "probes": {probe: found["matrix"] for probe, found in results["probes"].items()},
-        "per_epoch": results["cost"]["per_epoch"],
+        "per_epoch": epoch_lines(results),
         "model": run.model.state_dict(),
         "method": run.method.state_dict(),
         "unit_bytes": {

@@ -2,105 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ptlf.report.drawing import Drawing
-from ptlf.report.figures.axes import (
-    SMALL,
-    TINY,
-    Scale,
-    grid_y,
-    legend,
-    padded,
-    shortened,
-    words_width,
-)
+from ptlf.report.figures.axes import SMALL, TINY, Scale, legend, line_chart, padded, shortened, words_width
+from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, title_of
 from ptlf.report.runs import Comparison, Group
 from ptlf.report.theme import STEPS, heat_step
 
-WITHIN, AMONG = "within the task", "among all classes"
-TITLES = {
-    "knn_task": f"kNN {WITHIN}",
-    "knn_class": f"kNN {AMONG}",
-    "linear_task": f"linear {WITHIN}",
-    "linear": f"linear {AMONG}",
-    "ridge_task": f"ridge {WITHIN}",
-    "ridge": f"ridge {AMONG}",
-}
-MIB, TERA = 2**20, 1e12
+Box = tuple[float, float, float, float]  # left, top, width, height
 ROW, HEAD, NAME = 30.0, 40.0, 13.0  # of the answer: row height, room for titles, size of names
 
 
-@dataclass(frozen=True)
-class Measure:
-    title: str
-    unit: str
-    path: tuple[str, ...]
-    scale: float = 1.0
-    digits: int = 2
-    cost: bool = False  # lengths are compared, so its axis begins at zero
-    short: str = ""  # title and subtitle above its panel
-    below: str = ""
-
-    def show(self, value: float | None) -> str:
-        if value is None:
-            return "-"
-        value, digits = value / self.scale, self.digits
-        if self.cost and abs(value) >= 1:  # four digits tell a cost well enough
-            digits = max(0, min(digits, 3 - int(math.log10(abs(value)))))
-        return f"{value:,.{digits}f}".replace("-", "−")
-
-
-def title_of(probe: str) -> str:
-    return TITLES.get(probe, probe)
-
-
-def accuracy_measures(probe: str) -> list[Measure]:
-    title = title_of(probe)
-    below = title.replace(WITHIN, "own task").replace(AMONG, "all classes")
-    return [
-        Measure(f"accuracy, {title}", "%", ("probes", probe, "accuracy"), short="accuracy", below=below),
-        Measure(f"forgetting, {title}", "points", ("probes", probe, "forgetting"), short="forgetting", below=below),
-    ]
-
-
-COSTS = [
-    Measure("training time", "s", ("cost", "learning_seconds"), 1, 1, True, "time", "all in, seconds"),
-    Measure(
-        "memory for backward in the last epoch",
-        "MiB",
-        ("cost", "kept_bytes"),
-        MIB,
-        1,
-        True,
-        "memory",
-        "last epoch, MiB",
-    ),
-    Measure(
-        "peak GPU memory in the last epoch",
-        "MiB",
-        ("cost", "last_peak_memory_bytes"),
-        MIB,
-        0,
-        True,
-        "GPU memory",
-        "last peak, MiB",
-    ),
-    Measure("backward FLOPs", "T", ("cost", "backward_flops"), TERA, 3, True, "FLOPs", "backward, T"),
-]
-
-
-def measured(comparison: Comparison, measures: Sequence[Measure]) -> list[Measure]:
-    return [m for m in measures if any(group.mean(*m.path) is not None for group in comparison.groups)]
+def measured(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:
+    """The accuracies of these probes and the main costs, as far as a run has them."""
+    measures = [measure for probe in probes for measure in probe_measures(probe)[:2]] + MAIN_COSTS
+    return [m for m in measures if any(group.values(m.path) for group in comparison.groups)]
 
 
 def answer(comparison: Comparison, width: float) -> Drawing:
     """A small panel per measure, a dot per run, the baseline's value as a line through it."""
-    measures = [m for probe in comparison.probes[:1] for m in accuracy_measures(probe)] + COSTS
-    measures = measured(comparison, measures)
+    measures = measured(comparison, comparison.probes[:1])
     columns = len(measures) if width > 600 else 1
     longest = max(words_width(group.label, NAME * 1.1) for group in comparison.groups) + 18
     above = columns == 1 and longest > 110  # no room for names beside the dots
@@ -124,10 +47,12 @@ def answer(comparison: Comparison, width: float) -> Drawing:
 def answer_panel(
     drawing: Drawing, comparison: Comparison, measure: Measure, left: float, top: float, right: float
 ) -> None:
-    figures = [(group, group.mean(*measure.path), group.spread(*measure.path) or 0.0) for group in comparison.groups]
-    found = [(group, mean, spread) for group, mean, spread in figures if mean is not None]
-    base = comparison.baseline.mean(*measure.path) if comparison.baseline else None
-    room = max(words_width(beside(measure, group, mean, base)) for group, mean, _ in found) + 14
+    groups = [(group, group.mean(measure.path), group.spread(measure.path) or 0.0) for group in comparison.groups]
+    found = [(group, mean, spread) for group, mean, spread in groups if mean is not None]
+    base = comparison.baseline.mean(measure.path) if comparison.baseline else None
+    ratios = [measure.ratio(group, comparison.baseline) for group, _, _ in found]
+    words = [measure.show(f[1]) if x is None else f"{x:.2f}×" for f, x in zip(found, ratios, strict=True)]
+    room = max(map(words_width, words)) + 14
     reach = [value for _, mean, spread in found for value in (mean - spread, mean + spread)]
     scale = Scale(*padded(reach, zero=measure.cost, least=0.0 if measure.cost else 2.0), left + 4, right - room)
     head = left if drawing.width > 600 else 0.0
@@ -136,32 +61,15 @@ def answer_panel(
     if base is not None:
         ends = [(scale(base), top + HEAD), (scale(base), top + HEAD + ROW * len(comparison.groups))]
         drawing.line(ends, "run0", dash="2 2")
-    for group, mean, spread in found:
-        y = top + HEAD + ROW * (comparison.groups.index(group) + 0.5)
-        answer_dot(drawing, scale, measure, group, (mean, spread), y, base)
-        drawing.text(right, y + 4.5, beside(measure, group, mean, base), "ink", size=SMALL, anchor="end")
-
-
-def beside(measure: Measure, group: Group, value: float, base: float | None) -> str:
-    return f"{value / base:.2f}×" if measure.cost and base and group.colour else measure.show(value)
-
-
-def answer_dot(
-    drawing: Drawing,
-    scale: Scale,
-    measure: Measure,
-    group: Group,
-    figures: tuple[float, float],
-    y: float,
-    base: float | None,
-) -> None:
-    (value, spread), role = figures, f"run{group.colour}"
-    start = 0.0 if measure.cost else value if base is None else base
-    drawing.line([(scale(start), y), (scale(value), y)], role, width=4, opacity=0.4)
-    if spread:
-        drawing.line([(scale(value - spread), y), (scale(value + spread), y)], role, width=1.2)
-    title = f"{group.label}: {measure.show(value)} {measure.unit}"
-    drawing.mark(scale(value), y, role, size=5.5, look=group.marker, title=title)
+    for (group, mean, spread), beside in zip(found, words, strict=True):
+        y, role = top + HEAD + ROW * (comparison.groups.index(group) + 0.5), f"run{group.colour}"
+        start = 0.0 if measure.cost else mean if base is None else base
+        drawing.line([(scale(start), y), (scale(mean), y)], role, width=4, opacity=0.4)
+        if spread:
+            drawing.line([(scale(mean - spread), y), (scale(mean + spread), y)], role, width=1.2)
+        title = f"{group.label}: {measure.show(mean)} {measure.unit}"
+        drawing.mark(scale(mean), y, role, size=5.5, look=group.marker, title=title)
+        drawing.text(right, y + 4.5, beside, "ink", size=SMALL, anchor="end")
 
 
 def mean_matrix(group: Group, probe: str) -> list[list[float | None]]:
@@ -181,12 +89,12 @@ def mean(values: Sequence[float | None]) -> float | None:
 def heat_bounds(comparison: Comparison, probe: str) -> tuple[float, float]:
     """One colour scale for all runs of a probe."""
     cells = [v for group in comparison.groups for row in mean_matrix(group, probe) for v in row if v is not None]
-    starts = [group.first["probes"].get(probe, {}).get("untrained") or [] for group in comparison.groups]
-    cells += [value for row in starts for value in row if value is not None]
+    for group in comparison.groups:
+        cells += [v for v in group.first["probes"].get(probe, {}).get("untrained") or [] if v is not None]
     return (min(cells), max(cells)) if cells else (0.0, 100.0)
 
 
-def heat_map(group: Group, probe: str, bounds: tuple[float, float], width: float) -> Drawing:
+def heat_map(probe: str, bounds: tuple[float, float], group: Group, width: float) -> Drawing:
     """Rows: after each task; columns: eval_splits. The untrained encoder stands apart on top."""
     matrix, eval_splits = mean_matrix(group, probe), group.first["eval_splits"]
     untrained = [list(u) for run in group.runs if (u := run.results["probes"][probe].get("untrained"))]
@@ -223,12 +131,7 @@ def heat_key(drawing: Drawing, right: float, bounds: tuple[float, float]) -> Non
 
 
 def heat_cell(
-    drawing: Drawing,
-    box: tuple[float, float, float, float],
-    value: float | None,
-    bounds: tuple[float, float],
-    title: str,
-    digits: int = 1,
+    drawing: Drawing, box: Box, value: float | None, bounds: tuple[float, float], title: str, digits: int = 1
 ) -> None:
     x, y, wide, tall = box
     if value is None:
@@ -243,51 +146,26 @@ def heat_cell(
         drawing.text(x + wide / 2, y + tall / 2 + size * 0.35, shown, f"on{step}", size=size, anchor="middle")
 
 
-def by_task(group: Group, probe: str, what: str) -> list[tuple[float, float] | None]:
-    """Mean and standard deviation over seeds after each task; None where it is not defined."""
+def by_task(group: Group, probe: str, what: str) -> list[tuple[float, float, float]]:
+    """After each task where it is defined: its number, mean and standard deviation over seeds."""
     found = [run.results["probes"].get(probe, {}).get(f"{what}_by_task") or [] for run in group.runs]
-    rows = min(map(len, found), default=0)
-    series: list[tuple[float, float] | None] = []
-    for task in range(rows):
-        values = [one[task] for one in found if one[task] is not None]
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        series.append((statistics.fmean(values), spread) if values else None)
+    series: list[tuple[float, float, float]] = []
+    for task, row in enumerate(zip(*found, strict=False), start=1):
+        if values := [value for value in row if value is not None]:
+            series.append((task, statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0))
     return series
 
 
 def over_tasks(comparison: Comparison, probe: str, what: str, width: float) -> Drawing | None:
-    """One line per run; a band of one standard deviation where there are seeds."""
     lines = [(group, by_task(group, probe, what)) for group in comparison.groups]
-    pairs = [pair for _, series in lines for pair in series if pair]
-    known = [value for mean, spread in pairs for value in (mean - spread, mean + spread)]
+    known = [value for _, series in lines for _, mean, spread in series for value in (mean - spread, mean + spread)]
     if not known:
         return None
-    tasks, left, height = comparison.tasks, 40.0, 190.0
-    drawing = Drawing(width, 0, f"{what} over tasks, {title_of(probe)}")
-    top = legend(drawing, left, 10, width - left, comparison.groups) + 8
-    low, high = padded(known, least=2.0)
-    scale_y = Scale(low, min(high, 100.4), top + height, top)
-    scale_x = Scale(1, tasks, left + 12, width - 12) if tasks > 1 else Scale(0, 2, left, width)
-    grid_y(drawing, scale_y, left, width, highest=100.0)
-    for task in range(1, tasks + 1):
-        if tasks <= 10 or width > 400 or task % 2:
-            drawing.text(scale_x(task), top + height + 16, str(task), "soft", size=TINY, anchor="middle")
-    drawing.text(width, top + height + 31, "after task", "soft", size=TINY, anchor="end")
+    tasks = comparison.tasks
     for group, series in lines:
-        end = len(group.first["tasks"]) == 1 and tasks > 1
-        places = [(tasks if end else t, pair) for t, pair in enumerate(series, start=1) if pair]
-        draw_series(drawing, group, [(scale_x(t), pair) for t, pair in places], scale_y)
-    drawing.height = top + height + 36
-    return drawing
-
-
-def draw_series(drawing: Drawing, group: Group, series: Sequence[tuple[float, tuple[float, float]]], y: Scale) -> None:
-    role = f"run{group.colour}"
-    if any(spread for _, (_, spread) in series):
-        upper = [(x, y(min(value + spread, y.high))) for x, (value, spread) in series]
-        lower = [(x, y(value - spread)) for x, (value, spread) in reversed(series)]
-        drawing.area([*upper, *lower], role, opacity=0.15)
-    if len(series) > 1:
-        drawing.line([(x, y(value)) for x, (value, _) in series], role, width=2, dash=group.dash)
-    for x, (value, _) in series:
-        drawing.mark(x, y(value), role, size=3.4, look=group.marker, title=f"{group.label}: {value:.2f}")
+        if len(group.first["tasks"]) == 1:  # all tasks at once: beside the others' end
+            series[:] = [(tasks, mean, spread) for _, mean, spread in series]
+    low, high = padded(known, least=2.0)
+    places = range(1, tasks + 1, 1 if tasks <= 10 or width > 400 else 2)
+    label = f"{what} over tasks, {title_of(probe)}"
+    return line_chart(label, "after task", lines, tasks, places, (low, min(high, 100.4)), width)

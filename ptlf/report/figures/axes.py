@@ -10,6 +10,7 @@ from ptlf.report.drawing import Drawing
 from ptlf.report.runs import Group
 
 SMALL, TINY = 12.0, 10.5
+Lines = list[tuple[Group, list[tuple[float, float, float]]]]  # by run: place, mean over seeds, standard deviation
 
 
 def words_width(words: str, size: float = SMALL) -> float:
@@ -20,17 +21,12 @@ def words_width(words: str, size: float = SMALL) -> float:
 
 def shortened(words: str, room: float, size: float = SMALL, *, head: bool = True) -> str:
     """Cut in the middle, or without a head at the beginning, where names of units differ least."""
-    if words_width(words, size) <= room:
-        return words
-    keep = len(words)
-    while keep > 3 and words_width(cut(words, keep, head), size) > room:
+    short, keep = words, len(words)
+    while keep > 3 and words_width(short, size) > room:
         keep -= 1
-    return cut(words, keep, head)
-
-
-def cut(words: str, keep: int, with_head: bool) -> str:
-    head = keep // 3 if with_head else 0
-    return words[:head] + "…" + words[len(words) - (keep - head) + 1 :]
+        first = keep // 3 if head else 0
+        short = words[:first] + "…" + words[len(words) - (keep - first) + 1 :]
+    return short
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,7 @@ def padded(values: Sequence[float], *, zero: bool = False, least: float = 1.0) -
 
 
 def plain(value: float) -> str:
-    text = f"{value:.6g}"
-    return text.replace("-", "−")
+    return f"{value:.6g}".replace("-", "−")
 
 
 def legend(drawing: Drawing, x: float, y: float, width: float, groups: Sequence[Group]) -> float:
@@ -105,3 +100,30 @@ def grid_y(
         y = scale(value)
         drawing.line([(left, y), (right, y)], "line")
         drawing.text(left - 6, y + 3.5, plain(value), "soft", size=TINY, anchor="end")
+
+
+def line_chart(
+    label: str, below: str, lines: Lines, last: int, places: Sequence[float], ends: tuple[float, float], width: float
+) -> Drawing:
+    """A line per run from 1 to `last`, with a band of one standard deviation where there are seeds. `places` are named
+    on the axis, and `below` says what they are; `ends` are the least and the greatest value shown."""
+    drawing, left, height = Drawing(width, 0, label), 40.0, 190.0
+    top = legend(drawing, left, 10, width - left, [group for group, _ in lines]) + 8
+    y = Scale(*ends, top + height, top)
+    x = Scale(1, last, left + 12, width - 12) if last > 1 else Scale(0, 2, left, width)
+    grid_y(drawing, y, left, width, highest=100.0)
+    for place in places:
+        drawing.text(x(place), top + height + 16, plain(place), "soft", size=TINY, anchor="middle")
+    drawing.text(width, top + height + 31, below, "soft", size=TINY, anchor="end")
+    for group, series in lines:
+        role, points = f"run{group.colour}", [(x(place), y(value)) for place, value, _ in series]
+        if any(spread for _, _, spread in series):
+            upper = [(x(place), y(min(value + spread, y.high))) for place, value, spread in series]
+            lower = [(x(place), y(value - spread)) for place, value, spread in reversed(series)]
+            drawing.area([*upper, *lower], role, opacity=0.15)
+        if len(points) > 1:
+            drawing.line(points, role, width=2, dash=group.dash)
+        for point, (_, value, _) in zip(points, series, strict=True):
+            drawing.mark(*point, role, size=3.4, look=group.marker, title=f"{group.label}: {value:.2f}")
+    drawing.height = top + height + 36
+    return drawing

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 from ptlf.report.drawing import Drawing
-from ptlf.report.figures.accuracy import MIB
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, padded
+from ptlf.report.measures import COSTS, SCALES
 from ptlf.report.runs import Comparison, Group
 
-PANELS = [
-    ("seconds per epoch", "seconds", 1.0),
-    ("kept for backward, MiB", "kept_bytes", MIB),
-    ("peak GPU memory, MiB", "peak_memory_bytes", MIB),
-    ("backward GFLOPs per epoch", "backward_flops", 1e9),
-]
 POINTS = 400  # of a line; more cannot be told apart
 EVENTS = 60  # freeze events of a run that are drawn as triangles; more become dots
 
@@ -33,31 +26,30 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
     drawing = Drawing(width, 0, "Cost of every epoch")
     top = legend(drawing, left, 10, width - left, groups) + 22
     x = Scale(0.5, epochs * tasks + 0.5, left, width - 2)
-    first = True
-    for title, key, unit in PANELS:
-        lines = [(group, mean_line(group, key, unit, epochs)) for group in groups]
-        known = [value for _, series in lines for _, value in (thinned(series) if key == "seconds" else series)]
-        if not known:
+    for measure in (measure for measure in COSTS if measure.epoch):
+        key, unit, stepped = measure.epoch, measure.unit, measure.unit != "s"  # seconds differ from epoch to epoch
+        highest = max((line.get(key) or 0 for group in groups for run in group.runs for line in run.epochs), default=0)
+        if not highest:
             continue
-        if key == "backward_flops" and max(known) >= 1000:
-            title, known = title.replace("GFLOPs", "TFLOPs"), [value / 1000 for value in known]
-            lines = [(group, [(place, value / 1000) for place, value in series]) for group, series in lines]
-        if key == "seconds" and (size := block_size(max(len(series) for _, series in lines))) > 1:
+        unit = "G" if unit == "T" and highest < SCALES["T"] else unit
+        lines = [(group, mean_line(group, key, SCALES.get(unit, 1), epochs)) for group in groups]
+        known = [value for _, series in lines for _, value in (series if stepped else thinned(series))]
+        title = f"{measure.title.split(',')[0]}, {unit}"
+        if not stepped and (size := block_size(max(len(series) for _, series in lines))) > 1:
             title += f" (medians of {size} epochs)"
-        drawing.text(left, top - 6 if not first else top - 8, title, "ink", size=TINY + 1.5, bold=True)
+        drawing.text(left, top - 6, title, "ink", size=TINY + 1.5, bold=True)
         y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
         panel(drawing, x, y, tasks, epochs)
-        if len(lines) == 2 and comparison.baseline and key != "seconds" and all(series for _, series in lines):
+        if len(lines) == 2 and comparison.baseline and stepped and all(series for _, series in lines):
             corners = [[(x(place), y(value)) for place, value in steps(series)] for _, series in lines]
             drawing.area([*corners[0], *reversed(corners[1])], f"run{lines[1][0].colour}", opacity=0.14)
         for group, series in lines:
-            draw_line(drawing, group, series, x, y, stepped=key != "seconds")
-        top, first = top + height + 34, False
+            draw_line(drawing, group, series, x, y, stepped=stepped)
+        top += height + 34
     for task in range(1, tasks + 1):
         if tasks <= 10 or task % 2 or width > 400:
             words = f"task {task}" if (width - left) / tasks > 44 else str(task)
-            middle = x((task - 0.5) * epochs + 0.5)
-            drawing.text(middle, top - 18, words, "soft", size=TINY, anchor="middle")
+            drawing.text(x((task - 0.5) * epochs + 0.5), top - 18, words, "soft", size=TINY, anchor="middle")
     drawing.height = top - 8
     return drawing
 
@@ -82,22 +74,18 @@ def mean_line(group: Group, key: str, unit: float, epochs: int) -> Series:
 def draw_line(drawing: Drawing, group: Group, series: Series, x: Scale, y: Scale, *, stepped: bool) -> None:
     if not series:
         return
-    role = f"run{group.colour}"
+    role, events = f"run{group.colour}", freeze_events(group)
     points = steps(series) if stepped else thinned(series)
     drawing.line([(x(place), y(value)) for place, value in points], role, width=1.8, dash=group.dash)
-    values, places = dict(series), freeze_places(group)
+    values = dict(series)
     if not stepped:  # on the line, not on the epoch that it passes over
-        values = {place: min(points, key=lambda point: abs(point[0] - place))[1] for place in places if place in values}
-    if len(places) > EVENTS:
-        found = [(x(place - 0.5), y(values[place])) for place in places if place in values]
-        if stepped and found:
-            drawing.dots(found, role, size=1.8)
-        return
-    for place in places:
-        if place in values:
-            at = y(values[place])
-            words = freeze_words(group, place)
-            drawing.mark(x(place - 0.5), max(at - 7, y.end + 4), role, size=3.4, look="down", title=words)
+        values = {place: min(points, key=lambda point: abs(point[0] - place))[1] for place in events if place in values}
+    found = [(x(place - 0.5), y(values[place]), words) for place, words in events.items() if place in values]
+    if len(events) <= EVENTS:
+        for left, top, words in found:
+            drawing.mark(left, max(top - 7, y.end + 4), role, size=3.4, look="down", title=words)
+    elif stepped and found:
+        drawing.dots([(left, top) for left, top, _ in found], role, size=1.8)
 
 
 def steps(series: Series) -> Series:
@@ -122,15 +110,11 @@ def thinned(series: Series) -> Series:
     return [(block[len(block) // 2][0], statistics.median(value for _, value in block)) for block in blocks]
 
 
-def freeze_places(group: Group) -> list[int]:
-    epochs = group.config["training"]["epochs"]
-    freezing: list[dict[str, Any]] = group.first["freezing"]
-    return [(entry["task"] - 1) * epochs + event["epoch"] for entry in freezing for event in entry["events"]]
-
-
-def freeze_words(group: Group, place: int) -> str:
-    epochs = group.config["training"]["epochs"]
-    task, epoch = divmod(place - 1, epochs)
-    events = [e for entry in group.first["freezing"] if entry["task"] == task + 1 for e in entry["events"]]
-    units = ", ".join(unit for event in events if event["epoch"] == epoch + 1 for unit in event["frozen"])
-    return f"{group.label}, task {task + 1}, epoch {epoch + 1}: {units} froze"
+def freeze_events(group: Group) -> dict[int, str]:
+    """What froze, in words, by epoch of the stream."""
+    epochs, found = group.config["training"]["epochs"], {}
+    for entry in group.first["freezing"]:
+        for event in entry["events"]:
+            words = f"{group.label}, task {entry['task']}, epoch {event['epoch']}: {', '.join(event['frozen'])} froze"
+            found[(entry["task"] - 1) * epochs + event["epoch"]] = words
+    return found

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.accuracy import heat_cell
-from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, plain, shortened, task_key, ticks, words_width
-from ptlf.report.runs import Comparison, Group, RunRecord
+from ptlf.report.figures.axes import TINY, Scale, line_chart, plain, shortened, task_key, ticks, words_width
+from ptlf.report.runs import Comparison, Group, RunRecord, policy_of
 from ptlf.report.theme import heat_step
-
-Json = dict[str, Any]
+from ptlf.run.results import Json
 
 
 def with_ratios(comparison: Comparison) -> list[Group]:
@@ -50,7 +48,7 @@ def unit_room(units: Sequence[str], width: float) -> float:
     return min(max(words_width(unit, TINY) for unit in units) + 8, width * (0.36 if width > 400 else 0.31))
 
 
-def ratio_lines(group: Group, low: float, width: float) -> Drawing:
+def ratio_lines(low: float, group: Group, width: float) -> Drawing:
     """Units down, ratio across, a line per task; a filled dot is a unit that froze in that task."""
     units, tasks = group.first["units"], [t for t in tasks_of(group) if any(e["ratios"] for e in entries(group, t))]
     left, row = unit_room(units, width), 20.0 if len(units) <= 12 else 16.0
@@ -61,42 +59,27 @@ def ratio_lines(group: Group, low: float, width: float) -> Drawing:
     for value in ticks(low, 1.0, 5):
         drawing.line([(scale(value), top), (scale(value), bottom)], "line")
         drawing.text(scale(value), bottom + 14, plain(value), "soft", size=TINY, anchor="middle")
-    for number, unit in enumerate(units):
-        words = shortened(unit, left - 8, TINY, head=False)
-        drawing.text(left - 6, top + row * (number + 0.5) + 3.5, words, "ink", size=TINY, anchor="end", title=unit)
+    unit_names(drawing, units, left, top, row)
     for task in tasks:
-        ratio_line(drawing, entries(group, task), units, task, scale, (top, row), len(tasks) > 8)
+        ratio_line(drawing, group, task, scale, top, row, dense=len(tasks) > 8)
     drawing.height = bottom + 20
     return drawing
 
 
-def ratio_line(
-    drawing: Drawing,
-    written: list[Json],
-    units: Sequence[str],
-    task: int,
-    x: Scale,
-    rows: tuple[float, float],
-    dense: bool,
-) -> None:
+def ratio_line(drawing: Drawing, group: Group, task: int, x: Scale, top: float, row: float, *, dense: bool) -> None:
     """dense: dots only where a unit froze."""
-    top, row = rows
-    role, points = f"task{task - 1}", []
-    for number, unit in enumerate(units):
-        values = [entry["ratios"][unit] for entry in written if unit in entry["ratios"]]
-        if values:
-            points.append((x(statistics.fmean(values)), top + row * (number + 0.5), unit, statistics.fmean(values)))
+    role, points, written = f"task{task - 1}", [], entries(group, task)
+    for number, unit in enumerate(group.first["units"]):
+        if values := [entry["ratios"][unit] for entry in written if unit in entry["ratios"]]:
+            value, froze = statistics.fmean(values), any(unit in entry["order"] for entry in written)
+            points.append(((x(value), top + row * (number + 0.5)), froze, f"task {task}, {unit}: {value:.3f}"))
     look = {"width": 1.0, "opacity": 0.75} if dense else {"width": 1.6}
-    drawing.line([(px, py) for px, py, _, _ in points], role, **look)
-    if dense:
-        chosen = [(px, py) for px, py, unit, _ in points if any(unit in entry["order"] for entry in written)]
-        if chosen:
-            drawing.dots(chosen, role, size=3.0)
-        return
-    for px, py, unit, value in points:
-        froze = any(unit in entry["order"] for entry in written)
-        title = f"task {task}, {unit}: {value:.3f}" if drawing.width > 400 else ""
-        drawing.mark(px, py, role if froze else "page", stroke=role, width=1.4, size=3.2, title=title)
+    drawing.line([at for at, _, _ in points], role, **look)
+    if dense and any(froze for _, froze, _ in points):
+        drawing.dots([at for at, froze, _ in points if froze], role, size=3.0)
+    for at, froze, words in [] if dense else points:
+        title = words if drawing.width > 400 else ""
+        drawing.mark(*at, role if froze else "page", stroke=role, width=1.4, size=3.2, title=title)
 
 
 def freezing_map(group: Group, width: float) -> Drawing:
@@ -114,7 +97,7 @@ def freezing_map(group: Group, width: float) -> Drawing:
     for place, task in enumerate(tasks):
         x, top = left + place % per_row * (panel + gap), place // per_row * block + 20
         if place % per_row == 0:
-            map_names(drawing, units, left, top, row)
+            unit_names(drawing, units, left, top, row)
         wide = panel > 44
         drawing.text(x + panel / 2, top - 7, f"task {task}" if wide else str(task), "ink", size=TINY, anchor="middle")
         map_panel(drawing, group, task, (x, top, panel, row), epochs)
@@ -129,7 +112,7 @@ def freezing_map(group: Group, width: float) -> Drawing:
     return drawing
 
 
-def map_names(drawing: Drawing, units: Sequence[str], left: float, top: float, row: float) -> None:
+def unit_names(drawing: Drawing, units: Sequence[str], left: float, top: float, row: float) -> None:
     for number, unit in enumerate(units):
         words = shortened(unit, left - 8, TINY, head=False)
         drawing.text(left - 6, top + row * (number + 0.5) + 3.5, words, "ink", size=TINY, anchor="end", title=unit)
@@ -198,34 +181,20 @@ def top_units(ratios: dict[str, float], frozen: list[str], size: int) -> list[st
 
 
 def by_epoch(comparison: Comparison) -> list[Group]:
-    return [
-        group
-        for group in comparison.groups
-        if group.config["freezing"].get("policy") == "correlation" and any(epoch_overlaps(run) for run in group.runs)
-    ]
+    groups = [group for group in comparison.groups if policy_of(group.config) == "correlation"]
+    return [group for group in groups if any(epoch_overlaps(run) for run in group.runs)]
 
 
 def epoch_overlap(groups: Sequence[Group], width: float) -> Drawing:
     """A line per run over the epochs at which the ratios were computed again, the mean over tasks and seeds."""
-    epochs = groups[0].config["training"]["epochs"]
-    left, height = 40.0, 150.0
-    drawing = Drawing(width, 0, "Overlap of the selection between epochs")
-    top = legend(drawing, left, 10, width - left, groups) + 8
-    y, x = Scale(0, 1, top + height, top), Scale(1, max(epochs, 2), left + 12, width - 12)
-    grid_y(drawing, y, left, width)
-    for value in ticks(1, epochs, 6):
-        if value == int(value):
-            drawing.text(x(value), top + height + 16, plain(value), "soft", size=TINY, anchor="middle")
-    drawing.text(width, top + height + 31, "epoch of a task", "soft", size=TINY, anchor="end")
+    lines = []
     for group in groups:
-        together: dict[int, list[float]] = {}
+        found: dict[int, list[float]] = {}
         for run in group.runs:
             for epoch, values in epoch_overlaps(run).items():
-                together.setdefault(epoch, []).extend(values)
-        role = f"run{group.colour}"
-        points = [(x(epoch), y(statistics.fmean(values))) for epoch, values in sorted(together.items())]
-        drawing.line(points, role, width=2, dash=group.dash)
-        for px, py in points:
-            drawing.mark(px, py, role, look=group.marker)
-    drawing.height = top + height + 36
-    return drawing
+                found.setdefault(epoch, []).extend(values)
+        lines.append((group, [(float(epoch), statistics.fmean(found[epoch]), 0.0) for epoch in sorted(found)]))
+    epochs = groups[0].config["training"]["epochs"]
+    places = [value for value in ticks(1, epochs, 6) if value == int(value)]
+    label = "Overlap of the selection between epochs"
+    return line_chart(label, "epoch of a task", lines, epochs, places, (0.0, 1.0), width)

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import SMALL, TINY, task_key
-from ptlf.report.runs import Group, RunRecord
+from ptlf.report.runs import Group
+from ptlf.run.results import Json
 
 MOMENTS = {"before": "untrained", "after": "after the stream"}
-Json = dict[str, Any]
 
 
-def shown_run(group: Group) -> RunRecord | None:
-    """The first seed with a gallery of the finished stream."""
-    return next((run for run in group.runs if run.gallery and "after" in run.gallery["looks"]), None)
+def shown_gallery(group: Group) -> Json | None:
+    """The gallery of the first seed that has one of the finished stream."""
+    return next((run.gallery for run in group.runs if run.gallery and "after" in run.gallery["looks"]), None)
 
 
-def new_drawing(run: RunRecord, width: float, label: str) -> Drawing:
-    assert run.gallery is not None
-    drawing = Drawing(width, 0, label, run.gallery["sprite"])
-    drawing.sprite_id = "sprite"
-    return drawing
-
-
-def neighbours(group: Group, run: RunRecord, width: float) -> Drawing:
+def neighbours(group: Group, width: float) -> Drawing | None:
     """A row per query: itself, its nearest before, its nearest after. Another class is faded and underlined."""
-    gallery = run.gallery
-    assert gallery is not None
+    gallery = shown_gallery(group)
+    if gallery is None:
+        return None
     count = len(gallery["looks"]["after"]["neighbours"][0])
     columns = 2 if width > 600 else 1
     between, inner = 44.0, 14.0
     wide = (width - between * (columns - 1)) / columns
     side = (wide - 2 * inner) / (1 + 2 * count)
-    drawing = new_drawing(run, width, f"Nearest images before and after, {group.label}")
+    drawing = Drawing(width, 0, f"Nearest images before and after, {group.label}", gallery["sprite"])
     queries = gallery["queries"]
     total = len(queries) * count
     before, after = (same_class(gallery, moment) for moment in MOMENTS)
@@ -43,7 +35,9 @@ def neighbours(group: Group, run: RunRecord, width: float) -> Drawing:
     for place, query in enumerate(queries):
         left, top = place // rows * (wide + between), 44 + place % rows * (side + 6)
         if place % rows == 0:
-            headings(drawing, left, side, inner, count)
+            drawing.text(left, 36, "image", "soft", size=TINY)
+            drawing.text(left + side + inner, 36, "nearest, untrained", "soft", size=TINY)
+            drawing.text(left + side + 2 * inner + count * side, 36, "nearest, trained", "ink", size=TINY, bold=True)
         tile(drawing, gallery, query, query, left, top, side)
         for block, moment in enumerate(MOMENTS):
             start = left + side + inner + block * (count * side + inner)
@@ -59,12 +53,6 @@ def same_class(gallery: Json, moment: str) -> int:
     return sum(label[query] == label[other] for query, row in rows for other in row)
 
 
-def headings(drawing: Drawing, left: float, side: float, inner: float, count: int) -> None:
-    drawing.text(left, 36, "image", "soft", size=TINY)
-    drawing.text(left + side + inner, 36, "nearest, untrained", "soft", size=TINY)
-    drawing.text(left + side + 2 * inner + count * side, 36, "nearest, trained", "ink", size=TINY, bold=True)
-
-
 def tile(drawing: Drawing, gallery: Json, query: int, other: int, x: float, y: float, side: float) -> None:
     sheet = gallery["sprite"]
     row, column = divmod(other, sheet["columns"])
@@ -77,14 +65,13 @@ def tile(drawing: Drawing, gallery: Json, query: int, other: int, x: float, y: f
         drawing.rect(x + 1, y + side - 1, side - 2, 2.5, "bad")
 
 
-def feature_map(group: Group, run: RunRecord, width: float) -> Drawing | None:
+def feature_map(group: Group, width: float) -> Drawing | None:
     """Two maps of the same images; near means similar. Axes have no meaning of their own."""
-    gallery = run.gallery
-    assert gallery is not None
-    if not gallery["looks"]["after"]["points"]:
+    gallery = shown_gallery(group)
+    if gallery is None or not gallery["looks"]["after"]["points"]:
         return None
     side = (width - 20) / 2
-    drawing = new_drawing(run, width, f"Map of features before and after, {group.label}")
+    drawing = Drawing(width, 0, f"Map of features before and after, {group.label}", gallery["sprite"])
     top = task_key(drawing, 0, 10, width, range(1, len(gallery["groups"]) + 1)) + 18
     radius = 2.6 if width > 400 else 1.7
     for block, (moment, words) in enumerate(MOMENTS.items()):

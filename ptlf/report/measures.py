@@ -1,0 +1,138 @@
+"""Every figure that tables, page and charts show of a run: where it is in the record, and how it is written.
+
+A new cost is measured and recorded elsewhere, and shown everywhere by a line in `COSTS`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ptlf.report.runs import Group
+
+SCALES = {"MiB": 2**20, "T": 1e12, "G": 1e9}  # of the recorded value; 1 for other units
+WITHIN, AMONG = "within the task", "among all classes"
+PROBES = {"knn": "kNN", "linear": "linear", "ridge": "ridge"}
+
+
+@dataclass(frozen=True)
+class Measure:
+    title: str
+    path: tuple[str, ...]  # in results.json, or in a row of a benchmark
+    unit: str
+    digits: int = 2
+    cost: bool = False  # less is better; its ratio to the baseline's is shown, and its axis begins at zero
+    short: str = ""  # heading of its panel and column where room is scarce; without one it is in full tables only
+    below: str = ""  # second line of that heading
+    epoch: str = ""  # its column in cost.per_epoch, drawn over the epochs
+    indent: str = ""  # of a title, for a part of the cost before it
+    scale: float = 0.0  # recorded value of one unit; 0: as SCALES says
+    rising: bool = False  # more is better
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
+    def show(self, value: float | None, beside: float | None = None) -> str:
+        """In the measure's unit, without its name; a spread as fine as the mean it stands beside."""
+        if value is None:
+            return "-"
+        scale, digits = self.scale or SCALES.get(self.unit, 1), self.digits
+        size = abs(value if beside is None else beside) / scale
+        if self.cost and size >= 1:  # four digits tell a cost well enough
+            digits = max(0, min(digits, 3 - int(math.log10(size))))
+        return f"{value / scale:,.{digits}f}".replace("-", "−")
+
+    def words(self, value: float | None) -> str:
+        """With its unit; long times in minutes."""
+        if value is None:
+            return "-"
+        return seconds(value) if self.unit == "s" else f"{self.show(value)} {self.unit}"
+
+    def ratio(self, group: Group, base: Group | None) -> float | None:
+        """Of a cost, to the baseline's; None for the baseline itself."""
+        if not self.cost or base is None or base is group:
+            return None
+        return ratio(group.mean(self.path), base.mean(self.path))
+
+
+def seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def title_of(probe: str) -> str:
+    kind, _, bank = probe.partition("_")
+    return f"{PROBES[kind]} {WITHIN if bank == 'task' else AMONG}" if kind in PROBES else probe
+
+
+def probe_measures(probe: str) -> list[Measure]:
+    """Accuracy, forgetting, and the accuracy of the untrained encoder."""
+    title = title_of(probe)
+    below, path = title.replace(WITHIN, "own task").replace(AMONG, "all classes"), ("probes", probe)
+    return [
+        Measure(f"accuracy, {title}", (*path, "accuracy"), "%", short="accuracy", below=below, rising=True),
+        Measure(f"forgetting, {title}", (*path, "forgetting"), "points", short="forgetting", below=below),
+        Measure(f"untrained, {title}", (*path, "untrained_accuracy"), "%", short="random encoder", rising=True),
+    ]
+
+
+def cost(title: str, key: str, unit: str, digits: int = 1, short: str = "", below: str = "", **more: Any) -> Measure:
+    return Measure(title, ("cost", key), unit, digits, True, short, below, **more)
+
+
+def purpose(title: str, key: str, indent: str = "") -> Measure:
+    """Seconds of one purpose. The baseline spends next to none on most of them: no ratio."""
+    return Measure(title, ("cost", key), "s", 1, indent=indent)
+
+
+PEAK = "last_peak_memory_bytes"
+COSTS = [
+    cost("training time", "learning_seconds", "s", 1, "time", "all in, seconds"),
+    cost("training steps", "train_seconds", "s", epoch="seconds", indent="  "),
+    purpose("correlation", "correlation_seconds", "  "),
+    purpose("freezing and rebuilding", "rebuild_seconds", "  "),
+    purpose("evaluation", "eval_seconds"),
+    purpose("checkpoints", "checkpoint_seconds"),
+    purpose("measuring bytes and FLOPs", "measuring_seconds"),
+    cost("kept for backward, mean", "mean_kept_bytes", "MiB"),
+    cost("kept for backward, last epoch", "kept_bytes", "MiB", 1, "kept", "last epoch, MiB", epoch="kept_bytes"),
+    cost("peak GPU memory, last epoch", PEAK, "MiB", 0, "GPU memory", "last peak, MiB", epoch="peak_memory_bytes"),
+    cost("backward FLOPs", "backward_flops", "T", 3, "FLOPs", "backward, T", epoch="backward_flops"),
+]
+MAIN_COSTS = [measure for measure in COSTS if measure.short]
+
+
+def column(title: str, key: str, unit: str, digits: int, cost: bool = False, scale: float = 0.0) -> Measure:
+    """A figure of a benchmark's row."""
+    return Measure(title, (key,), unit, digits, cost, scale=scale)
+
+
+STEP = column("step", "step_ms", "ms", 2, True)
+MEMORY = [
+    column("views", "views_per_second", "per ms", 1, scale=1000),
+    column("kept", "kept_bytes", "MiB", 0, True),
+    column("peak", "peak_memory_bytes", "MiB", 0, True),
+]
+SPREAD, DEVICE = column("±", "step_ms_spread", "ms", 2), column("device", "device_ms", "ms", 2)
+STEP_COLUMNS = [STEP, SPREAD, DEVICE, *MEMORY, column("rebuild", "rebuild_seconds", "s", 1)]
+STAGE_COLUMNS = [column("steps", "steps", "", 0), STEP, column("median", "median_step_ms", "ms", 2, True), *MEMORY]
+FREEZING_COLUMNS = [
+    column("kept", "kept_bytes", "MiB", 1, True),
+    column("backward", "backward_flops", "GFLOPs", 2, True, 1e9),
+    column("step", "seconds", "ms", 0, True, 1e-3),
+]
+OVERHEADS = [
+    *(column(measure.title, measure.path[-1], "s", 1) for measure in COSTS[1:] if measure.unit == "s"),
+    column("learning after the first task", "later_learning_seconds", "s", 1, True),
+    column("  of it correlation", "later_correlation_share", "%", 1, scale=0.01),
+    column("whole run", "wall_seconds", "s", 1, True),
+    column("GPU waits for the host", "host_share", "%", 1, scale=0.01),
+    *(column(f"{probe} accuracy", f"{probe}_accuracy", "%", 2) for probe in ("knn_task", "knn_class")),
+    *(column(f"{probe} forgetting", f"{probe}_forgetting", "points", 2) for probe in ("knn_task", "knn_class")),
+]

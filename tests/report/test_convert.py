@@ -1,0 +1,163 @@
+"""The converter of older records, against a record written by hand; and every run that is kept can be read."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ptlf.report.runs import read_run
+from ptlf.run.results import read_results
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.fixture(scope="module")
+def converter() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("convert", RESULTS / "convert.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def old_config(policy: str = "cost_aware", recipe: str = "s/o/ptlf-cost", method: str = "lump") -> dict[str, Any]:
+    return {
+        "recipe": recipe,
+        "seed": 3,
+        "stream": {"name": "s"},
+        "objective": {"name": "o"},
+        "method": {"name": method},
+        "freezing": {"policy": policy, "final": 0.4, "savings": "seconds", "batches": 8},
+        "training": {"optimizer": "lars", "lr": 0.3, "momentum": 0.9, "weight_decay": 1e-4, "batch": 64},
+        "evaluation": {
+            "enabled": True,
+            "gallery": False,
+            "knn_task": {"k": None},
+            "knn_class": {"k": 20},
+            "linear": {"enabled": False, "epochs": 100},
+            "ridge": {"enabled": True, "penalty": 0.001},
+        },
+        "checkpoint": {"keep": 2},
+    }
+
+
+def old_results() -> dict[str, Any]:
+    def line(epoch: int, kept: int, losses: dict[str, float], frozen: list[str]) -> dict[str, Any]:
+        more = {"newly_frozen": frozen, "saved_activation_bytes": kept, "peak_memory_bytes": 10 * kept}
+        return {"task": 1, "epoch": epoch, "loss": losses, **more}
+
+    return {
+        "schema": 1,
+        "ptlf_version": "0.1.0",
+        "commit": None,
+        "status": "finished",
+        "config": old_config(),
+        "exams": ["a", "b"],
+        "probes": {"knn_task": {"settings": {"bank": "training images of the exam's own task"}}},
+        "cost": {
+            "saved_activation_bytes": 20,
+            "per_task": [{"task": 1, "saved_activation_bytes": 20}],
+            "per_epoch": [line(1, 40, {"ssl": 1.0}, []), line(2, 20, {"ssl": 0.5, "distill": 2.0}, ["x"])],
+        },
+    }
+
+
+def test_a_record_by_hand(converter: ModuleType) -> None:
+    new = converter.convert(old_results())
+    config = new.pop("config")
+    assert new == {
+        "schema": 2,
+        "ptlf_version": "0.1.0",
+        "commit": None,
+        "name": "s/o/ptlf-cost",
+        "baseline": False,
+        "status": "finished",
+        "eval_splits": ["a", "b"],
+        "probes": {"knn_task": {"settings": {"bank": "training images of the split's own task"}}},
+        "cost": {
+            "kept_bytes": 20,
+            "mean_kept_bytes": 30,
+            "last_peak_memory_bytes": 200,
+            "per_task": [{"task": 1, "kept_bytes": 20}],
+            "per_epoch": {
+                "task": [1, 1],
+                "epoch": [1, 2],
+                "loss": {"ssl": [1.0, 0.5], "distill": [None, 2.0]},
+                "kept_bytes": [40, 20],
+                "peak_memory_bytes": [400, 200],
+            },
+        },
+    }
+    assert config["freezing"]["policy"] == {"name": "cost_aware", "sharpness": 8.0, "savings": "seconds"}
+
+
+def test_settings_by_hand(converter: ModuleType) -> None:
+    old = old_config("correlation")
+    new = converter.convert_config(old)
+    assert new == {
+        **{key: old[key] for key in ("recipe", "seed", "stream", "objective", "method", "checkpoint")},
+        "freezing": {"policy": {"name": "correlation"}, "final": 0.4, "batches": 8},
+        "training": {
+            "optimizer": {"name": "lars", "momentum": 0.9, "weight_decay": 1e-4},
+            "lr": 0.3,
+            "batch": 64,
+        },
+        "evaluation": {"enabled": True, "gallery": False},
+        "probes": {
+            "knn_task": {"enabled": True, "k": None},
+            "knn_class": {"enabled": True, "k": 20},
+            "linear": {"enabled": False, "epochs": 100},
+            "ridge": {"enabled": True, "penalty": 0.001},
+        },
+    }
+    assert [next(iter(probe)) for probe in new["probes"].values()] == ["enabled"] * 4
+    sharp = old | {"freezing": old["freezing"] | {"policy": "cost_aware", "sharpness": 4.0}}
+    policy = {"name": "cost_aware", "sharpness": 4.0, "savings": "seconds"}
+    assert converter.convert_config(sharp)["freezing"]["policy"] == policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "recipe", "method", "name", "baseline"),
+    [
+        ("none", "s/o/lump", "lump", "s/o/lump", True),
+        ("none", "", "lump", "s/o/lump", True),
+        ("none", "s/o/ptlf", "lump", "s/o/ptlf, no freezing", True),
+        ("correlation", "s/o/ptlf", "lump", "s/o/ptlf", False),
+        ("cost_aware", "s/o/ptlf", "lump", "s/o/ptlf + cost_aware freezing", False),
+        ("correlation", "s/o/ptlf", "si", "s/o/si + correlation freezing", False),
+        ("none", "t/o/si", "si", "s/o/si", False),
+    ],
+)
+def test_names(converter: ModuleType, policy: str, recipe: str, method: str, name: str, baseline: bool) -> None:
+    new = converter.convert(old_results() | {"config": old_config(policy, recipe, method)})
+    assert (new["name"], new["baseline"]) == (name, baseline)
+
+
+def test_files(converter: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed, plain = tmp_path / "one.json.gz", tmp_path / "two" / "results.json"
+    packed.write_bytes(gzip.compress(json.dumps(old_results()).encode()))
+    assert converter.main([str(packed), "--out", str(plain), "--commit", "55501cf"]) == 0
+    assert read_results(tmp_path / "two")["commit"] == "55501cf"
+    assert converter.main([str(packed)]) == 0
+    assert json.loads((tmp_path / "one.json").read_text())["commit"] is None
+    assert converter.main([str(plain)]) == 2
+    assert f"{plain} has schema 2; only schema 1 can be converted" in capsys.readouterr().err
+    (tmp_path / "other.json").write_text("[]")
+    assert converter.main([str(tmp_path / "other.json")]) == 2
+    assert "is not the results.json of a run" in capsys.readouterr().err
+
+
+def test_every_run_that_is_kept_can_be_reported() -> None:
+    folders = [path.parent for path in RESULTS.rglob("results.json")]
+    assert len(folders) >= 24
+    for folder in folders:
+        run = read_run(folder)
+        assert run.finished
+        assert run.results["commit"]
+        assert len(run.epochs) == len(run.results["tasks"]) * run.config["training"]["epochs"]
