@@ -1,4 +1,4 @@
-"""Stream and Task: which images arrive, in which order, and on which images the encoder is tested."""
+"""Stream and Task: which training images arrive in which order, and on which images the encoder is evaluated."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from ptlf.core.settings import key
 @dataclass
 class StreamConfig:
     name: str = key("digits", "which stream; `ptlf list streams` names them")
-    pack: str | None = key(
-        None, "packed data set to read (made by `ptlf data pack`); the stream's own where it has one"
-    )
-    tasks: int | None = key(None, "number of tasks; the stream's own number where it has one", least=1)
+    pack: str | None = key(None, "packed data set to read (made by `ptlf data pack`); null = the stream's own")
+    tasks: int | None = key(None, "number of tasks; null = the stream's own number", least=1)
     classes: int | None = key(None, "use only the first so many classes", least=1)
     per_class: int | None = key(
         None, "use only the first so many images of each class, for training and testing", least=1
@@ -25,14 +23,16 @@ class StreamConfig:
     class_order: str | list[str | int] = key("natural", "natural, seeded, or a list of all classes by name or number")
     groups: list[list[str | int]] | None = key(None, "the classes of each task, by name or number, instead of `tasks`")
     labelled: str | None = key(
-        None, "for a folder per task: the packed labelled set to evaluate on; none = no evaluation"
+        None, "for a folder per task: the packed labelled set to evaluate on; null = no evaluation"
     )
-    resident: bool | None = key(None, "hold all images on the device, else read them ahead; null = when they fit")
+    resident: bool | None = key(
+        None, "hold all images on the device (true) or read them ahead (false); null = hold them if they fit"
+    )
 
 
 @dataclass(frozen=True)
 class Images:
-    """`pixels` (N, H, W, 3) uint8, possibly memory-mapped, and one label per image."""
+    """`pixels` (N, H, W, 3) uint8, possibly memory-mapped, and `labels` (N,) int64."""
 
     pixels: np.ndarray
     labels: np.ndarray
@@ -43,7 +43,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Training and test images. `names` are the labels' names: classes, or tasks when `folders` says so."""
+    """Training and test images. `names` are those of the labels: classes, or tasks if `folders` is "tasks"."""
 
     name: str
     names: tuple[str, ...]
@@ -58,7 +58,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Task:
-    """One step of the stream: indices of its training images, and the classes they show (none: unlabelled)."""
+    """One step of the stream: indices of its training images, and their classes (none: unlabelled)."""
 
     name: str
     train: np.ndarray
@@ -67,7 +67,7 @@ class Task:
 
 @dataclass(frozen=True)
 class EvalSplit:
-    """What is tested: labelled training images (the kNN bank), test images, and the task from which on it counts."""
+    """Indices of labelled training images (the kNN bank) and test images. Evaluated from task number `since` on."""
 
     name: str
     bank: np.ndarray
@@ -81,7 +81,7 @@ class Stream:
     data: Dataset
     tasks: tuple[Task, ...]
     eval_splits: tuple[EvalSplit, ...]
-    eval_data: Dataset | None  # where the eval_splits' images lie
+    eval_data: Dataset | None  # the images that the eval_splits index
     class_order: tuple[str, ...] = field(default=())
 
     @property
@@ -89,7 +89,7 @@ class Stream:
         return self.data.size
 
     def joint(self) -> Stream:
-        """All tasks' images as one task, tested on every eval_split: the upper bound of continual learning."""
+        """All tasks' images as one task, evaluated on every split: the upper bound of continual learning."""
         everything = Task(
             "all tasks",
             np.sort(np.concatenate([task.train for task in self.tasks])),
@@ -103,10 +103,10 @@ class Stream:
 
 
 def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
-    """The data set's classes, ordered and dealt out to tasks, in consecutive runs or in the groups given."""
+    """Divide the ordered classes among the tasks: consecutive classes, or the groups given."""
     if config.groups is not None:
         if config.tasks is not None or config.classes is not None or config.class_order != "natural":
-            raise UserError("stream.groups says it all; leave out stream.tasks, stream.classes and stream.class_order")
+            raise UserError("stream.groups is given; leave out stream.tasks, stream.classes and stream.class_order")
         groups = [tuple(class_number(c, data.names, "groups") for c in group) for group in config.groups]
         order = [c for group in groups for c in group]
         if not groups or not all(groups):
@@ -139,7 +139,7 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
 
 
 def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:
-    """A folder per task of plain images, in the folders' order; one eval_split on a separate labelled set, or none."""
+    """A stream with a folder of unlabelled images per task, evaluated on a separate labelled set, if there is one."""
     if config.tasks is not None and config.tasks != len(data.names):
         raise UserError(
             f"stream.tasks is {config.tasks}, but {data.name} was packed with {len(data.names)} task folders"
@@ -191,7 +191,7 @@ def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[i
 
 
 def class_number(value: str | int, names: Sequence[str], where: str) -> int:
-    """The label of a class given by name or by number. A class whose name is a number goes by its name."""
+    """The label of a class given by name or by number. If a class name is a number, the name wins."""
     if str(value) in names:
         return list(names).index(str(value))
     if isinstance(value, int) and 0 <= value < len(names):
@@ -201,7 +201,7 @@ def class_number(value: str | int, names: Sequence[str], where: str) -> int:
 
 
 def _of(images: Images, labels: Sequence[int], per_class: int | None = None) -> np.ndarray:
-    """Indices of the images with these labels, or of the first so many with each, in the stored order."""
+    """Sorted indices of the images with these labels, at most the first `per_class` of each."""
     return np.sort(np.concatenate([np.flatnonzero(images.labels == label)[:per_class] for label in labels]))
 
 

@@ -136,9 +136,7 @@ def crop_boxes(
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
     aspect = torch.exp(log_low + (log_high - log_low) * u[:, ATTEMPTS : 2 * ATTEMPTS])
     last_h, last_w = fallback_box(height, width, ratio)
-    h = F.pad(
-        (area / aspect).sqrt().round(), (0, 1), value=last_h
-    )  # (B, 11), the last column is the fallback
+    h = F.pad((area / aspect).sqrt().round(), (0, 1), value=last_h)  # (B, 11), the last column is the fallback
     w = F.pad((area * aspect).sqrt().round(), (0, 1), value=last_w)
     fits = (h > 0) & (h <= height) & (w > 0) & (w <= width)
     first = fits.to(torch.uint8).argmax(dim=1, keepdim=True)

@@ -141,9 +141,9 @@ def test_an_error_that_nobody_foresaw_surfaces_as_itself(file, monkeypatch) -> N
 def test_a_file_that_was_cut_short_is_named(file) -> None:
     source = source_of(file)
     os.truncate(file, file.stat().st_size - 10)
-    with pytest.raises(UserError, match=r"images\.npy has been cut short: of image 89 it holds 98 of 108 bytes"):
+    with pytest.raises(UserError, match=r"images\.npy is truncated: it holds 98 of the 108 bytes of image 89"):
         source.gather(torch.tensor([3, 89]))
-    with pytest.raises(UserError, match="cut short"), source.batches(shuffled()) as batches:
+    with pytest.raises(UserError, match="truncated"), source.batches(shuffled()) as batches:
         list(batches)
 
 
