@@ -30,7 +30,7 @@ class Freezer:
 
     The weights, affine parameters and statistics of a frozen unit stay bitwise the same: they get no gradient, an
     accumulated one is dropped, and so is their optimizer state (its param_groups stay). Neither an optimizer step nor
-    `module.train()` changes them. The replaced forwards are in the modules' `__dict__`, so `state_dict()` is unaffected.
+    `module.train()` changes them. The patched forwards are in the modules' `__dict__`, so `state_dict()` is unaffected.
 
     units: the units that may freeze; default: all units found by one forward.
     example: the input of that forward, see `find_units`.

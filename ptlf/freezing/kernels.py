@@ -118,8 +118,8 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Booleans of any shape, in memory order, to ceil(n / 8) bytes. Bit order differs between eager and compiled code, so
-    `unpack` must run in the same way."""
+    """Booleans of any shape, in memory order, to ceil(n / 8) bytes. Eager and compiled code order the bits differently:
+    `unpack` must run in the same mode as `pack`."""
     flat = (mask.permute(0, 2, 3, 1) if is_channels_last(mask) else mask).reshape(-1)
     if flat.numel() % 8:
         flat = F.pad(flat, (0, -flat.numel() % 8))
@@ -197,9 +197,9 @@ class ForwardPatch:
 class FrozenLayer(ForwardPatch):
     """Forward of a frozen convolution or linear layer; `norm`, if given, is folded in.
 
-    The folded tensors are neither parameters nor buffers. Eager code folds again if a source tensor has changed. Compiled
-    or captured code cannot check that: call `refresh`. After a thaw the tensors keep their memory, because a captured
-    graph may still read it.
+    The folded tensors are neither parameters nor buffers. Eager code folds again if a source tensor has changed;
+    compiled or captured code cannot check that, so call `refresh`. After a thaw the tensors keep their memory, because
+    a captured graph may still read it.
     """
 
     def __init__(self, layer: nn.Conv2d | nn.Linear, norm: nn.Module | None = None) -> None:

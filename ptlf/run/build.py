@@ -23,8 +23,8 @@ from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.stream import STREAMS, Stream, open_stream
-from ptlf.stream.pack import data_root
 from ptlf.stream.loading import ImageSource
+from ptlf.stream.pack import data_root
 from ptlf.training.trainer import Trainer
 from ptlf.views import named_views
 

@@ -12,7 +12,8 @@ from ptlf.encoders.norm import ViewBatchNorm2d, views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet
 from ptlf.freezing import Freezer
 from ptlf.freezing.kernels import MaskedReLU
-from ptlf.training import engine, fused
+from ptlf.training import engine
+from ptlf.training import fused_resnet as fused
 from ptlf.training.cost import kept_bytes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
