@@ -49,7 +49,7 @@ def from_pil(picture: Image.Image) -> Tensor:
 
 
 def uniforms(count: int, **columns: float) -> Tensor:
-    """0.5 everywhere but in the columns named."""
+    """0.5 everywhere except in the named columns."""
     u = torch.full((count, V.UNIFORMS_PER_VIEW), 0.5)
     for name, value in columns.items():
         u[:, COLUMNS[name]] = value
@@ -76,7 +76,7 @@ def test_resized_crop_is_pillows(interpolation: Interpolation, size_in: tuple[in
         picture = piece.resize((size_out, size_out), Image.Resampling[interpolation.upper()])
         if u[i, COLUMNS["flip"]] < 0.5:
             picture = ImageOps.mirror(picture)
-        # Pillow rounds after each of its two passes: half a level each, the first one spread by the second.
+        # Pillow rounds after each of its two passes, by half a level each; the second pass spreads the first error.
         torch.testing.assert_close(ours[i], from_pil(picture), atol=1.25 * LEVEL, rtol=0)
 
 
@@ -104,7 +104,7 @@ def test_crop_boxes_follow_the_loop(shape: tuple[int, int], scale: tuple[float, 
     u = drawn(1000, 1)[0]
     ours = torch.stack(ops.crop_boxes(u, *shape, scale, (3 / 4, 4 / 3)), dim=1).long()
     reference = torch.tensor([torchvision_box(row, *shape, scale, (3 / 4, 4 / 3)) for row in u.tolist()])
-    # A value within float32 rounding of a half may be rounded the other way; never more than a case in a thousand.
+    # In float32 a value close to a half may round the other way: at most one in a thousand.
     assert (ours != reference).any(dim=1).sum() <= 1
 
 
@@ -187,7 +187,7 @@ def test_hue_is_pillows_up_to_its_eight_bits(steps: int) -> None:
         hsv = np.array(Image.fromarray(images[i]).convert("HSV"))
         hsv[..., 0] += np.uint8(steps % 256)
         error = (ours[i] - from_pil(Image.fromarray(hsv, "HSV"))).abs()
-        # Pillow cuts the hue down to 256 steps of 6/256 chroma, and cuts saturation and value too.
+        # Pillow quantises hue, saturation and value to 256 levels; one level of hue is 6/256 of the chroma.
         assert error.max() < 9 * LEVEL and error.mean() < 1.5 * LEVEL
 
 
@@ -270,7 +270,7 @@ def test_blur_is_near_pillows() -> None:
     ours = ops.blur(to_float(images), torch.tensor([0.8, 2.0]), 23)
     for i, sigma in enumerate((0.8, 2.0)):
         theirs = from_pil(Image.fromarray(images[i]).filter(ImageFilter.GaussianBlur(sigma)))
-        inner = (ours[i] - theirs)[:, 8:-8, 8:-8].abs()  # Pillow's borders repeat, ours mirror; its Gaussian is 3 boxes
+        inner = (ours[i] - theirs)[:, 8:-8, 8:-8].abs()  # Pillow repeats borders and approximates with 3 boxes
         assert inner.mean() < 1.5 * LEVEL and inner.max() < 16 * LEVEL
 
 
@@ -323,8 +323,8 @@ def test_the_generator_is_the_only_source_of_randomness() -> None:
 
 
 @pytest.mark.parametrize("name", V.VIEWS)
-def test_no_step_looks_at_a_value(name: str) -> None:
-    """Fake tensors have none: reading one, or a shape made of one, fails."""
+def test_no_step_reads_a_value_on_the_host(name: str) -> None:
+    """Fake tensors have no values: reading one, or using one as a shape, fails."""
     recipe = V.named_views(name, 40)
     with FakeTensorMode():
         images = torch.empty((6, 48, 56, 3), dtype=torch.uint8)
@@ -365,7 +365,9 @@ def test_views_captured_in_a_cuda_graph_are_the_cpus(name: str) -> None:
     graph.replay()
     for ours, reference in zip(outputs, V.make_views(images, u, recipe, 40), strict=True):
         near = (ours.cpu() - reference).abs() < 1e-3
-        assert near.float().mean() > 0.999  # solarisation jumps where rounding carries a pixel over its threshold
+        assert (
+            near.float().mean() > 0.999
+        )  # solarisation is discontinuous: rounding may move a pixel over its threshold
 
 
 def test_autocast_does_not_reach_the_views() -> None:
@@ -428,7 +430,7 @@ def test_normalise_crops_at_the_centre() -> None:
     whole = (to_float(images) - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     torch.testing.assert_close(V.normalise(torch.from_numpy(images), mean, std), whole)
     centre = V.normalise(torch.from_numpy(images), mean, std, 32)
-    torch.testing.assert_close(centre, whole[:, :, 4:36, 2:34])  # (37 - 32) / 2 rounds to even, as torchvision's
+    torch.testing.assert_close(centre, whole[:, :, 4:36, 2:34])  # (37 - 32) / 2 rounds to even, as in torchvision
 
 
 def test_normalise_enlarges_small_images_as_pillow_does() -> None:

@@ -1,4 +1,4 @@
-"""Images that are read ahead from their file are those that indexing gives."""
+"""Images read ahead from a file equal those from indexing."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_the_next_batches_are_read_while_one_is_used(file, monkeypatch) -> None:
     with source.batches(order) as batches:
         for batch, _ in enumerate(batches):
             for ahead in range(batch, min(batch + AHEAD, len(order) - 1) + 1):
-                assert complete[ahead].wait(10)  # nobody has asked for it yet
+                assert complete[ahead].wait(10)  # not requested yet
             assert not any(event.is_set() for event in complete[batch + AHEAD + 1 :])
 
 
@@ -181,7 +181,8 @@ def packed_run(root: Path, resident: bool, out: Path | None = None, **more) -> R
         stream__resident=resident,
         data_root=str(root),
         freezing__final=0.67,
-        training__batch=64,
+        training__batch=32,
+        stream__per_class=48,
         **more,
     )
     return Run(config, out)
