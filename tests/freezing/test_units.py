@@ -84,7 +84,7 @@ class UsedElsewhere(nn.Module):
 
     def __init__(self, use: str) -> None:
         super().__init__()
-        self.use, self.conv, self.norm = look, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.use, self.conv, self.norm = use, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
         self.drop = nn.Dropout2d() if use == "dropout" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def test_hooks_and_modes_are_restored_when_the_forward_fails():
 def test_nothing_of_the_forward_stays_alive():
     alive: list[weakref.ref] = []
 
-    class UsedElsewhere(nn.Sequential):
+    class Watched(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self:
                 x = layer(x)

@@ -236,7 +236,7 @@ def test_batches_on_a_gpu_are_those_of_indexing(file, mapped: bool) -> None:
     device, order = torch.device("cuda"), shuffled() * 20
     pixels = np.load(file, mmap_mode="r") if mapped else PIXELS
     source = ImageSource(Images(pixels, LABELS), device, resident=False)
-    assert source._room(4).is_pinned()
+    assert source._empty(4).is_pinned()
     busy, found = torch.randn(2048, 2048, device=device), []
     with source.batches(order) as batches:
         for images in batches:
