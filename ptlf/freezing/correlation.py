@@ -204,17 +204,13 @@ def gram_hook(total: Tensor) -> Callable[..., None]:
     return hook
 
 
-def gram(layer: Layer, inputs: Tensor) -> Tensor:
-    """R R^T (groups, m, m), float64, of one call of the layer. Each group of a convolution has its own inputs."""
-    return add_gram(empty_gram(layer), layer, inputs)
-
-
 def empty_gram(layer: Layer) -> Tensor:
     m = fan_in(layer)
     return torch.zeros(groups(layer), m, m, dtype=torch.float64, device=layer.weight.device)
 
 
 def add_gram(total: Tensor, layer: Layer, inputs: Tensor) -> Tensor:
+    """Add R R^T (groups, m, m) of one call of the layer. Each group of a convolution has its own inputs."""
     # In float64: an error of 1e-7 of the energy, as in float32, can change the number of directions kept.
     for block in columns(layer, inputs.detach()):
         total.baddbmm_(block, block.mT)

@@ -158,7 +158,6 @@ def tiny_splits(files: Sequence[str], annotations: str, where: Path, located: Ca
     label = {wnid: index for index, wnid in enumerate(names)}
     if unlabelled := [file for wnid, file in val if wnid not in label]:
         raise UserError(f"{where}: val_annotations.txt gives no known class for {unlabelled[0]}")
-    by_label = {
-        split: sorted((label[w], file) for w, file in part) for split, part in (("train", train), ("test", val))
-    }
-    return Files(names, {split: [located(*entry) for entry in part] for split, part in by_label.items()})
+    labelled = ([(label[wnid], file) for wnid, file in part] for part in (train, val))
+    train_files, test_files = ([located(*entry) for entry in sorted(part)] for part in labelled)
+    return Files(names, {"train": train_files, "test": test_files})

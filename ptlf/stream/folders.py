@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.stream.archives import Chunk
@@ -20,6 +20,15 @@ OnError = Literal["refuse", "skip"]
 SHOWN_SKIPS = 20
 
 
+class PackOptions(TypedDict, total=False):
+    """Options of `pack_images`."""
+
+    on_error: OnError
+    workers: int | None
+    overwrite: bool
+    progress: bool
+
+
 def pack_folder(
     source: Path,
     root: Path,
@@ -27,12 +36,9 @@ def pack_folder(
     *,
     size: int,
     folders: Folders = "classes",
-    on_error: OnError = "refuse",
-    workers: int | None = None,
-    overwrite: bool = False,
     test_fraction: float = 0.0,
     names: Sequence[str] | None = None,
-    progress: bool = True,
+    **options: Unpack[PackOptions],
 ) -> Pack:
     """Pack a folder of images: `train/NAME/...` (and `test/` or `val/`), or `NAME/...` directly.
 
@@ -43,7 +49,7 @@ def pack_folder(
     if folders not in ("classes", "tasks"):
         raise unknown("folders", folders, ("classes", "tasks"))
     check_name(name)
-    check_free(root, name, overwrite)
+    check_free(root, name, options.get("overwrite", False))
     with disk_errors(source):
         trees = split_folders(source)
         if names is None:
@@ -53,19 +59,8 @@ def pack_folder(
     if test_fraction:
         check_fraction(test_fraction, folders, "test" in splits)
         splits = hold_out(splits["train"], names, test_fraction)
-    return pack_images(
-        root,
-        name,
-        names=names,
-        folders=folders,
-        splits=splits,
-        size=size,
-        source=str(source.resolve()),
-        on_error=on_error,
-        workers=workers,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    where = str(source.resolve())
+    return pack_images(root, name, names=names, folders=folders, splits=splits, size=size, source=where, **options)
 
 
 def pack_images(

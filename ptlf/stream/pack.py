@@ -126,21 +126,13 @@ def parse_manifest(file: Path) -> Pack:
     if data["schema"] != SCHEMA:
         raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
     splits = {split: Split(**entry) for split, entry in data["splits"].items()}
-    names = [name for split in splits.values() for name in (split.images, split.labels)]
-    if not splits or any(Path(name).name != name for name in names):
+    files = [name for split in splits.values() for name in (split.images, split.labels)]
+    if not splits or any(Path(name).name != name for name in files):
         raise ValueError("splits must name files beside pack.json")
     if data["folders"] not in ("classes", "tasks"):
         raise ValueError(f"folders is {data['folders']!r}")
-    return Pack(
-        path=file.parent,
-        name=data["name"],
-        size=int(data["size"]),
-        folders=data["folders"],
-        names=tuple(data["names"]),
-        splits=splits,
-        skipped=tuple(data["skipped"]),
-        source=data["source"],
-    )
+    size, names, skipped = int(data["size"]), tuple(data["names"]), tuple(data["skipped"])
+    return Pack(file.parent, data["name"], size, data["folders"], names, splits, skipped, data["source"])
 
 
 def file_problems(pack: Pack) -> dict[Path, str]:
@@ -211,16 +203,8 @@ def write_pack(
         for split, (count, chunks) in streams.items():
             with progress_bar(f"packing {name} {split}", count, progress) as advance:
                 entries[split] = write_split(folder, split, count, chunks, len(names), size, skipped, advance)
-        manifest = {
-            "schema": SCHEMA,
-            "name": name,
-            "size": size,
-            "folders": folders,
-            "names": list(names),
-            "splits": {split: asdict(entry) for split, entry in entries.items()},
-            "skipped": skipped,
-            "source": source,
-        }
+        manifest = asdict(Pack(folder, name, size, folders, tuple(names), entries, tuple(skipped), source))
+        manifest = {"schema": SCHEMA, **{key: value for key, value in manifest.items() if key != "path"}}
         (folder / "pack.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
     return open_pack(root, name)
 

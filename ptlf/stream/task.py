@@ -17,17 +17,11 @@ class StreamConfig:
     pack: str | None = key(None, "packed data set to read (made by `ptlf data pack`); null = the stream's own")
     tasks: int | None = key(None, "number of tasks; null = the stream's own number", least=1)
     classes: int | None = key(None, "use only the first so many classes", least=1)
-    per_class: int | None = key(
-        None, "use only the first so many images of each class, for training and testing", least=1
-    )
+    per_class: int | None = key(None, "training and test images per class, the first so many; null = all", least=1)
     class_order: str | list[str | int] = key("natural", "natural, seeded, or a list of all classes by name or number")
     groups: list[list[str | int]] | None = key(None, "the classes of each task, by name or number, instead of `tasks`")
-    labelled: str | None = key(
-        None, "for a folder per task: the packed labelled set to evaluate on; null = no evaluation"
-    )
-    resident: bool | None = key(
-        None, "hold all images on the device (true) or read them ahead (false); null = hold them if they fit"
-    )
+    labelled: str | None = key(None, "for a folder per task: packed labelled set to evaluate on; null = none")
+    resident: bool | None = key(None, "hold all images on the device, or read them ahead; null = hold them if they fit")
 
 
 @dataclass(frozen=True)
@@ -112,9 +106,7 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
         if not groups or not all(groups):
             raise UserError(f"stream.groups must name at least one class per task, not {config.groups}")
         if len(set(order)) != len(order):
-            raise UserError(
-                f"stream.groups names {_names(data, _repeated(order))} more than once; each class is in one task"
-            )
+            raise UserError(f"stream.groups names {_repeated(order, data.names)} more than once; name each class once")
     else:
         order = class_order(data.names, config, seed)
         tasks = config.tasks or 1
@@ -141,9 +133,7 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
 def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:
     """A stream with a folder of unlabelled images per task, evaluated on a separate labelled set, if there is one."""
     if config.tasks is not None and config.tasks != len(data.names):
-        raise UserError(
-            f"stream.tasks is {config.tasks}, but {data.name} was packed with {len(data.names)} task folders"
-        )
+        raise UserError(f"stream.tasks is {config.tasks}, but {data.name} has {len(data.names)} task folders")
     if config.classes is not None or config.groups is not None or config.class_order != "natural":
         raise UserError(
             f"{data.name} has a folder per task and no classes; leave out stream.classes, stream.groups and "
@@ -176,9 +166,7 @@ def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[i
         raise UserError(f"stream.class_order must be natural, seeded or a list of classes, not {config.class_order!r}")
     order = [class_number(c, names, "class_order") for c in config.class_order]
     if len(set(order)) != len(order):
-        raise UserError(
-            f"stream.class_order repeats {', '.join(names[c] for c in _repeated(order))}; name each class once"
-        )
+        raise UserError(f"stream.class_order repeats {_repeated(order, names)}; name each class once")
     if config.classes is None and len(order) != len(names):
         missing = [name for c, name in enumerate(names) if c not in order]
         raise UserError(
@@ -205,12 +193,8 @@ def _of(images: Images, labels: Sequence[int], per_class: int | None = None) -> 
     return np.sort(np.concatenate([np.flatnonzero(images.labels == label)[:per_class] for label in labels]))
 
 
-def _repeated(order: Sequence[int]) -> list[int]:
-    return sorted({c for c in order if list(order).count(c) > 1})
-
-
-def _names(data: Dataset, labels: Sequence[int]) -> str:
-    return ", ".join(data.names[c] for c in labels)
+def _repeated(order: list[int], names: Sequence[str]) -> str:
+    return ", ".join(names[c] for c in sorted({c for c in order if order.count(c) > 1}))
 
 
 def _divisors(number: int) -> str:

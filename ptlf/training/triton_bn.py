@@ -48,7 +48,7 @@ class Tiles:
         across, down = blocks_of(self.channels, block_c), blocks_of(self.rows, block_r)
         self.parts = min(down, max(1, PROGRAMS // (views * across)))
         self.grid, self.sum_grid = (down, across, views), (self.parts, across, views)
-        self.size = (self.rows, self.channels)
+        self.size, self.sum_size = (self.rows, self.channels), (self.rows, self.channels, self.parts)
         # For the kernels that add up the partial sums, with one program per 8 channels.
         self.channel_grid = (blocks_of(self.channels, 8),)
         self.channel_block = {"BLOCK_P": next_power_of_2(self.parts), "BLOCK_C": 8}
@@ -115,23 +115,9 @@ def _sums(x, partial, rows, channels, parts, BLOCK_R: tl.constexpr, BLOCK_C: tl.
 
 @triton.jit
 def _statistics(
-    partial,
-    x,
-    running_mean,
-    running_var,
-    tracked,
-    mean,
-    inv_std,
-    rows,
-    channels,
-    parts,
-    momentum,
-    eps,
-    VIEWS: tl.constexpr,
-    TRACK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    partial, x, running_mean, running_var, tracked, mean, inv_std, rows, channels, parts, momentum, eps,
+    VIEWS: tl.constexpr, TRACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Mean and 1 / sqrt(var + eps) of every view. The running statistics are updated by one view after the other."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     pivot = tl.load(x + c, mask=c < channels, other=0.0).to(tl.float32)
@@ -155,22 +141,9 @@ def _statistics(
 
 @triton.jit
 def _normalise(
-    x,
-    residual,
-    extra,
-    mean,
-    inv_std,
-    weight,
-    bias,
-    out,
-    rows,
-    channels,
-    RESIDUAL: tl.constexpr,
-    EXTRA: tl.constexpr,
-    RELU: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x, residual, extra, mean, inv_std, weight, bias, out, rows, channels,
+    RESIDUAL: tl.constexpr, EXTRA: tl.constexpr, RELU: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     at, inside, cv, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
     scale, shift = _affine(mean, inv_std, weight, bias, cv, c, channels)
     if EXTRA:
@@ -194,25 +167,9 @@ def _relu_mask(source, at, inside, MASK: tl.constexpr):
 
 @triton.jit
 def _gradient_sums(
-    grad,
-    other,
-    source,
-    x,
-    mean,
-    inv_std,
-    weight,
-    bias,
-    total,
-    partial,
-    rows,
-    channels,
-    parts,
-    MASK: tl.constexpr,
-    OTHER: tl.constexpr,
-    TOTAL: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    grad, other, source, x, mean, inv_std, weight, bias, total, partial, rows, channels, parts,
+    MASK: tl.constexpr, OTHER: tl.constexpr, TOTAL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Partial sums of the masked gradient, and of its product with x - mean.
 
     The gradient may come as two terms (OTHER). With TOTAL their masked sum is stored, to be reused.
@@ -245,20 +202,9 @@ def _gradient_sums(
 
 @triton.jit
 def _coefficients(
-    partial,
-    mean,
-    inv_std,
-    weight,
-    coefficients,
-    grad_weight,
-    grad_bias,
-    rows,
-    channels,
-    parts,
-    VIEWS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    partial, mean, inv_std, weight, coefficients, grad_weight, grad_bias, rows, channels, parts,
+    VIEWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """a, b, d of every view and channel: the input gradient is a * gradient + b * input + d. Also the gradients of the
     norm's weight and bias."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -284,20 +230,9 @@ def _coefficients(
 
 @triton.jit
 def _input_gradient(
-    grad,
-    x,
-    mean,
-    inv_std,
-    weight,
-    bias,
-    coefficients,
-    out,
-    rows,
-    channels,
-    BY_INPUT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    grad, x, mean, inv_std, weight, bias, coefficients, out, rows, channels,
+    BY_INPUT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     at, inside, cv, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
@@ -427,13 +362,11 @@ class _NormReLU(torch.autograd.Function):
         tiles, small = Tiles(x, views, 4096), Tiles(x, views, 2048)
         mean, inv_std = torch.empty(2, views, tiles.channels, device=x.device)
         partial, out = tiles.partial_sums(x), torch.empty_like(x)
-        _sums[tiles.sum_grid](x, partial, *tiles.size, tiles.parts, **tiles.block, num_warps=8)
+        _sums[tiles.sum_grid](x, partial, *tiles.sum_size, **tiles.block, num_warps=8)
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
         settings = (norm.momentum, norm.eps)
         flags = {"VIEWS": views, "TRACK": norm.track_running_stats, **tiles.channel_block}
-        _statistics[tiles.channel_grid](
-            partial, x, *running, mean, inv_std, *tiles.size, tiles.parts, *settings, **flags
-        )
+        _statistics[tiles.channel_grid](partial, x, *running, mean, inv_std, *tiles.sum_size, *settings, **flags)
         has_residual, has_extra = residual is not None, extra is not None
         terms = (residual if has_residual else x, extra if has_extra else x)  # x stands for a pointer that is not read
         flags = {"RESIDUAL": has_residual, "EXTRA": has_extra, "RELU": relu, "num_warps": 2}
@@ -462,14 +395,12 @@ class _NormReLU(torch.autograd.Function):
         affine = (mean, inv_std, weight, bias)
         given = (grad, grad if other is None else other, x if source is None else source)
         flags = {"MASK": ctx.mask, "OTHER": other is not None, "TOTAL": summed, "num_warps": 8 if summed else 4}
-        _gradient_sums[tiles.sum_grid](
-            *given, x, *affine, total, partial, *tiles.size, tiles.parts, **tiles.block, **flags
-        )
+        _gradient_sums[tiles.sum_grid](*given, x, *affine, total, partial, *tiles.sum_size, **tiles.block, **flags)
         coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
         grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
         results = (coefficients, grad_weight, grad_bias)
         _coefficients[tiles.channel_grid](
-            partial, mean, inv_std, weight, *results, *tiles.size, tiles.parts, VIEWS=tiles.views, **tiles.channel_block
+            partial, mean, inv_std, weight, *results, *tiles.sum_size, VIEWS=tiles.views, **tiles.channel_block
         )
         flags = {"BY_INPUT": ctx.mask == BY_INPUT and not summed, "num_warps": 2}
         _input_gradient[small.grid](total, x, *affine, coefficients, grad_input, *small.size, **small.block, **flags)

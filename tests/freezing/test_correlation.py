@@ -17,15 +17,21 @@ from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import correlation
 from ptlf.freezing.correlation import (
     TaskCorrelation,
+    add_gram,
     correlation_ratios,
+    empty_gram,
     fit_at_once,
-    gram,
     leading_eigenvectors,
     mean_gradients,
     passes,
     projection_ratio,
 )
 from ptlf.freezing.units import Unit
+
+
+def gram(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return add_gram(empty_gram(layer), layer, x)
+
 
 NUMPY_PADDING = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
 
