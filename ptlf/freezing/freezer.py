@@ -127,9 +127,7 @@ class Freezer:
             parameter.grad = None
             if self.optimizer is not None:
                 self.optimizer.state.pop(parameter, None)
-        for parametrization in parametrizations(
-            unit.layer
-        ):  # some, such as spectral_norm, update buffers in train mode
+        for parametrization in parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
             self._replace(parametrization, EvalMode, functools.partial(EvalMode, parametrization))
         fold = self._can_fold(unit)
         if self.save_memory and is_plain_layer(unit.layer):

@@ -146,10 +146,9 @@ class _Record:
         self.layers: dict[nn.Module, list[_LayerCall]] = {}  # in order of first execution
         self.norms: dict[nn.Module, list[tuple[_LayerCall | None, Node | None]]] = defaultdict(list)
         self.relus: dict[nn.ReLU, list[int]] = defaultdict(list)  # storages of the outputs
-        self.keepers: dict[int, set[nn.Module | None]] = defaultdict(
-            set
-        )  # storage -> who saves it; None: no hooked module
-        self.readers: dict[int, set[nn.Module | None]] = {}  # storage of a layer's output -> who reads it
+        # Modules that save a storage for backward, and modules that read a layer's output; None: not a hooked module.
+        self.keepers: dict[int, set[nn.Module | None]] = defaultdict(set)
+        self.readers: dict[int, set[nn.Module | None]] = {}
         self.held: list[Tensor] = []
         self.inside: list[nn.Module] = []  # stack of the hooked modules being executed
 

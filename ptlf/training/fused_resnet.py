@@ -119,7 +119,7 @@ class Forward:
         return self.unit(last, last_relu, y, skip, extra)
 
     def shortcut(self, shortcut: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The output of the shortcut, without the folded bias (C,), which is returned apart if there is one."""
+        """The output of the shortcut without its folded bias, and that bias (C,), if there is one."""
         layer, norm = shortcut
         y, frozen = self.convolve(layer, x), folded(layer)  # type: ignore[arg-type]
         return (y, frozen.bias) if frozen is not None else (self.norm_relu(y, norm, relu=False)[0], None)  # type: ignore[arg-type]
