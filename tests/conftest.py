@@ -17,6 +17,7 @@ from ptlf.core.settings import merge, nested
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.run.config import Config, from_dict
 from ptlf.run.recipes import recipe
+from ptlf.run.watcher import Watcher
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -93,3 +94,15 @@ def tiny_config(name: str = "digits/simsiam/finetune", **dotted: Any) -> Config:
 @pytest.fixture
 def tiny() -> Callable[..., Config]:
     return tiny_config
+
+
+class StopsAt(Watcher):
+    """Sends the process a signal at the run's n-th step."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def step(self, views: int) -> None:
+        self.number -= 1
+        if self.number == 0:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -208,7 +208,7 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--encoder.name", "conftest:maps"], "encoder 'conftest:maps' does not take images of 16 px: an encoder must"),
         (["--encoder.name", "conftest:nothing_to_freeze"], "encoder 'conftest:nothing_to_freeze' has no convolution"),
         (["--stream.pack", "photos"], "stream 'digits' is embedded and reads no stream.pack"),
-        (["--stream.groups", "[[0]]", "--stream.tasks", "1"], "stream.groups says it all; leave out stream.tasks"),
+        (["--stream.groups", "[[0]]", "--stream.tasks", "1"], "stream.groups is given; leave out stream.tasks"),
         (["--device", "tpu"], "device must be auto, cpu or cuda, not 'tpu'"),
         (["-c", "nowhere.yaml"], "there is no configuration file nowhere.yaml"),
         (["--stream.name", "split-cifar10"], "no packed data set 'cifar10' in "),

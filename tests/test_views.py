@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ptlf import views as V
 from ptlf.core.errors import UserError
 from ptlf.views import View
+from ptlf.views import operations as ops
+from ptlf.views.view import ATTEMPTS, COLUMNS, Interpolation
 
 LEVEL = 1 / 255
 PHOTOS = load_sample_images().images
@@ -47,10 +49,10 @@ def from_pil(picture: Image.Image) -> Tensor:
 
 
 def uniforms(count: int, **columns: float) -> Tensor:
-    """0.5 everywhere but in the columns named."""
+    """0.5 everywhere except in the named columns."""
     u = torch.full((count, V.UNIFORMS_PER_VIEW), 0.5)
     for name, value in columns.items():
-        u[:, V.COLUMNS[name]] = value
+        u[:, COLUMNS[name]] = value
     return u
 
 
@@ -63,30 +65,30 @@ def drawn(count: int, views: int = 2, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize(("size_in", "size_out"), [((32, 32), 32), ((64, 64), 32), ((48, 64), 96), ((224, 200), 64)])
-def test_resized_crop_is_pillows(interpolation: V.Interpolation, size_in: tuple[int, int], size_out: int) -> None:
+def test_resized_crop_is_pillows(interpolation: Interpolation, size_in: tuple[int, int], size_out: int) -> None:
     images = photos(12, *size_in)
     view = View(crop_scale=(0.08, 1.0), interpolation=interpolation, **RAW)
     u = drawn(len(images), 1)[0]
     ours = V.apply_view(torch.from_numpy(images), u, view, size_out)
-    boxes = torch.stack(V.crop_boxes(u, *size_in, view.crop_scale, view.crop_ratio), dim=1).int().tolist()
+    boxes = torch.stack(ops.crop_boxes(u, *size_in, view.crop_scale, view.crop_ratio), dim=1).int().tolist()
     for i, (top, left, h, w) in enumerate(boxes):
         piece = Image.fromarray(images[i]).crop((left, top, left + w, top + h))
         picture = piece.resize((size_out, size_out), Image.Resampling[interpolation.upper()])
-        if u[i, V.COLUMNS["flip"]] < 0.5:
+        if u[i, COLUMNS["flip"]] < 0.5:
             picture = ImageOps.mirror(picture)
-        # Pillow rounds after each of its two passes: half a level each, the first one spread by the second.
+        # Pillow rounds after each of its two passes, by half a level each; the second pass spreads the first error.
         torch.testing.assert_close(ours[i], from_pil(picture), atol=1.25 * LEVEL, rtol=0)
 
 
 def torchvision_box(row: list[float], height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]):
     """RandomResizedCrop's rule as a plain loop over one row of uniforms."""
-    for k in range(V.ATTEMPTS):
+    for k in range(ATTEMPTS):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * row[k])
         low, high = math.log(ratio[0]), math.log(ratio[1])
-        aspect = math.exp(low + (high - low) * row[V.ATTEMPTS + k])
+        aspect = math.exp(low + (high - low) * row[ATTEMPTS + k])
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            top, left = row[V.COLUMNS["top"]], row[V.COLUMNS["left"]]
+            top, left = row[COLUMNS["top"]], row[COLUMNS["left"]]
             return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
     h, w = height, width
     if width / height < ratio[0]:
@@ -100,20 +102,20 @@ def torchvision_box(row: list[float], height: int, width: int, scale: tuple[floa
 @pytest.mark.parametrize("scale", [(0.2, 1.0), (0.08, 1.0), (0.9, 1.0)])
 def test_crop_boxes_follow_the_loop(shape: tuple[int, int], scale: tuple[float, float]) -> None:
     u = drawn(1000, 1)[0]
-    ours = torch.stack(V.crop_boxes(u, *shape, scale, (3 / 4, 4 / 3)), dim=1).long()
+    ours = torch.stack(ops.crop_boxes(u, *shape, scale, (3 / 4, 4 / 3)), dim=1).long()
     reference = torch.tensor([torchvision_box(row, *shape, scale, (3 / 4, 4 / 3)) for row in u.tolist()])
-    # A value within float32 rounding of a half may be rounded the other way; never more than a case in a thousand.
+    # In float32 a value close to a half may round the other way: at most one in a thousand.
     assert (ours != reference).any(dim=1).sum() <= 1
 
 
 def test_crop_falls_back_to_the_centre() -> None:
-    top, left, h, w = V.crop_boxes(drawn(4, 1)[0], 20, 100, (1.0, 1.0), (3 / 4, 4 / 3))
+    top, left, h, w = ops.crop_boxes(drawn(4, 1)[0], 20, 100, (1.0, 1.0), (3 / 4, 4 / 3))
     assert torch.stack((top, left, h, w), dim=1).tolist() == [[0, 36, 20, 27]] * 4
 
 
 def test_crop_area_and_position_are_uniform() -> None:
     u = drawn(4000, 1)[0]
-    top, left, h, w = V.crop_boxes(u, 400, 400, (0.2, 0.5), (3 / 4, 4 / 3))  # always fits at once
+    top, left, h, w = ops.crop_boxes(u, 400, 400, (0.2, 0.5), (3 / 4, 4 / 3))  # always fits at once
     assert stats.kstest((h * w / 160000).numpy(), stats.uniform(0.2, 0.3).cdf).pvalue > 0.01
     assert stats.kstest((w / h).log().numpy(), stats.uniform(math.log(3 / 4), 2 * math.log(4 / 3)).cdf).pvalue > 0.01
     assert stats.kstest((top / (400 - h)).numpy(), stats.uniform(0, 1).cdf).pvalue > 0.01
@@ -122,8 +124,8 @@ def test_crop_area_and_position_are_uniform() -> None:
 
 def test_pick_never_reaches_the_number_of_choices() -> None:
     largest = torch.tensor([1 - 2.0**-24])
-    assert all(V.pick(largest, n).item() == n - 1 for n in range(1, 2000))
-    counts = torch.bincount(V.pick(torch.rand(24000, generator=torch.Generator().manual_seed(0)), 24).long())
+    assert all(ops.pick(largest, n).item() == n - 1 for n in range(1, 2000))
+    counts = torch.bincount(ops.pick(torch.rand(24000, generator=torch.Generator().manual_seed(0)), 24).long())
     assert len(counts) == 24 and stats.chisquare(counts.numpy()).pvalue > 0.01
 
 
@@ -134,15 +136,15 @@ def test_padded_crop_is_the_naive_one(shape: tuple[int, int], size: int) -> None
     ours = V.apply_view(torch.from_numpy(images), u, View(padding=4, **RAW), size)
     padded = np.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)))
     for i, row in enumerate(u.tolist()):
-        top = int(row[V.COLUMNS["top"]] * (padded.shape[1] - size + 1))
-        left = int(row[V.COLUMNS["left"]] * (padded.shape[2] - size + 1))
+        top = int(row[COLUMNS["top"]] * (padded.shape[1] - size + 1))
+        left = int(row[COLUMNS["left"]] * (padded.shape[2] - size + 1))
         piece = padded[i, top : top + size, left : left + size]
-        piece = piece[:, ::-1] if row[V.COLUMNS["flip"]] < 0.5 else piece
+        piece = piece[:, ::-1] if row[COLUMNS["flip"]] < 0.5 else piece
         torch.testing.assert_close(ours[i], to_float(piece[None])[0], atol=1e-6, rtol=0)
 
 
 def test_padded_crop_reaches_every_corner() -> None:
-    top, _ = V.padded_corner(drawn(2000, 1)[0], 32, 32, 4, 32)
+    top, _ = ops.padded_corner(drawn(2000, 1)[0], 32, 32, 4, 32)
     assert sorted(set(top.tolist())) == list(range(-4, 5))
 
 
@@ -152,10 +154,10 @@ ENHANCERS = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.6, 1.0, 1.4])
-@pytest.mark.parametrize("kind", [V.BRIGHTNESS, V.CONTRAST, V.SATURATION])
+@pytest.mark.parametrize("kind", [ops.BRIGHTNESS, ops.CONTRAST, ops.SATURATION])
 def test_blends_are_pillows(kind: int, factor: float) -> None:
     images = photos(6, 48)
-    ours = V.blend(to_float(images), torch.full((6,), factor), torch.full((6,), kind))
+    ours = ops.blend(to_float(images), torch.full((6,), factor), torch.full((6,), kind))
     for i in range(6):
         theirs = from_pil(ENHANCERS[kind](Image.fromarray(images[i])).enhance(factor))
         torch.testing.assert_close(ours[i], theirs, atol=1.5 * LEVEL, rtol=0)
@@ -163,14 +165,14 @@ def test_blends_are_pillows(kind: int, factor: float) -> None:
 
 def test_blend_with_factor_one_is_the_identity_to_the_bit() -> None:
     x = to_float(photos(3, 16))
-    assert torch.equal(V.blend(x, torch.ones(3), torch.arange(3)), x)
+    assert torch.equal(ops.blend(x, torch.ones(3), torch.arange(3)), x)
 
 
 @pytest.mark.parametrize("turn", [-0.5, -0.1, 0.0, 0.07, 0.3])
 def test_hue_is_colorsys(turn: float) -> None:
     images = photos(2, 12)
     images[0, 0, :4] = [[0, 0, 0], [255, 255, 255], [90, 90, 90], [255, 255, 0]]  # no hue, and a tie
-    ours = V.shift_hue(to_float(images), torch.full((2,), turn))
+    ours = ops.shift_hue(to_float(images), torch.full((2,), turn))
     for i, row, col in np.ndindex(images.shape[:3]):
         h, s, v = colorsys.rgb_to_hsv(*(images[i, row, col] / 255).tolist())
         expected = torch.tensor(colorsys.hsv_to_rgb((h + turn) % 1.0, s, v))
@@ -180,12 +182,12 @@ def test_hue_is_colorsys(turn: float) -> None:
 @pytest.mark.parametrize("steps", [-25, 13, 25])
 def test_hue_is_pillows_up_to_its_eight_bits(steps: int) -> None:
     images = photos(4, 48)
-    ours = V.shift_hue(to_float(images), torch.full((4,), steps / 256))
+    ours = ops.shift_hue(to_float(images), torch.full((4,), steps / 256))
     for i in range(4):
         hsv = np.array(Image.fromarray(images[i]).convert("HSV"))
         hsv[..., 0] += np.uint8(steps % 256)
         error = (ours[i] - from_pil(Image.fromarray(hsv, "HSV"))).abs()
-        # Pillow cuts the hue down to 256 steps of 6/256 chroma, and cuts saturation and value too.
+        # Pillow quantises hue, saturation and value to 256 levels; one level of hue is 6/256 of the chroma.
         assert error.max() < 9 * LEVEL and error.mean() < 1.5 * LEVEL
 
 
@@ -212,20 +214,20 @@ def numpy_step(x: np.ndarray, name: str | int, amount: float) -> np.ndarray:
         flat = [colorsys.rgb_to_hsv(*pixel) for pixel in x.reshape(-1, 3)]
         return np.array([colorsys.hsv_to_rgb((h + amount) % 1.0, s, v) for h, s, v in flat]).reshape(x.shape)
     grey = x @ np.array([0.299, 0.587, 0.114])
-    base = {V.BRIGHTNESS: 0.0, V.CONTRAST: grey.mean(), V.SATURATION: grey[..., None]}[name]
+    base = {ops.BRIGHTNESS: 0.0, ops.CONTRAST: grey.mean(), ops.SATURATION: grey[..., None]}[name]
     return np.clip(amount * x + (1 - amount) * base, 0, 1)
 
 
 def test_jitter_in_each_of_the_24_orders_is_the_steps_in_turn() -> None:
     image = photos(1, 8).repeat(24, axis=0)
-    hue_place, kinds = V.jitter_order(torch.arange(24))
+    hue_position, kinds = ops.jitter_order(torch.arange(24))
     amounts = [1.35, 0.7, 1.4, 0.1]  # strong enough that clamping makes the orders differ
     factors, shift = torch.tensor(amounts[:3]).expand(24, 3), torch.full((24,), amounts[3])
-    ours = V.jitter_in_order(to_float(image), factors, shift, hue_place, kinds)
+    ours = ops.jitter_in_order(to_float(image), factors, shift, hue_position, kinds)
     orders = set()
     for i in range(24):
         order: list[str | int] = kinds[i].tolist()
-        order.insert(int(hue_place[i]), "hue")
+        order.insert(int(hue_position[i]), "hue")
         orders.add(tuple(order))
         x = image[i] / 255
         for name in order:
@@ -240,11 +242,11 @@ def test_jitter_reads_its_uniforms_as_factors() -> None:
     view = dataclasses.replace(PLAIN, jitter=0.8, brightness=0.4, contrast=0.3, saturation=0.2, hue=0.1)
     u = uniforms(5, jitter=0.79, order=0.0, brightness=0.25, contrast=0.75, saturation=1.0, hue=0.0)
     x = to_float(images)
-    hue_place, kinds = V.jitter_order(torch.zeros(5))
+    hue_position, kinds = ops.jitter_order(torch.zeros(5))
     factors = torch.tensor([0.8, 1.15, 1.2]).expand(5, 3)
-    expected = V.jitter_in_order(x, factors, torch.full((5,), -0.1), hue_place, kinds)
-    torch.testing.assert_close(V.jitter(x, u, view), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(V.jitter(x, uniforms(5, jitter=0.8, hue=0.9), view), x, atol=1e-6, rtol=0)
+    expected = ops.jitter_in_order(x, factors, torch.full((5,), -0.1), hue_position, kinds)
+    torch.testing.assert_close(ops.jitter(x, u, view), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ops.jitter(x, uniforms(5, jitter=0.8, hue=0.9), view), x, atol=1e-6, rtol=0)
 
 
 # ---------------------------------------------------------------- blur
@@ -254,7 +256,7 @@ def test_jitter_reads_its_uniforms_as_factors() -> None:
 def test_blur_is_scipys(shape: tuple[int, int], kernel: int) -> None:
     images = photos(4, *shape)
     sigma = torch.tensor([0.1, 0.7, 1.3, 2.0])
-    ours = V.blur(to_float(images), sigma, kernel)
+    ours = ops.blur(to_float(images), sigma, kernel)
     for i, s in enumerate(sigma.tolist()):
         taps = np.exp(-0.5 * (np.arange(-(kernel // 2), kernel // 2 + 1) / s) ** 2)
         theirs = images[i] / 255
@@ -265,10 +267,10 @@ def test_blur_is_scipys(shape: tuple[int, int], kernel: int) -> None:
 
 def test_blur_is_near_pillows() -> None:
     images = photos(2, 224)
-    ours = V.blur(to_float(images), torch.tensor([0.8, 2.0]), 23)
+    ours = ops.blur(to_float(images), torch.tensor([0.8, 2.0]), 23)
     for i, sigma in enumerate((0.8, 2.0)):
         theirs = from_pil(Image.fromarray(images[i]).filter(ImageFilter.GaussianBlur(sigma)))
-        inner = (ours[i] - theirs)[:, 8:-8, 8:-8].abs()  # Pillow's borders repeat, ours mirror; its Gaussian is 3 boxes
+        inner = (ours[i] - theirs)[:, 8:-8, 8:-8].abs()  # Pillow repeats borders and approximates with 3 boxes
         assert inner.mean() < 1.5 * LEVEL and inner.max() < 16 * LEVEL
 
 
@@ -321,8 +323,8 @@ def test_the_generator_is_the_only_source_of_randomness() -> None:
 
 
 @pytest.mark.parametrize("name", V.VIEWS)
-def test_no_step_looks_at_a_value(name: str) -> None:
-    """Fake tensors have none: reading one, or a shape made of one, fails."""
+def test_no_step_reads_a_value_on_the_host(name: str) -> None:
+    """Fake tensors have no values: reading one, or using one as a shape, fails."""
     recipe = V.named_views(name, 40)
     with FakeTensorMode():
         images = torch.empty((6, 48, 56, 3), dtype=torch.uint8)
@@ -363,7 +365,7 @@ def test_views_captured_in_a_cuda_graph_are_the_cpus(name: str) -> None:
     graph.replay()
     for ours, reference in zip(outputs, V.make_views(images, u, recipe, 40), strict=True):
         near = (ours.cpu() - reference).abs() < 1e-3
-        assert near.float().mean() > 0.999  # solarisation jumps where rounding carries a pixel over its threshold
+        assert near.float().mean() > 0.999  # solarisation jumps at its threshold
 
 
 def test_autocast_does_not_reach_the_views() -> None:
@@ -426,7 +428,7 @@ def test_normalise_crops_at_the_centre() -> None:
     whole = (to_float(images) - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     torch.testing.assert_close(V.normalise(torch.from_numpy(images), mean, std), whole)
     centre = V.normalise(torch.from_numpy(images), mean, std, 32)
-    torch.testing.assert_close(centre, whole[:, :, 4:36, 2:34])  # (37 - 32) / 2 rounds to even, as torchvision's
+    torch.testing.assert_close(centre, whole[:, :, 4:36, 2:34])  # (37 - 32) / 2 rounds to even, as in torchvision
 
 
 def test_normalise_enlarges_small_images_as_pillow_does() -> None:

@@ -1,4 +1,4 @@
-"""The one exception that means: the user can fix this, and the message says how."""
+"""UserError: the user can fix this, and the message says how."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Bad input. The command prints the message as one sentence and exits with code 2."""
+    """Bad input. The command line prints the message, without a traceback, and exits with code 2."""
 
 
 def unknown(kind: str, value: object, known: Iterable[object]) -> UserError:

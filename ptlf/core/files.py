@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, also after a crash of the machine."""
+"""Atomic writes, which survive a crash of the machine, and file locks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # what a file system without them says
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file systems without locks
 
 
 def write_whole(path: Path, data: bytes | str | Iterable[bytes]) -> None:
-    """Write under a temporary name, sync, rename: a reader sees the old file or the new one, never half of one."""
-    parts = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
+    """Write to a temporary file, fsync, rename: a reader sees the old file or the new one, never a partial one."""
+    pieces = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
     part = path.with_name(f".{path.name}.part")
     try:
         with open(part, "wb") as file:
-            for piece in parts:
+            for piece in pieces:
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
@@ -37,14 +37,14 @@ def write_whole(path: Path, data: bytes | str | Iterable[bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the folder's names on the disk: without this a rename may be lost with the power."""
+    """fsync a folder: without it a rename may be lost in a power failure."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot, and do not need to
+        if error.errno != errno.EINVAL:  # some network file systems cannot fsync a folder, and need not
             raise
     finally:
         os.close(descriptor)
@@ -58,8 +58,8 @@ def write_error(path: Path, error: OSError) -> UserError:
 
 @contextmanager
 def locked(file: Path, busy: str, advice: str = "wait for it") -> Iterator[None]:
-    """Hold the lock `file`; the system lets go of it with the process, however that ends. `busy` begins the sentence
-    for whoever comes second."""
+    """Hold an exclusive lock on `file`; the system releases it when the process ends. If another process holds it, the
+    error message is "`busy` by process ...; `advice`"."""
     handle = None
     while handle is None:
         handle = take_lock(file, busy, advice)
@@ -71,7 +71,7 @@ def locked(file: Path, busy: str, advice: str = "wait for it") -> Iterator[None]
 
 
 def take_lock(file: Path, busy: str, advice: str) -> int | None:
-    """None where the file was removed by its last holder between opening and locking it."""
+    """A locked descriptor, or None if the previous holder removed the file between our open and our lock."""
     handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if fcntl is not None:

@@ -1,7 +1,7 @@
-"""The processes that share a run: this one's number, and what they say to each other. Alone, every call is free.
+"""Distributed runs: rank, world size and collective operations. In a single process every call is a no-op.
 
-A batch is the same on all of them: each works on its share, the rows `shard(rows)`. What is said travels over gloo
-between hosts' memories and over NCCL between GPUs.
+All processes draw the same global batch; each computes on its rows, `shard(rows)`. CPU tensors are exchanged with gloo,
+CUDA tensors with NCCL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import distributed as dist
 from ptlf.core.errors import UserError
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)  # of one exchange: the others may wait for the first one's pictures and files
+TIMEOUT = timedelta(minutes=30)  # of one collective: the other ranks wait while rank 0 writes files
 
 _rank, _world_size = 0, 1
 
@@ -34,19 +34,19 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes and shows."""
+    """Whether this is rank 0, which writes files and prints."""
     return _rank == 0
 
 
 def warn(warning: str) -> None:
-    """On stderr, once."""
+    """Print to stderr, on rank 0 only."""
     if is_first():
         print(warning, file=sys.stderr)
 
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Inside, a process started by torchrun is one of several; any other is alone, as outside."""
+    """Join the process group that torchrun set up. Does nothing in a process that torchrun did not start."""
     global _rank, _world_size
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield
@@ -56,26 +56,26 @@ def process_group() -> Iterator[None]:
         torch.cuda.set_device(local)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store, number, processes = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    # A restarted process must not find the addresses of those that were there before it.
+    # After a restart the store still holds the addresses of the previous processes: use other keys.
     store = dist.PrefixStore(f"start {restarts()}", store)
     dist.init_process_group(backend, store=store, rank=number, world_size=processes, timeout=TIMEOUT)
     _rank, _world_size = number, processes
-    in_order = True
+    succeeded = True
     try:
         yield
     except RuntimeError as error:
-        in_order = False
+        succeeded = False
         if not lost_contact(error):
             raise
         raise UserError(f"another process of this run has ended, or does not answer: {first_line(error)}") from error
     finally:
         _rank, _world_size = 0, 1
-        if in_order or "nccl" not in backend:  # NCCL may wait forever for those that have gone
+        if succeeded or "nccl" not in backend:  # NCCL may wait forever for processes that have ended
             dist.destroy_process_group()
 
 
 def restarts() -> int:
-    """How often torchrun has started this process again."""
+    """How often torchrun has restarted this process."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -88,7 +88,7 @@ def first_line(error: BaseException) -> str:
 
 
 def local_device(device: torch.device) -> torch.device:
-    """Each process of a machine has its own GPU."""
+    """The device of this process: GPU number LOCAL_RANK if there are several processes."""
     if _world_size == 1 or device.type != "cuda":
         return device
     local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -100,7 +100,7 @@ def local_device(device: torch.device) -> torch.device:
 
 
 def shard(rows: int) -> slice:
-    """This process's rows of `rows`, which must be a multiple of the processes."""
+    """The rows of this process. `rows` must be a multiple of the number of processes."""
     size = rows // _world_size
     return slice(_rank * size, (_rank + 1) * size)
 
@@ -114,29 +114,29 @@ class _AllGatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Summed over the processes, each of which made its own use of all rows."""
+        """Sum over the processes: each of them used all rows."""
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad)
         return grad.chunk(_world_size)[_rank]
 
 
 def all_gather_rows(mine: Tensor) -> Tensor:
-    """The rows of all processes, in their order, from each one's own.
+    """The rows of all processes, in order of rank; `mine` are those of this one. Differentiable.
 
-    A loss of whole rows is the same on every process, so that its gradient comes back as often as there are processes;
-    the average that DistributedDataParallel takes of the parameters' gradients puts that right.
+    A loss of the gathered rows is the same on every process, so backward sums it `world_size` times.
+    DistributedDataParallel averages the gradients, which divides by `world_size` again.
     """
     return mine if _world_size == 1 else _AllGatherRows.apply(mine)
 
 
 def gather_rows(mine: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of `all_gather_rows(mine)`, by their numbers (on the host), without sending the others."""
-    place = rows - _rank * len(mine)
-    here = (place >= 0) & (place < len(mine))
+    """The rows of `all_gather_rows(mine)` with these indices (a CPU tensor); the other rows are not sent."""
+    local = rows - _rank * len(mine)
+    here = (local >= 0) & (local < len(mine))
     found = torch.zeros(len(rows), *mine.shape[1:], dtype=mine.dtype, device=mine.device)
-    found[here] = mine[place[here]]
+    found[here] = mine[local[here]]
     if len(rows):
-        dist.all_reduce(found)  # zeros but on one process: the sum is that one's row
+        dist.all_reduce(found)  # each row is zero on all processes but one
     return found
 
 
@@ -150,7 +150,7 @@ def all_reduce_mean(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def all_reduce_mean_(tensors: Iterable[Tensor]) -> None:
-    """Means over the processes, in place and in one exchange. All tensors must be of one dtype."""
+    """Means over the processes, in place, with one all-reduce. All tensors must have the same dtype."""
     tensors = list(tensors)
     if _world_size == 1 or not tensors:
         return
@@ -162,7 +162,7 @@ def all_reduce_mean_(tensors: Iterable[Tensor]) -> None:
 
 
 def all_reduce_max(values: list[int]) -> list[int]:
-    """The largest value at each place over the processes."""
+    """Elementwise maximum over the processes."""
     if _world_size == 1:
         return values
     stacked = torch.tensor(values)
@@ -171,7 +171,7 @@ def all_reduce_max(values: list[int]) -> list[int]:
 
 
 def broadcast_object(value: T) -> T:
-    """The first process's value, on all of them."""
+    """The value of rank 0, on all processes."""
     if _world_size == 1:
         return value
     box = [value]
@@ -181,7 +181,7 @@ def broadcast_object(value: T) -> T:
 
 @torch.no_grad()
 def broadcast_(tensors: Iterable[Tensor]) -> None:
-    """Make the tensors those of the first process."""
+    """Overwrite the tensors with those of rank 0."""
     if _world_size > 1:
         for tensor in tensors:
             sent = tensor.detach().contiguous()
@@ -191,10 +191,10 @@ def broadcast_(tensors: Iterable[Tensor]) -> None:
 
 
 def all_equal(tensors: Iterable[Tensor]) -> bool:
-    """Whether all processes hold tensors with the same sums. Those of one run must never drift apart."""
+    """Whether the sum of each tensor is the same on all processes."""
     if _world_size == 1:
         return True
     sums = torch.stack([tensor.detach().double().sum() for tensor in tensors])
-    ends = torch.stack((sums, -sums)).nan_to_num(0.0)
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
-    return bool((ends[0] == -ends[1]).all())
+    bounds = torch.stack((sums, -sums)).nan_to_num(0.0)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)  # max and -min
+    return bool((bounds[0] == -bounds[1]).all())

@@ -1,4 +1,4 @@
-"""Randomness is a value: every source of it has a name, a generator of its own, and a state that can be stored."""
+"""Named random generators whose state can be stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Randomness:
-    """Named CPU generators, each seeded from (seed, name): drawing from one never shifts another."""
+    """Named CPU generators, each seeded from (seed, name): drawing from one does not affect another."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -26,7 +26,7 @@ class Randomness:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         for name, generator in self._generators.items():
-            if name not in state:  # it was not used yet
+            if name not in state:  # not used yet when the state was saved
                 generator.manual_seed(derived_seed(self.seed, name))
         for name, value in state.items():
             self[name].set_state(value)
@@ -38,7 +38,7 @@ def derived_seed(seed: int, name: str) -> int:
 
 @contextmanager
 def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Inside, torch's global generator (and the GPU's) follows from (seed, name); afterwards it is as it was."""
+    """Seed torch's global generators (CPU, and `device` if it is a GPU) from (seed, name); restore them afterwards."""
     gpus = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(derived_seed(seed, name))
@@ -46,7 +46,7 @@ def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator
 
 
 def global_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Of the generators that code without one of its own draws from, such as dropout."""
+    """State of torch's global generators, from which dropout and the like draw."""
     state = {"cpu": torch.get_rng_state()}
     return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
 

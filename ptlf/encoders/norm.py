@@ -1,4 +1,4 @@
-"""BatchNorm that keeps several views apart in one batch, and BatchNorm over the batch of several processes."""
+"""BatchNorm with separate statistics per view of a batch, and BatchNorm over the batch of all processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from ptlf.core import processes
 
 
 class ViewBatchNorm2d(nn.BatchNorm2d):
-    """In training, `views` equal parts of the batch are normalised one after the other, each by its own statistics:
-    the same results, and the same running statistics, as one pass per view."""
+    """In training, splits the batch into `views` equal parts and normalises each by its own statistics.
+
+    Outputs and running statistics are the same as with one forward pass per view.
+    """
 
     views = 1
 
@@ -36,13 +38,13 @@ def views_in_one_pass(encoder: nn.Module, views: int) -> Iterator[None]:
 
 
 def takes_views_in_one_pass(encoder: nn.Module) -> bool:
-    """Whether its norms keep views apart. One without any may have layers of its own that look at the batch."""
+    """Whether all BatchNorms are ViewBatchNorm2d. False without any: other layers may depend on the batch."""
     batch_norms = [m for m in encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     return bool(batch_norms) and all(isinstance(norm, ViewBatchNorm2d) for norm in batch_norms)
 
 
 class SharedStatistics(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm over the batch of all processes, on CPUs, where PyTorch has none. Every share has equal size."""
+    """BatchNorm over the batch of all processes on CPUs, where SyncBatchNorm does not run. Shards have equal size."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -53,21 +55,21 @@ class SharedStatistics(nn.modules.batchnorm._BatchNorm):
         mean = means.mean(0)
         var = variances.mean(0) + (means - mean).square().mean(0)
         if self.track_running_stats:
-            self.note(mean.detach(), var.detach(), processes.world_size() * input.numel() // input.shape[1])
+            self._update_running(mean.detach(), var.detach(), processes.world_size() * input.numel() // input.shape[1])
         scale = torch.rsqrt(var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         shape = (1, -1, *[1] * (input.ndim - 2))
         return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
-    def note(self, mean: Tensor, var: Tensor, values: int) -> None:
-        """Statistics of a batch, with `values` per channel, into the running ones."""
+    def _update_running(self, mean: Tensor, var: Tensor, values: int) -> None:
+        """values: number of values per channel in the batch."""
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None and self.running_var is not None
         self.num_batches_tracked += 1
-        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, share)
-        self.running_var.lerp_(var * values / (values - 1), share)
+        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, momentum)
+        self.running_var.lerp_(var * values / (values - 1), momentum)
 
 
 class SharedBatchNorm1d(SharedStatistics, nn.BatchNorm1d):
@@ -79,7 +81,7 @@ class SharedBatchNorm2d(SharedStatistics, nn.BatchNorm2d):
 
 
 def synchronise(module: nn.Module, device: torch.device) -> None:
-    """Make every BatchNorm below the module one over the batch of all processes. Parameters stay the same objects."""
+    """Make every BatchNorm in the module use the batch of all processes, in place. Parameters stay the same objects."""
     if device.type == "cuda":
         nn.SyncBatchNorm.convert_sync_batchnorm(module)
         return

@@ -18,7 +18,7 @@ def conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> tuple[
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which is a strided 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions and a shortcut: the identity, or a 1x1 convolution if the shape changes."""
 
     expansion = 1
 
@@ -35,7 +35,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 down, 3x3, 1x1 up to four times the width; the stride sits on the 3x3."""
+    """1x1, 3x3 and 1x1 convolutions, the last to four times the width; the 3x3 has the stride."""
 
     expansion = 4
 
@@ -60,7 +60,7 @@ def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
 
 
 class Stem(nn.Module):
-    """Before the residual blocks: a 3x3 convolution ("cifar"), or 7x7 and max-pool, which divide by 4 ("imagenet")."""
+    """A 3x3 convolution ("cifar"), or a 7x7 convolution and max-pool, which divide the size by 4 ("imagenet")."""
 
     def __init__(self, width: int, kind: str) -> None:
         super().__init__()

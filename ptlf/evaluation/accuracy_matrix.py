@@ -1,12 +1,12 @@
-"""Pure functions of an accuracy matrix: a row per task trained, a column per split, None where nothing was tested.
+"""Metrics of an accuracy matrix in per cent: one row per trained task, one column per split, None where not evaluated.
 
-All accuracies in per cent. A column counts from its first tested row, so the same definitions serve a class-incremental
-stream (lower triangle), one fixed split (a single full column) and joint training (a single row).
+A column counts from its first evaluated row, so the same definitions serve a class-incremental stream (lower triangle),
+one fixed split (a single full column) and joint training (a single row).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Row = Sequence[float | None]
@@ -19,28 +19,28 @@ def accuracy(matrix: Matrix) -> float | None:
 
 
 def forgetting(matrix: Matrix) -> float | None:
-    """Mean over the eval_splits tested before the last task of (best accuracy before it) - (accuracy after it)."""
+    """Mean of (best accuracy before the last task) - (accuracy after it), over the splits evaluated before it."""
     return _mean(max(column[:-1]) - column[-1] for column in _columns(matrix) if len(column) > 1)
 
 
 def forgetting_just_learned(matrix: Matrix) -> float | None:
-    """The same against the accuracy right after the split's own task, as LUMP's public code counts it."""
+    """Mean of (accuracy right after the split's own task) - (final accuracy), as in LUMP's public code."""
     return _mean(column[0] - column[-1] for column in _columns(matrix) if len(column) > 1)
 
 
 def backward_transfer(matrix: Matrix) -> float | None:
-    """Mean of (accuracy at the end) - (accuracy when just learned): what later tasks gave to earlier ones."""
+    """Mean of (final accuracy) - (accuracy right after the split's own task): the effect of later tasks on earlier."""
     lost = forgetting_just_learned(matrix)
     return None if lost is None else -lost
 
 
 def forward_transfer(future: Row, untrained: Row) -> float | None:
-    """Mean over eval_splits of (accuracy just before the split's own task) - (accuracy of the untrained encoder)."""
+    """Mean over the splits of (accuracy just before the split's own task) - (accuracy of the untrained encoder)."""
     return _mean(a - b for a, b in zip(future, untrained, strict=True) if a is not None and b is not None)
 
 
 def summary(matrix: Matrix) -> dict[str, Any]:
-    """Everything above, for the record; by task: as it stood after each."""
+    """All metrics, for the record; `*_by_task` are those after each task."""
     if not matrix:
         return {"matrix": [], "accuracy": None, "forgetting": None}
     return {
@@ -55,7 +55,7 @@ def summary(matrix: Matrix) -> dict[str, Any]:
 
 
 def _columns(matrix: Matrix) -> list[list[float]]:
-    """Each split's accuracies from its first tested row to the last."""
+    """Accuracies of each split, from its first evaluated row to the last."""
     columns = []
     for index in range(len(matrix[0])):
         column = [value for row in matrix if (value := row[index]) is not None]
@@ -64,6 +64,6 @@ def _columns(matrix: Matrix) -> list[list[float]]:
     return columns
 
 
-def _mean(values) -> float | None:  # type: ignore[no-untyped-def]
+def _mean(values: Iterable[float]) -> float | None:
     listed = list(values)
     return sum(listed) / len(listed) if listed else None

@@ -1,32 +1,29 @@
-"""What an encoder sees, before and after: the nearest images of a dozen queries, and a flat map of features."""
+"""Nearest neighbours of a dozen query images, and a 2D map of features, before and after training."""
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.evaluation.probes import testing
+from ptlf.evaluation.sprite import sprite
 from ptlf.stream import Stream
 from ptlf.stream.task import Images
 
 QUERIES, NEIGHBOURS = 12, 5
-POOL, POINTS = 2000, 600  # images the neighbours come from; those of them on the map
-TILE, SPRITE_BYTES = 48, 110_000  # pixels; base64 adds a third
+POOL, POINTS = 2000, 600  # candidates for neighbours; how many of them are on the map
 
 
 class Gallery:
-    """Call `look` on the untrained and on the trained encoder; `as_dict` is what gallery.json holds.
+    """Call `look` with the untrained and with the trained encoder; `as_dict` is the content of gallery.json.
 
-    The images are the splits' test images, or the tasks' own training images where the stream has no split per task.
-    Which of them follows from the seed alone, so runs with one seed show the same images.
+    The images are test images of the evaluation splits, or the tasks' training images if the stream has no test images.
+    They are chosen by the seed alone, so runs with the same seed show the same images.
     """
 
     def __init__(
@@ -35,7 +32,7 @@ class Gallery:
         self.prepare, self.device, self.batch = prepare, device, batch
         images, groups, self.group_names = sources(stream)
         chosen, self.groups = spread(groups, POOL, np.random.default_rng(seed))
-        order = np.argsort(chosen, kind="stable")  # a memory-mapped file is read forwards
+        order = np.argsort(chosen, kind="stable")  # read a memory-mapped file in order
         self.pixels = np.empty((len(chosen), *images.pixels.shape[1:]), images.pixels.dtype)
         self.pixels[order] = images.pixels[chosen[order]]
         labelled = stream.data.folders == "classes"
@@ -56,7 +53,7 @@ class Gallery:
         }
 
     def features(self, encoder: nn.Module) -> Tensor:
-        """(N, D) on the CPU, of length one."""
+        """(N, D) L2-normalised, on the CPU."""
         parts = []
         with testing(encoder):
             for part in torch.from_numpy(self.pixels).split(self.batch):
@@ -64,14 +61,11 @@ class Gallery:
         return torch.cat(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Tiles are numbered as in the sprite, row by row; points are (x, y) in [0, 1]."""
+        """Images are tile numbers in the sprite; points are (x, y) in [0, 1]."""
         shown = sorted({*self.queries} | {n for look in self.looks.values() for row in look["neighbours"] for n in row})
         tile = {index: number for number, index in enumerate(shown)}
         looks = {
-            moment: {
-                "neighbours": [[tile[n] for n in row] for row in look["neighbours"]],
-                "points": look["points"],
-            }
+            moment: {**look, "neighbours": [[tile[n] for n in row] for row in look["neighbours"]]}
             for moment, look in self.looks.items()
         }
         return {
@@ -87,30 +81,26 @@ class Gallery:
 
 def sources(stream: Stream) -> tuple[Images, list[np.ndarray], list[str]]:
     """The images, the indices of each group, and the groups' names."""
-    test = stream.data.test
+    test, splits = stream.data.test, stream.eval_splits
     if stream.eval_data is stream.data and test is not None:
-        return (
-            test,
-            [split.test for split in stream.eval_splits],
-            [split.name for split in stream.eval_splits],
-        )
+        return test, [split.test for split in splits], [split.name for split in splits]
     return stream.data.train, [task.train for task in stream.tasks], [task.name for task in stream.tasks]
 
 
 def spread(groups: Sequence[np.ndarray], most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Up to `most` indices, dealt round by round from the shuffled groups, and the group of each."""
+    """At most `most` indices, taken from the shuffled groups in turn, and the group number of each."""
     shuffled = [random.permutation(group) for group in groups]
-    dealt = [
+    taken = [
         (int(group[place]), number)
         for place in range(max(map(len, shuffled)))
         for number, group in enumerate(shuffled)
         if place < len(group)
     ][:most]
-    return np.array([index for index, _ in dealt]), np.array([number for _, number in dealt])
+    return np.array([index for index, _ in taken]), np.array([number for _, number in taken])
 
 
 def pick_queries(labels: np.ndarray, count: int) -> list[int]:
-    """Positions of images spread over the labels: evenly spaced labels first, second images of them after that."""
+    """Positions of `count` images: the first image of evenly spaced labels, then the second of each, and so on."""
     by_label = [np.flatnonzero(labels == label).tolist() for label in np.unique(labels)]
     if len(by_label) > count:
         by_label = [by_label[place * len(by_label) // count] for place in range(count)]
@@ -120,8 +110,8 @@ def pick_queries(labels: np.ndarray, count: int) -> list[int]:
 
 
 def flat_map(features: np.ndarray) -> list[list[float]]:
-    """t-SNE with a fixed start, scaled to the unit square with three digits."""
-    from sklearn.manifold import TSNE  # slow to import, and only needed here
+    """t-SNE with a fixed seed, scaled to the unit square, rounded to three digits. Empty for fewer than 8 features."""
+    from sklearn.manifold import TSNE  # slow to import
 
     count = len(features)
     if count < 8:
@@ -132,27 +122,3 @@ def flat_map(features: np.ndarray) -> list[list[float]]:
     points /= max(float(points.max()), 1e-12)
     points += (1 - points.max(0)) / 2
     return [[round(float(x), 3), round(float(y), 3)] for x, y in points]
-
-
-def sprite(pixels: Sequence[np.ndarray]) -> dict[str, Any]:
-    """All tiles in one image, as a data address: lossless where that is small, else JPEG."""
-    size = min(TILE, pixels[0].shape[0])
-    columns = int(np.ceil(np.sqrt(len(pixels))))
-    sheet = Image.new("RGB", (columns * size, -(-len(pixels) // columns) * size))
-    for number, tile in enumerate(pixels):
-        image = Image.fromarray(np.asarray(tile)).resize((size, size), Image.Resampling.LANCZOS)
-        sheet.paste(image, (number % columns * size, number // columns * size))
-    kind, data = encode(sheet)
-    address = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    return {"image": address, "size": size, "columns": columns, "width": sheet.width, "height": sheet.height}
-
-
-def encode(sheet: Image.Image) -> tuple[str, bytes]:
-    ways: list[tuple[str, dict[str, Any]]] = [("png", {"optimize": True})]
-    ways += [("jpeg", {"quality": quality, "subsampling": 0}) for quality in (90, 80, 65, 50, 30)]
-    for kind, options in ways:
-        buffer = io.BytesIO()
-        sheet.save(buffer, format=kind, **options)
-        if buffer.tell() <= SPRITE_BYTES:
-            break
-    return kind, buffer.getvalue()

@@ -1,4 +1,4 @@
-"""How far apart an encoder's features lie: the figure that shows a collapse, when every image gets the same vector."""
+"""Spread of an encoder's features, which detects collapse: all images mapped to the same vector."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch.nn import functional as F
 
 from ptlf.evaluation.probes import testing
 
-COLLAPSED = 1e-3  # encoders that learn have 0.1 to 0.5; norms whose running statistics lag behind can make that 0.01
+COLLAPSED = 1e-3  # encoders that learn have 0.1 to 0.5, or 0.01 while running statistics of norms lag behind
 
 
 def feature_spread(encoder: nn.Module, images: Tensor) -> float:
-    """Std over the images of their features (N, D) of length one, averaged over D, times sqrt(D).
+    """Standard deviation over the images of their L2-normalised features (N, D), averaged over D, times sqrt(D).
 
-    1 where directions are spread evenly, 0 where all images have one direction. `images` are inputs of the encoder.
+    1: directions are spread evenly; 0: all features have the same direction. `images` are inputs of the encoder.
     """
     with testing(encoder):
         features = F.normalize(encoder(images).float().flatten(1), dim=1)

@@ -1,6 +1,6 @@
-"""Task-correlation ratios: how much of what a new task wants to change lies in what the past used.
+"""Task-correlation ratios: the share of a new task's gradient that lies in the input subspace of past tasks.
 
-For a unit's layer, R (m x n) holds the layer's inputs on the replay images as columns: flattened patches for a
+For a unit's layer, the columns of R (m x n) are the layer's inputs on the replay images: flattened patches for a
 convolution, vectors for a linear layer. B (m x k) are the leading left singular vectors of R, G (C_out x m) is the
 new task's weight gradient, and the ratio is ||G B||_F / ||G||_F in [0, 1].
 """
@@ -20,7 +20,7 @@ from ptlf.freezing.units import Unit, trained_units
 
 Layer = nn.Conv2d | nn.Linear
 
-COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image has more
+COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image needs more
 
 
 def correlation_ratios(
@@ -36,17 +36,17 @@ def correlation_ratios(
     keep: Sequence[nn.Module] = (),
     at_once: bool | None = None,
 ) -> dict[str, float]:
-    """Ratio by unit name, at the module's present weights.
+    """Ratio by unit name, at the module's current weights.
 
-    `units` are trainable units; by default all of the module's, found with `example` or else with the first of the
-    replay. All else is as in `TaskCorrelation`, which gives the ratios of some of them.
+    units: trainable units; by default all trainable units of the module, found by a forward of `example`, or of the
+    first replay inputs. The other arguments are those of `TaskCorrelation`.
     """
     if isinstance(replay, Iterator):
         replay = list(replay)
     if units is None:
         if example is None:
             device = next(module.parameters()).device
-            example = next((some[:2].to(device) for some in inputs_of(replay)), None)
+            example = next((inputs[:2].to(device) for inputs in inputs_of(replay)), None)
         units = trained_units(module, example)
     correlation = TaskCorrelation(
         module, replay, loss_fn, threshold, units=units, batches=batches, chunk=chunk, keep=keep, at_once=at_once
@@ -55,27 +55,27 @@ def correlation_ratios(
 
 
 class TaskCorrelation:
-    """The ratios of some units at the module's present weights, computed as they are asked for.
+    """Call it with unit names to compute their ratios at the module's current weights.
 
-    `replay` holds inputs (N, ...) of the past, one tensor or several; they pass through `module` in eval mode, `chunk`
-    at a time. `loss_fn` returns the loss on a batch of the new task; the constructor calls it `batches` times, in the
-    mode the module is in, and averages the weight gradients. `threshold` is the share of the inputs' energy that the
-    kept singular vectors must reach.
+    replay: inputs (N, ...) of past tasks, one tensor or several; forwarded in eval mode, `chunk` images at a time.
+    loss_fn: returns the loss on a batch of the new task. The constructor calls it `batches` times, in the module's
+        current mode, and averages the weight gradients.
+    threshold: fraction of the inputs' energy that the kept singular vectors must reach.
+    keep: further modules that `loss_fn` changes, such as heads with batch norm, a momentum encoder or a queue.
+    combine: changes the averaged gradients in place, for example to average them over processes.
+    at_once: forward the replay once, with all Gram matrices in memory. Default: if all Gram matrices take less than an
+        eighth of the GPU's free memory.
 
-    Everything is left as it was, also if `loss_fn` raises: parameters, buffers (batch-norm statistics), `.grad`,
-    modes, hooks and torch's global random state. `keep` names further modules that `loss_fn` changes, such as heads
-    with batch norm, a momentum encoder or a queue. Generators that `loss_fn` owns advance; they are the caller's.
-    `combine` may change the averaged gradients in place, as where several processes have a share of each batch.
+    Parameters, buffers (batch-norm statistics), `.grad`, modes, hooks and torch's global random state are restored,
+    even if `loss_fn` raises. Generators that `loss_fn` owns do advance.
 
-    Memory: the Gram matrices R R^T alive together (m x m, float64) never exceed the largest one, for which the replay
-    is forwarded several times. On top come the activations of one chunk, `COLUMN_BYTES` of R, the eigendecomposition
-    of one Gram (about three more of its size), one float64 gradient per weight, and a copy of the parameters and
-    buffers. With `at_once` the replay is forwarded a single time and all Grams are alive together. By default that is
-    done where all Grams take less than an eighth of a GPU's free memory.
+    Memory: without `at_once` the replay is forwarded several times, so that the Gram matrices R R^T (m x m, float64) in
+    memory never exceed the largest one. Add the activations of one chunk, `COLUMN_BYTES` of R, the eigendecomposition
+    of one Gram matrix (about three times its size), one float64 gradient per weight, and a copy of the parameters and
+    buffers.
 
-    `directions` has the number of singular vectors kept, by unit name.
-
-    A unit without a gradient, or whose inputs are all zero or never seen, has ratio 0: see `projection_ratio`.
+    `directions` holds the number of singular vectors kept, by unit name. A unit without a gradient, or whose inputs are
+    all zero or never seen, has ratio 0: see `projection_ratio`.
     """
 
     def __init__(
@@ -105,19 +105,22 @@ class TaskCorrelation:
         self.module, self.replay, self.threshold = module, replay, threshold
         self.units, self.chunk, self.at_once = {unit.name: unit for unit in units}, chunk, at_once
         self.directions: dict[str, int] = {}
-        with unchanged(module, *keep), parametrize.cached():  # else a parametrised weight is another tensor each time
+        with (
+            unchanged(module, *keep),
+            parametrize.cached(),
+        ):  # uncached, a parametrised weight is a new tensor at every access
             self.gradients = mean_gradients(units, loss_fn, batches)
             combine(list(self.gradients.values()))
 
     def __call__(self, names: Sequence[str]) -> dict[str, float]:
-        """Ratio by name of these units."""
+        """Ratio by unit name."""
         units = [self.units[name] for name in names]
         at_once = fit_at_once(units) if self.at_once is None else self.at_once
         ratios: dict[str, Tensor] = {}
         with unchanged(self.module), torch.no_grad():
-            for together in [units] if units and at_once else passes(units):
-                grams = replay_grams(self.module, together, self.replay, self.chunk)
-                for unit in together:
+            for group in [units] if units and at_once else passes(units):
+                grams = replay_grams(self.module, group, self.replay, self.chunk)
+                for unit in group:
                     basis = leading_eigenvectors(grams.pop(unit.name), self.threshold)
                     ratios[unit.name] = projection_ratio(self.gradients[unit.name], basis)
                     self.directions[unit.name] = basis.shape[-1]
@@ -129,7 +132,7 @@ def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches
     """Weight gradient (groups, C_out / groups, m) by unit name, float64, averaged over `batches` calls of `loss_fn`."""
     for unit in units:
         if not unit.layer.weight.requires_grad:
-            raise ValueError(f"unit {unit.name!r} is frozen: leave it out of the units whose ratio is asked for")
+            raise ValueError(f"unit {unit.name!r} is frozen and has no gradient; leave it out of the units")
     weights = [unit.layer.weight for unit in units]
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
     for _ in range(batches if units else 0):
@@ -143,8 +146,8 @@ def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches
                 total += gradient
             elif not weight.is_leaf:
                 raise ValueError(
-                    f"the weight of unit {unit.name!r} is computed anew in every forward, so its gradient is not to be "
-                    "had; use torch.nn.utils.parametrizations in place of hooks such as weight_norm or prune"
+                    f"the weight of unit {unit.name!r} is computed anew in every forward, so it has no gradient; use "
+                    "torch.nn.utils.parametrizations instead of hooks such as weight_norm or prune"
                 )
     for name in not_finite({unit.name: total for unit, total in zip(units, sums, strict=True)}):
         raise ValueError(f"the new task's gradient for unit {name!r} is not finite")
@@ -155,7 +158,7 @@ def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches
 
 
 def replay_grams(module: nn.Module, units: Sequence[Unit], replay: Iterable[Tensor], chunk: int) -> dict[str, Tensor]:
-    """Gram (groups, m, m) by unit name, summed over the replay and over all calls of the layer in one forward."""
+    """Gram matrix (groups, m, m) by unit name, summed over the replay and over all calls of the layer in a forward."""
     grams = {unit.name: empty_gram(unit.layer) for unit in units}
     for part in module.modules():
         part.training = False
@@ -172,7 +175,7 @@ def replay_grams(module: nn.Module, units: Sequence[Unit], replay: Iterable[Tens
         for handle in handles:
             handle.remove()
     if count == 0:
-        raise ValueError("the replay is empty: no input subspace without an input")
+        raise ValueError("the replay is empty; it must hold at least one input")
     for name in not_finite(grams):
         raise ValueError(f"the replay's inputs to unit {name!r} are not finite")
     return grams
@@ -182,16 +185,16 @@ def inputs_of(replay: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
     for inputs in [replay] if isinstance(replay, Tensor) else replay:
         if not isinstance(inputs, Tensor):
             raise TypeError(
-                f"the replay must hold tensors of inputs, and holds a {type(inputs).__name__}; of a loader that gives "
-                "labels too, take the inputs alone: [x for x, _ in loader]"
+                f"the replay must hold tensors of inputs, and holds a {type(inputs).__name__}; if a loader yields "
+                "labels too, pass only the inputs: [x for x, _ in loader]"
             )
         yield inputs
 
 
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors with a NaN or infinity, asked of the device in one go."""
-    fine = torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).tolist() if tensors else []
-    return [name for name, good in zip(tensors, fine, strict=True) if not good]
+    """Names of the tensors with a NaN or infinity, with one device synchronisation."""
+    finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).tolist() if tensors else []
+    return [name for name, fine in zip(tensors, finite, strict=True) if not fine]
 
 
 def gram_hook(total: Tensor) -> Callable[..., None]:
@@ -201,18 +204,14 @@ def gram_hook(total: Tensor) -> Callable[..., None]:
     return hook
 
 
-def gram(layer: Layer, inputs: Tensor) -> Tensor:
-    """R R^T (groups, m, m), float64, of one call of the layer. Each group of a convolution has its own inputs."""
-    return add_gram(empty_gram(layer), layer, inputs)
-
-
 def empty_gram(layer: Layer) -> Tensor:
     m = fan_in(layer)
     return torch.zeros(groups(layer), m, m, dtype=torch.float64, device=layer.weight.device)
 
 
 def add_gram(total: Tensor, layer: Layer, inputs: Tensor) -> Tensor:
-    # Products in float64 too: float32 sums err by 1e-7 of the energy, enough to keep one direction more or less.
+    """Add R R^T (groups, m, m) of one call of the layer. Each group of a convolution has its own inputs."""
+    # In float64: an error of 1e-7 of the energy, as in float32, can change the number of directions kept.
     for block in columns(layer, inputs.detach()):
         total.baddbmm_(block, block.mT)
     return total
@@ -229,14 +228,14 @@ def columns(layer: Layer, inputs: Tensor) -> Iterator[Tensor]:
     height, width = pad(layer, images[:1]).shape[2:]
     positions = -(-height // layer.stride[0]) * -(-width // layer.stride[1])  # of one image, at most
     step = max(1, COLUMN_BYTES // (8 * groups(layer) * fan_in(layer) * positions))
-    for some in images.split(step):
-        seen = windows(layer, pad(layer, some.double()).contiguous())  # rows in the order of weight.reshape(C_out, -1)
-        yield seen.permute(1, 2, 3, 0, 4, 5).reshape(groups(layer), fan_in(layer), -1)
+    for part in images.split(step):
+        patches = windows(layer, pad(layer, part.double()).contiguous())  # rows ordered as in weight.reshape(C_out, -1)
+        yield patches.permute(1, 2, 3, 0, 4, 5).reshape(groups(layer), fan_in(layer), -1)
 
 
 def windows(layer: nn.Conv2d, padded: Tensor) -> Tensor:
-    """A view (b, C_in, kh, kw, rows, columns) of what the kernel sees at each position. Laying it out is one kernel on
-    a GPU, where `F.unfold` needs one per image."""
+    """(b, C_in, kh, kw, rows, columns): the input patch at each output position, as a strided view. Copying it is one
+    GPU kernel; `F.unfold` launches one per image."""
     kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
     reach = [dilation[axis] * (kernel[axis] - 1) for axis in (0, 1)]
     rows, cols = ((padded.shape[2 + axis] - 1 - reach[axis]) // stride[axis] + 1 for axis in (0, 1))
@@ -262,14 +261,14 @@ def pad(layer: nn.Conv2d, images: Tensor) -> Tensor:
 def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
     """Orthonormal columns (..., m, k): the fewest eigenvectors whose eigenvalues sum to `threshold` of the trace.
 
-    Grams (..., m, m) in a batch share k, the largest number any of them needs; the columns a Gram does not need are 0.
+    All Gram matrices (..., m, m) of a batch share k, the largest number needed; columns that one does not need are 0.
     """
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(-1), vectors.flip(-1)  # now descending
     sums = values.cumsum(-1)
-    before = F.pad(sums[..., :-1], (1, 0))  # energy without this eigenvector
-    # The slack, above the rounding of a few thousand eigenvalues, lets an energy equal to the threshold reach it, and
-    # keeps a threshold of 1 from asking for the null space.
+    before = F.pad(sums[..., :-1], (1, 0))  # energy of the eigenvectors before this one
+    # The slack exceeds the rounding error of summing a few thousand eigenvalues. It lets an energy equal to the
+    # threshold count as reached, and keeps a threshold of 1 from including the null space.
     wanted = before < threshold * (1 - 1e-11) * sums[..., -1:]
     k = int(wanted.sum(-1).max())
     return vectors[..., :k] * wanted[..., None, :k]
@@ -281,10 +280,10 @@ def fit_at_once(units: Sequence[Unit]) -> bool:
 
 
 def projection_ratio(gradient: Tensor, basis: Tensor) -> Tensor:
-    """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups together; still on the device.
+    """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups together; a tensor on the device.
 
-    A gradient of zero gives 0, not 1: it tells nothing about the past, and it mostly belongs to a unit that the loss
-    does not reach, which would take a place among the frozen without saving anything.
+    A zero gradient gives 0, not 1: it mostly belongs to a unit that the loss does not reach, and freezing that unit
+    would save nothing.
     """
     gradient = gradient.to(basis.dtype)
     norm = gradient.norm().clamp(min=torch.finfo(gradient.dtype).tiny)
@@ -292,21 +291,22 @@ def projection_ratio(gradient: Tensor, basis: Tensor) -> Tensor:
 
 
 def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Runs of consecutive units whose Grams together take no more than the largest Gram alone."""
+    """Groups of consecutive units whose Gram matrices together are no larger than the largest single one."""
     sizes = [gram_size(unit) for unit in units]
-    together: list[Unit] = []
+    group: list[Unit] = []
     used = 0
     for unit, size in zip(units, sizes, strict=True):
-        if together and used + size > max(sizes):
-            yield together
-            together, used = [], 0
-        together.append(unit)
+        if group and used + size > max(sizes):
+            yield group
+            group, used = [], 0
+        group.append(unit)
         used += size
-    if together:
-        yield together
+    if group:
+        yield group
 
 
 def gram_size(unit: Unit) -> int:
+    """Elements of the Gram matrix."""
     return groups(unit.layer) * fan_in(unit.layer) ** 2
 
 
@@ -315,13 +315,13 @@ def groups(layer: Layer) -> int:
 
 
 def fan_in(layer: Layer) -> int:
-    """m, the length of one column of R."""
+    """m, the length of a column of R."""
     return layer.weight.shape[1:].numel()
 
 
 @contextmanager
 def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """Put parameters, buffers, modes and torch's global random state back on leaving, also after an exception."""
+    """Restore parameters, buffers, modes and torch's global random state on exit, even after an exception."""
     parts = list({part: None for module in modules for part in module.modules()})
     modes = [part.training for part in parts]
     tensors = [
@@ -338,5 +338,5 @@ def unchanged(*modules: nn.Module) -> Iterator[None]:
                 part.training = mode
             with torch.no_grad():
                 for part, name, tensor, saved in tensors:
-                    setattr(part, name, tensor)  # a buffer may have been replaced instead of written to
+                    setattr(part, name, tensor)  # a buffer may have been replaced rather than written to
                     tensor.copy_(saved)

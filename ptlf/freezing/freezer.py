@@ -1,4 +1,4 @@
-"""Freeze and thaw the units of a module: weights, norm, optimizer state, and what autograd keeps for backward."""
+"""Freeze and thaw the units of a module: weights, norms, optimizer state, and tensors saved for backward."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 class Freezer:
     """Freezes units of `module` by name, in place, and thaws them all.
 
-    A frozen unit's weights, affine parameters and statistics do not change by a bit: no gradient is computed, one half
-    accumulated is dropped, the optimizer's state for them is dropped (its param_groups stay), and neither a step nor
-    `module.train()` undoes it. The replaced forwards live in the modules' `__dict__`, so `state_dict()` never changes.
+    The weights, affine parameters and statistics of a frozen unit stay bitwise the same: they get no gradient, an
+    accumulated one is dropped, and so is their optimizer state (its param_groups stay). Neither an optimizer step nor
+    `module.train()` changes them. The patched forwards are in the modules' `__dict__`, so `state_dict()` is unaffected.
 
-    units: which may freeze, if not all that one forward finds.
-    example: what to call the module with for that one forward, see `find_units`.
-    batch_statistics: in train mode frozen norms still normalise by the batch (their running statistics stay). Otherwise
-        they use the running statistics.
-    save_memory: keep only what backward needs. Otherwise plain PyTorch, which keeps as much as if nothing were frozen.
+    units: the units that may freeze; default: all units found by one forward.
+    example: the input of that forward, see `find_units`.
+    batch_statistics: in train mode, frozen norms normalise by the batch, without updating their running statistics. By
+        default they use the running statistics.
+    save_memory: save only what backward needs. False: plain PyTorch, which saves as much as if nothing were frozen.
 
-    A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output and those on the norm
-    see it pass. Weights loaded into a frozen module are noticed, except by compiled or captured code and where they are
-    written through `.data`: there call `refresh()`.
-    copy.deepcopy(module) gives an independent module that stays frozen; copy.deepcopy((module, freezer)) can be thawed.
+    A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output, and the norm passes it
+    on. Weights loaded into a frozen module are noticed, except by compiled or captured code, or if they were written
+    through `.data`: then call `refresh()`.
+    copy.deepcopy(module) gives an independent frozen module; copy.deepcopy((module, freezer)) one that can be thawed.
     """
 
     def __init__(
@@ -56,34 +56,34 @@ class Freezer:
     ) -> None:
         self.module, self.optimizer = module, optimizer
         self.batch_statistics, self.save_memory = batch_statistics, save_memory
-        self._replaced: dict[nn.Module, Any] = {}  # module -> the instance's own forward before, mostly none
-        self._refuse_others()
+        self._replaced: dict[nn.Module, Any] = {}  # module -> its own `forward` in __dict__ before, mostly None
+        self._check_unfrozen()
         seen = trace(module, example) if units is None or save_memory else Trace([], frozenset(), [])
         self.units = list(seen.units if units is None else units)
         self._foldable, self._relus = seen.foldable, seen.relus
         self._by_name = {unit.name: unit for unit in self.units}
         self._frozen: dict[str, list[nn.Parameter]] = {}  # unit -> its parameters that required a gradient
-        # Kept over a thaw: code compiled with an override is reused only as long as that very object lives.
-        self._overrides: dict[tuple[nn.Module, type[ForwardPatch]], ForwardPatch] = {}
+        # Kept after a thaw: compiled code is reused only if it finds the same patch object again.
+        self._patches: dict[tuple[nn.Module, type[ForwardPatch]], ForwardPatch] = {}
         self._tracked: list[nn.Module] = []  # norms whose track_running_stats was switched off
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Names of the frozen units, in data order."""
+        """Names of the frozen units, in order of execution."""
         return tuple(unit.name for unit in self.units if unit.name in self._frozen)
 
     @property
     def folded(self) -> list[Tensor]:
-        """The folded weights and biases in use: copies made when freezing."""
-        return [tensor for override in self._layers() for tensor in override.tensors()]
+        """The folded weights and biases in use, which are extra copies."""
+        return [tensor for patch in self._layers() for tensor in patch.tensors()]
 
     def freeze(self, names: Iterable[str]) -> None:
-        """Freeze these units in addition to those frozen already."""
+        """Freeze these units, in addition to those already frozen."""
         names = [names] if isinstance(names, str) else list(names)
         for name in names:
             if name not in self._by_name:
                 raise ValueError(str(unknown("unit", name, self._by_name)))
-        self._refuse_others()
+        self._check_unfrozen()
         for name in names:
             if name not in self._frozen:
                 self._freeze(self._by_name[name])
@@ -91,7 +91,7 @@ class Freezer:
             self._mask_relus()
 
     def thaw(self) -> None:
-        """Make everything trainable that was so before. Optimizer state starts anew."""
+        """Make all units trainable again, as they were before. Their optimizer state starts empty."""
         for parameters in self._frozen.values():
             for parameter in parameters:
                 parameter.requires_grad_(True)
@@ -103,19 +103,19 @@ class Freezer:
         self._tracked.clear()
 
     def refresh(self) -> None:
-        """Fold the norms again, after weights were changed from outside under compiled or captured code."""
-        for override in self._layers():
-            override.refresh()
+        """Fold the norms again: needed if weights were changed from outside and the code is compiled or captured."""
+        for patch in self._layers():
+            patch.refresh()
 
     def state_dict(self) -> dict[str, list[str]]:
         return {"frozen": list(self.frozen)}
 
     def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
-        """Freeze exactly what was frozen. Load weights and optimizer first."""
+        """Freeze exactly the units in `state`. Load weights and optimizer first."""
         self.thaw()
         self.freeze(state["frozen"])
 
-    def _refuse_others(self) -> None:
+    def _check_unfrozen(self) -> None:
         for name, child in self.module.named_modules():
             if isinstance(child.__dict__.get("forward"), ForwardPatch) and child not in self._replaced:
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
@@ -127,7 +127,7 @@ class Freezer:
             parameter.grad = None
             if self.optimizer is not None:
                 self.optimizer.state.pop(parameter, None)
-        for parametrization in parametrizations(unit.layer):  # of which some move in train mode, as spectral_norm
+        for parametrization in parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
             self._replace(parametrization, EvalMode, functools.partial(EvalMode, parametrization))
         fold = self._can_fold(unit)
         if self.save_memory and is_plain_layer(unit.layer):
@@ -153,27 +153,27 @@ class Freezer:
         if not self.batch_statistics:
             self._replace(norm, EvalMode, lambda: EvalMode(norm))
         elif norm.track_running_stats:
-            # PyTorch then normalises by the batch in train mode and by the running statistics in eval mode.
+            # PyTorch then uses batch statistics in train mode and running statistics in eval mode, updating neither.
             norm.track_running_stats = False
             self._tracked.append(norm)
 
     def _mask_relus(self) -> None:
         for relu in self._relus:
-            if self._is_released(relu) and "forward" not in relu.module.__dict__:
+            if self._saves_memory(relu) and "forward" not in relu.module.__dict__:
                 self._replace(relu.module, MaskedReLU, functools.partial(MaskedReLU, relu.module))
 
-    def _is_released(self, relu: Relu) -> bool:
-        """Whether the ReLU alone would keep its output. Where a trainable layer keeps it too, a mask saves nothing."""
+    def _saves_memory(self, relu: Relu) -> bool:
+        """Whether only the ReLU itself saves its output. If a trainable layer saves it too, a mask saves nothing."""
         return bool(self._frozen) and relu.keepers <= self._frozen.keys()
 
     def _replace(self, module: nn.Module, kind: type[ForwardPatch], make: Callable[[], ForwardPatch]) -> None:
         if module not in self._replaced:
             self._replaced[module] = module.__dict__.get("forward")
-        if (module, kind) not in self._overrides:
-            self._overrides[module, kind] = make()
-        override = module.__dict__["forward"] = self._overrides[module, kind]
-        if isinstance(override, FrozenLayer):
-            override.refresh()
+        if (module, kind) not in self._patches:
+            self._patches[module, kind] = make()
+        patch = module.__dict__["forward"] = self._patches[module, kind]
+        if isinstance(patch, FrozenLayer):
+            patch.refresh()
 
     def _restore(self, module: nn.Module) -> None:
         before = self._replaced.pop(module)
@@ -183,11 +183,11 @@ class Freezer:
             module.__dict__["forward"] = before
 
     def _layers(self) -> list[FrozenLayer]:
-        overrides = (module.__dict__["forward"] for module in self._replaced)
-        return [override for override in overrides if isinstance(override, FrozenLayer)]
+        patches = (module.__dict__["forward"] for module in self._replaced)
+        return [patch for patch in patches if isinstance(patch, FrozenLayer)]
 
 
 def parametrizations(layer: nn.Module) -> list[nn.Module]:
-    """The modules that compute its parameters, where it has such."""
+    """The modules that compute the layer's parametrized tensors, if any."""
     lists = layer.parametrizations.values() if parametrize.is_parametrized(layer) else ()  # type: ignore[union-attr, operator]
     return [part for parts in lists for part in parts]

@@ -1,7 +1,7 @@
-"""What replaces the forward of frozen layers, norms and ReLUs so that autograd keeps only what backward needs.
+"""Replacement forwards for frozen layers, norms and ReLUs, with which autograd saves only what backward needs.
 
-A frozen convolution needs its weight, not its input; a frozen BatchNorm on running statistics is a scale and a shift
-that the layer before it absorbs; a ReLU needs one bit per element once nothing else keeps its output.
+A frozen convolution needs its weight, not its input. A frozen BatchNorm on running statistics is an affine map, which
+is folded into the layer before it. A ReLU needs one bit per element if nothing else saves its output.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ PLAIN_FORWARDS = (
 
 
 class _FrozenConv2d(torch.autograd.Function):
-    """conv2d that keeps the weight alone.
+    """conv2d that saves only the weight for backward.
 
-    The gradient of the input is the transposed convolution of the gradient of the output. Asking for exactly that,
-    instead of `convolution_backward` with a stand-in for the input, leaves no layout to imitate: aten takes
-    channels-last from the gradient or the weight and runs the same backward-data kernel. (A zero-stride stand-in counts
-    as NCHW whatever its shape, and `cudnn_convolution_backward` first converts the gradient to the stand-in's layout.)
+    The input gradient is computed as a transposed convolution of the output gradient. The alternative,
+    `convolution_backward` with a zero-stride dummy in place of the input, is slower: aten takes the dummy for NCHW, and
+    cuDNN then converts a channels-last gradient to that layout first.
     """
 
     @staticmethod
@@ -44,29 +43,29 @@ class _FrozenConv2d(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, *ctx.where = inputs
+        x, weight, _, *ctx.settings = inputs
         ctx.save_for_backward(weight)
         ctx.size = x.shape[2:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        return input_gradient(grad, weight, ctx.size, *ctx.where), None, None, None, None, None, None
+        return input_gradient(grad, weight, ctx.size, *ctx.settings), None, None, None, None, None, None
 
 
 def input_gradient(
     grad: Tensor, weight: Tensor, size: Sequence[int], stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> Tensor:
-    """Of a conv2d whose input had (height, width) `size`."""
-    # Rows and columns that the stride never reached: they belong to the input, and get a gradient of zero.
+    """Gradient of the input of a conv2d; `size` is the input's (height, width)."""
+    # With a stride, the last rows and columns of the input may be in no window: their gradient is zero.
     reach = [size[i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1 for i in range(2)]
-    beyond = [reach[i] % stride[i] for i in range(2)]
+    unused = [reach[i] % stride[i] for i in range(2)]
     with _no_autocast(grad.device.type):
-        return F.conv_transpose2d(grad, weight, None, stride, padding, beyond, groups, dilation)
+        return F.conv_transpose2d(grad, weight, None, stride, padding, unused, groups, dilation)
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Gradients keep their dtype even if backward runs under autocast."""
+    """Keeps the gradients' dtype if backward runs under autocast."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
@@ -81,7 +80,7 @@ def frozen_conv2d(
     dilation: Pair = (1, 1),
     groups: int = 1,
 ) -> Tensor:
-    """conv2d on (B, C, H, W) or (C, H, W) whose weight and bias get no gradient; keeps the weight for backward."""
+    """conv2d on (B, C, H, W) or (C, H, W) without gradients for weight and bias; saves only the weight for backward."""
     if x.ndim == 3:
         return frozen_conv2d(x[None], weight, bias, stride, padding, dilation, groups)[0]
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
@@ -91,7 +90,7 @@ def frozen_conv2d(
 
 
 class _MaskedReLU(torch.autograd.Function):
-    """ReLU that keeps one bit per element."""
+    """ReLU that saves one bit per element for backward."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -119,7 +118,8 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Booleans of any shape, taken in memory order, to ceil(n / 8) bytes. `unpack` must run the way `pack` did."""
+    """Booleans of any shape, in memory order, to ceil(n / 8) bytes. Eager and compiled code order the bits differently:
+    `unpack` must run in the same mode as `pack`."""
     flat = (mask.permute(0, 2, 3, 1) if is_channels_last(mask) else mask).reshape(-1)
     if flat.numel() % 8:
         flat = F.pad(flat, (0, -flat.numel() % 8))
@@ -127,7 +127,7 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
-    """The booleans of `shape` that `pack` was given, in the same layout."""
+    """Inverse of `pack`: booleans of `shape`, in the original layout."""
     flat = (_unpack_planes if torch.compiler.is_compiling() else _unpack_words)(bits)[: math.prod(shape)]
     if channels_last:
         batch, channels, height, width = shape
@@ -136,8 +136,7 @@ def unpack(bits: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
 
 
 def _pack_planes(flat: Tensor) -> Tensor:
-    """Bit i from the i-th eighth of the elements: element by element, so that the compiler fuses it with what is
-    around it."""
+    """Bit i of the bytes holds the i-th eighth of the elements: elementwise operations, which the compiler can fuse."""
     planes = flat.view(8, -1).to(torch.uint8)
     bits = planes[0]
     for i in range(1, 8):
@@ -150,8 +149,8 @@ def _unpack_planes(bits: Tensor) -> Tensor:
     return ((bits >> shifts) & 1).to(torch.bool).view(-1)
 
 
-# Uncompiled, a few passes over whole words: eight booleans, one byte each, are read as one little-endian 64-bit word,
-# and the product has boolean i in bit 56 + i.
+# Eager code packs with two operations: eight booleans, one byte each, are read as one little-endian 64-bit word, whose
+# product with _GATHER has boolean i in bit 56 + i.
 _GATHER = 0x0102040810204080
 
 
@@ -165,14 +164,14 @@ def _unpack_words(bits: Tensor) -> Tensor:
 
 @cache
 def _words(device: torch.device) -> Tensor:
-    """For each byte, its eight bits as the eight booleans of a 64-bit word."""
+    """(256,) int64: for each byte value, its eight bits as eight booleans of one byte each."""
     with torch.inference_mode(False):
         bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
         return bits.to(torch.bool).view(torch.int64).view(-1).to(device)
 
 
 def fold(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the one layer that does what `layer` and then `norm` on its running statistics do."""
+    """Weight and bias of the layer that computes norm(layer(x)) with the norm's running statistics."""
     assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
     assert norm.running_mean is not None and norm.running_var is not None
     precise = torch.promote_types(norm.running_var.dtype, torch.float32)
@@ -189,29 +188,29 @@ def fold(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> tuple[Tensor, Tensor]
 
 
 class ForwardPatch:
-    """A callable that stands in a module's `__dict__` as its `forward`.
+    """A callable that replaces `forward` in a module's `__dict__`.
 
-    An object rather than a closure, because it must follow its module through copy.deepcopy and pickle.
+    An object rather than a closure, because copy.deepcopy and pickle must copy it with its module.
     """
 
 
 class FrozenLayer(ForwardPatch):
-    """Forward of a frozen convolution or linear layer, with the norm after it folded in if one is given.
+    """Forward of a frozen convolution or linear layer; `norm`, if given, is folded in.
 
-    The folded tensors are no parameters or buffers. They are made again whenever one of their sources has changed;
-    compiled or captured code cannot look, so there `refresh` must be called. They keep their memory over a thaw, for
-    code that was captured with them.
+    The folded tensors are neither parameters nor buffers. Eager code folds again if a source tensor has changed;
+    compiled or captured code cannot check that, so call `refresh`. After a thaw the tensors keep their memory, because
+    a captured graph may still read it.
     """
 
     def __init__(self, layer: nn.Conv2d | nn.Linear, norm: nn.Module | None = None) -> None:
         self.layer, self.norm = layer, norm
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-        self.state: list[tuple[int, int]] = []
+        self.versions: list[tuple[int, int]] = []
         self.refresh()
 
     def __call__(self, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and self.norm is not None and self.state != self._state():
+        if not torch.compiler.is_compiling() and self.norm is not None and self.versions != self._versions():
             self.refresh()
         weight = self.layer.weight if self.weight is None else self.weight
         bias = self.layer.bias if self.weight is None else self.bias
@@ -222,28 +221,28 @@ class FrozenLayer(ForwardPatch):
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
-        """Fold again, into the same memory where it fits: a captured graph reads it there."""
+        """Fold again, into the same memory if shape and layout match: a captured graph reads from there."""
         if self.norm is None:
             return
         weight, bias = fold(self.layer, self.norm)
-        if self.weight is not None and self.bias is not None and _alike(self.weight, weight):
+        if self.weight is not None and self.bias is not None and _same_layout(self.weight, weight):
             self.weight.copy_(weight)
             self.bias.copy_(bias)
         else:
             self.weight, self.bias = weight, bias
-        self.state = self._state()
+        self.versions = self._versions()
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.weight, self.bias) if tensor is not None]
 
-    def _state(self) -> list[tuple[int, int]]:
-        """Address and version of all that was folded: tells in-place changes and replaced data alike."""
+    def _versions(self) -> list[tuple[int, int]]:
+        """Address and version of every source tensor: detects in-place changes and replaced data."""
         modules = [self.layer] if self.norm is None else [self.layer, self.norm]
         sources = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
         return [(source.data_ptr(), source._version) for source in sources]
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _same_layout(a: Tensor, b: Tensor) -> bool:
     return (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
 
@@ -261,15 +260,14 @@ def _pair(value: tuple[int, ...]) -> Pair:
 
 
 class PassThrough(ForwardPatch):
-    """Forward of a norm that its layer has absorbed."""
+    """Forward of a norm that is folded into its layer."""
 
     def __call__(self, input: Tensor) -> Tensor:
         return input
 
 
 class EvalMode(ForwardPatch):
-    """Forward of a frozen norm that could not be folded, or of what makes up a frozen weight: eval mode whatever
-    `module.train()` says."""
+    """Forward of a frozen norm that cannot be folded, or of a frozen weight's parametrization: always in eval mode."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.plain = module, is_plain_batch_norm(module)
@@ -289,19 +287,19 @@ class EvalMode(ForwardPatch):
 
 
 class MaskedReLU(ForwardPatch):
-    """Forward of an nn.ReLU whose output no backward but its own needs."""
+    """Forward of an nn.ReLU whose output is not saved for any other backward."""
 
     def __init__(self, relu: nn.ReLU) -> None:
         self.inplace = relu.inplace
 
     def __call__(self, input: Tensor) -> Tensor:
         output = masked_relu(input)
-        # Others may hold the input and expect it changed. The copy keeps nothing for backward.
+        # Other code may hold the input and expect the in-place change. The copy saves nothing for backward.
         return input.copy_(output) if self.inplace else output
 
 
 def is_plain_layer(layer: nn.Module) -> bool:
-    """Whether the layer computes what its class says: nothing overrides its forward or makes up its weight."""
+    """Whether the layer is a standard Conv2d or Linear: no overridden forward, no computed weight."""
     kind = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
     inherited = type(layer).forward is kind.forward and "forward" not in layer.__dict__
     if isinstance(layer, nn.Conv2d):
@@ -310,7 +308,7 @@ def is_plain_layer(layer: nn.Module) -> bool:
 
 
 def is_plain_batch_norm(norm: nn.Module | None) -> bool:
-    """Whether the norm is a BatchNorm with running statistics and no more: a subclass may add an activation."""
+    """Whether the norm is a standard BatchNorm with running statistics; a subclass may add an activation."""
     return (
         isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
         and type(norm).forward in PLAIN_FORWARDS

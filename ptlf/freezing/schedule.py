@@ -1,4 +1,4 @@
-"""How much is frozen, when: the freeze ratio by epoch of one task."""
+"""The freeze ratio by epoch of one task."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from ptlf.core.errors import unknown
 
-# Each shape maps (epoch, epochs) to the weight of `final` in the mixture of `initial` and `final`.
+# Each shape maps (epoch, epochs) to the weight w in the ratio (1 - w) * initial + w * final.
 SHAPES = {
     "cosine": lambda epoch, epochs: (1 - math.cos(math.pi * progress(epoch, epochs))) / 2,
     "linear": lambda epoch, epochs: progress(epoch, epochs),
     "constant": lambda epoch, epochs: 1.0,
-    # As the paper prints it: falls from `final`, and never quite reaches `initial`, because it divides by `epochs`.
+    # As printed in the paper: falls from `final`, and never reaches `initial`, because it divides by `epochs`.
     "printed": lambda epoch, epochs: (1 + math.cos(math.pi * epoch / epochs)) / 2,
 }
 RISING = ("cosine", "linear")
@@ -25,10 +25,10 @@ def progress(epoch: int, epochs: int) -> float:
 
 @dataclass(frozen=True)
 class FreezeSchedule:
-    """The share of units that may be frozen in an epoch: `initial` in the first, `final` in the last of `epochs`.
+    """The fraction of units that may be frozen in an epoch, from `initial` in the first to `final` in the last epoch.
 
-    "constant" stands at `final` from the first epoch. "printed" falls; since what is frozen stays frozen until the
-    task ends, the caller takes the largest count so far, which makes it "constant" in effect.
+    "constant" is `final` in every epoch. "printed" falls. Units stay frozen until the task ends, so the caller uses the
+    largest count so far, and "printed" has the same effect as "constant".
     """
 
     initial: float = 0.0
@@ -57,9 +57,9 @@ class FreezeSchedule:
         return (1 - weight) * self.initial + weight * self.final  # exact at both ends
 
     def count(self, epoch: int, units: int) -> int:
-        """How many of `units` may be frozen in `epoch`: rounded down, so never more than the ratio allows."""
-        return math.floor(self(epoch) * units + 1e-9)  # 0.29 * 100 is 28.999999999999996 in floating point
+        """How many of `units` may be frozen in `epoch`, rounded down."""
+        return math.floor(self(epoch) * units + 1e-9)  # 0.29 * 100 is 28.999999999999996
 
     def most(self, units: int) -> int:
-        """How many of `units` are frozen when the last epoch ends."""
+        """How many of `units` are frozen at the end of the task."""
         return max(self.count(0, units), self.count(self.epochs - 1, units))

@@ -1,6 +1,6 @@
-"""Find the units of any module by following the data through one forward pass.
+"""Find the units of any module by tracing a forward pass.
 
-A unit is a convolution or linear layer with the norm that directly consumes its output: the thing that freezes.
+A unit is what freezes: a convolution or linear layer together with the norm that directly consumes its output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMAGE_SIZES = (32, 64, 96, 128, 224)
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A layer and its norm. `name` is the layer's module path, and the unit's name everywhere."""
+    """A layer and its norm. `name` is the layer's module path."""
 
     name: str
     layer: nn.Conv2d | nn.Linear
@@ -39,7 +39,7 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Relu:
-    """A ReLU module whose output is kept for backward by itself and by the layers of `keepers` alone."""
+    """A ReLU whose output autograd saves only for the ReLU itself and for the units named in `keepers`."""
 
     name: str
     module: nn.ReLU
@@ -48,12 +48,12 @@ class Relu:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What a forward showed.
+    """The result of tracing a forward.
 
-    units: in the order the data first reaches them.
-    foldable: names of the units whose layer feeds nothing but its norm, and whose norm is fed by nothing else; in
-        train mode too, where a dropout between them does something.
-    relus: those that no operation outside the units makes autograd keep.
+    units: in order of first execution.
+    foldable: names of the units whose layer's output is used only by its norm, and whose norm has no other input. In
+        train mode too, where for example a dropout between them is active.
+    relus: those whose output is not saved for backward by any operation outside the units.
     """
 
     units: list[Unit]
@@ -62,24 +62,23 @@ class Trace:
 
 
 def trained_units(module: nn.Module, example: Any = None) -> list[Unit]:
-    """Those of `find_units` whose weight is trained: the others are frozen for good."""
+    """The units of `find_units` whose weight requires a gradient."""
     return [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
 
 
 def find_units(module: nn.Module, example: Any = None) -> list[Unit]:
-    """The units of `module` in the order the data first reaches them; layers the forward never reaches are none.
+    """The units of `module` in order of first execution. Layers that the forward does not execute are left out.
 
-    example: what to call the module with: a tensor, a tuple of arguments or a dict of keyword arguments. Without one,
-    images of several sizes (or vectors, if there is no convolution) are tried.
+    example: input of the module: a tensor, a tuple of arguments or a dict of keyword arguments. By default images of
+    several sizes are tried, or vectors if there is no convolution.
     """
     return trace(module, example).units
 
 
 def trace(module: nn.Module, example: Any = None) -> Trace:
-    """Read off units, foldable norms and ReLUs from a forward in eval mode and one in train mode. The module is left as
-    it was."""
+    """Trace one forward in eval mode and one in train mode. The module is left unchanged."""
     if example is not None:
-        return _agreed(module, example, _analyse(module, *_run(module, example)))
+        return _check_folds(module, example, _analyse(module, *_run(module, example)))
     errors = []
     for guess in _guesses(module):
         try:
@@ -87,18 +86,18 @@ def trace(module: nn.Module, example: Any = None) -> Trace:
         except Exception as error:
             errors.append(f"{tuple(guess.shape)}: {error}")
             continue
-        return _agreed(module, guess, _analyse(module, record, output))
+        return _check_folds(module, guess, _analyse(module, record, output))
     tried = "; ".join(message.splitlines()[0] for message in errors) or "no convolution or linear layer to guess from"
     raise ValueError(f"found no input that {type(module).__name__} accepts; pass example=<a batch> ({tried})")
 
 
-def _agreed(module: nn.Module, example: Any, seen: Trace) -> Trace:
-    """What was seen, without the folds that a forward in train mode does not show. One that fails shows none."""
+def _check_folds(module: nn.Module, example: Any, seen: Trace) -> Trace:
+    """Remove from `foldable` the units that are not foldable in train mode; all of them if that forward fails."""
     try:
-        trained = _analyse(module, *_run(module, example, train=True)).foldable if seen.foldable else frozenset[str]()
+        in_train = _analyse(module, *_run(module, example, train=True)).foldable if seen.foldable else frozenset[str]()
     except Exception:
-        trained = frozenset()
-    return dataclasses.replace(seen, foldable=seen.foldable & trained)
+        in_train = frozenset()
+    return dataclasses.replace(seen, foldable=seen.foldable & in_train)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -135,22 +134,23 @@ def _guesses(module: nn.Module) -> Iterator[Tensor]:
 class _LayerCall:
     layer: nn.Module
     output: Tensor
-    version: int  # of the output when the layer returned it: an in-place change makes it another value
+    version: int  # of the output when the layer returned it; an in-place operation changes it
     node: Node | None
 
 
 class _Record:
-    """What the hooks see. Every tensor is held until the end, so identities and storages stay unique."""
+    """What the hooks record. All tensors are held until the end, so that ids and storages are not reused."""
 
     def __init__(self) -> None:
         self.calls: dict[int, _LayerCall] = {}  # by id of the output tensor
-        self.layers: dict[nn.Module, list[_LayerCall]] = {}  # in order of the first call
+        self.layers: dict[nn.Module, list[_LayerCall]] = {}  # in order of first execution
         self.norms: dict[nn.Module, list[tuple[_LayerCall | None, Node | None]]] = defaultdict(list)
         self.relus: dict[nn.ReLU, list[int]] = defaultdict(list)  # storages of the outputs
-        self.keepers: dict[int, set[nn.Module | None]] = defaultdict(set)  # by storage; None: no watched module
-        self.readers: dict[int, set[nn.Module | None]] = {}  # by storage of a layer's output
+        # Modules that save a storage for backward, and modules that read a layer's output; None: not a hooked module.
+        self.keepers: dict[int, set[nn.Module | None]] = defaultdict(set)
+        self.readers: dict[int, set[nn.Module | None]] = {}
         self.held: list[Tensor] = []
-        self.inside: list[nn.Module] = []
+        self.inside: list[nn.Module] = []  # stack of the hooked modules being executed
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.inside.append(module)
@@ -172,7 +172,7 @@ class _Record:
         else:
             source = next(tensors_in([args, kwargs]), None)
             call_or_none = self.calls.get(id(source))
-            # Reading the version after the norm ran is safe: none of NORMS writes to its input.
+            # The version may be read after the norm has run: none of NORMS writes to its input.
             direct = call_or_none is not None and source is not None and call_or_none.version == source._version
             self.norms[module].append((call_or_none if direct else None, output.grad_fn))
 
@@ -185,7 +185,7 @@ class _Record:
 
 
 class _Readers(TorchDispatchMode):
-    """Notes who reads a layer's output, in operations that autograd does not follow too."""
+    """Records which modules read a layer's output, also in operations without a gradient."""
 
     def __init__(self, record: _Record) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def _run(module: nn.Module, example: Any, *, train: bool = False) -> tuple[_Reco
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device, enabled=False))
-        # The graph holds the hooks and the record holds the graph: a weak reference lets both go.
+        # Weak: the graph holds the hooks and the record holds the graph, which would be a reference cycle.
         weak = weakref.proxy(record)
         stack.enter_context(saved_tensors_hooks(lambda tensor: weak.keep(tensor), lambda tensor: tensor))
         stack.enter_context(_Readers(record))
@@ -226,7 +226,7 @@ def _run(module: nn.Module, example: Any, *, train: bool = False) -> tuple[_Reco
 
 
 def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments. Float tensors ask for a gradient: then every operation shows in the graph."""
+    """Positional and keyword arguments. Float tensors require a gradient, so that every operation is in the graph."""
 
     def prepare(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -242,8 +242,8 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def _undisturbed(module: nn.Module, train: bool = False) -> Iterator[None]:
-    """Eval mode inside, or train mode, but not of norms: a batch may be too small for them. Afterwards modes, buffers
-    and random state are what they were."""
+    """Inside: eval mode, or train mode except for norms, which may need a larger batch. Modes, buffers and random state
+    are restored afterwards."""
     modes = [(m, m.training) for m in module.modules()]
     buffers = [
         (m, name, buffer, buffer._version, buffer.clone())
@@ -307,11 +307,13 @@ def _refuse_shared_parameters(module: nn.Module, units: Sequence[Unit]) -> None:
         for parameter in unit.parameters():
             if len(owners[parameter]) > 1:
                 shared = " and ".join(owners[parameter])
-                raise ValueError(f"{shared} are one parameter: it cannot be frozen in one place and train in the other")
+                raise ValueError(
+                    f"{shared} are the same parameter, which cannot be frozen in one place and trained in the other"
+                )
 
 
 def _uses(output: Any) -> Counter[Node]:
-    """How often each node's result is used: by other nodes, or as an output of the module."""
+    """How often the result of each node is used, by other nodes or as an output of the module."""
     waiting = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
     uses: Counter[Node] = Counter(waiting)
     seen = set(waiting)
@@ -331,7 +333,7 @@ def _feeds_only_its_norm(unit: Unit, record: _Record, uses: Mapping[Node, int]) 
         return False
     calls = record.layers[unit.layer]
     consumed = [call for call, _ in record.norms[unit.norm]]
-    # On (B, L, features) a BatchNorm1d takes L for the channels: not the layer's, so there is nothing to fold.
+    # On (B, L, features) the channels of a BatchNorm1d are L, not the layer's outputs, so it cannot be folded.
     if isinstance(unit.layer, nn.Linear) and any(call.output.ndim != 2 for call in calls):
         return False
     norm_is_used = all(node is not None and uses[node] > 0 for _, node in record.norms[unit.norm])

@@ -23,8 +23,8 @@ from ptlf.model import Accelerator, Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.stream import STREAMS, Stream, open_stream
-from ptlf.stream.fetch import data_root
 from ptlf.stream.loading import ImageSource
+from ptlf.stream.pack import data_root
 from ptlf.training.compiled import CompiledParts
 from ptlf.training.engine import choose_engine
 from ptlf.training.trainer import Trainer

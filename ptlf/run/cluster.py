@@ -1,4 +1,4 @@
-"""Many runs at once, each a job of its own on this machine or on a SLURM cluster, through submitit."""
+"""Several runs at once, each a job on this machine or on a SLURM cluster, through submitit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ptlf.core.settings import as_dict, parse
 from ptlf.run.config import Config, from_dict
 from ptlf.run.loop import Run
 
-DEFAULTS = {"timeout_min": 24 * 60}  # minutes, after which a cluster ends a job
+DEFAULTS = {"timeout_min": 24 * 60}  # minutes; the cluster then stops the job and queues it again
 
 
 class Job:
-    """One run, or what its folder lacks of it. Called in a process of its own, perhaps on another machine."""
+    """Train one run, or resume it. Called in another process, perhaps on another machine."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config, self.folder = as_dict(config), folder.absolute()
@@ -25,7 +25,7 @@ class Job:
         Run(from_dict(self.config), self.folder).train(resume=True)
 
     def checkpoint(self) -> Any:
-        """What submitit puts into the queue when the job's time is over: the same again, which goes on."""
+        """What submitit queues when the job's time is over: the same job, which resumes the run."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -40,10 +40,10 @@ def train_all(
     options: Sequence[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Train the runs of the plan (name: settings, folder), `at_once` at most together. Waits until all have ended.
+    """Train the runs of the plan (name: settings, folder), at most `at_once` at a time, and wait for all of them.
 
-    folder: for the jobs' own files: what they print, and why they failed.
-    options: KEY=VALUE of submitit's `update_parameters`, such as slurm_partition=gpu.
+    folder: for the jobs' output and errors.
+    options: KEY=VALUE for submitit's `update_parameters`, such as slurm_partition=gpu.
     """
     executor = make_executor(cluster, folder, options)
     waiting, failed = list(plan.items()), []
@@ -59,7 +59,7 @@ def train_all(
             tell(f"{name}: {'failed' if why else 'finished'}")
             if why:
                 failed.append(f"{name} failed ({last_line(why)}; see {job.paths.stderr})")
-        time.sleep(0.2 if cluster == "local" else 10)  # seconds; a cluster's controller is not to be asked often
+        time.sleep(0.2 if cluster == "local" else 10)  # seconds; polling a cluster's controller often is impolite
     if failed:
         raise UserError("; ".join(failed) + "; the same command goes on with what is not finished")
 

@@ -1,4 +1,4 @@
-"""Where a run ran: interpreter, torch, device, and the commit of the source tree."""
+"""The environment of a run: Python, torch, device, and the commit of the source tree."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The source tree's commit, where the package runs from one; `-dirty` where files have changed since."""
+    """Commit of the source tree, with `-dirty` if files have changed; None if the package is not a checkout."""
     tree = Path(ptlf.__file__).resolve().parent.parent
     if not (tree / ".git").exists():
         return None
     try:
-        words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        asked = subprocess.run(words, cwd=tree, capture_output=True, text=True, timeout=10)
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return asked.stdout.strip() or None
+    return done.stdout.strip() or None

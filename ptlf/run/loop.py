@@ -85,8 +85,9 @@ class Run(Looks):
         state = self.epoch_state or self.begin_epoch(indices)
         frozen = len(self.freezing.freezer.frozen)
         self.watcher.begin_epoch(self.task, self.epoch, self.trainer.steps_per_epoch(indices), frozen)
-        with self.clock("training"):
-            for _ in self.trainer.epoch(indices, self.epoch, state):
+        # Closed at once if the run stops: threads may be reading ahead.
+        with self.clock("training"), contextlib.closing(self.trainer.epoch(indices, self.epoch, state)) as steps:
+            for _ in steps:
                 self.watcher.step(state.views)
                 self.pause()
             result = state.result()

@@ -1,5 +1,5 @@
-"""What would make going on senseless, looked for after every epoch: numbers that are not finite, processes that have
-drifted apart, an encoder that gives every image the same vector."""
+"""Checks after every epoch that stop a run or warn: values that are not finite, processes whose weights differ, a
+collapsed representation."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ptlf.training.trainer import EpochState
 def check_numbers(
     modules: Iterable[nn.Module], progress: EpochState | None, position: Position, last: Path | None
 ) -> None:
-    """Losses and weights are finite. `last` is the checkpoint to go back to."""
+    """Raise if a loss or weight is not finite. `last` is the newest checkpoint."""
     bad = progress.first_bad() if progress else None
-    if bad is None and are_numbers(modules):
+    if bad is None and are_finite(modules):
         return
     what, step = (f"loss became {bad[1]}", bad[0] + 1) if bad else ("weights are no longer finite", position.step)
     raise UserError(
@@ -31,19 +31,19 @@ def check_numbers(
     )
 
 
-def are_numbers(modules: Iterable[nn.Module]) -> bool:
-    """Whether weights and statistics are finite, and other buffers, which may be masks with infinities, have no NaN."""
-    moving: list[Tensor] = []
+def are_finite(modules: Iterable[nn.Module]) -> bool:
+    """Whether parameters and running statistics are finite and other buffers, such as masks with -inf, have no NaN."""
+    trained: list[Tensor] = []
     others: list[Tensor] = []
     for module in modules:
-        moving += module.parameters()
+        trained += module.parameters()
         for name, buffer in module.named_buffers():
-            (moving if "running_" in name else others).append(buffer)
-    return bool(magnitudes(moving).isfinite().all()) and not bool(magnitudes(others).isnan().any())
+            (trained if "running_" in name else others).append(buffer)
+    return bool(norms(trained).isfinite().all()) and not bool(norms(others).isnan().any())
 
 
-def magnitudes(tensors: Iterable[Tensor]) -> Tensor:
-    """Sums that have every NaN and infinity in them, asked of the device in one go."""
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """L1 norm of each float tensor, in one call: not finite if a value is not."""
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     return torch.stack([value.float() for value in torch._foreach_norm(floats, 1)]) if floats else torch.zeros(1)
 
@@ -54,7 +54,7 @@ def check_processes(model: nn.Module) -> None:
 
 
 def warn_of_collapse(encoder: nn.Module, images: Tensor, position: Position) -> bool:
-    """Say so if the encoder gives all these images the same vector; whether it does."""
+    """Whether the encoder maps all images to (nearly) the same vector; prints a warning if so."""
     spread = feature_spread(encoder, images)
     if spread < COLLAPSED:
         processes.warn(

@@ -1,4 +1,4 @@
-"""Streams by name. To add one: pack its images (`ptlf data pack`) or load them in datasets.py, and a line here."""
+"""Streams by name. To add one: pack its images (`ptlf data pack`) or write a loader in datasets.py, and add a line."""
 
 from __future__ import annotations
 

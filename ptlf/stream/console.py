@@ -1,4 +1,4 @@
-"""What preparing data tells the user, on stderr."""
+"""Messages and progress bars on stderr while data is prepared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 @contextmanager
 def progress_bar(text: str, total: float | None, show: bool, unit: str = "images") -> Iterator[Callable[[int], None]]:
-    """Yields `advance(n)`. The bar is drawn on stderr."""
+    """Yields `advance(n)`, which moves the bar on by n images or bytes."""
     counter = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = [TextColumn("{task.description}"), BarColumn(), counter, TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:

@@ -1,9 +1,9 @@
-"""Where each stream's images come from. Every set but the embedded digits is read from packed files."""
+"""Open a stream: from packed files, or the digits embedded in scikit-learn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from ptlf.stream.task import Dataset, Images, Stream, StreamConfig, split, unlab
 
 @dataclass(frozen=True)
 class StreamEntry:
-    """A stream's own defaults: its packed set (None: embedded or given by the user), tasks and classes."""
+    """A stream's defaults. `pack` is its packed set; None: embedded, or given by the user."""
 
     about: str
     pack: str | None = None
@@ -26,14 +26,14 @@ class StreamEntry:
 
 def packed(root: Path, name: str) -> Dataset:
     pack = open_pack(root, name)
-    parts = {part: Images(pack.images(part), pack.labels(part)) for part in pack.splits}
-    if "train" not in parts:
+    splits = {split: Images(pack.images(split), pack.labels(split)) for split in pack.splits}
+    if "train" not in splits:
         raise UserError(f"{name} has no training images; pack it again with a train folder")
-    return Dataset(name, tuple(pack.names), parts["train"], parts.get("test"), pack.folders)
+    return Dataset(name, tuple(pack.names), splits["train"], splits.get("test"), pack.folders)
 
 
 def digits() -> Dataset:
-    """scikit-learn's 1797 handwritten digits, 8x8 grey doubled to 16x16 RGB; every fifth image is a test image."""
+    """scikit-learn's 1797 handwritten digits, 8x8 grey enlarged to 16x16 RGB; every fifth image is a test image."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -56,17 +56,18 @@ def open_stream(config: StreamConfig, sources: dict[str, StreamEntry], root: Pat
         if pack is None:
             raise UserError(f"stream {config.name!r} needs stream.pack: the name given to `ptlf data pack`")
         data = packed(root, pack)
-    settled = StreamConfig(**{**vars(config), "classes": config.classes or (None if config.groups else source.classes)})
+    config = replace(config, classes=config.classes or (None if config.groups else source.classes))
     if data.folders == "tasks":
-        return unlabelled(data, settled, packed(root, settled.labelled) if settled.labelled else None)
-    if settled.labelled is not None:
+        return unlabelled(data, config, packed(root, config.labelled) if config.labelled else None)
+    if config.labelled is not None:
         raise UserError(
-            "stream.labelled goes with a folder per task; this set has a folder per class and grades itself"
+            "stream.labelled is for sets with a folder per task; this set has a folder per class and is evaluated on "
+            "its own test images; leave stream.labelled out"
         )
-    if settled.groups is None:
-        settled.tasks = settled.tasks or source.tasks
-    if settled.tasks is None and settled.groups is None:
-        raise UserError(
-            f"stream {config.name!r} needs stream.tasks (a number) or stream.groups (the classes of each task)"
-        )
-    return split(data, settled, seed)
+    if config.groups is None:
+        config = replace(config, tasks=config.tasks or source.tasks)
+        if config.tasks is None:
+            raise UserError(
+                f"stream {config.name!r} needs stream.tasks (a number) or stream.groups (the classes of each task)"
+            )
+    return split(data, config, seed)

@@ -1,8 +1,8 @@
-"""Image files to square uint8 arrays, in this process or in several.
+"""Decode image files to square uint8 arrays, in this process or in several.
 
-EXIF orientation applied; transparency composited on white; 16-bit grey divided by 257; CMYK, palette and grey converted
-to RGB; short side resized to S (bicubic, antialiased) and cropped around the centre. A broken or animated image is
-refused with a reason; never used in part.
+EXIF orientation is applied, transparency composited on white, 16-bit grey divided by 257, and CMYK, palette and grey
+converted to RGB. The short side is resized to S (bicubic, antialiased) and the centre cropped. A broken or animated
+image is refused with a reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ptlf.core.errors import UserError
 
-Decoded: TypeAlias = tuple[np.ndarray, np.ndarray, list[tuple[str, str]]]  # images, labels, (file, why) of the failed
+Decoded: TypeAlias = tuple[np.ndarray, np.ndarray, list[tuple[str, str]]]  # images, labels, (file, why) of the failures
 
 BATCH_BYTES = 4 << 20
 
@@ -50,10 +50,10 @@ def decode_image(file: str | io.BytesIO, size: int) -> np.ndarray:
     """(S, S, 3) uint8, or BadImage."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # large but allowed, or odd metadata: the pixels decide
+            warnings.simplefilter("ignore")  # about large images and odd metadata, which do no harm
             with Image.open(file) as image:
                 frames = getattr(image, "n_frames", 1)
-                # a camera's MPO holds a photo and its preview or gain map, not an animation
+                # The further frames of a camera's MPO file are a preview or a gain map, not an animation.
                 if frames > 1 and image.format != "MPO":
                     raise BadImage(f"animated or multi-page, {frames} frames")
                 image.load()
@@ -64,7 +64,7 @@ def decode_image(file: str | io.BytesIO, size: int) -> np.ndarray:
         raise BadImage("not an image in a known format") from None
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from None
-    except Exception as error:  # Pillow's readers raise nearly anything on malformed bytes
+    except Exception as error:  # Pillow can raise almost any exception on malformed bytes
         raise BadImage(f"{type(error).__name__}: {error}") from None
 
 
@@ -127,7 +127,7 @@ def open_zip(archive: str) -> zipfile.ZipFile:
 
 @contextmanager
 def decoders(workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Processes that decode; None means this one."""
+    """A pool of decoding processes; None for one worker: this process decodes."""
     if workers == 1:
         yield None
         return
@@ -144,7 +144,7 @@ def decoders(workers: int) -> Iterator[ProcessPoolExecutor | None]:
 
 
 def start_decoder() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 

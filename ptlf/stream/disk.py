@@ -1,4 +1,4 @@
-"""The disk: folders that are whole or not there, one process at a time, and its errors as sentences."""
+"""File system helpers: atomic folders, free space, checksums, and operating system errors as user errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ptlf.core.files import locked, sync_folder
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """A hidden folder that becomes `target` when the block ends well, and vanishes when it does not."""
+    """A hidden folder, locked for this process. Renamed to `target` after the block; removed if the block raises."""
     root, name = target.parent, target.name
     partial = root / f".{name}.partial-{os.getpid()}"
     root.mkdir(parents=True, exist_ok=True)
@@ -37,11 +37,11 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Clear what a killed process left behind. Only for the holder of the lock."""
+    """Remove the folders of a killed process. Call it with the lock held."""
     for folder in list(target.parent.iterdir()):
         found = re.fullmatch(rf"\.{re.escape(target.name)}\.(partial|old)-\d+", folder.name)
         if found and found[1] == "old" and not target.exists():
-            os.rename(folder, target)  # killed between the two renames of `replace_folder`
+            os.rename(folder, target)  # the process was killed between the two renames of `replace_folder`
         elif found:
             shutil.rmtree(folder)
 
@@ -72,18 +72,35 @@ def check_space(root: Path, needed: int) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the operating system says about a path into a sentence."""
+    """Turn an OSError into a UserError that names the path."""
     try:
         yield
     except OSError as error:
         where = error.filename or path
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"no space left on {where}; free some, or choose another place with --data-root") from error
+            raise UserError(f"no space left on {where}; free some, or give another --data-root") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(
-                f"no permission for {where}; change it, or choose another place with --data-root"
-            ) from error
+            raise UserError(f"no permission for {where}; change it, or give another --data-root") from error
         raise UserError(f"{where}: {error.strerror or error}") from error
+
+
+def files_below(folder: Path) -> list[Path]:
+    """All files that are not hidden, sorted by path. Links are followed; a folder reached twice is read once."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    visited: set[tuple[int, int]] = set()
+    for parent, inside, files in os.walk(folder, followlinks=True, onerror=fail):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in visited:
+            inside.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        found += [Path(parent, name) for name in files if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def file_digest(file: Path, algorithm: str, advance: Callable[[int], None] = lambda _: None) -> str:

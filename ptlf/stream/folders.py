@@ -1,4 +1,4 @@
-"""Image folders to packs: which file belongs to which class and split, and what becomes of those that fail."""
+"""Image folders to packs: which file belongs to which class and split, and what happens to unreadable files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from ptlf.core.errors import UserError, unknown
+from ptlf.stream.archives import Chunk
 from ptlf.stream.console import say
 from ptlf.stream.decode import ImageFile, decode_all, decoders
-from ptlf.stream.disk import disk_errors
-from ptlf.stream.pack import Chunk, Folders, Pack, check_free, check_name, natural, quoted, write_pack
+from ptlf.stream.disk import disk_errors, files_below
+from ptlf.stream.pack import Folders, Pack, check_free, check_name, natural, quoted, write_pack
 
 OnError = Literal["refuse", "skip"]
 
 SHOWN_SKIPS = 20
+
+
+class PackOptions(TypedDict, total=False):
+    """Options of `pack_images`."""
+
+    on_error: OnError
+    workers: int | None
+    overwrite: bool
+    progress: bool
 
 
 def pack_folder(
@@ -26,24 +36,20 @@ def pack_folder(
     *,
     size: int,
     folders: Folders = "classes",
-    on_error: OnError = "refuse",
-    workers: int | None = None,
-    overwrite: bool = False,
     test_fraction: float = 0.0,
     names: Sequence[str] | None = None,
-    progress: bool = True,
+    **options: Unpack[PackOptions],
 ) -> Pack:
     """Pack a folder of images: `train/NAME/...` (and `test/` or `val/`), or `NAME/...` directly.
 
-    One folder per class, or per task; files at any depth below it belong to it, hidden files (".x") do not. `names`
-    restricts and orders the folders. Where there is no test folder, `test_fraction` holds out files evenly spread over
-    each class.
+    There is one folder per class or per task, with files at any depth; hidden files (".x") are ignored. `names` selects
+    and orders the folders. If there is no test folder, `test_fraction` holds out evenly spaced files of each class.
     """
     source = Path(source)
     if folders not in ("classes", "tasks"):
         raise unknown("folders", folders, ("classes", "tasks"))
     check_name(name)
-    check_free(root, name, overwrite)
+    check_free(root, name, options.get("overwrite", False))
     with disk_errors(source):
         trees = split_folders(source)
         if names is None:
@@ -53,19 +59,8 @@ def pack_folder(
     if test_fraction:
         check_fraction(test_fraction, folders, "test" in splits)
         splits = hold_out(splits["train"], names, test_fraction)
-    return pack_images(
-        root,
-        name,
-        names=names,
-        folders=folders,
-        splits=splits,
-        size=size,
-        source=str(source.resolve()),
-        on_error=on_error,
-        workers=workers,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    where = str(source.resolve())
+    return pack_images(root, name, names=names, folders=folders, splits=splits, size=size, source=where, **options)
 
 
 def pack_images(
@@ -73,16 +68,16 @@ def pack_images(
     name: str,
     *,
     names: Sequence[str],
-    folders: Folders,
     splits: Mapping[str, Sequence[ImageFile]],
     size: int,
     source: str,
+    folders: Folders = "classes",
     on_error: OnError = "refuse",
     workers: int | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> Pack:
-    """Decode listed image files and pack them, in the order given."""
+    """Decode the listed image files and pack them, in this order."""
     if on_error not in ("refuse", "skip"):
         raise unknown("on_error", on_error, ("refuse", "skip"))
     if size < 1 or (workers is not None and workers < 1):
@@ -103,8 +98,8 @@ def pack_images(
                 skipped.extend({"file": file, "why": why} for file, why in problems)
                 seen.update(labels.tolist())
                 yield images, labels
-            if lost := {file.label for file in files} - seen:
-                raise UserError(f"no readable image is left in {quoted(names[label] for label in sorted(lost))}")
+            if empty := {file.label for file in files} - seen:
+                raise UserError(f"no readable image is left in {quoted(names[label] for label in sorted(empty))}")
 
         pack = write_pack(
             root,
@@ -136,7 +131,7 @@ def report_skipped(pack: Pack, total: int) -> None:
 
 
 def split_folders(source: Path) -> dict[str, Path]:
-    """{"train": ..., "test": ...?}. A folder `train` without folders in it is a class that is called so."""
+    """{"train": folder} or {"train": folder, "test": folder}. A `train` without subfolders is a class of that name."""
     if not source.is_dir():
         raise UserError(f"{source} is no folder; give one that holds a folder per class or task")
     inside = subfolders(source)
@@ -181,25 +176,6 @@ def list_images(tree: Path, names: Sequence[str]) -> list[ImageFile]:
     return listed
 
 
-def files_below(folder: Path) -> list[Path]:
-    """All files that are not hidden, sorted by path; links are followed, but no folder is visited twice."""
-    found: list[Path] = []
-    visited: set[tuple[int, int]] = set()
-    for parent, inside, files in os.walk(folder, followlinks=True, onerror=raise_error):
-        status = os.stat(parent)
-        if (status.st_dev, status.st_ino) in visited:
-            inside.clear()
-            continue
-        visited.add((status.st_dev, status.st_ino))
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        found += [Path(parent, name) for name in files if not name.startswith(".")]
-    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
-
-
-def raise_error(error: OSError) -> None:
-    raise error
-
-
 def check_test_names(trees: Mapping[str, Path]) -> None:
     if "test" in trees and (extra := set(subfolders(trees["test"])) - set(subfolders(trees["train"]))):
         raise UserError(f"{trees['test']} has folders that {trees['train']} lacks: {quoted(sorted(extra))}")
@@ -215,7 +191,7 @@ def check_fraction(fraction: float, folders: str, has_test: bool) -> None:
 
 
 def hold_out(files: Sequence[ImageFile], names: Sequence[str], fraction: float) -> dict[str, list[ImageFile]]:
-    """1/k holds out every k-th file of each class; other fractions are spread as evenly."""
+    """A fraction of 1/k holds out every k-th file of each class; other fractions are spaced as evenly as possible."""
     share = Fraction(fraction).limit_denominator(1000)
     splits: dict[str, list[ImageFile]] = {"train": [], "test": []}
     position = [0] * len(names)
@@ -223,7 +199,7 @@ def hold_out(files: Sequence[ImageFile], names: Sequence[str], fraction: float) 
         i = position[file.label] = position[file.label] + 1
         splits["test" if int(i * share) > int((i - 1) * share) else "train"].append(file)
     for split, part in splits.items():
-        if lacking := set(range(len(names))) - {file.label for file in part}:
-            short = quoted(names[label] for label in sorted(lacking))
-            raise UserError(f"test_fraction {fraction} leaves no {split} image in {short}; it has too few files")
+        if empty := set(range(len(names))) - {file.label for file in part}:
+            shown = quoted(names[label] for label in sorted(empty))
+            raise UserError(f"test_fraction {fraction} leaves no {split} image in {shown}; it has too few files")
     return splits

@@ -1,7 +1,7 @@
-"""Packed data sets: the one form on the disk that training reads.
+"""Packed data sets: the only format on disk that training reads.
 
-`ROOT/NAME/` holds per split `SPLIT.npy` (uint8, N x S x S x 3), `SPLIT_labels.npy` (int64, N) and `pack.json`. A pack
-is written into a hidden folder beside its place and renamed when whole, so a folder with its proper name is whole.
+`ROOT/NAME/` holds `pack.json` and, per split, `SPLIT.npy` (uint8, N x S x S x 3) and `SPLIT_labels.npy` (int64, N). A
+pack is written to a hidden folder and renamed when complete, so `ROOT/NAME` is never incomplete.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
 from ptlf.core.errors import UserError
+from ptlf.stream.archives import Chunk
 from ptlf.stream.console import progress_bar
 from ptlf.stream.disk import check_space, disk_errors, file_digest, staged
+from ptlf.stream.sources import SOURCES
 
 Folders = Literal["classes", "tasks"]
-Chunk: TypeAlias = tuple[np.ndarray, np.ndarray]  # images (n, S, S, 3) uint8, labels (n,) int64
 
 SCHEMA = 1
 
@@ -43,7 +45,7 @@ class Pack:
     name: str
     size: int
     folders: Folders
-    names: tuple[str, ...]  # of classes or tasks, in label order
+    names: tuple[str, ...]  # of the classes or tasks, in label order
     splits: Mapping[str, Split]
     skipped: tuple[Mapping[str, str], ...]  # {"file", "why"}
     source: str
@@ -54,7 +56,7 @@ class Pack:
         return self.splits[split]
 
     def images(self, split: str) -> np.memmap:
-        """(N, S, S, 3) uint8, read-only, on the disk."""
+        """(N, S, S, 3) uint8, memory-mapped, read-only."""
         return np.load(self.path / self.split(split).images, mmap_mode="r")
 
     def labels(self, split: str) -> np.ndarray:
@@ -66,6 +68,11 @@ class Pack:
         return labels
 
 
+def data_root(option: str | None = None) -> Path:
+    """The folder of packed sets: the option, else PTLF_DATA, else ~/.cache/ptlf."""
+    return Path(option or os.environ.get("PTLF_DATA") or "~/.cache/ptlf").expanduser()
+
+
 def open_pack(root: Path, name: str) -> Pack:
     pack = read_manifest(Path(root), name)
     for problem in file_problems(pack).values():
@@ -74,7 +81,7 @@ def open_pack(root: Path, name: str) -> Pack:
 
 
 def list_packs(root: Path) -> list[Pack]:
-    """All packed sets below `root`, by name; their files are not looked at."""
+    """All packed sets in `root`, sorted by name. Only their pack.json is read."""
     return [read_manifest(Path(root), name) for name in pack_names(Path(root))]
 
 
@@ -86,7 +93,7 @@ def pack_names(root: Path) -> list[str]:
 
 
 def verify_pack(root: Path, name: str, *, progress: bool = True) -> list[str]:
-    """Everything that is wrong with a packed set, checksums included; an empty list when it is whole."""
+    """All problems of a packed set, with checksums compared; empty if there are none."""
     pack = read_manifest(Path(root), name)
     problems = file_problems(pack)
     expected: dict[Path, str] = {}
@@ -119,25 +126,17 @@ def parse_manifest(file: Path) -> Pack:
     if data["schema"] != SCHEMA:
         raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
     splits = {split: Split(**entry) for split, entry in data["splits"].items()}
-    names = [name for split in splits.values() for name in (split.images, split.labels)]
-    if not splits or any(Path(name).name != name for name in names):
+    files = [name for split in splits.values() for name in (split.images, split.labels)]
+    if not splits or any(Path(name).name != name for name in files):
         raise ValueError("splits must name files beside pack.json")
     if data["folders"] not in ("classes", "tasks"):
         raise ValueError(f"folders is {data['folders']!r}")
-    return Pack(
-        path=file.parent,
-        name=data["name"],
-        size=int(data["size"]),
-        folders=data["folders"],
-        names=tuple(data["names"]),
-        splits=splits,
-        skipped=tuple(data["skipped"]),
-        source=data["source"],
-    )
+    size, names, skipped = int(data["size"]), tuple(data["names"]), tuple(data["skipped"])
+    return Pack(file.parent, data["name"], size, data["folders"], names, splits, skipped, data["source"])
 
 
 def file_problems(pack: Pack) -> dict[Path, str]:
-    """What is wrong with which file, as far as presence, size and header tell."""
+    """Problem by file, checked by presence, size and header only."""
     found = {}
     for split in pack.splits.values():
         images, labels = pack.path / split.images, pack.path / split.labels
@@ -153,10 +152,10 @@ def npy_problem(file: Path, shape: tuple[int, ...], dtype: str, size: int | None
         with open(file, "rb") as opened:
             np.lib.format.read_magic(opened)
             actual, fortran, kind = np.lib.format.read_array_header_1_0(opened)
-            whole = opened.tell() + int(np.prod(shape)) * np.dtype(dtype).itemsize
+            full_size = opened.tell() + int(np.prod(shape)) * np.dtype(dtype).itemsize
     except (OSError, ValueError) as error:
         return f"{file} ({file.stat().st_size} bytes) is no readable .npy file ({error})"
-    expected, found = size or whole, file.stat().st_size
+    expected, found = size or full_size, file.stat().st_size
     if found != expected:
         return f"{file} has {found} bytes where {expected} are expected"
     if (actual, fortran, kind) != (shape, False, np.dtype(dtype)):
@@ -165,8 +164,7 @@ def npy_problem(file: Path, shape: tuple[int, ...], dtype: str, size: int | None
 
 
 def way_out(name: str, overwrite: bool = True) -> str:
-    from ptlf.stream.fetch import SOURCES  # fetch builds on this file; only this sentence needs it here
-
+    """The command that makes the set again, for error messages."""
     flag = " --overwrite" if overwrite else ""
     if name in SOURCES:
         return f"run `ptlf data get {name}{flag}`"
@@ -189,9 +187,9 @@ def write_pack(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Pack:
-    """Write a packed set. A split is (images, labels), or (count, chunks) and then streamed to the disk.
+    """Write a packed set. A split is either (images, labels) or (count, chunks); chunks are written as they come.
 
-    `skipped` may grow while chunks are drawn: what arrives plus what was skipped must make up `count`.
+    `skipped` may grow while the chunks are read. The images written plus the images skipped must equal `count`.
     """
     root, skipped = Path(root), [] if skipped is None else skipped
     check_name(name)
@@ -205,16 +203,8 @@ def write_pack(
         for split, (count, chunks) in streams.items():
             with progress_bar(f"packing {name} {split}", count, progress) as advance:
                 entries[split] = write_split(folder, split, count, chunks, len(names), size, skipped, advance)
-        manifest = {
-            "schema": SCHEMA,
-            "name": name,
-            "size": size,
-            "folders": folders,
-            "names": list(names),
-            "splits": {split: asdict(entry) for split, entry in entries.items()},
-            "skipped": skipped,
-            "source": source,
-        }
+        manifest = asdict(Pack(folder, name, size, folders, tuple(names), entries, tuple(skipped), source))
+        manifest = {"schema": SCHEMA, **{key: value for key, value in manifest.items() if key != "path"}}
         (folder / "pack.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
     return open_pack(root, name)
 
@@ -248,12 +238,12 @@ def write_split(
                 out.write(block)
                 labels.append(np.asarray(chunk_labels, np.int64))
             advance(len(images))
-        written, lost = sum(map(len, labels)), len(skipped) - skipped_before
-        if written + lost != count or not written:
-            raise UserError(f"{split} announced {count} images, but {written} arrived and {lost} were skipped")
+        written, left_out = sum(map(len, labels)), len(skipped) - skipped_before
+        if written + left_out != count or not written:
+            raise UserError(f"{split} announced {count} images, but {written} arrived and {left_out} were skipped")
         out.seek(0)
         out.write(npy_header(written, size))
-    buffer = io.BytesIO()  # np.save to a file forgets why a write failed
+    buffer = io.BytesIO()  # np.save into a file drops the errno of a failed write
     np.save(buffer, np.concatenate(labels))
     labels_file.write_bytes(buffer.getvalue())
     return Split(
@@ -274,7 +264,7 @@ def check_chunk(images: np.ndarray, labels: np.ndarray, size: int, classes: int)
 
 
 def npy_header(count: int, size: int) -> bytes:
-    """Always the same length: numpy leaves room for the first axis to grow, so the count can be put right later."""
+    """Its length does not depend on `count`, because numpy pads it, so it can be rewritten once the count is known."""
     buffer = io.BytesIO()
     shape = (count, size, size, 3)
     np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})

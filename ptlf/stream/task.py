@@ -1,4 +1,4 @@
-"""Stream and Task: which images arrive, in which order, and on which images the encoder is tested."""
+"""Stream and Task: which training images arrive in which order, and on which images the encoder is evaluated."""
 
 from __future__ import annotations
 
@@ -14,25 +14,19 @@ from ptlf.core.settings import key
 @dataclass
 class StreamConfig:
     name: str = key("digits", "which stream; `ptlf list streams` names them")
-    pack: str | None = key(
-        None, "packed data set to read (made by `ptlf data pack`); the stream's own where it has one"
-    )
-    tasks: int | None = key(None, "number of tasks; the stream's own number where it has one", least=1)
+    pack: str | None = key(None, "packed data set to read (made by `ptlf data pack`); null = the stream's own")
+    tasks: int | None = key(None, "number of tasks; null = the stream's own number", least=1)
     classes: int | None = key(None, "use only the first so many classes", least=1)
-    per_class: int | None = key(
-        None, "use only the first so many images of each class, for training and testing", least=1
-    )
+    per_class: int | None = key(None, "training and test images per class, the first so many; null = all", least=1)
     class_order: str | list[str | int] = key("natural", "natural, seeded, or a list of all classes by name or number")
     groups: list[list[str | int]] | None = key(None, "the classes of each task, by name or number, instead of `tasks`")
-    labelled: str | None = key(
-        None, "for a folder per task: the packed labelled set to evaluate on; none = no evaluation"
-    )
-    resident: bool | None = key(None, "hold all images on the device, else read them ahead; null = when they fit")
+    labelled: str | None = key(None, "for a folder per task: packed labelled set to evaluate on; null = none")
+    resident: bool | None = key(None, "hold all images on the device, or read them ahead; null = hold them if they fit")
 
 
 @dataclass(frozen=True)
 class Images:
-    """`pixels` (N, H, W, 3) uint8, possibly memory-mapped, and one label per image."""
+    """`pixels` (N, H, W, 3) uint8, possibly memory-mapped, and `labels` (N,) int64."""
 
     pixels: np.ndarray
     labels: np.ndarray
@@ -43,7 +37,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Training and test images. `names` are the labels' names: classes, or tasks when `folders` says so."""
+    """Training and test images. `names` are those of the labels: classes, or tasks if `folders` is "tasks"."""
 
     name: str
     names: tuple[str, ...]
@@ -58,7 +52,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Task:
-    """One step of the stream: indices of its training images, and the classes they show (none: unlabelled)."""
+    """One step of the stream: indices of its training images, and their classes (none: unlabelled)."""
 
     name: str
     train: np.ndarray
@@ -67,7 +61,7 @@ class Task:
 
 @dataclass(frozen=True)
 class EvalSplit:
-    """What is tested: labelled training images (the kNN bank), test images, and the task from which on it counts."""
+    """Indices of labelled training images (the kNN bank) and test images. Evaluated from task number `since` on."""
 
     name: str
     bank: np.ndarray
@@ -81,7 +75,7 @@ class Stream:
     data: Dataset
     tasks: tuple[Task, ...]
     eval_splits: tuple[EvalSplit, ...]
-    eval_data: Dataset | None  # where the eval_splits' images lie
+    eval_data: Dataset | None  # the images that the eval_splits index
     class_order: tuple[str, ...] = field(default=())
 
     @property
@@ -89,7 +83,7 @@ class Stream:
         return self.data.size
 
     def joint(self) -> Stream:
-        """All tasks' images as one task, tested on every eval_split: the upper bound of continual learning."""
+        """All tasks' images as one task, evaluated on every split: the upper bound of continual learning."""
         everything = Task(
             "all tasks",
             np.sort(np.concatenate([task.train for task in self.tasks])),
@@ -103,18 +97,16 @@ class Stream:
 
 
 def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
-    """The data set's classes, ordered and dealt out to tasks, in consecutive runs or in the groups given."""
+    """Divide the ordered classes among the tasks: consecutive classes, or the groups given."""
     if config.groups is not None:
         if config.tasks is not None or config.classes is not None or config.class_order != "natural":
-            raise UserError("stream.groups says it all; leave out stream.tasks, stream.classes and stream.class_order")
+            raise UserError("stream.groups is given; leave out stream.tasks, stream.classes and stream.class_order")
         groups = [tuple(class_number(c, data.names, "groups") for c in group) for group in config.groups]
         order = [c for group in groups for c in group]
         if not groups or not all(groups):
             raise UserError(f"stream.groups must name at least one class per task, not {config.groups}")
         if len(set(order)) != len(order):
-            raise UserError(
-                f"stream.groups names {_names(data, _repeated(order))} more than once; each class is in one task"
-            )
+            raise UserError(f"stream.groups names {_repeated(order, data.names)} more than once; name each class once")
     else:
         order = class_order(data.names, config, seed)
         tasks = config.tasks or 1
@@ -139,11 +131,9 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
 
 
 def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:
-    """A folder per task of plain images, in the folders' order; one eval_split on a separate labelled set, or none."""
+    """A stream with a folder of unlabelled images per task, evaluated on a separate labelled set, if there is one."""
     if config.tasks is not None and config.tasks != len(data.names):
-        raise UserError(
-            f"stream.tasks is {config.tasks}, but {data.name} was packed with {len(data.names)} task folders"
-        )
+        raise UserError(f"stream.tasks is {config.tasks}, but {data.name} has {len(data.names)} task folders")
     if config.classes is not None or config.groups is not None or config.class_order != "natural":
         raise UserError(
             f"{data.name} has a folder per task and no classes; leave out stream.classes, stream.groups and "
@@ -176,9 +166,7 @@ def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[i
         raise UserError(f"stream.class_order must be natural, seeded or a list of classes, not {config.class_order!r}")
     order = [class_number(c, names, "class_order") for c in config.class_order]
     if len(set(order)) != len(order):
-        raise UserError(
-            f"stream.class_order repeats {', '.join(names[c] for c in _repeated(order))}; name each class once"
-        )
+        raise UserError(f"stream.class_order repeats {_repeated(order, names)}; name each class once")
     if config.classes is None and len(order) != len(names):
         missing = [name for c, name in enumerate(names) if c not in order]
         raise UserError(
@@ -191,7 +179,7 @@ def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[i
 
 
 def class_number(value: str | int, names: Sequence[str], where: str) -> int:
-    """The label of a class given by name or by number. A class whose name is a number goes by its name."""
+    """The label of a class given by name or by number. If a class name is a number, the name wins."""
     if str(value) in names:
         return list(names).index(str(value))
     if isinstance(value, int) and 0 <= value < len(names):
@@ -201,16 +189,12 @@ def class_number(value: str | int, names: Sequence[str], where: str) -> int:
 
 
 def _of(images: Images, labels: Sequence[int], per_class: int | None = None) -> np.ndarray:
-    """Indices of the images with these labels, or of the first so many with each, in the stored order."""
+    """Sorted indices of the images with these labels, at most the first `per_class` of each."""
     return np.sort(np.concatenate([np.flatnonzero(images.labels == label)[:per_class] for label in labels]))
 
 
-def _repeated(order: Sequence[int]) -> list[int]:
-    return sorted({c for c in order if list(order).count(c) > 1})
-
-
-def _names(data: Dataset, labels: Sequence[int]) -> str:
-    return ", ".join(data.names[c] for c in labels)
+def _repeated(order: list[int], names: Sequence[str]) -> str:
+    return ", ".join(names[c] for c in sorted({c for c in order if order.count(c) > 1}))
 
 
 def _divisors(number: int) -> str:

@@ -1,7 +1,7 @@
-"""Checkpoints: all that a run needs to go on to the same bits. Whole or not there, sealed, read without running code.
+"""Checkpoints: the state from which a run continues bit for bit. Written atomically, with a checksum, without pickle.
 
-A file is a line with the digest of what follows, and then safetensors: the tensors by name, and in the metadata the
-JSON of everything else.
+A file is one line with the SHA-256 of the rest, followed by safetensors data: the tensors by name, and all other values
+as JSON in the metadata.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """How far a run has come: tasks finished, epochs finished of the next one, steps finished of its next epoch."""
+    """Progress of a run: finished tasks, finished epochs of the current task, finished steps of the current epoch."""
 
     task: int = 0
     epoch: int = 0
     step: int = 0
 
     def __str__(self) -> str:
-        """What comes next."""
+        """The next step, counted from 1."""
         return f"task {self.task + 1}, epoch {self.epoch + 1}, step {self.step + 1}"
 
     @property
@@ -71,11 +71,11 @@ class Position:
 
 
 class DamagedCheckpoint(Exception):
-    """The file is no whole checkpoint."""
+    """The file is incomplete or corrupt, and the reason."""
 
 
 class Checkpoints:
-    """The checkpoints of the run in a folder."""
+    """The checkpoints of one run, in FOLDER/checkpoints."""
 
     def __init__(self, folder: Path, config: CheckpointConfig) -> None:
         self.run, self.folder, self.config = folder, folder / "checkpoints", config
@@ -83,7 +83,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def due(self, position: Position) -> bool:
-        """Whether a run that has come this far should save."""
+        """Whether to save at this position."""
         config = self.config
         if position.between_tasks:
             return True
@@ -104,14 +104,14 @@ class Checkpoints:
         try:
             write_whole(path, sealed(serialise(state)))
         except UserError as error:
-            trouble = str(error).partition(";")[0]
-            raise UserError(f"{trouble}; {self._way_on()}") from error
+            problem = str(error).partition(";")[0]
+            raise UserError(f"{problem}; {self._how_to_continue()}") from error
         self.last, self._saved_at = path, time.monotonic()
         self._prune()
 
     def load(self) -> dict[str, Any] | None:
-        """The newest state that is whole; those that are not are named and set aside."""
-        for part in self.folder.glob(".*.part"):  # a writer that died left it
+        """The newest intact state. A damaged file is reported on stderr and renamed to *.damaged."""
+        for part in self.folder.glob(".*.part"):  # left by a process that was killed while writing
             part.unlink(missing_ok=True)
         for path in reversed(self.files()):
             try:
@@ -129,24 +129,24 @@ class Checkpoints:
         found = [(Position.of_file(path.name), path) for path in self.folder.glob("*.ckpt")]
         return [path for position, path in sorted((p, path) for p, path in found if p is not None)]
 
-    def _way_on(self) -> str:
+    def _how_to_continue(self) -> str:
         if self.last is None:
             return "nothing of this run is saved yet"
         return f"put that right, and `ptlf train --resume {self.run}` goes on from {self.last.name}"
 
     def _prune(self) -> None:
-        passing = [path for path in self.files() if not path.name.startswith("after-")]
-        for path in passing[: -self.config.keep]:
+        within_tasks = [path for path in self.files() if not path.name.startswith("after-")]
+        for path in within_tasks[: -self.config.keep]:
             path.unlink(missing_ok=True)
 
 
 def serialise(state: Mapping[str, Any]) -> bytes:
-    """Nested dicts (text as keys), lists, numbers, text and tensors as one safetensors file."""
+    """Nested dicts (with string keys), lists, numbers, strings and tensors as the bytes of a safetensors file."""
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            tensors[path] = value.detach().cpu().contiguous().clone()  # a clone shares its memory with no other
+            tensors[path] = value.detach().cpu().contiguous().clone()  # safetensors refuses tensors that share memory
             return {"$tensor": path}
         if isinstance(value, Mapping):
             return {name: plain(part, f"{path}/{name}" if path else name) for name, part in value.items()}
@@ -168,7 +168,7 @@ def deserialise(data: bytes) -> dict[str, Any]:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return restored(json.loads(header["__metadata__"]["state"]))
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"not a checkpoint's content: {error}") from None
+        raise DamagedCheckpoint(f"its content is no checkpoint: {error}") from None
 
 
 def sealed(data: bytes) -> list[bytes]:
@@ -182,14 +182,14 @@ def unsealed(path: Path) -> bytes:
     except OSError as error:
         raise DamagedCheckpoint(error.strerror or str(error)) from None
     if not head.startswith(MAGIC):
-        raise DamagedCheckpoint("it does not begin as a checkpoint of this version does")
+        raise DamagedCheckpoint("its first line is not that of a checkpoint of this version")
     if head != b"".join(sealed(data)[:3]):
-        raise DamagedCheckpoint("its checksum does not fit")
+        raise DamagedCheckpoint("its checksum is wrong")
     return data
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """By the parameter's number. Learning rates and the like follow from the settings and are not state."""
+    """State by parameter number. Hyperparameters such as learning rates come from the settings and are left out."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {str(number): dict(optimizer.state[p]) for number, p in enumerate(parameters) if p in optimizer.state}
 
@@ -203,7 +203,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Mapping[str, 
 
 
 def like(parameter: Tensor, value: Any) -> Any:
-    """A buffer of the parameter's shape gets its layout too: fused updates want both alike."""
+    """The value on the parameter's device. A buffer of the parameter's shape also gets its memory layout, which fused
+    optimizers need."""
     if not isinstance(value, Tensor):
         return value
     if value.shape != parameter.shape:

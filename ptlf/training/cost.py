@@ -1,4 +1,4 @@
-"""What training costs: bytes kept for backward, backward FLOPs, seconds by purpose, peak memory."""
+"""Cost of training: bytes saved for backward, backward FLOPs, seconds by purpose, peak memory."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 
-class _Kept:
-    """A tensor that autograd keeps; dies with the graph that keeps it."""
+class _Saved:
+    """A tensor saved for backward; freed with its graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
 
 
 def kept_bytes(function: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
-    """Bytes that autograd keeps for backward once `function` has returned its loss.
+    """Bytes that autograd holds for backward once `function` has returned its loss. Every storage counts once, in full.
 
-    Every storage counts once, with what it really holds.
     exclude: tensors that exist anyway, such as parameters, buffers and a freezer's folded weights.
     """
-    kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
+    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
-    def pack(tensor: Tensor) -> _Kept:
-        item = _Kept(tensor)
-        kept.add(item)
+    def pack(tensor: Tensor) -> _Saved:
+        item = _Saved(tensor)
+        saved.add(item)
         return item
 
     with saved_tensors_hooks(pack, lambda item: item.tensor):
         result = function()  # holds the graph
-    storages = {item.tensor.untyped_storage()._cdata: item.tensor.untyped_storage().nbytes() for item in kept}
+    storages = {item.tensor.untyped_storage()._cdata: item.tensor.untyped_storage().nbytes() for item in saved}
     for tensor in exclude:
         storages.pop(tensor.untyped_storage()._cdata, None)
     del result
@@ -44,14 +43,14 @@ def kept_bytes(function: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> i
 
 
 def backward_flops(loss: Tensor) -> int:
-    """FLOPs (two per multiply-add) of the convolutions and matrix products in `loss.backward()`, which it runs."""
+    """Run `loss.backward()` and count the FLOPs (two per multiply-add) of its convolutions and matrix products."""
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     return counter.get_total_flops()
 
 
 def peak_memory_bytes(device: torch.device | str) -> int | None:
-    """Most bytes of tensors held on a CUDA device since `reset_peak_memory`; None on devices that do not count them."""
+    """Peak bytes of tensors on a CUDA device since `reset_peak_memory`; None on other devices."""
     device = torch.device(device)
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
@@ -63,7 +62,7 @@ def reset_peak_memory(device: torch.device | str) -> None:
 
 
 class Stopwatch:
-    """Seconds by purpose: `with watch("training"): ...`. One inside another pauses it: nothing counts twice."""
+    """Seconds by purpose: `with watch("training"): ...`. An inner block pauses the outer one."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -88,7 +87,7 @@ class Stopwatch:
         self.seconds = dict(state)
 
     def _charge(self) -> None:
-        """Add the time since the last change to the purpose that ran."""
+        """Add the time since the last call to the innermost running purpose."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()

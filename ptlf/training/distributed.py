@@ -1,4 +1,4 @@
-"""Several processes, one run: gradients averaged by DistributedDataParallel, statistics over the whole batch."""
+"""Data-parallel training: gradients averaged by DistributedDataParallel, batch norm over the global batch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ptlf.model import Model
 @dataclass
 class DistributedConfig:
     sync_batch_norm: bool = key(
-        True, "under torchrun, norms see the whole batch (true) or each process's share of it (false)"
+        True, "under torchrun, batch norms use the global batch (true) or each process's share of it (false)"
     )
 
 
 class Losses(nn.Module):
-    """The step's forward as one module, which is what DistributedDataParallel wraps."""
+    """The forward of a step as a module, for DistributedDataParallel to wrap."""
 
     def __init__(self, model: Model, method: Method) -> None:
         super().__init__()
@@ -36,19 +36,19 @@ class Losses(nn.Module):
 
 
 class Parallel:
-    """`Losses` whose backward leaves every process with the mean gradients of all.
+    """`Losses` whose backward averages the gradients over the processes.
 
-    Only parameters in `used` take part: a frozen unit, or a head that waits for the next task, sends nothing. What is
-    used changes when a unit freezes or a task begins; then another one of these is made.
+    Only the parameters in `used` are exchanged: not frozen units, nor heads of a later task. When a unit freezes or a
+    task begins, a new Parallel is built.
     """
 
     def __init__(self, model: Model, method: Method, used: Iterable[Tensor]) -> None:
-        body, used = Losses(model, method), set(used)
-        idle = [name for name, parameter in body.named_parameters() if parameter not in used]
-        # Buffers (norms, memory, queue) are kept the same by whoever writes them; weights are so from the start.
-        buffers = [name for name, _ in body.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(body, [*idle, *buffers])
-        self.wrapped = DistributedDataParallel(body, init_sync=False)
+        losses, used = Losses(model, method), set(used)
+        unused = [name for name, parameter in losses.named_parameters() if parameter not in used]
+        # Buffers (norms, memory, queue) need no exchange: the code that writes them keeps them equal on all processes.
+        buffers = [name for name, _ in losses.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(losses, [*unused, *buffers])
+        self.wrapped = DistributedDataParallel(losses, init_sync=False)  # `make_alike` has synchronised the weights
         self.bytes = sum(parameter.numel() * parameter.element_size() for parameter in used)
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ class Parallel:
 
 
 def make_alike(modules: Iterable[nn.Module], config: DistributedConfig, device: torch.device) -> None:
-    """Make modules that every process has built fit to be trained by all of them."""
+    """Prepare modules, built on every process, for data-parallel training: same weights, synchronised batch norms."""
     if processes.world_size() == 1:
         return
     for module in modules:
@@ -66,7 +66,7 @@ def make_alike(modules: Iterable[nn.Module], config: DistributedConfig, device: 
 
 
 def average_statistics(*modules: nn.Module) -> None:
-    """Running statistics of norms that saw only their share become the mean over the processes."""
+    """Average the running statistics of batch norms that are not synchronised over the processes."""
     norms = [part for module in modules for part in module.modules() if is_local(part)]
     processes.all_reduce_mean_(
         buffer for norm in norms for name, buffer in norm.named_buffers() if name.startswith("running_")
@@ -74,7 +74,7 @@ def average_statistics(*modules: nn.Module) -> None:
 
 
 def is_local(norm: nn.Module) -> bool:
-    """Whether the module is a BatchNorm that has just seen a share of the batch; a frozen one looks at no batch."""
+    """Whether the module is a BatchNorm that updates its running statistics from this process's share of the batch."""
     return (
         isinstance(norm, nn.modules.batchnorm._BatchNorm)
         and not is_synchronised(norm)

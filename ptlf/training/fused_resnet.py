@@ -1,5 +1,7 @@
-"""A residual network's training forward with the kernels of `ptlf.training.triton_bn`: what the compiler would
-make of it block by block, in fewer passes over memory, and with nothing to compile when a unit freezes or thaws."""
+"""Training forward of our ResNets with the Triton kernels of `ptlf.training.triton_bn`.
+
+Compared with torch.compile it makes fewer passes over memory, and compiles nothing when a unit freezes or thaws.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, frozen_conv2d
 from ptlf.methods.pnn import Columns
 
-Pair = tuple[Tensor, Tensor]  # one value for two who use it
+Twice = tuple[Tensor, Tensor]  # the same activations twice: for the next layer and for the shortcut
 Block = BasicBlock | Bottleneck
 Layers = tuple[nn.Conv2d, ViewBatchNorm2d]
 
 
 def can_fuse(encoder: nn.Module) -> bool:
-    """Whether it is one of our residual networks in training and in float32, however its units are frozen, or PNN's
-    columns of them, of which the last one trains."""
+    """Whether the encoder is one of our ResNets, in train mode and with float32 weights, or PNN's columns of such, of
+    which the last one is in train mode. Any units may be frozen."""
     *older, last = used_columns(encoder) if type(encoder) is Columns else [encoder]
     return is_plain(last, training=True) and all(is_plain(column, training=False) for column in older)
 
@@ -34,16 +36,16 @@ def is_plain(network: nn.Module, *, training: bool) -> bool:
     if type(network) is not ResNet or not all(type(block) in (BasicBlock, Bottleneck) for block in blocks(network)):
         return False
     return all(
-        isinstance(norm, ViewBatchNorm2d) and norm.training is training and is_usual(layer, norm)
+        isinstance(norm, ViewBatchNorm2d) and norm.training is training and is_standard(layer, norm)
         for layer, norm in units(network)
     )
 
 
-def is_usual(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> bool:
-    replaced = [module.__dict__["forward"] for module in (layer, norm) if "forward" in module.__dict__]
-    as_made = norm.affine and norm.running_mean is not None and norm.momentum is not None and layer.bias is None
-    known = all(isinstance(patch, ForwardPatch) for patch in replaced)
-    return as_made and known and layer.weight.dtype is torch.float32
+def is_standard(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> bool:
+    patches = [module.__dict__["forward"] for module in (layer, norm) if "forward" in module.__dict__]
+    as_built = norm.affine and norm.running_mean is not None and norm.momentum is not None and layer.bias is None
+    known = all(isinstance(patch, ForwardPatch) for patch in patches)
+    return as_built and known and layer.weight.dtype is torch.float32
 
 
 def blocks(encoder: ResNet) -> list[Block]:
@@ -60,14 +62,15 @@ def units(encoder: ResNet) -> list[Layers]:
 
 
 def branch(block: Block) -> list[tuple[Layers, nn.ReLU]]:
-    """The layers of the block's longer way, in order."""
+    """The (convolution, norm) pairs and ReLUs of the block's residual branch, in order."""
     found = [((block.conv1, block.bn1), block.relu1), ((block.conv2, block.bn2), block.relu2)]
     return [*found, ((block.conv3, block.bn3), block.relu3)] if isinstance(block, Bottleneck) else found
 
 
 def folded(layer: nn.Module) -> FrozenLayer | None:
-    override = layer.__dict__.get("forward")
-    return override if isinstance(override, FrozenLayer) and override.weight is not None else None
+    """The frozen layer's patch, if its norm is folded in."""
+    patch = layer.__dict__.get("forward")
+    return patch if isinstance(patch, FrozenLayer) and patch.weight is not None else None
 
 
 def fold(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> tuple[Tensor, Tensor]:
@@ -78,7 +81,7 @@ def fold(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> tuple[Tensor, Tensor]:
 
 
 def forward(encoder: nn.Module, images: Tensor) -> Tensor:
-    """What `encoder(images)` computes in training mode."""
+    """`encoder(images)` in train mode."""
     dtype = images.dtype
     if torch.is_autocast_enabled(images.device.type):
         dtype = torch.get_autocast_dtype(images.device.type)
@@ -93,7 +96,7 @@ def forward(encoder: nn.Module, images: Tensor) -> Tensor:
 
 
 class Forward:
-    """One forward of a residual network, with the weights in the type it computes in.
+    """One forward pass of a ResNet, with the weights cast to `dtype`.
 
     The norm of a frozen unit, and every norm of a network in eval mode, is folded into its convolution: `weights` has
     the folded weight, and `biases` the bias.
@@ -142,15 +145,15 @@ class Forward:
             maps.append(x[0])
         return maps
 
-    def stem(self, stem: Stem, images: Tensor) -> Pair:
+    def stem(self, stem: Stem, images: Tensor) -> Twice:
         if stem.conv.kernel_size == (3, 3):
-            return self.first(stem, images)
+            return self.small_stem(stem, images)
         x, _ = self.unit((stem.conv, stem.bn), stem.relu, images.to(self.dtype, memory_format=torch.channels_last))
         pooled = stem.pool(x)
         return pooled, pooled
 
-    def first(self, stem: Stem, images: Tensor) -> Pair:
-        """Three channels are too few for the convolutions' kernels: as a product this takes half the time."""
+    def small_stem(self, stem: Stem, images: Tensor) -> Twice:
+        """The 3x3 convolution as a matrix product: with three input channels it takes half the time of cuDNN."""
         n, _, height, width = images.shape
         rows, bias = self.kernels.patches(images, self.dtype), self.cast_biases.get(stem.conv)
         weight = F.pad(self.weights[stem.conv].flatten(1), (0, rows.shape[1] - 27))
@@ -159,25 +162,25 @@ class Forward:
         x = x.view(n, height, width, -1).permute(0, 3, 1, 2)
         return self.norm_relu(x, stem.bn) if bias is None else (x, x)
 
-    def block(self, block: Block, x: Pair) -> Pair:
+    def block(self, block: Block, x: Twice) -> Twice:
         y, skip = x
-        *before, (last, relu) = branch(block)
-        for layers, inner in before:
-            y, _ = self.unit(layers, inner, y)
+        *first, (last, last_relu) = branch(block)
+        for layers, relu in first:
+            y, _ = self.unit(layers, relu, y)
         extra = None
         if isinstance(block.shortcut, nn.Sequential):
             skip, extra = self.shortcut(block.shortcut, skip)
-        return self.unit(last, relu, y, skip, extra)
+        return self.unit(last, last_relu, y, skip, extra)
 
     def shortcut(self, shortcut: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The shortcut's output, and a bias (C,) that is still to be added to it."""
+        """The output of the shortcut without its folded bias, and that bias (C,), if there is one."""
         layer, norm = shortcut
         y, bias = self.convolve(layer, x), self.biases.get(layer)  # type: ignore[arg-type, call-overload]
         return (y, bias) if bias is not None else (self.norm_relu(y, norm, relu=False)[0], None)  # type: ignore[arg-type]
 
     def unit(
         self, layers: Layers, relu: nn.ReLU, x: Tensor, residual: Tensor | None = None, extra: Tensor | None = None
-    ) -> Pair:
+    ) -> Twice:
         """relu(norm(layer(x)) + extra + residual)"""
         layer, norm = layers
         as_bits = isinstance(relu.__dict__.get("forward"), MaskedReLU)
@@ -187,9 +190,9 @@ class Forward:
         return self.kernels.frozen_conv_relu(x, self.weights[layer], bias, layer, residual, as_bits=as_bits)
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
-        """Without a bias. A frozen layer keeps its input only where freezing was to save no memory."""
-        saving = isinstance(layer.__dict__.get("forward"), FrozenLayer)
-        return (frozen_conv2d if saving else F.conv2d)(x, self.weights[layer], None, layer.stride, layer.padding)  # type: ignore[arg-type]
+        """Without the bias. A FrozenLayer saves only its weight for backward."""
+        saves_memory = isinstance(layer.__dict__.get("forward"), FrozenLayer)
+        return (frozen_conv2d if saves_memory else F.conv2d)(x, self.weights[layer], None, layer.stride, layer.padding)  # type: ignore[arg-type]
 
     def norm_relu(
         self,
@@ -200,11 +203,11 @@ class Forward:
         *,
         relu: bool = True,
         as_bits: bool = False,
-    ) -> Pair:
+    ) -> Twice:
         if not isinstance(norm.__dict__.get("forward"), EvalMode):
             return self.kernels.norm_relu(x, norm, residual, extra, relu=relu, as_bits=as_bits)
-        x = norm(x)  # frozen, and not folded: as PyTorch does it
-        for more in (residual, None if extra is None else extra.to(x.dtype).view(-1, 1, 1)):
-            x = x if more is None else x + more
+        x = norm(x)  # frozen but not folded: plain PyTorch
+        for term in (residual, None if extra is None else extra.to(x.dtype).view(-1, 1, 1)):
+            x = x if term is None else x + term
         x = x.relu() if relu else x
         return x, x

@@ -1,4 +1,4 @@
-"""The process that a run is: willing to stop when asked."""
+"""Stopping a run by a signal."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 
 class Stopped(Exception):
-    """The run was asked to stop by a signal, and has saved itself."""
+    """The run was stopped by a signal, after saving a checkpoint."""
 
     def __init__(self, folder: Path, number: int, advice: str = "") -> None:
         super().__init__(f"stopped; {advice or f'go on with `ptlf train --resume {folder}`'}")
         self.folder, self.number = folder, number
 
     def again(self, advice: str) -> Stopped:
-        """The same, where something else than the run alone goes on."""
+        """The same with another advice, for a command that trains several runs."""
         return Stopped(self.folder, self.number, advice)
 
 
 class StopSignals:
-    """Inside, a first SIGINT or SIGTERM only asks (`asked` is its number); a second SIGINT interrupts as usual."""
+    """Inside, the first SIGINT or SIGTERM only sets `asked` to its number; a second SIGINT raises KeyboardInterrupt."""
 
     def __init__(self, active: bool = True, tell: bool = True) -> None:
-        """Not active, signals do what they did before. `tell`: say on stderr that the signal was understood."""
+        """active: False leaves the signal handlers alone. tell: confirm the signal on stderr."""
         self.active, self.tell = active, tell
         self.asked: int | None = None
         self._before: dict[int, Any] = {}
@@ -34,7 +34,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if self.active and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # a run in the background of a shell ignores Ctrl-C
+                if signal.getsignal(number) is not signal.SIG_IGN:  # shells ignore SIGINT for background jobs
                     self._before[number] = signal.signal(number, self._ask)
         return self
 
@@ -46,5 +46,5 @@ class StopSignals:
         if self.asked is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = number
-        if self.tell:  # not print: the signal may have come in the middle of one
+        if self.tell:  # os.write, because print is not reentrant
             os.write(2, b"\nptlf: finishing the step, then saving; Ctrl-C (again) leaves at once\n")

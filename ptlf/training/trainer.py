@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,9 +125,9 @@ class Trainer:
     def begin_epoch(self) -> EpochState:
         return EpochState(self.random["order"].get_state())
 
-    def epoch(self, indices: np.ndarray, epoch: int, state: EpochState) -> Iterator[None]:
-        """One pass over the images with these indices, or what `state` leaves of one. Yields after every step. Losses stay
-        on the device."""
+    def epoch(self, indices: np.ndarray, epoch: int, state: EpochState) -> Generator[None]:
+        """One pass over the images with these indices, or the rest of one. Yields after every step. `state` has the
+        losses on the device."""
         self.model.train()
         self.random["order"].set_state(state.order)
         order = list(self.batches(indices, self.random["order"]))

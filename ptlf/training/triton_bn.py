@@ -1,8 +1,8 @@
-"""Batch norm, ReLU and the residual sum of a training step in as few passes over memory as they need (Triton).
+"""Triton kernels for batch norm, residual sum and ReLU in training, with as few passes over memory as possible.
 
-Tensors are channels-last, so memory holds rows (image, height, width) of C channels. The batch consists of `views`
-equal parts, each normalised by its own statistics. Sums are taken from the end of a tensor, whose last rows the
-convolution before has just left in the cache; they are added up in a fixed order, so a repeated step has the same bits.
+Tensors are channels-last: memory holds one row of C channels per (image, height, width). The batch consists of `views`
+equal parts, each normalised by its own statistics. Reductions start at the end of a tensor, because the convolution
+before has left its last rows in the cache. They add in a fixed order, so that a repeated step gives the same bits.
 """
 
 from __future__ import annotations
@@ -18,43 +18,48 @@ from torch.autograd.function import once_differentiable
 
 from ptlf.freezing.kernels import input_gradient
 
-# Where a ReLU's mask comes from in backward: there is none; what went into the norm; what came out; packed bits.
+# How backward gets the ReLU mask: no ReLU; recomputed from the norm's input; from the ReLU's output; from packed bits.
 NONE, BY_INPUT, BY_OUTPUT, BY_BITS = 0, 1, 2, 3
-PROGRAMS = 512  # of a sum: about four for every multiprocessor of an H200
+PROGRAMS = 512  # per reduction: about four per multiprocessor of an H200
 
 
 def blocks_of(size: int, block: int) -> int:
-    """How many of them hold `size` elements. Triton has its own for this and the next, made to be compiled and slow."""
+    """size / block, rounded up. Called on the host in every step, where triton.cdiv is slow."""
     return -(-size // block)
 
 
-def power_of_2(size: int) -> int:
-    """The next one."""
+def next_power_of_2(size: int) -> int:
+    """The smallest power of 2 that is >= size; faster than Triton's."""
     return 1 << (size - 1).bit_length()
 
 
 class Tiles:
-    """How a channels-last tensor is cut: a program per tile, or `parts` programs per view and block of channels that
-    share its tiles. The sizes were found by trying, on an H200."""
+    """The tiling of a channels-last tensor. Sizes were tuned on an H200.
+
+    grid: one program per tile. sum_grid: `parts` programs per view and block of channels, which share its tiles.
+    """
 
     def __init__(self, x: Tensor, views: int, elements: int) -> None:
         self.channels, self.views = x.shape[1], views
         self.rows = x.numel() // self.channels // views
-        block_c = min(64, power_of_2(self.channels))
+        block_c = min(64, next_power_of_2(self.channels))
         block_r = elements // block_c
         self.block = {"BLOCK_R": block_r, "BLOCK_C": block_c}
         across, down = blocks_of(self.channels, block_c), blocks_of(self.rows, block_r)
         self.parts = min(down, max(1, PROGRAMS // (views * across)))
-        self.each, self.shared = (down, across, views), (self.parts, across, views)
-        self.size = (self.rows, self.channels)
+        self.grid, self.sum_grid = (down, across, views), (self.parts, across, views)
+        self.size, self.sum_size = (self.rows, self.channels), (self.rows, self.channels, self.parts)
+        # For the kernels that add up the partial sums, with one program per 8 channels.
+        self.channel_grid = (blocks_of(self.channels, 8),)
+        self.channel_block = {"BLOCK_P": next_power_of_2(self.parts), "BLOCK_C": 8}
 
     def partial_sums(self, x: Tensor) -> Tensor:
         return torch.empty(self.views, self.parts, 2, self.channels, device=x.device)
 
 
 @triton.jit
-def _tile(block, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Offsets and mask of a tile, and its channels."""
+def _tile(block, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Offsets and mask of a tile, and its channels: as an index into (views, C), and into (C,)."""
     view = tl.program_id(2)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     r = tl.arange(0, BLOCK_R)
@@ -64,16 +69,16 @@ def _tile(block, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr): 
 
 
 @triton.jit
-def _store_sums(partial, first, second, parts, channels, c):  # type: ignore[no-untyped-def]
-    """What one program has summed up, for `_load_sums` to add to the others'."""
+def _store_sums(partial, first, second, parts, channels, c):
+    """Store one program's partial sums, which `_load_sums` adds up."""
     to = partial + (tl.program_id(2) * parts + tl.program_id(0)) * 2 * channels + c
     tl.store(to, tl.sum(first, 0), mask=c < channels)
     tl.store(to + channels, tl.sum(second, 0), mask=c < channels)
 
 
 @triton.jit
-def _load_sums(partial, view, parts, channels, c, BLOCK_P: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both sums over all rows of a view."""
+def _load_sums(partial, view, parts, channels, c, BLOCK_P: tl.constexpr):
+    """Both sums over all rows of a view, from the partial sums."""
     p = tl.arange(0, BLOCK_P)
     inside = (p < parts)[:, None] & (c < channels)[None, :]
     sums = partial + ((view * parts + p) * 2 * channels)[:, None] + c[None, :]
@@ -82,53 +87,40 @@ def _load_sums(partial, view, parts, channels, c, BLOCK_P: tl.constexpr):  # typ
 
 
 @triton.jit
-def _affine(mean, deviation, weight, bias, cv, c, channels):  # type: ignore[no-untyped-def]
-    """The norm as scale and shift: the same in forward and backward, or a recomputed mask would not agree."""
-    scale = tl.load(deviation + cv, mask=c < channels, other=0.0) * tl.load(weight + c, mask=c < channels, other=0.0)
-    return scale, tl.load(bias + c, mask=c < channels, other=0.0) - tl.load(
-        mean + cv, mask=c < channels, other=0.0
-    ) * scale
+def _affine(mean, inv_std, weight, bias, cv, c, channels):
+    """The norm as scale and shift: the same bits in forward and backward, which recomputes the mask from them."""
+    inside = c < channels
+    scale = tl.load(inv_std + cv, mask=inside, other=0.0) * tl.load(weight + c, mask=inside, other=0.0)
+    shift = tl.load(bias + c, mask=inside, other=0.0) - tl.load(mean + cv, mask=inside, other=0.0) * scale
+    return scale, shift
 
 
 @triton.jit
-def _sums(x, partial, rows, channels, parts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums over some rows of x - near and of its square; near is a value of the channel, not far from its mean."""
+def _sums(x, partial, rows, channels, parts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Partial sums of x - pivot and its square. The pivot, one value of the channel, lies near the mean; without it the
+    variance would lose digits."""
     blocks = tl.cdiv(rows, BLOCK_R)
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    near = tl.load(x + c, mask=c < channels, other=0.0).to(tl.float32)
+    pivot = tl.load(x + c, mask=c < channels, other=0.0).to(tl.float32)
     for i in range(tl.program_id(0), blocks, parts):
         at, inside, _, _ = _tile(blocks - 1 - i, rows, channels, BLOCK_R, BLOCK_C)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        value = tl.where(inside, value - near[None, :], 0.0)
+        value = tl.where(inside, value - pivot[None, :], 0.0)
         first += value
         second += value * value
     _store_sums(partial, first, second, parts, channels, c)
 
 
 @triton.jit
-def _statistics(  # type: ignore[no-untyped-def]
-    partial,
-    x,
-    running_mean,
-    running_var,
-    tracked,
-    mean,
-    deviation,
-    rows,
-    channels,
-    parts,
-    momentum,
-    eps,
-    VIEWS: tl.constexpr,
-    TRACK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Mean and 1 / standard deviation of every view; the running statistics take one view after the other."""
+def _statistics(
+    partial, x, running_mean, running_var, tracked, mean, inv_std, rows, channels, parts, momentum, eps,
+    VIEWS: tl.constexpr, TRACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Mean and 1 / sqrt(var + eps) of every view. The running statistics are updated by one view after the other."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    near = tl.load(x + c, mask=c < channels, other=0.0).to(tl.float32)
+    pivot = tl.load(x + c, mask=c < channels, other=0.0).to(tl.float32)
     old_mean = tl.load(running_mean + c, mask=c < channels, other=0.0)
     old_var = tl.load(running_var + c, mask=c < channels, other=0.0)
     for view in tl.static_range(VIEWS):
@@ -136,9 +128,9 @@ def _statistics(  # type: ignore[no-untyped-def]
         first /= rows
         var = second / rows - first * first
         var = tl.where(var < 0, 0.0, var)
-        tl.store(mean + view * channels + c, first + near, mask=c < channels)
-        tl.store(deviation + view * channels + c, 1 / tl.sqrt(var + eps), mask=c < channels)
-        old_mean += momentum * (first + near - old_mean)
+        tl.store(mean + view * channels + c, first + pivot, mask=c < channels)
+        tl.store(inv_std + view * channels + c, 1 / tl.sqrt(var + eps), mask=c < channels)
+        old_mean += momentum * (first + pivot - old_mean)
         old_var += momentum * (var * (rows / (rows - 1)) - old_var)
     if TRACK:
         tl.store(running_mean + c, old_mean, mask=c < channels)
@@ -148,38 +140,25 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _normalise(  # type: ignore[no-untyped-def]
-    x,
-    residual,
-    extra,
-    mean,
-    deviation,
-    weight,
-    bias,
-    out,
-    rows,
-    channels,
-    RESIDUAL: tl.constexpr,
-    EXTRA: tl.constexpr,
-    RELU: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+def _normalise(
+    x, residual, extra, mean, inv_std, weight, bias, out, rows, channels,
+    RESIDUAL: tl.constexpr, EXTRA: tl.constexpr, RELU: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     at, inside, cv, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
-    scale, shift = _affine(mean, deviation, weight, bias, cv, c, channels)
+    scale, shift = _affine(mean, inv_std, weight, bias, cv, c, channels)
     if EXTRA:
         shift += tl.load(extra + c, mask=c < channels, other=0.0)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
     if RESIDUAL:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if RELU:
-        value = tl.where(value < 0, 0.0, value)  # a NaN stays one
+        value = tl.where(value < 0, 0.0, value)  # keeps NaN
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _open(source, at, inside, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a ReLU let values through, from its output or from packed bits."""
+def _relu_mask(source, at, inside, MASK: tl.constexpr):
+    """Where the ReLU's output is positive, from that output or from packed bits."""
     if MASK == 2:
         return tl.load(source + at, mask=inside, other=0.0).to(tl.float32) > 0
     else:
@@ -187,37 +166,21 @@ def _open(source, at, inside, MASK: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _gradient_sums(  # type: ignore[no-untyped-def]
-    grad,
-    other,
-    source,
-    x,
-    mean,
-    deviation,
-    weight,
-    bias,
-    total,
-    partial,
-    rows,
-    channels,
-    parts,
-    MASK: tl.constexpr,
-    OTHER: tl.constexpr,
-    TOTAL: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Sums over some rows of the gradient behind the ReLU, and of its product with x - mean.
+def _gradient_sums(
+    grad, other, source, x, mean, inv_std, weight, bias, total, partial, rows, channels, parts,
+    MASK: tl.constexpr, OTHER: tl.constexpr, TOTAL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of the masked gradient, and of its product with x - mean.
 
-    The gradient may come in two summands; with TOTAL their masked sum is stored, so that nobody adds them again.
+    The gradient may come as two terms (OTHER). With TOTAL their masked sum is stored, to be reused.
     """
     blocks = tl.cdiv(rows, BLOCK_R)
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     cv = tl.program_id(2) * channels + c
-    centre = tl.load(mean + cv, mask=c < channels, other=0.0)
-    scale, shift = _affine(mean, deviation, weight, bias, cv, c, channels)
+    center = tl.load(mean + cv, mask=c < channels, other=0.0)
+    scale, shift = _affine(mean, inv_std, weight, bias, cv, c, channels)
     for i in range(tl.program_id(0), blocks, parts):
         at, inside, _, _ = _tile(blocks - 1 - i, rows, channels, BLOCK_R, BLOCK_C)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -227,40 +190,30 @@ def _gradient_sums(  # type: ignore[no-untyped-def]
         if MASK == 1:
             gradient = tl.where(value * scale[None, :] + shift[None, :] > 0, gradient, 0.0)
         if MASK > 1:
-            gradient = tl.where(_open(source, at, inside, MASK), gradient, 0.0)
+            gradient = tl.where(_relu_mask(source, at, inside, MASK), gradient, 0.0)
         if TOTAL:
             rounded = gradient.to(total.dtype.element_ty)
             tl.store(total + at, rounded, mask=inside)
             gradient = rounded.to(tl.float32)
         first += gradient
-        second += gradient * (value - centre[None, :])
+        second += gradient * (value - center[None, :])
     _store_sums(partial, first, second, parts, channels, c)
 
 
 @triton.jit
-def _coefficients(  # type: ignore[no-untyped-def]
-    partial,
-    mean,
-    deviation,
-    weight,
-    coefficients,
-    of_weight,
-    of_bias,
-    rows,
-    channels,
-    parts,
-    VIEWS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """a, b, d of every view and channel, with which the gradient of the input is a * gradient + b * input + d."""
+def _coefficients(
+    partial, mean, inv_std, weight, coefficients, grad_weight, grad_bias, rows, channels, parts,
+    VIEWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """a, b, d of every view and channel: the input gradient is a * gradient + b * input + d. Also the gradients of the
+    norm's weight and bias."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     factor = tl.load(weight + c, mask=c < channels, other=0.0)
     weights = tl.zeros((BLOCK_C,), tl.float32)
     biases = tl.zeros((BLOCK_C,), tl.float32)
     for view in tl.static_range(VIEWS):
-        scale = tl.load(deviation + view * channels + c, mask=c < channels, other=0.0)
-        centre = tl.load(mean + view * channels + c, mask=c < channels, other=0.0)
+        scale = tl.load(inv_std + view * channels + c, mask=c < channels, other=0.0)
+        center = tl.load(mean + view * channels + c, mask=c < channels, other=0.0)
         first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
         second *= scale
         weights += second
@@ -270,43 +223,32 @@ def _coefficients(  # type: ignore[no-untyped-def]
         to = coefficients + view * 3 * channels + c
         tl.store(to, a, mask=c < channels)
         tl.store(to + channels, b, mask=c < channels)
-        tl.store(to + 2 * channels, -a * (first / rows) - b * centre, mask=c < channels)
-    tl.store(of_weight + c, weights, mask=c < channels)
-    tl.store(of_bias + c, biases, mask=c < channels)
+        tl.store(to + 2 * channels, -a * (first / rows) - b * center, mask=c < channels)
+    tl.store(grad_weight + c, weights, mask=c < channels)
+    tl.store(grad_bias + c, biases, mask=c < channels)
 
 
 @triton.jit
-def _input_gradient(  # type: ignore[no-untyped-def]
-    grad,
-    x,
-    mean,
-    deviation,
-    weight,
-    bias,
-    coefficients,
-    out,
-    rows,
-    channels,
-    BY_INPUT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+def _input_gradient(
+    grad, x, mean, inv_std, weight, bias, coefficients, out, rows, channels,
+    BY_INPUT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     at, inside, cv, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     if BY_INPUT:
-        scale, shift = _affine(mean, deviation, weight, bias, cv, c, channels)
+        scale, shift = _affine(mean, inv_std, weight, bias, cv, c, channels)
         gradient = tl.where(value * scale[None, :] + shift[None, :] > 0, gradient, 0.0)
-    from_ = coefficients + tl.program_id(2) * 3 * channels + c
-    a = tl.load(from_, mask=c < channels, other=0.0)
-    b = tl.load(from_ + channels, mask=c < channels, other=0.0)
-    d = tl.load(from_ + 2 * channels, mask=c < channels, other=0.0)
+    base = coefficients + tl.program_id(2) * 3 * channels + c
+    a = tl.load(base, mask=c < channels, other=0.0)
+    b = tl.load(base + channels, mask=c < channels, other=0.0)
+    d = tl.load(base + 2 * channels, mask=c < channels, other=0.0)
     result = gradient * a[None, :] + value * b[None, :] + d[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _pack(x, bits, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pack(x, bits, size, BLOCK: tl.constexpr):
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bit = tl.arange(0, 8)
     at = byte[:, None] * 8 + bit[None, :]
@@ -316,19 +258,19 @@ def _pack(x, bits, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mask(grad, other, source, out, size, MASK: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mask(grad, other, source, out, size, MASK: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gradient = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     if OTHER:
         gradient += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
-    gradient = tl.where(_open(source, at, inside, MASK), gradient, 0.0)
+    gradient = tl.where(_relu_mask(source, at, inside, MASK), gradient, 0.0)
     tl.store(out + at, gradient.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _patches(x, out, size, height, width, by_image, by_channel, by_row, by_column, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row of 32 for every pixel: the 27 values of its 3 x 3 surroundings, in a weight's order, and five zeros."""
+def _patches(x, out, size, height, width, by_image, by_channel, by_row, by_column, BLOCK: tl.constexpr):
+    """32 values per pixel: the 27 of its 3 x 3 neighbourhood, in the order of a conv weight, and five zeros."""
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, 32)
     channel, dy, dx = place // 9, place % 9 // 3 - 1, place % 3 - 1
@@ -341,7 +283,7 @@ def _patches(x, out, size, height, width, by_image, by_channel, by_row, by_colum
     tl.store(out + to, value.to(out.dtype.element_ty), mask=(pixel < size)[:, None])
 
 
-def rows_first(x: Tensor) -> Tensor:
+def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -353,8 +295,8 @@ def pack(x: Tensor) -> Tensor:
 
 
 def masked(grad: Tensor, other: Tensor | None, source: Tensor, mask: int) -> Tensor:
-    """The gradient, or the sum of two, where the ReLU let values through."""
-    grad, other = rows_first(grad), None if other is None else rows_first(other)
+    """grad, or grad + other, where the ReLU's output is positive, else 0."""
+    grad, other = channels_last(grad), None if other is None else channels_last(other)
     out = torch.empty_like(grad)
     grid = (blocks_of(grad.numel(), 4096),)
     _mask[grid](grad, grad if other is None else other, source, out, grad.numel(), mask, other is not None, BLOCK=4096)
@@ -362,7 +304,7 @@ def masked(grad: Tensor, other: Tensor | None, source: Tensor, mask: int) -> Ten
 
 
 def patches(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N, 3, H, W) of any layout -> (N * H * W, 32), the input of a 3 x 3 convolution written as a product."""
+    """(N, 3, H, W) of any layout -> (N * H * W, 32): im2col for a 3 x 3 convolution as a matrix product."""
     n, channels, height, width = images.shape
     assert channels == 3
     size = n * height * width
@@ -372,7 +314,7 @@ def patches(images: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Cast(torch.autograd.Function):
-    """All weights to another type in one kernel, and all their gradients back in one."""
+    """Casts all weights with one kernel, and all their gradients back with one."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -397,8 +339,11 @@ def cast_all(weights: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 class _NormReLU(torch.autograd.Function):
-    """relu(norm(x) + extra + residual), the last three as asked. Gives the result twice, for two who use it: their
-    gradients then meet here, in the pass that has to read them anyway, and not in one of their own."""
+    """relu(norm(x) + extra + residual); ReLU, extra and residual are optional.
+
+    Returns the result twice, for its two consumers (next layer and shortcut). Their gradients then arrive separately
+    and are added in a kernel that reads them anyway; autograd would add them in a kernel of its own.
+    """
 
     @staticmethod
     def forward(
@@ -413,116 +358,53 @@ class _NormReLU(torch.autograd.Function):
         relu: bool,
         as_bits: bool,
     ) -> tuple[Tensor, Tensor]:
-        x, residual = rows_first(x), None if residual is None else rows_first(residual)
+        x, residual = channels_last(x), None if residual is None else channels_last(residual)
         tiles, small = Tiles(x, views, 4096), Tiles(x, views, 2048)
-        mean, deviation = torch.empty(2, views, tiles.channels, device=x.device)
+        mean, inv_std = torch.empty(2, views, tiles.channels, device=x.device)
         partial, out = tiles.partial_sums(x), torch.empty_like(x)
-        _sums[tiles.shared](x, partial, *tiles.size, tiles.parts, **tiles.block, num_warps=8)
-        _statistics[(blocks_of(tiles.channels, 8),)](
-            partial,
-            x,
-            norm.running_mean,
-            norm.running_var,
-            norm.num_batches_tracked,
-            mean,
-            deviation,
-            *tiles.size,
-            tiles.parts,
-            norm.momentum,
-            norm.eps,
-            VIEWS=views,
-            TRACK=norm.track_running_stats,
-            BLOCK_P=power_of_2(tiles.parts),
-            BLOCK_C=8,
-        )
+        _sums[tiles.sum_grid](x, partial, *tiles.sum_size, **tiles.block, num_warps=8)
+        running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+        settings = (norm.momentum, norm.eps)
+        flags = {"VIEWS": views, "TRACK": norm.track_running_stats, **tiles.channel_block}
+        _statistics[tiles.channel_grid](partial, x, *running, mean, inv_std, *tiles.sum_size, *settings, **flags)
         has_residual, has_extra = residual is not None, extra is not None
-        _normalise[small.each](
-            x,
-            residual if has_residual else x,
-            extra if has_extra else x,
-            mean,
-            deviation,
-            weight,
-            bias,
-            out,
-            *small.size,
-            RESIDUAL=has_residual,
-            EXTRA=has_extra,
-            RELU=relu,
-            **small.block,
-            num_warps=2,
-        )
+        terms = (residual if has_residual else x, extra if has_extra else x)  # x stands for a pointer that is not read
+        flags = {"RESIDUAL": has_residual, "EXTRA": has_extra, "RELU": relu, "num_warps": 2}
+        _normalise[small.grid](x, *terms, mean, inv_std, weight, bias, out, *small.size, **small.block, **flags)
         ctx.mask = NONE
         if relu:
             ctx.mask = BY_INPUT if not (has_residual or has_extra) else BY_BITS if as_bits else BY_OUTPUT
         ctx.views, ctx.has_residual = views, has_residual
         source = pack(out) if ctx.mask == BY_BITS else out if ctx.mask == BY_OUTPUT else None
-        ctx.save_for_backward(x, weight, bias, mean, deviation, source)
+        ctx.save_for_backward(x, weight, bias, mean, inv_std, source)
         ctx.set_materialize_grads(False)
         return out, out.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, deviation, source = ctx.saved_tensors
+        x, weight, bias, mean, inv_std, source = ctx.saved_tensors
         if grad is None:
             grad, other = other, None
         assert grad is not None
-        grad, other = rows_first(grad), None if other is None else rows_first(other)
+        grad, other = channels_last(grad), None if other is None else channels_last(other)
         summed = other is not None or ctx.mask > BY_INPUT
         tiles, small = Tiles(x, ctx.views, 4096 if summed else 2048), Tiles(x, ctx.views, 2048)
-        total, of_input = torch.empty_like(grad) if summed else grad, torch.empty_like(x)
+        total, grad_input = torch.empty_like(grad) if summed else grad, torch.empty_like(x)
         partial = tiles.partial_sums(x)
-        _gradient_sums[tiles.shared](
-            grad,
-            grad if other is None else other,
-            x if source is None else source,
-            x,
-            mean,
-            deviation,
-            weight,
-            bias,
-            total,
-            partial,
-            *tiles.size,
-            tiles.parts,
-            MASK=ctx.mask,
-            OTHER=other is not None,
-            TOTAL=summed,
-            **tiles.block,
-            num_warps=8 if summed else 4,
-        )
+        affine = (mean, inv_std, weight, bias)
+        given = (grad, grad if other is None else other, x if source is None else source)
+        flags = {"MASK": ctx.mask, "OTHER": other is not None, "TOTAL": summed, "num_warps": 8 if summed else 4}
+        _gradient_sums[tiles.sum_grid](*given, x, *affine, total, partial, *tiles.sum_size, **tiles.block, **flags)
         coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
-        of_weight, of_bias = torch.empty_like(weight), torch.empty_like(bias)
-        _coefficients[(blocks_of(tiles.channels, 8),)](
-            partial,
-            mean,
-            deviation,
-            weight,
-            coefficients,
-            of_weight,
-            of_bias,
-            *tiles.size,
-            tiles.parts,
-            VIEWS=tiles.views,
-            BLOCK_P=power_of_2(tiles.parts),
-            BLOCK_C=8,
+        grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
+        results = (coefficients, grad_weight, grad_bias)
+        _coefficients[tiles.channel_grid](
+            partial, mean, inv_std, weight, *results, *tiles.sum_size, VIEWS=tiles.views, **tiles.channel_block
         )
-        _input_gradient[small.each](
-            total,
-            x,
-            mean,
-            deviation,
-            weight,
-            bias,
-            coefficients,
-            of_input,
-            *small.size,
-            BY_INPUT=ctx.mask == BY_INPUT and not summed,
-            **small.block,
-            num_warps=2,
-        )
-        return of_input, of_weight, of_bias, total if ctx.has_residual else None, None, None, None, None, None
+        flags = {"BY_INPUT": ctx.mask == BY_INPUT and not summed, "num_warps": 2}
+        _input_gradient[small.grid](total, x, *affine, coefficients, grad_input, *small.size, **small.block, **flags)
+        return grad_input, grad_weight, grad_bias, total if ctx.has_residual else None, None, None, None, None, None
 
 
 def norm_relu(
@@ -534,33 +416,35 @@ def norm_relu(
     relu: bool = True,
     as_bits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """relu(norm(x) + extra + residual) in training mode, twice. `extra` (C,) gets no gradient; without residual there
-    is none. as_bits: keep the ReLU's mask as bits, where nobody else keeps its output."""
+    """relu(norm(x) + extra + residual) in train mode, twice. `extra` (C,) gets no gradient, and needs a residual.
+
+    as_bits: save the ReLU mask as bits, for an output that no other layer saves.
+    """
     views = getattr(norm, "views", 1)
     return _NormReLU.apply(x, norm.weight, norm.bias, residual, extra, norm, views, relu, as_bits)
 
 
 class _FrozenConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + residual) with a frozen weight, one kernel forward. Gives the result twice, as above."""
+    """relu(conv(x) + bias + residual) with a frozen weight, one kernel in forward. Twice, as in _NormReLU."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, layer: nn.Conv2d, as_bits: bool
     ) -> tuple[Tensor, Tensor]:
         assert not isinstance(layer.padding, str)
-        where = (layer.stride, layer.padding, layer.dilation, layer.groups)
+        settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
         if not x.is_cuda:
-            out = F.conv2d(x, weight, bias, *where)
+            out = F.conv2d(x, weight, bias, *settings)
             out = (out if residual is None else out + residual).relu()
         elif residual is None:
-            out = torch.cudnn_convolution_relu(x, weight, bias, *where)
+            out = torch.cudnn_convolution_relu(x, weight, bias, *settings)
         else:
-            out = torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *where)
-        out = rows_first(out)
+            out = torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, *settings)
+        out = channels_last(out)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
             ctx.mask = BY_BITS if as_bits else BY_OUTPUT
             ctx.save_for_backward(weight, pack(out) if as_bits else out)
-            ctx.where, ctx.size = where, x.shape[2:]
+            ctx.settings, ctx.size = settings, x.shape[2:]
         ctx.set_materialize_grads(False)
         return out, out.detach()
 
@@ -571,14 +455,14 @@ class _FrozenConvReLU(torch.autograd.Function):
         if grad is None:
             grad, other = other, None
         assert grad is not None
-        total, of_input = masked(grad, other, source, ctx.mask), None
+        total, grad_input = masked(grad, other, source, ctx.mask), None
         if ctx.needs_input_grad[0]:
-            of_input = input_gradient(total, weight, ctx.size, *ctx.where)
-        return of_input, None, None, total if ctx.needs_input_grad[3] else None, None, None
+            grad_input = input_gradient(total, weight, ctx.size, *ctx.settings)
+        return grad_input, None, None, total if ctx.needs_input_grad[3] else None, None, None
 
 
 def frozen_conv_relu(
     x: Tensor, weight: Tensor, bias: Tensor, layer: nn.Conv2d, residual: Tensor | None = None, *, as_bits: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """relu(layer(x) + residual), twice, with this weight and bias in place of the layer's, which get no gradient."""
+    """relu(layer(x) + residual), twice, with `weight` and `bias` instead of the layer's; they get no gradient."""
     return _FrozenConvReLU.apply(x, weight, bias, residual, layer, as_bits)

@@ -17,9 +17,10 @@ from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import correlation
 from ptlf.freezing.correlation import (
     TaskCorrelation,
+    add_gram,
     correlation_ratios,
+    empty_gram,
     fit_at_once,
-    gram,
     leading_eigenvectors,
     mean_gradients,
     passes,
@@ -27,11 +28,16 @@ from ptlf.freezing.correlation import (
 )
 from ptlf.freezing.units import Unit
 
+
+def gram(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return add_gram(empty_gram(layer), layer, x)
+
+
 NUMPY_PADDING = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
 
 
 class Network(nn.Module):
-    """Every kind of layer in a row; `inputs` gives what each of them sees, without hooks."""
+    """Every kind of layer in sequence; `inputs` returns the input of each, without hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +87,7 @@ def network() -> Network:
 
 
 def task_loss(module: nn.Module, seed: int = 3):
-    """A loss on fresh images at every call, from the caller's own generator."""
+    """A loss on new images at every call, drawn from the caller's generator."""
     generator = torch.Generator().manual_seed(seed)
 
     def loss() -> torch.Tensor:
@@ -153,7 +159,7 @@ def test_ratios_agree_with_numpy_on_every_kind_of_layer(network, images, thresho
         m, n = naive_columns(layer, seen[name], 0).shape
         m_less_than_n.append(m < n)
     assert all(m_less_than_n) if images == 40 else m_less_than_n.count(False) >= 3
-    assert len({round(ratio, 6) for ratio in ratios.values()}) == len(NAMES)  # nine different numbers
+    assert len({round(ratio, 6) for ratio in ratios.values()}) == len(NAMES)  # nine different ratios
 
 
 def test_splitting_changes_nothing(network, monkeypatch):
@@ -221,7 +227,7 @@ def test_at_once_gives_the_same_ratios_from_one_forward(network):
 
     expected = ratios(False)
     assert len(seen) == 3 * len(list(passes(units)))
-    assert ratios(None) == expected  # a CPU
+    assert ratios(None) == expected  # the default on a CPU
     assert len(seen) == 3 * len(list(passes(units)))
     found = ratios(True)
     assert seen == [8, 8, 4]
@@ -247,7 +253,7 @@ def test_ratios_asked_for_one_by_one_are_those_of_all_at_once(network):
     for name in reversed(NAMES):
         assert some([name]) == pytest.approx({name: whole[name]}, abs=1e-12)
     assert some([]) == {}
-    assert len(calls) == 4  # the gradient is taken once
+    assert len(calls) == 4  # gradients are computed once
     assert set(some.directions) == set(NAMES)
 
 
@@ -334,7 +340,7 @@ def test_everything_is_left_as_it_was(network, fails, at_once):
 
 
 def test_gradient_is_taken_in_the_mode_found_and_inputs_in_eval_mode(network):
-    network.norm.running_mean.fill_(-1.0)  # far from the batch's own
+    network.norm.running_mean.fill_(-1.0)  # far from the batch's mean
     network.drop.p = 0.0
     replay = torch.randn(40, 3, 8, 8)
 

@@ -18,12 +18,12 @@ SOME = ("stages.0.0.conv2", "stages.1.0.conv1", "stages.1.0.shortcut.0")
 
 
 def small(seed: int = 0) -> ResNet:
-    """Six units; statistics as if trained, so that folding has something to fold."""
+    """Six units, with statistics other than the initial ones, so that folding matters."""
     torch.manual_seed(seed)
-    return seasoned(ResNet(BasicBlock, (1, 1), width=8))
+    return with_statistics(ResNet(BasicBlock, (1, 1), width=8))
 
 
-def seasoned(model: nn.Module) -> nn.Module:
+def with_statistics(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
             nn.init.normal_(module.running_mean, std=0.1)
@@ -83,17 +83,17 @@ def test_frozen_units_do_not_move_by_a_bit_and_the_others_do(optimizer, options)
 
     def train(count: int) -> None:
         for step in range(count):
-            model.train(step % 10 != 9)  # also out of and back into train mode
+            model.train(step % 10 != 9)  # switch between train and eval mode
             steps.zero_grad(set_to_none=step % 2 == 0)
             loss_of(model, x).backward()
             steps.step()
 
-    train(5)  # momentum for all
-    loss_of(model, x).backward()  # a gradient half accumulated
+    train(5)  # all parameters get a momentum buffer
+    loss_of(model, x).backward()  # and an accumulated gradient
     freezer.freeze(SOME)
     assert all((p.grad is None) == (not p.requires_grad) for p in model.parameters())
     before = snapshot(model)
-    train(100)
+    train(25)
     after, held = snapshot(model), frozen_keys(freezer)
     assert len(held) == 3 * 6
     for key in after:
@@ -103,7 +103,7 @@ def test_frozen_units_do_not_move_by_a_bit_and_the_others_do(optimizer, options)
 
 
 def test_a_frozen_weight_that_is_made_up_does_not_move():
-    """Spectral norm improves its estimate in every forward in train mode."""
+    """In train mode, spectral norm updates its estimate in every forward."""
     model = nn.Sequential(spectral_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     freezer = Freezer(model, example=images())
     freezer.freeze(["0"])
@@ -118,7 +118,7 @@ def test_a_frozen_weight_that_is_made_up_does_not_move():
 
 
 def plainly_frozen(model: nn.Module, units: list, names: set[str]) -> None:
-    """The reference: what plain PyTorch offers."""
+    """The reference: requires_grad=False, and norms in eval mode."""
     model.train().requires_grad_(True)
     for unit in units:
         if unit.name in names:
@@ -129,7 +129,7 @@ def plainly_frozen(model: nn.Module, units: list, names: set[str]) -> None:
 
 def test_gradients_equal_plain_pytorch_for_fifty_sets_of_resnet18():
     torch.manual_seed(0)
-    model = seasoned(ResNet(BasicBlock, (2, 2, 2, 2))).double()
+    model = with_statistics(ResNet(BasicBlock, (2, 2, 2, 2), width=8)).double()
     x, generator = images(2, 16, torch.float64), random.Random(0)
     freezer = Freezer(model)
     names = [unit.name for unit in freezer.units]
@@ -375,7 +375,7 @@ def against_plain(model: nn.Module, x: Tensor, names: list[str] | None = None) -
 def test_linear_layers_with_batch_norm_layer_norm_and_none():
     torch.manual_seed(0)
     layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()]
-    model = seasoned(nn.Sequential(*layers, nn.Linear(8, 4))).double()
+    model = with_statistics(nn.Sequential(*layers, nn.Linear(8, 4))).double()
     for names in (None, ["0"], ["3"], ["6"], ["0", "6"]):
         against_plain(copy.deepcopy(model), torch.randn(5, 6, dtype=torch.float64), names)
 
@@ -397,7 +397,7 @@ def test_group_norm_in_place_relus_strides_groups_and_dilation():
 
 
 class Odd(nn.Module):
-    """Norms that must not be folded: one with an activation inside, one fed by two layers, one beside another user."""
+    """Norms that must not be folded: with an activation inside, with two input layers, with an input used elsewhere."""
 
     class ActiveNorm(nn.BatchNorm2d):
         def forward(self, input: Tensor) -> Tensor:
@@ -423,7 +423,7 @@ class Odd(nn.Module):
 
 def test_what_cannot_be_folded_is_still_right():
     torch.manual_seed(0)
-    model = seasoned(Odd()).double()
+    model = with_statistics(Odd()).double()
     for names in (None, ["first"], ["second"], ["third"], ["fourth", "own"]):
         against_plain(copy.deepcopy(model), images(2, 8, torch.float64), names)
 
@@ -445,7 +445,7 @@ def test_transformers_models_freeze():
             def forward(self, x: Tensor) -> Tensor:
                 return self.inner(x).last_hidden_state
 
-        model = seasoned(Last(inner.train())).double()
+        model = with_statistics(Last(inner.train())).double()
         x = images(2, size, torch.float64)
         freezer = Freezer(model, example=x)
         for names in (None, [unit.name for unit in freezer.units][1::2]):
@@ -460,7 +460,7 @@ def test_masks_come_only_where_no_trainable_layer_keeps_the_output():
         return [name for name, m in model.named_modules() if isinstance(m, nn.ReLU) and "forward" in m.__dict__]
 
     freezer.freeze(["stages.1.0.conv1"])
-    assert masked() == ["stages.1.0.relu2"]  # feeds the average pool; the shortcut still keeps stages.0.0.relu2
+    assert masked() == ["stages.1.0.relu2"]  # only the average pool uses it; the shortcut still saves stages.0.0.relu2
     freezer.freeze(["stages.1.0.shortcut.0"])
     assert masked() == ["stages.0.0.relu2", "stages.1.0.relu2"]
     freezer.thaw()

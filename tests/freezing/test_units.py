@@ -36,7 +36,7 @@ def test_all_resnet_norms_fold_and_all_relus_are_kept_by_units_alone():
     assert keepers["stem.relu"] == {"stages.0.0.conv1"}
     assert keepers["stages.0.0.relu1"] == {"stages.0.0.conv2"}
     assert keepers["stages.0.0.relu2"] == {"stages.1.0.conv1", "stages.1.0.shortcut.0"}
-    assert keepers["stages.1.0.relu2"] == set()  # the average pool keeps nothing
+    assert keepers["stages.1.0.relu2"] == set()  # the average pool saves nothing
 
 
 def test_order_is_that_of_the_data_not_of_definition():
@@ -79,33 +79,33 @@ def test_a_layer_whose_output_others_use_does_not_fold():
     assert seen.foldable == set()
 
 
-class Watched(nn.Module):
-    """A layer whose output somebody else looks at, out of autograd's sight or in train mode alone."""
+class UsedElsewhere(nn.Module):
+    """A layer whose output is also used elsewhere: without a gradient, or only in train mode."""
 
-    def __init__(self, look: str) -> None:
+    def __init__(self, use: str) -> None:
         super().__init__()
-        self.look, self.conv, self.norm = look, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-        self.drop = nn.Dropout2d() if look == "dropout" else nn.Identity()
+        self.use, self.conv, self.norm = use, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.drop = nn.Dropout2d() if use == "dropout" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.drop(self.conv(x))
-        if self.look == "detached":
+        if self.use == "detached":
             return self.norm(y) * y.detach().sigmoid()
-        if self.look == "training" and self.training:
+        if self.use == "training" and self.training:
             return self.norm(y) + y.mean()
-        if self.look == "fails" and self.training:
+        if self.use == "fails" and self.training:
             raise RuntimeError("needs targets")
         return self.norm(y)
 
 
-@pytest.mark.parametrize("look", ["dropout", "detached", "training", "fails"])
-def test_a_layer_does_not_fold_where_it_is_not_sure_that_its_norm_alone_reads_it(look):
-    model = Watched(look).train()
+@pytest.mark.parametrize("use", ["dropout", "detached", "training", "fails"])
+def test_a_layer_does_not_fold_if_its_output_may_be_used_elsewhere(use):
+    model = UsedElsewhere(use).train()
     seen = trace(model)
     assert seen.units[0].norm_name == "norm"
     assert seen.foldable == set()
     assert model.training
-    assert trace(Watched("nobody")).foldable == {"conv"}
+    assert trace(UsedElsewhere("nowhere")).foldable == {"conv"}
 
 
 def test_a_linear_layer_on_sequences_does_not_fold_its_batch_norm():

@@ -20,9 +20,10 @@ import pytest
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream import fetch
-from ptlf.stream.fetch import CIFAR10_NAMES, IMAGENET100_WNIDS, SOURCES, data_root, get, unpickle
-from ptlf.stream.pack import list_packs, open_pack
+from ptlf.stream.archives import CIFAR10_NAMES, cifar_batch, unpickle
+from ptlf.stream.fetch import get
+from ptlf.stream.pack import data_root, list_packs, open_pack
+from ptlf.stream.sources import IMAGENET100_WNIDS, SOURCES
 
 RNG = np.random.default_rng(0)
 PER_BATCH = 4
@@ -78,9 +79,9 @@ class Cifar:
 
 class Server(ThreadingHTTPServer):
     files: dict[str, bytes]
-    ranges = True  # whether Range is understood
+    ranges = True  # whether Range headers are honoured
     send: int | None = None  # bytes after which the connection is closed
-    asked: list[str | None]  # Range headers received
+    asked: list[str | None]  # the Range header of each request
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -116,22 +117,25 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
+def put_archive(name: str, content: bytes, monkeypatch: pytest.MonkeyPatch, url: str = "", **changes: object) -> None:
+    """Make `content` the official archive of the data set `name`."""
+    archive = SOURCES[name].archive
+    assert archive is not None
+    archive = replace(archive, url=url or archive.url, md5=hashlib.md5(content).hexdigest())
+    monkeypatch.setitem(SOURCES, name, replace(SOURCES[name], archive=archive, **changes))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def cifar(server: Server, monkeypatch: pytest.MonkeyPatch) -> Cifar:
-    """The small CIFAR-10 stands where the real one does: served, with its checksums in the registry."""
+    """The small CIFAR-10 in place of the real one: served, with its checksums in the table of sources."""
     made = Cifar()
     archive = made.archive()
     server.files["/cifar-10-python.tar.gz"] = archive
     integrity = "sha512-" + base64.b64encode(hashlib.sha512(made.npm()).digest()).decode()
-    entry = SOURCES["cifar10"]
-    assert entry.npm is not None
-    entry = replace(
-        entry,
-        url=f"http://127.0.0.1:{server.server_port}/cifar-10-python.tar.gz",
-        md5=hashlib.md5(archive).hexdigest(),
-        npm=replace(entry.npm, integrity=integrity),
-    )
-    monkeypatch.setitem(SOURCES, "cifar10", entry)
+    npm = SOURCES["cifar10"].npm
+    assert npm is not None
+    monkeypatch.setitem(SOURCES, "cifar10", replace(SOURCES["cifar10"], npm=replace(npm, integrity=integrity)))
+    put_archive("cifar10", archive, monkeypatch, url=f"http://127.0.0.1:{server.server_port}/cifar-10-python.tar.gz")
     for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(variable, raising=False)
     return made
@@ -220,7 +224,7 @@ def test_wrong_checksum(tmp_path: Path, cifar: Cifar, server: Server, start: byt
         put_part(tmp_path, start)
     else:
         server.files["/cifar-10-python.tar.gz"] += b"x"
-    with pytest.raises(UserError, match=f"has md5 [0-9a-f]{{32}}, {SOURCES['cifar10'].md5} is expected"):
+    with pytest.raises(UserError, match=f"has md5 [0-9a-f]{{32}}, {SOURCES['cifar10'].archive.md5} is expected"):
         get("cifar10", tmp_path, via="archive", progress=False)
     assert os.listdir(tmp_path) == []
 
@@ -292,11 +296,11 @@ def test_hostile_pickle_runs_nothing(tmp_path: Path, cifar: Cifar, monkeypatch: 
     mark = tmp_path / "mark"
     monkeypatch.setenv("PTLF_HOSTILE", str(mark))
     content = pickle.dumps({b"data": Hostile()})
-    with pytest.raises(UserError, match="system has no place in a data file"):
+    with pytest.raises(UserError, match="system is not allowed in a data file"):
         unpickle(content, "batch")
     assert not mark.exists()
     pickle.loads(content)
-    assert mark.exists()  # the pickle does what it says where it is let
+    assert mark.exists()  # with the standard unpickler it does run
 
 
 def test_hostile_member_names_and_missing_members(
@@ -305,9 +309,7 @@ def test_hostile_member_names_and_missing_members(
     archive = tmp_path / "in" / "c.tar.gz"
     archive.parent.mkdir()
     archive.write_bytes(tar_of({"../../outside": b"x", "cifar-10-batches-py/test_batch": b""}))
-    monkeypatch.setitem(
-        SOURCES, "cifar10", replace(SOURCES["cifar10"], md5=hashlib.md5(archive.read_bytes()).hexdigest())
-    )
+    put_archive("cifar10", archive.read_bytes(), monkeypatch)
     with pytest.raises(UserError, match="has no member cifar-10-batches-py/data_batch_1"):
         get("cifar10", tmp_path / "root", source=archive, progress=False)
     assert not list(tmp_path.parent.rglob("outside"))
@@ -315,11 +317,11 @@ def test_hostile_member_names_and_missing_members(
 
 def test_batches_that_are_none() -> None:
     good = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [0, 1]}
-    assert fetch.cifar_batch(pickle.dumps(good, protocol=2), "batch", b"labels")[0].shape == (2, 32, 32, 3)
-    assert fetch.cifar_batch(pickle.dumps(good, protocol=4), "batch", b"labels")[1].tolist() == [0, 1]
+    assert cifar_batch(pickle.dumps(good, protocol=2), "batch", b"labels")[0].shape == (2, 32, 32, 3)
+    assert cifar_batch(pickle.dumps(good, protocol=4), "batch", b"labels")[1].tolist() == [0, 1]
     for wrong in ({**good, b"labels": [0]}, {**good, b"data": [1]}, {b"labels": [0, 1]}, [1, 2]):
         with pytest.raises(UserError, match="batch is no CIFAR batch"):
-            fetch.cifar_batch(pickle.dumps(wrong, protocol=2), "batch", b"labels")
+            cifar_batch(pickle.dumps(wrong, protocol=2), "batch", b"labels")
     with pytest.raises(UserError, match="batch is no CIFAR batch"):
         unpickle(b"garbage", "batch")
 
@@ -348,8 +350,7 @@ def test_cifar100_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     members = {"meta": meta, "test": batch([1]), "train": batch([1, 0, 1])}
     file = tmp_path / "c.tar.gz"
     file.write_bytes(tar_of({f"cifar-100-python/{name}": content for name, content in members.items()}))
-    entry = replace(SOURCES["cifar100"], md5=hashlib.md5(file.read_bytes()).hexdigest())
-    monkeypatch.setitem(SOURCES, "cifar100", entry)
+    put_archive("cifar100", file.read_bytes(), monkeypatch)
     pack = get("cifar100", tmp_path / "root", source=file, progress=False)
     assert pack.names == ("apple", "bear")
     assert pack.labels("train").tolist() == [1, 0, 1] and pack.labels("test").tolist() == [1]
@@ -386,8 +387,7 @@ def tiny_zip() -> bytes:
 @pytest.mark.parametrize("layout", ["zip", "folder", "parent", "val sorted into classes"])
 def test_tinyimagenet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     content = tiny_zip()
-    entry = replace(SOURCES["tinyimagenet"], classes=2, md5=hashlib.md5(content).hexdigest())
-    monkeypatch.setitem(SOURCES, "tinyimagenet", entry)
+    put_archive("tinyimagenet", content, monkeypatch, classes=2)
     source = tmp_path / "tiny.zip"
     source.write_bytes(content)
     if layout != "zip":

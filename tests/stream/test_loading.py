@@ -1,4 +1,4 @@
-"""Images that are read ahead from their file are those that indexing gives."""
+"""Images read ahead from a file equal those from indexing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config
+from conftest import StopsAt, tiny_config
 
 from ptlf.core.errors import UserError
 from ptlf.run.loop import Run
@@ -101,7 +101,7 @@ def test_the_next_batches_are_read_while_one_is_used(file, monkeypatch) -> None:
     with source.batches(order) as batches:
         for batch, _ in enumerate(batches):
             for ahead in range(batch, min(batch + AHEAD, len(order) - 1) + 1):
-                assert complete[ahead].wait(10)  # nobody has asked for it yet
+                assert complete[ahead].wait(10)  # not requested yet
             assert not any(event.is_set() for event in complete[batch + AHEAD + 1 :])
 
 
@@ -141,9 +141,9 @@ def test_an_error_that_nobody_foresaw_surfaces_as_itself(file, monkeypatch) -> N
 def test_a_file_that_was_cut_short_is_named(file) -> None:
     source = source_of(file)
     os.truncate(file, file.stat().st_size - 10)
-    with pytest.raises(UserError, match=r"images\.npy has been cut short: of image 89 it holds 98 of 108 bytes"):
+    with pytest.raises(UserError, match=r"images\.npy is truncated: it holds 98 of the 108 bytes of image 89"):
         source.gather(torch.tensor([3, 89]))
-    with pytest.raises(UserError, match="cut short"), source.batches(shuffled()) as batches:
+    with pytest.raises(UserError, match="truncated"), source.batches(shuffled()) as batches:
         list(batches)
 
 
@@ -181,7 +181,8 @@ def packed_run(root: Path, resident: bool, out: Path | None = None, **more) -> R
         stream__resident=resident,
         data_root=str(root),
         freezing__final=0.67,
-        training__batch=64,
+        training__batch=32,
+        stream__per_class=48,
         **more,
     )
     return Run(config, out)
@@ -211,17 +212,8 @@ def test_an_epoch_goes_on_in_its_middle_and_stops_without_threads(numbers, tmp_p
     whole = packed_run(numbers, False)
     whole.train()
     first = packed_run(numbers, False, tmp_path / "run")
-    saved, count = first.after_step, 0
-
-    def stop_in_the_middle(views, watcher) -> None:
-        nonlocal count
-        count += 1
-        first.stop.asked = 2 if count == 2 else None
-        saved(views, watcher)
-
-    first.after_step = stop_in_the_middle
     with pytest.raises(Stopped):
-        first.train()
+        first.train(StopsAt(2))
     assert not readers()
     again = packed_run(numbers, False, tmp_path / "run")
     again.train(resume=True)
@@ -235,7 +227,7 @@ def test_batches_on_a_gpu_are_those_of_indexing(file, mapped: bool) -> None:
     device, order = torch.device("cuda"), shuffled() * 20
     pixels = np.load(file, mmap_mode="r") if mapped else PIXELS
     source = ImageSource(Images(pixels, LABELS), device, resident=False)
-    assert source._room(4).is_pinned()
+    assert source._empty(4).is_pinned()
     busy, found = torch.randn(2048, 2048, device=device), []
     with source.batches(order) as batches:
         for images in batches:

@@ -1,7 +1,7 @@
-"""Tiny runs in float64, alone or as one of several processes: `python worker.py FILE` saves what they came to.
+"""Tiny runs in float64, in one process and in two: `python worker.py FOLDER` saves their results.
 
-In float64 a run's course does not depend on the order of sums before the ninth digit or so: what the processes take
-together can be compared with one process's work to the end of a run.
+In float64 the order of summation changes only about the ninth digit, so that a distributed run can be compared with
+that of a single process up to its end.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,17 +44,19 @@ COMMON: dict[str, Any] = {
     "evaluation__linear__enabled": False,
 }
 prepare, measure_savings = Run.prepare, build.measure_savings
-# Every objective with its distillation, and every method; the last with norms that look at their share alone.
+ONE_EPOCH = {"training__epochs": 1}
+# Every objective with its distillation, and every method; the last run with batch norms that are not synchronised.
 RUNS: dict[str, dict[str, Any]] = {
-    **{f"{objective} cassle": {"method__name": "cassle", "method__hidden": 32} for objective in OBJECTIVES},
+    **{
+        f"{objective} cassle": {"method__name": "cassle", "method__hidden": 32, **ONE_EPOCH} for objective in OBJECTIVES
+    },
     "simsiam lump": {"method__name": "lump"},
     "simsiam cost": {"method__name": "lump", "freezing__policy": "cost_aware", "freezing__savings": "seconds"},
     "barlow_twins der": {"method__name": "der"},
     "simsiam pfr": {"method__name": "pfr"},
     "simclr si": {"method__name": "si"},
     "simsiam pnn": {
-        "method__name": "pnn", "freezing__policy": "none", "encoder__name": "conftest:tiny_resnet",
-        "training__epochs": 1,
+        "method__name": "pnn", "freezing__policy": "none", "encoder__name": "conftest:tiny_resnet", **ONE_EPOCH,
     },
     "simsiam local": {"method__name": "cassle", "distributed__sync_batch_norm": False},
 }  # fmt: skip
@@ -69,7 +70,7 @@ def encode_double(model: Model, views: Sequence[Tensor], teacher: Teacher | None
 
 
 def mortal_encoder() -> nn.Module:
-    """Kills the second process in its 40th forward, the first time it is started."""
+    """Kills rank 1 in its 40th forward, unless torchrun has restarted it."""
     network, forwards = tiny_encoder(), itertools.count(1)
 
     def die(*ignored: Any) -> None:
@@ -86,7 +87,7 @@ def prepare_double(run: Run, images: Tensor) -> Tensor:
 
 
 def different_savings(*arguments: Any, by: str) -> dict[str, Any]:
-    """Stand in for timed ones: in the second process the last unit saves what the first does elsewhere."""
+    """Instead of timings, which differ by process: rank 1 gets the savings in reverse order."""
     savings = measure_savings(*arguments, by="flops")
     if os.environ.get("RANK") == "1":
         return dict(zip(savings, reversed(savings.values()), strict=True))
@@ -94,7 +95,7 @@ def different_savings(*arguments: Any, by: str) -> dict[str, Any]:
 
 
 class Notes(Watcher):
-    """The gradients of the first step after a task began or a unit froze."""
+    """Records gradients and sent bytes at the first step of every epoch, by (task, epoch)."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.gradients, self.sent = run, {}, {}
@@ -119,7 +120,7 @@ class Notes(Watcher):
 
 
 def count_sent_bytes() -> None:
-    """Have every `Parallel` add up the bytes that its first step really sends."""
+    """Make every `Parallel` count the bytes that it really sends."""
     make = Parallel.__init__
 
     def made(self: Parallel, *arguments: Any) -> None:
@@ -135,7 +136,7 @@ def count_sent_bytes() -> None:
     Parallel.__init__ = made  # type: ignore[method-assign]
 
 
-def come_to(name: str) -> dict[str, Any]:
+def train(name: str) -> dict[str, Any]:
     objective = name.split()[0]
     width = {} if objective == "supervised" else {"objective__projection": 48}
     run = Run(tiny_config(f"digits/{objective}/finetune", **{**COMMON, **width, **RUNS[name]}))
@@ -165,11 +166,7 @@ if __name__ == "__main__":
     Run.prepare = prepare_double  # type: ignore[method-assign]
     build.measure_savings = different_savings
     count_sent_bytes()
+    rank = int(os.environ["RANK"])
+    torch.save({name: train(name) for name in list(RUNS)[rank::2]}, f"{sys.argv[1]}/alone{rank}.pt")
     with processes.process_group():
-        found = {}
-        for name in RUNS:
-            began = time.monotonic()
-            found[name] = come_to(name)
-            print(name, f"{time.monotonic() - began:.1f} s", flush=True)
-    file = sys.argv[1] + os.environ.get("RANK", "")
-    torch.save(found, file)
+        torch.save({name: train(name) for name in RUNS}, f"{sys.argv[1]}/pair{rank}.pt")

