@@ -170,6 +170,16 @@ def make_parser() -> Parser:
     step.add_argument("--profile", type=Path, help="leave a trace of every stage in this folder, and list the kernels")
     step.add_argument("--json", type=new_file, help="also write the figures to this file")
 
+    about = "Milliseconds and memory of a whole training step, by method and objective."
+    methods = verb("methods", about, run_bench_methods, under=benches, overrides=True)
+    methods.add_argument("recipes", nargs="+", metavar="RECIPE", help="trained on noise; ratios are to the first")
+    methods.add_argument(
+        "--task", type=positive, default=2, help="which task, from 1: some methods change (default: 2)"
+    )
+    methods.add_argument("--size", type=positive, default=32, help="side of the images in pixels (default: 32)")
+    methods.add_argument("--steps", type=positive, default=100, help="timed steps (default: 100)")
+    methods.add_argument("--json", type=new_file, help="also write the figures to this file")
+
     about = "Whole runs side by side in one process: the step by freeze stage, the overheads, the accuracies."
     runs = verb("run", about, run_bench_run, under=benches, overrides=True)
     runs.add_argument("--recipes", nargs="+", metavar="RECIPE", help=f"default: {' '.join(BENCH_PAIR)}")
@@ -474,6 +484,25 @@ def run_bench_step(arguments: Arguments) -> None:
         ways = {key: getattr(arguments, key) for key in ("first", "plain", "streamed", "size", "steps")}
         about = {"commit": commit(), "config": as_dict(config), "environment": where, **ways}
         write_json(arguments.json, {**about, "rows": rows})
+
+
+def run_bench_methods(arguments: Arguments) -> None:
+    from ptlf.report.live import console
+    from ptlf.report.tables import show_methods
+    from ptlf.run import bench
+    from ptlf.run.build import choose_device
+    from ptlf.run.config import resolve_config
+    from ptlf.run.environment import commit, environment
+    from ptlf.run.results import write_json
+
+    configs = [resolve_config(recipe, None, arguments.overrides) for recipe in arguments.recipes]
+    rows = bench.methods(configs, arguments.size, arguments.steps, arguments.task)
+    where = environment(choose_device(configs[0].device))
+    title = f"A step in task {arguments.task}, images of {arguments.size} px on {where['device_name']}"
+    show_methods(console, title, rows)
+    if arguments.json:
+        ways = {key: getattr(arguments, key) for key in ("task", "size", "steps")}
+        write_json(arguments.json, {"commit": commit(), "environment": where, **ways, "rows": rows})
 
 
 def run_bench_run(arguments: Arguments) -> None:

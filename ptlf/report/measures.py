@@ -121,6 +121,7 @@ MEMORY = [
 ]
 SPREAD, DEVICE = column("±", "step_ms_spread", "ms", 2), column("device", "device_ms", "ms", 2)
 STEP_COLUMNS = [STEP, SPREAD, DEVICE, *MEMORY, column("rebuild", "rebuild_seconds", "s", 1)]
+METHOD_COLUMNS = [STEP, SPREAD, DEVICE, *MEMORY[1:]]
 STAGE_COLUMNS = [column("steps", "steps", "", 0), STEP, column("median", "median_step_ms", "ms", 2, True), *MEMORY]
 FREEZING_COLUMNS = [
     column("kept", "kept_bytes", "MiB", 1, True),

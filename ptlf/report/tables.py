@@ -130,6 +130,13 @@ def show_steps(console: Console, title: str, rows: list[Json]) -> None:
     show_rows(console, title, rows, {"frozen": "frozen"}, measures.STEP_COLUMNS)
 
 
+def show_methods(console: Console, title: str, rows: list[Json]) -> None:
+    """A training step by recipe, costs also relative to the first row."""
+    common, names = shortened([row["recipe"] for row in rows])
+    named = [row | {"name": name} for row, name in zip(rows, names, strict=True)]
+    show_rows(console, f"{common}: {title}" if common else title, named, {"name": "recipe"}, measures.METHOD_COLUMNS)
+
+
 def show_rows(
     console: Console, title: str, rows: list[Json], names: dict[str, str], columns: Sequence[Measure]
 ) -> None:

@@ -151,6 +151,22 @@ def step(
     return rows
 
 
+def methods(configs: Sequence[Config], size: int, steps: int, task: int) -> list[dict[str, Any]]:
+    """A row per configuration: a whole step in task number `task` (from 1) with nothing frozen, timed as in `step`. A
+    method that learns all tasks at once has only one."""
+    rows = []
+    for config in configs:
+        gc.collect()  # the run before is in reference cycles
+        (stream,) = streams_for([config], 4 * task * config.training.batch, size, task)
+        run = Run(config, stream=stream)
+        for index in range(len(stream.tasks)):
+            if index > 0:
+                run.method.end_task(index - 1, run.model)
+            run.method.begin_task(index, run.model)
+        rows.append({"recipe": config.recipe, "task": task, **time_steps(run, steps)})
+    return rows
+
+
 def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any]:
     trainer, device = run.trainer, run.device
     indices = run.stream.tasks[0].train
@@ -222,7 +238,7 @@ def per_call(work: Callable[[], Any], times: int, device: torch.device) -> float
     return (time.perf_counter() - started) / times
 
 
-def streams_for(configs: Sequence[Config], noise: int | None, size: int) -> list[Stream]:
+def streams_for(configs: Sequence[Config], noise: int | None, size: int, tasks: int | None = None) -> list[Stream]:
     """What each configuration trains on, or `noise` images of `size` px in as many tasks, with nothing to test on."""
     streams = []
     for config in configs:
@@ -230,8 +246,8 @@ def streams_for(configs: Sequence[Config], noise: int | None, size: int) -> list
             streams.append(make_stream(config))
             continue
         wanted = config.stream
-        tasks = len(wanted.groups or ()) or wanted.tasks or STREAMS[wanted.name].tasks or 1
-        made = random_stream(size, noise, tasks)
+        count = tasks or len(wanted.groups or ()) or wanted.tasks or STREAMS[wanted.name].tasks or 1
+        made = random_stream(size, noise, count)
         streams.append(made.joint() if METHODS[config.method.name].joint else made)
     check_tasks(len(stream.tasks) for stream in streams)
     return streams

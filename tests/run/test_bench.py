@@ -229,3 +229,28 @@ def test_an_encoder_that_does_not_take_the_images_is_said_to() -> None:
     encoder = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 5))
     with pytest.raises(UserError, match="does not take images of 32 px, or cannot freeze: mat1 and mat2"):
         bench.freezing(encoder, 4, 32, torch.device("cpu"))
+
+
+def test_methods_side_by_side(capsys, tmp_path) -> None:
+    """In the second task, where CaSSLe has a previous model to encode with; multitask has only one task."""
+    recipes = [f"digits/simsiam/{method}" for method in ("lump", "cassle", "multitask")]
+    words = [
+        "--training.batch",
+        "8",
+        "--steps",
+        "2",
+        "--size",
+        "8",
+        "--device",
+        "cpu",
+        "--json",
+        str(tmp_path / "m.json"),
+    ]
+    assert main(["bench", "methods", *recipes, *words, "--encoder.name", "conftest:tiny_encoder"]) == 0
+    told = capsys.readouterr().out
+    assert "A step in task 2" in told
+    rows = json.loads((tmp_path / "m.json").read_text())["rows"]
+    assert [row["recipe"] for row in rows] == recipes
+    assert all(row["step_ms"] > 0 for row in rows)
+    lump, cassle, multitask = (row["backward_flops"] for row in rows)
+    assert cassle > lump == multitask  # the predictor's backward
