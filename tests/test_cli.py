@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 
 from ptlf.cli import main, make_parser
-from ptlf.run.config import resolve_config
+from ptlf.run.recipes import resolve_config
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",

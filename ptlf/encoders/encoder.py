@@ -5,8 +5,9 @@ Any module that does so is an encoder; `feature_dim` is read from its attribute 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,18 @@ from ptlf.encoders.norm import views_in_one_pass
 @dataclass
 class EncoderConfig:
     name: str = key("resnet18", "which encoder; `ptlf list encoders` names them")
+
+
+@dataclass(frozen=True)
+class EncoderEntry:
+    make: Callable[[Any], nn.Module]  # from an instance of Config; draws its weights from torch's global generator
+    Config: type[EncoderConfig] = EncoderConfig
+    about: str = ""
+
+
+def from_function(make: Callable[[], nn.Module]) -> EncoderEntry:
+    """The entry of a function (or class) that takes no settings."""
+    return EncoderEntry(lambda config: make())
 
 
 def feature_dim(encoder: nn.Module, image_size: int) -> int:

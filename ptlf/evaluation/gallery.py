@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.evaluation.probes import testing
+from ptlf.evaluation.prober import testing
 from ptlf.stream import Stream
 from ptlf.stream.task import Images
 

@@ -20,7 +20,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.randomness import Randomness, global_state, seeded, set_global_state
 from ptlf.core.settings import as_dict
 from ptlf.freezing.correlation import TaskCorrelation
-from ptlf.freezing.policies import Ratios
+from ptlf.freezing.policy import Ratios
 from ptlf.run.build import (
     check_combination,
     choose_device,
@@ -28,6 +28,7 @@ from ptlf.run.build import (
     make_gallery,
     make_method,
     make_model,
+    make_optimizer,
     make_prober,
     make_stream,
     on_gpu,
@@ -46,8 +47,8 @@ from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state
 from ptlf.training.cost import Stopwatch
 from ptlf.training.distributed import make_alike
 from ptlf.training.engine import why_not_captured
-from ptlf.training.optimizer import check_warmup, make_optimizer
 from ptlf.training.process import Stopped, StopSignals
+from ptlf.training.rate import check_warmup
 from ptlf.training.trainer import EpochState, StepCost, Trainer, check_batch
 from ptlf.views import named_views, normalise
 
@@ -357,7 +358,7 @@ class Run:
             "ptlf_version": ptlf.__version__,
             "commit": self.commit,
             "name": name_of(as_dict(self.config)),
-            "baseline": type(self.method).baseline and self.config.freezing.policy == "none",
+            "baseline": type(self.method).baseline and not self.freezing.policy.freezes,
             "status": self.status,
             "config": as_dict(self.config),
             "environment": environment(self.device) | self.trainer.arithmetic() | {"processes": processes.world_size()},
@@ -387,17 +388,17 @@ def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool =
     return results
 
 
-def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tuple[dict[str, Any], list[str]]:
-    """The probes on a finished run's encoder, with the settings in `config`; and the eval_splits' names.
+def evaluate_run(folder: Path, config: Config, chosen: Sequence[str] | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Accuracies of a finished run's encoder, with the settings in `config`, by probe; and the eval_splits' names.
 
-    family: only knn, linear or ridge; without it, those the settings enable.
+    chosen: only these probes; without it, those the settings enable.
     """
     run = Run(replace(config, evaluation=replace(config.evaluation, enabled=True)))
     load_encoder(folder, run.model.encoder)
     if run.prober is None:
         raise UserError(f"the run in {folder} has no labelled test images to evaluate on")
-    if family is not None:
-        run.prober.choose(family)
+    if chosen is not None:
+        run.prober.choose(chosen)
     rows = run.prober.rows(run.model.encoder, len(run.stream.tasks))
     settings = run.prober.settings()
     probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}

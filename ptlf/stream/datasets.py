@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,14 @@ class StreamEntry:
     pack: str | None = None
     tasks: int | None = None
     classes: int | None = None
-    embedded: Callable[[], Dataset] | None = None
+    embedded: Callable[[Any], Dataset] | None = None  # makes the images, from an instance of Config
+    Config: type[StreamConfig] = StreamConfig
+    protocol: str = "lump"  # the settings its recipes start from
+
+
+def from_function(make: Callable[[], Dataset]) -> StreamEntry:
+    """The entry of a function that takes no settings."""
+    return StreamEntry("", embedded=lambda config: make())
 
 
 def packed(root: Path, name: str) -> Dataset:
@@ -32,7 +40,7 @@ def packed(root: Path, name: str) -> Dataset:
     return Dataset(name, tuple(pack.names), parts["train"], parts.get("test"), pack.folders)
 
 
-def digits() -> Dataset:
+def digits(config: StreamConfig | None = None) -> Dataset:
     """scikit-learn's 1797 handwritten digits, 8x8 grey doubled to 16x16 RGB; every fifth image is a test image."""
     from sklearn.datasets import load_digits
 
@@ -45,18 +53,17 @@ def digits() -> Dataset:
     return Dataset("digits", tuple(str(digit) for digit in range(10)), train, test)
 
 
-def open_stream(config: StreamConfig, sources: dict[str, StreamEntry], root: Path, seed: int) -> Stream:
-    source = sources[config.name]
+def open_stream(config: StreamConfig, source: StreamEntry, root: Path, seed: int) -> Stream:
     if source.embedded is not None:
         if config.pack is not None:
             raise UserError(f"stream {config.name!r} is embedded and reads no stream.pack; use --stream.name folder")
-        data = source.embedded()
+        data = source.embedded(config)
     else:
         pack = config.pack or source.pack
         if pack is None:
             raise UserError(f"stream {config.name!r} needs stream.pack: the name given to `ptlf data pack`")
         data = packed(root, pack)
-    settled = StreamConfig(**{**vars(config), "classes": config.classes or (None if config.groups else source.classes)})
+    settled = replace(config, classes=config.classes or (None if config.groups else source.classes))
     if data.folders == "tasks":
         return unlabelled(data, settled, packed(root, settled.labelled) if settled.labelled else None)
     if settled.labelled is not None:

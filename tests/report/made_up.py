@@ -10,7 +10,7 @@ from typing import Any
 from ptlf import evaluation
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation import summary
-from ptlf.run.config import from_dict
+from ptlf.run.config import Config, from_dict
 from ptlf.run.recipes import name_of, recipe
 
 
@@ -18,12 +18,14 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
     """`training__epochs=2` overrides a setting."""
     values: dict[str, Any] = {}
     for key, value in {"training__epochs": 6, "seed": seed, **dotted}.items():
-        values = merge(values, nested(key.replace("__", "."), value))
-    config = as_dict(from_dict(merge(recipe(name), values)))
+        values = merge(Config, values, nested(key.replace("__", "."), value))
+    config = as_dict(from_dict(merge(Config, recipe(name), values)))
     draw = random.Random(f"{name}{seed}{sorted(dotted.items())}")
     names = [f"stages.{place}.conv" for place in range(units)]
     freezing = (
-        [] if config["freezing"]["policy"] == "none" else [entry(draw, t, names, config) for t in range(2, tasks + 1)]
+        []
+        if config["freezing"]["policy"]["name"] == "none"
+        else [entry(draw, t, names, config) for t in range(2, tasks + 1)]
     )
     epochs = [
         line(draw, task, epoch, sum(e["epoch"] <= epoch for f in freezing if f["task"] == task for e in f["events"]))
@@ -36,7 +38,7 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
         "commit": "c0ffee",
         "status": "finished",
         "name": name_of(config),
-        "baseline": config["method"]["name"] == "lump" and config["freezing"]["policy"] == "none",
+        "baseline": config["method"]["name"] == "lump" and config["freezing"]["policy"]["name"] == "none",
         "config": config,
         "environment": {"torch": "2", "device": "cpu", "device_name": "<machine>"},
         "seed": seed,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ptlf.training.optimizer import LARS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,7 +26,6 @@ from ptlf.objectives.objective import each_view, predictor
 from ptlf.run import loop
 from ptlf.run.loop import Run
 from ptlf.training import engine
-from ptlf.training.optimizer import LARS
 
 FROZEN = ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

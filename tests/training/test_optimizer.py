@@ -3,9 +3,8 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch import nn
-
 from ptlf.training.optimizer import LARS, OptimizerConfig, learning_rate, make_optimizer, set_rate, settle_momentum
+from torch import nn
 
 SETTINGS = [
     {"lr": 0.4, "momentum": 0.9, "weight_decay": 1e-4},

@@ -201,7 +201,8 @@ def by_epoch(comparison: Comparison) -> list[Group]:
     return [
         group
         for group in comparison.groups
-        if group.config["freezing"].get("policy") == "correlation" and any(epoch_overlaps(run) for run in group.runs)
+        if group.config["freezing"]["policy"]["name"] == "correlation"
+        and any(epoch_overlaps(run) for run in group.runs)
     ]
 
 
