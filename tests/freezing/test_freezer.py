@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import torch.nn.functional as F
-from ptlf.training.optimizer import LARS
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.units import find_units
+from ptlf.training.optimizers import LARS
 
 SOME = ("stages.0.0.conv2", "stages.1.0.conv1", "stages.1.0.shortcut.0")
 

@@ -83,7 +83,7 @@ def test_exams_see_their_own_column_or_all(tiny) -> None:
             "digits/simsiam/finetune",
             method__name="pnn",
             encoder__name="conftest:tiny_resnet",
-            evaluation__knn_task__k=3,
+            probes__knn_task__k=3,
         )
     )
     results = run.train()

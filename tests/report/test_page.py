@@ -377,11 +377,11 @@ def test_the_command(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_runs_are_called_what_their_recipe_is_called(tmp_path: Path) -> None:
-    for name, settings in METHODS.items():
-        usual = settings.get("freezing", {}).get("policy", "none")
+    for name in (*METHODS, *VARIANTS):
+        usual = VARIANTS.get(name, {}).get("policy", "none")
         for policy in ("none", "correlation", "cost_aware"):
             made = made_up.results(f"digits/{'supervised' if name == 'layerwise' else 'simsiam'}/{name}")
-            made["config"]["freezing"]["policy"] = policy
+            made["config"]["freezing"]["policy"] = {"name": policy}
             (group,) = read_comparison([made_up.write(tmp_path / name / policy, made)]).groups
             kind = "" if policy == "correlation" and usual == "none" else f"{policy} "
             changed = ", no freezing" if policy == "none" else f" + {kind}freezing"

@@ -37,7 +37,7 @@ def refusal(objective: str, method: str, policy: str) -> str | None:
     if method == "pnn" and policy != "none":
         return "freezes whole columns itself"
     if objective == "supervised" and method == "lump":
-        return "cannot be mixed"
+        return "the method mixes images"
     return None
 
 
@@ -144,8 +144,8 @@ def test_layers_that_never_train_are_no_units(tiny, policy: str) -> None:
 
 
 def test_sharpness_is_a_setting(tiny) -> None:
-    runs = [Run(tiny("digits/simsiam/ptlf-cost", freezing__sharpness=value)) for value in (0.0, 20.0)]
-    assert [run.freezing.policy.sharpness for run in runs] == [0.0, 20.0]
+    runs = [Run(tiny("digits/simsiam/ptlf-cost", freezing__policy__sharpness=value)) for value in (0.0, 20.0)]
+    assert [run.freezing.policy.config.sharpness for run in runs] == [0.0, 20.0]
 
 
 def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:
@@ -246,7 +246,7 @@ def test_both_folder_streams(tiny, tmp_path) -> None:
     pictures(tmp_path / "tasks", {"monday": 12, "tuesday": 12})
     pack_folder(tmp_path / "classes", tmp_path, "pets", size=12, test_fraction=0.2, workers=1, progress=False)
     pack_folder(tmp_path / "tasks", tmp_path, "days", size=12, folders="tasks", workers=1, progress=False)
-    common = {"stream__name": "folder", "data_root": str(tmp_path), "training__batch": 8, "evaluation__knn_class__k": 3}
+    common = {"stream__name": "folder", "data_root": str(tmp_path), "training__batch": 8, "probes__knn_class__k": 3}
     grouped = Run(tiny(**common, stream__pack="pets", stream__groups=[["dog", "ant"], ["bee"], ["cat"]])).train()
     assert grouped["class_order"] == ["dog", "ant", "bee", "cat"]
     assert len(grouped["probes"]["knn_class"]["matrix"]) == 3

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ptlf.training.optimizer import LARS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +25,7 @@ from ptlf.objectives.objective import each_view, predictor
 from ptlf.run import loop
 from ptlf.run.loop import Run
 from ptlf.training import engine
+from ptlf.training.optimizers import OPTIMIZERS
 
 FROZEN = ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -437,17 +437,15 @@ class TapedEngine(engine.CapturedEngine):
 
 def optimizer_for_graphs(config, parameters) -> torch.optim.Optimizer:
     """As on a GPU: the rate is a tensor."""
-    rate, common = torch.tensor(0.1), {"momentum": config.momentum, "weight_decay": config.weight_decay}
-    if config.optimizer == "lars":
-        return LARS(parameters, lr=rate, **common)
-    return torch.optim.SGD(parameters, lr=rate, fused=True, **common)
+    return OPTIMIZERS[config.optimizer.name].make(config.optimizer, parameters, torch.tensor(0.1))
 
 
 REPEATED = [("simsiam", "lump"), ("byol", "lump"), ("mocov2plus", "si"), ("simsiam", "cassle"), ("simsiam", "der")]
 
 
 @pytest.mark.parametrize(
-    ("objective", "method", "optimizer"), [*((*pair, "sgd") for pair in REPEATED), ("simsiam", "lump", "lars")]
+    ("objective", "method", "optimizer"),
+    [*((*pair, "sgd") for pair in REPEATED), *(("simsiam", "lump", name) for name in ("lars", "adamw"))],
 )
 def test_graphs_of_tasks_before_train_like_the_step_itself(
     tiny, recording, monkeypatch, objective: str, method: str, optimizer: str
@@ -471,7 +469,7 @@ def test_graphs_of_tasks_before_train_like_the_step_itself(
         settings["objective__queue"] = 512
     plain, taped = [Run(tiny(f"digits/{objective}/finetune", **settings)) for _ in range(2)]
     for run in (plain, taped):
-        run.trainer.engine_kind = "captured"  # momentum keeps its place
+        run.trainer.engine_kind = "captured"  # the optimizer's state keeps its place
     taped.trainer.engine = TapedEngine(taped)
     eager, replayed = [run.train() for run in (plain, taped)]
     assert {task for task, _ in taped.trainer.engine.did} == {0, 1}
@@ -530,7 +528,7 @@ COMBINATIONS = [(objective, "lump") for objective in OBJECTIVES if objective != 
 def test_all_that_a_step_uses_is_held(tiny, objective: str, method: str) -> None:
     """A graph that is kept has to find everything where it was: what a step uses without having made it is of the batch
     or one of `held`."""
-    settings = {"method__name": method, "training__epochs": 1, "training__momentum": 0.9}
+    settings = {"method__name": method, "training__epochs": 1, "training__optimizer__momentum": 0.9}
     if method == "pnn":
         settings["encoder__name"] = "resnet18-mini"
     else:
