@@ -196,7 +196,7 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--freezing.policy.sharpness", "2"], "unknown key 'freezing.policy.sharpness'"),
         (
             ["--method", "conftest:tiny_encoder"],
-            "method 'conftest:tiny_encoder' must be a Method",
+            "method 'conftest:tiny_encoder' must be a subclass of Method",
         ),
         (["--stream.name", "split-cifar1"], "unknown stream 'split-cifar1'; did you mean 'split-cifar10'?"),
         (["--method.name", "fintune"], "unknown method 'fintune'; did you mean 'finetune'?"),

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Registry(MutableMapping[str, T], Generic[T]):
-    """Members by name. A member is a subclass or an instance of `kind`.
+    """Members by name. A member is a subclass of `kind`; with `wrap`, an instance of it.
 
     Other packages add theirs with `registry["name"] = member` or through the entry-point group `group`. Entry points
     are loaded once, when a name is not among the members or when all members are listed. `find` also takes
@@ -24,7 +24,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
     noun: what one member is called in messages.
     group: such as "ptlf.objectives".
-    wrap: makes a member of another callable, such as a function that returns an encoder.
+    wrap: makes a member of a function, such as one that returns an encoder.
     """
 
     def __init__(
@@ -90,9 +90,14 @@ class Registry(MutableMapping[str, T], Generic[T]):
         return self._checked(found, name)
 
     def _checked(self, found: Any, name: str) -> T:
-        if isinstance(found, self.kind) or (isinstance(found, type) and issubclass(found, self.kind)):
-            return found  # type: ignore[return-value]
-        if self.wrap is not None and callable(found):
-            return self.wrap(found)
-        wanted = f"{self.kind.__name__}, a subclass of it{' or a function' if self.wrap else ''}"
-        raise UserError(f"{self.noun} {name!r} must be a {wanted}, not {found!r}")
+        if self.wrap is None:
+            if isinstance(found, type) and issubclass(found, self.kind):
+                return found  # type: ignore[return-value]
+            wanted = f"a subclass of {self.kind.__name__}"
+        else:
+            if isinstance(found, self.kind):
+                return found  # type: ignore[return-value]
+            if callable(found):
+                return self.wrap(found)
+            wanted = f"an instance of {self.kind.__name__} or a function"
+        raise UserError(f"{self.noun} {name!r} must be {wanted}, not {found!r}")

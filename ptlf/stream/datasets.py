@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,11 @@ def packed(root: Path, name: str) -> Dataset:
 
 
 def digits(config: StreamConfig | None = None) -> Dataset:
+    return load_digits_once()
+
+
+@functools.cache
+def load_digits_once() -> Dataset:
     """scikit-learn's 1797 handwritten digits, 8x8 grey doubled to 16x16 RGB; every fifth image is a test image."""
     from sklearn.datasets import load_digits
 

@@ -15,10 +15,11 @@ from rich.console import Console
 
 from ptlf.cli import main
 from ptlf.core.errors import UserError
+from ptlf.methods import METHODS
 from ptlf.report.page import page, write_report
 from ptlf.report.runs import read_comparison, unsteady
 from ptlf.report.tables import show_runs
-from ptlf.run.recipes import METHODS
+from ptlf.run.recipes import VARIANTS
 
 PIXEL = (
     "data:image/png;base64,"
