@@ -7,6 +7,7 @@ type, the bounds and the choices. A new key or member needs no line here, unless
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import typing
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,11 @@ from PIL import Image
 
 from ptlf.core.registry import Registry
 from ptlf.core.settings import as_dict, describe
-from ptlf.evaluation import PROBES
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.stream.folders import pack_folder
+from ptlf.training.trainer import StepCost
 
 Settings = dict[str, Any]
 QUICK: Settings = {
@@ -57,7 +58,6 @@ BASES: dict[str, Settings] = {
     "checkpoint.": SAVING,
     "probes.": {
         **PLAIN,
-        **{f"probes.{name}.enabled": True for name in PROBES},
         "stream.per_class": 20,
         "probes.knn_task.k": 15,
         "probes.knn_class.k": 20,
@@ -83,6 +83,7 @@ VALUES: Settings = {
     "views.memory": "lump",
     "views.size": 12,
     "encoder.name": "conftest:dropping_encoder",
+    "objective.name": "supervised",
     "resnet18-mini encoder.width": 4,
     "si method.clip": 0.001,
     "freezing.policy.name": "ascending",
@@ -122,7 +123,7 @@ class Case:
     def config(self, **changed: Any) -> Config:
         return tiny_config("digits/simsiam/finetune", **{**QUICK, **self.settings, **changed})
 
-    @property
+    @functools.cached_property
     def base(self) -> str:
         return json.dumps(as_dict(self.config()))
 
@@ -138,8 +139,9 @@ def cases(kind: type, path: str = "", member: Settings | None = None) -> Iterato
             continue
         family = field.metadata["family"]
         if field.metadata["each"]:
+            enabled = {f"{where}.{name}.enabled": True for name in family}
             for name, found in family.items():
-                yield from cases(found.Config, f"{where}.{name}", member)
+                yield from cases(found.Config, f"{where}.{name}", enabled)
             continue
         for name, case in cases(hint, where, member):
             yield name, dataclasses.replace(case, family=family) if name == f"{where}.name" else case
@@ -237,6 +239,8 @@ def shares(costs: Mapping[str, float]) -> dict[str, float]:
 def outcome(case: Case, out: Path, **changed: Any) -> dict[str, Any]:
     """What a run comes to, with nothing in it that only repeats the configuration."""
     run = Run(case.config(**changed), out if case.settings is SAVING else None)
+    if not run.freezing.policy.freezes:  # then nothing is saved, and measuring takes longer than training
+        run.trainer.cost_of_step = lambda indices: StepCost(0, 0.0, None)
     results = run.train()
     parts = ("class_order", "tasks", "eval_splits", "units", "probes", "freezing", "cost")
     encoder = run.model.encoder.state_dict()

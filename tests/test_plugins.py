@@ -11,6 +11,7 @@ from typing import Any
 
 import plugin_members
 import pytest
+from test_every_key import another, cases, outcome
 
 from ptlf.cli import keys_help, main
 from ptlf.core.errors import UserError
@@ -20,7 +21,7 @@ from ptlf.evaluation import PROBES
 from ptlf.freezing import POLICIES
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.run.config import from_dict
+from ptlf.run.config import Config, from_dict
 from ptlf.run.loop import Run
 from ptlf.stream import STREAMS
 from ptlf.training.optimizers import OPTIMIZERS
@@ -121,6 +122,14 @@ def test_recipes_of_registered_members_know_what_they_can() -> None:
     found = set(names())
     assert {"stripes/align/lump", "stripes/supervised/shrink", "split-cifar10/align/ptlf", RECIPE} <= found
     assert "stripes/align/cassle" not in found
+
+
+@pytest.mark.usefixtures("registered")
+def test_keys_of_registered_members_are_found_and_have_an_effect(tmp_path) -> None:
+    found = {name: case for name, case in cases(Config) if case.key in KEYS}
+    assert {case.key for case in found.values()} == set(KEYS)
+    for case in found.values():
+        assert outcome(case, tmp_path) != outcome(case, tmp_path, **{case.key: another(case)}), case.key
 
 
 def test_what_is_no_member_is_refused() -> None:

@@ -46,6 +46,11 @@ def section(kind: type, *, family: Registry[Any] | None = None, each: bool = Fal
     return dataclasses.field(default_factory=default, metadata={"section": True, "family": family, "each": each})
 
 
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def _default(kind: type, family: Registry[Any] | None, each: bool) -> Any:
     if family is None:
         return kind()
@@ -57,7 +62,7 @@ def build(kind: type, values: Mapping[str, Any], path: str = "") -> Any:
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} must hold keys and values, not {values!r}")
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     made = {}
     for name, value in values.items():
         where = f"{path}.{name}" if path else str(name)
@@ -161,7 +166,7 @@ def merge(kind: type, base: Mapping[str, Any], *layers: Mapping[str, Any]) -> di
     """Values for the dataclass `kind`: `base` with those of each layer on top, key by key. A section of a family starts
     afresh where its `name` changes: the old member's keys are not the new one's."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     merged = dict(base)
     for layer in layers:
         for name, value in layer.items():
@@ -228,7 +233,7 @@ def describe(kind: type, path: str = "") -> list[tuple[str, str, str]]:
     """(dotted key, default, help) for every key below the dataclass, for `--help`. The help of a key that only some
     members of a family have begins with their names."""
     rows = []
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     for field in dataclasses.fields(kind):
         where = f"{path}.{field.name}" if path else field.name
         if "section" in field.metadata:
