@@ -337,7 +337,7 @@ def run_sweep(arguments: Arguments) -> None:
     groups: dict[str, list[Any]] = {}
     for config, folder in plan.values():
         groups.setdefault(config.recipe, []).append(read_results(folder))
-    baseline = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
+    baseline = arguments.baseline or next((name for name, runs in groups.items() if runs[0]["baseline"]), None)
     seeds = len(set(arguments.seeds))
     title = "What it came to" if seeds == 1 else f"What it came to, means of {seeds} seeds"
     show_runs(console, {name: over_seeds(runs) for name, runs in groups.items()}, baseline, title)

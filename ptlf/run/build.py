@@ -170,7 +170,7 @@ def check_combination(config: Config, stream: Stream) -> None:
             "what is frozen stays frozen, so the share can only rise"
         )
     if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
-        raise UserError(f"method {config.method.name!r} freezes whole columns itself; use --freezing.policy none")
+        raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")
     if why := conflict(objective, method):
         names = f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}"
         raise UserError(f"{names}: {why}")

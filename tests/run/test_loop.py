@@ -35,7 +35,7 @@ COMBINATIONS = [
 def refusal(objective: str, method: str, policy: str) -> str | None:
     """The combinations that make no sense, and what is said."""
     if method == "pnn" and policy != "none":
-        return "freezes whole columns itself"
+        return "chooses itself what trains"
     if objective == "supervised" and method == "lump":
         return "the method mixes images"
     return None
