@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 SYNCHRONISED = [name for name in RUNS if not name.endswith("local")]
 MORTAL = [
     "train", "--recipe", "digits/simsiam/ptlf", "--freezing.final", "0.67", "--stream.groups", "[[0, 1], [2, 3]]",
-    "--encoder.name", "processes:mortal_encoder", "--training.epochs", "2", "--training.batch", "64",
+    "--encoder.name", "worker:mortal_encoder", "--training.epochs", "2", "--training.batch", "64",
     "--training.last_batch", "drop", "--device", "cpu", "--evaluation.gallery", "false",
     "--checkpoint.every_steps", "2",
 ]  # fmt: skip
