@@ -6,18 +6,22 @@ from ptlf.core.registry import Registry
 from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, encode, feature_dim, from_function
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, ResNetConfig, resnet
 
+SMALL, LARGE = "3x3 stem, for 32 to 64 px", "7x7 stem and max-pool, for 224 px"
+
 ENCODERS: Registry[EncoderEntry] = Registry(
     "encoder",
     "ptlf.encoders",
     EncoderEntry,
     {
-        "resnet18": EncoderEntry(resnet(BasicBlock, (2, 2, 2, 2)), ResNetConfig),
-        "resnet34": EncoderEntry(resnet(BasicBlock, (3, 4, 6, 3)), ResNetConfig),
-        "resnet50": EncoderEntry(resnet(Bottleneck, (3, 4, 6, 3)), ResNetConfig),
-        "resnet18-imagenet": EncoderEntry(resnet(BasicBlock, (2, 2, 2, 2), stem="imagenet"), ResNetConfig),
-        "resnet34-imagenet": EncoderEntry(resnet(BasicBlock, (3, 4, 6, 3), stem="imagenet"), ResNetConfig),
-        "resnet50-imagenet": EncoderEntry(resnet(Bottleneck, (3, 4, 6, 3), stem="imagenet"), ResNetConfig),
-        "resnet18-mini": EncoderEntry(resnet(BasicBlock, (1, 1, 1), width=16), ResNetConfig),
+        "resnet18": EncoderEntry(resnet(BasicBlock, (2, 2, 2, 2)), ResNetConfig, SMALL),
+        "resnet34": EncoderEntry(resnet(BasicBlock, (3, 4, 6, 3)), ResNetConfig, SMALL),
+        "resnet50": EncoderEntry(resnet(Bottleneck, (3, 4, 6, 3)), ResNetConfig, SMALL),
+        "resnet18-imagenet": EncoderEntry(resnet(BasicBlock, (2, 2, 2, 2), stem="imagenet"), ResNetConfig, LARGE),
+        "resnet34-imagenet": EncoderEntry(resnet(BasicBlock, (3, 4, 6, 3), stem="imagenet"), ResNetConfig, LARGE),
+        "resnet50-imagenet": EncoderEntry(resnet(Bottleneck, (3, 4, 6, 3), stem="imagenet"), ResNetConfig, LARGE),
+        "resnet18-mini": EncoderEntry(
+            resnet(BasicBlock, (1, 1, 1), width=16), ResNetConfig, "three blocks, 16 channels, 3x3 stem, for 16 px"
+        ),
     },
     wrap=from_function,
 )
