@@ -122,8 +122,13 @@ def make_parser() -> Parser:
 
     evaluate = verb("evaluate", "Test the encoder of a finished run again.", run_evaluate, overrides=True)
     evaluate.add_argument("folder", type=Path, metavar="DIR", help="a run's folder")
-    evaluate.add_argument("--probe", choices=("knn", "linear", "ridge"), help="which (default: those the run used)")
-    evaluate.epilog = "Settings of the probes may be changed: --evaluation.knn_class.k 50"
+    evaluate.add_argument(
+        "--probe",
+        nargs="+",
+        metavar="NAME",
+        help="which; `ptlf list probes` names them (default: those the run used)",
+    )
+    evaluate.epilog = "Settings of the probes may be changed: --probes.knn_class.k 50"
 
     report = verb("report", "Runs side by side as one page of pictures.", run_report)
     report.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="a run's folder, or a folder of runs")
@@ -136,7 +141,9 @@ def make_parser() -> Parser:
     watch.add_argument("--once", action="store_true", help="one look, then exit")
 
     list_ = verb(
-        "list", "Name what there is: streams, objectives, methods, encoders, policies, views, recipes.", run_list
+        "list",
+        "Name what there is: streams, objectives, methods, policies, encoders, optimizers, probes, views, recipes.",
+        run_list,
     )
     list_.add_argument("what", nargs="?", help="only this family")
 
@@ -244,7 +251,7 @@ def run_train(arguments: Arguments) -> None:
 
 def train(arguments: Arguments) -> None:
     from ptlf.core import processes
-    from ptlf.run.config import resolve_config
+    from ptlf.run.recipes import resolve_config
 
     if not arguments.out:
         raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
@@ -256,7 +263,7 @@ def train(arguments: Arguments) -> None:
 def resume(arguments: Arguments) -> None:
     """The settings are those of the folder's config.yaml; the device is the machine's, and may change."""
     from ptlf.core import processes
-    from ptlf.run.config import resolve_config
+    from ptlf.run.recipes import resolve_config
 
     folder = arguments.resume
     named = ["--out"] * bool(arguments.out) + ["--recipe"] * bool(arguments.recipe) + ["-c"] * bool(arguments.config)
@@ -320,8 +327,9 @@ def run_sweep(arguments: Arguments) -> None:
             show_results(console, results, run.folder, brief=True)
     seeds = len(set(arguments.seeds))
     title = "What it came to" if seeds == 1 else f"What it came to, means of {seeds} seeds"
-    baseline = arguments.baseline or next((name for name in arguments.recipes if name.endswith("/lump")), None)
-    show_runs(console, sweep.results_by_recipe(runs), baseline, title)
+    groups = sweep.results_by_recipe(runs)
+    baseline = arguments.baseline or next((name for name, some in groups.items() if some[0]["baseline"]), None)
+    show_runs(console, groups, baseline, title)
     write_page([run.folder for run in runs], arguments.out / "report.html", arguments.baseline)
 
 
@@ -377,14 +385,17 @@ def run_watch(arguments: Arguments) -> None:
 
 
 def run_evaluate(arguments: Arguments) -> None:
+    from ptlf.evaluation import PROBES
     from ptlf.report.live import console
     from ptlf.report.tables import show_matrix
-    from ptlf.run.config import resolve_config
     from ptlf.run.evaluate import evaluate_run
+    from ptlf.run.recipes import resolve_config
 
     for word in arguments.overrides:
-        if word.startswith("--") and not word.startswith(("--evaluation.", "--device", "--data-root")):
+        if word.startswith("--") and not word.startswith(("--probes.", "--evaluation.", "--device", "--data-root")):
             raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
+    for name in arguments.probe or ():
+        PROBES.find(name)
     config = resolve_config("", arguments.folder / "config.yaml", arguments.overrides)
     probes, eval_splits = evaluate_run(arguments.folder, config, arguments.probe)
     for probe, values in probes.items():
@@ -393,20 +404,23 @@ def run_evaluate(arguments: Arguments) -> None:
 
 def run_list(arguments: Arguments) -> None:
     from ptlf.encoders import ENCODERS
+    from ptlf.evaluation import PROBES
     from ptlf.freezing import POLICIES
     from ptlf.methods import METHODS
     from ptlf.objectives import OBJECTIVES
     from ptlf.run import recipes
     from ptlf.stream import STREAMS
+    from ptlf.training.optimizers import OPTIMIZERS
     from ptlf.views import VIEWS
 
     families: dict[str, dict[str, str]] = {
-        "streams": {name: source.about for name, source in STREAMS.items()},
+        "streams": {name: entry.about for name, entry in STREAMS.items()},
         "objectives": summaries(OBJECTIVES),
         "methods": summaries(METHODS),
         "policies": summaries(POLICIES),
-        "encoders": dict.fromkeys(ENCODERS, "")
-        | {"PACKAGE.MODULE:FUNCTION": "your own; the function returns a module"},
+        "encoders": {name: entry.about for name, entry in ENCODERS.items()},
+        "optimizers": summaries(OPTIMIZERS),
+        "probes": summaries(PROBES),
         "views": {name: " ".join((make.__doc__ or "").split()) for name, make in VIEWS.items()},
         "recipes": {name: recipes.EXPECTED.get(name, "") for name in recipes.names()},
     }
@@ -422,6 +436,8 @@ def run_list(arguments: Arguments) -> None:
         if arguments.what in (None, family):
             for name, about in members.items():
                 print(f"  {name:<36}{about}".rstrip())
+    if arguments.what is None:
+        print("A member of your own goes by PACKAGE.MODULE:ATTRIBUTE in place of a name; see CONTRIBUTING.md.")
 
 
 def summaries(family: Mapping[str, type]) -> dict[str, str]:
@@ -430,12 +446,13 @@ def summaries(family: Mapping[str, type]) -> dict[str, str]:
     texts = {}
     for name, kind in family.items():
         alone = files.count(kind.__module__) == 1
-        text = (sys.modules[kind.__module__].__doc__ if alone else kind.__doc__) or ""
+        text = (sys.modules[kind.__module__].__doc__ if alone else kind.__doc__) or kind.__doc__ or ""
         texts[name] = " ".join(text.split("\n\n")[0].split())
     return texts
 
 
 def run_bench_freezing(arguments: Arguments) -> None:
+    from ptlf.encoders import ENCODERS
     from ptlf.report.live import console
     from ptlf.report.tables import show_bench
     from ptlf.run import bench
@@ -444,7 +461,7 @@ def run_bench_freezing(arguments: Arguments) -> None:
     from ptlf.run.results import write_json
 
     device = choose_device(arguments.device)
-    encoder = make_encoder(arguments.encoder, 0)
+    encoder = make_encoder(ENCODERS.find(arguments.encoder).Config(name=arguments.encoder), 0)
     rows = bench.freezing(encoder, arguments.batch, arguments.size, device, arguments.repeats)
     title = f"{arguments.encoder}, {arguments.batch} images of {arguments.size} px, float32, eager, {device.type}"
     show_bench(console, title, rows)
@@ -459,8 +476,8 @@ def run_bench_step(arguments: Arguments) -> None:
     from ptlf.report.tables import show_kernels, show_steps
     from ptlf.run import bench
     from ptlf.run.build import choose_device
-    from ptlf.run.config import resolve_config
     from ptlf.run.environment import commit, environment
+    from ptlf.run.recipes import resolve_config
     from ptlf.run.results import write_json
 
     config = resolve_config(arguments.recipe, None, arguments.overrides)
@@ -491,8 +508,8 @@ def run_bench_methods(arguments: Arguments) -> None:
     from ptlf.report.tables import show_methods
     from ptlf.run import bench
     from ptlf.run.build import choose_device
-    from ptlf.run.config import resolve_config
     from ptlf.run.environment import commit, environment
+    from ptlf.run.recipes import resolve_config
     from ptlf.run.results import write_json
 
     configs = [resolve_config(recipe, None, arguments.overrides) for recipe in arguments.recipes]
@@ -535,8 +552,7 @@ def timed_runs(arguments: Arguments) -> list[dict[str, Any]]:
     from ptlf.core.settings import as_dict
     from ptlf.report.live import Live, console
     from ptlf.run import bench
-    from ptlf.run.config import resolve_config
-    from ptlf.run.recipes import name_of
+    from ptlf.run.recipes import name_of, resolve_config
     from ptlf.run.results import check_alike
 
     if arguments.out and any(arguments.out.glob("*/config.yaml")):

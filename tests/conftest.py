@@ -87,8 +87,8 @@ def tiny_config(name: str = "digits/simsiam/finetune", **dotted: Any) -> Config:
     }
     overrides: dict[str, Any] = {}
     for key, value in {**small, **{key.replace("__", "."): value for key, value in dotted.items()}}.items():
-        overrides = merge(overrides, nested(key, value))
-    return from_dict(merge(recipe(name), overrides))
+        overrides = merge(Config, overrides, nested(key, value))
+    return from_dict(merge(Config, recipe(name), overrides))
 
 
 @pytest.fixture

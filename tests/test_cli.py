@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 
 from ptlf.cli import main, make_parser
-from ptlf.run.config import resolve_config
+from ptlf.run.recipes import resolve_config
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
@@ -48,7 +48,7 @@ def test_train_evaluate_and_repeat(capsys, tmp_path) -> None:
         "results.json",
     ):
         assert words in shown
-    assert main(["evaluate", str(tmp_path / "a"), "--evaluation.knn_class.k", "7"]) == 0
+    assert main(["evaluate", str(tmp_path / "a"), "--probes.knn_class.k", "7"]) == 0
     assert "k = 7" in capsys.readouterr().out
     again = ["train", "-c", str(tmp_path / "a" / "config.yaml"), "--out", str(tmp_path / "b")]
     assert main(again) == 0
@@ -141,8 +141,9 @@ def test_a_file_goes_on_top_of_the_default_recipe(tmp_path) -> None:
 def test_list_names_everything(capsys) -> None:
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
-    for name in ("split-cifar10", "barlow_twins", "multitask", "correlation", "resnet18-mini", "digits/simsiam/ptlf"):
-        assert name in shown
+    for name in ("split-cifar10", "barlow_twins", "multitask", "correlation", "resnet18-mini", "adamw", "knn_class"):
+        assert f"\n  {name} " in shown.replace("\n", " \n")
+    assert "\n  digits/simsiam/ptlf " in shown
     assert main(["list", "methods"]) == 0
     assert "streams:" not in capsys.readouterr().out
 
@@ -185,12 +186,23 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--training.epochs", "many"], "training.epochs must be a whole number, not 'many'"),
         (["--training.epochs"], "--training.epochs needs a value"),
         (["epochs=3"], "cannot place 'epochs=3'"),
-        (["--objective", "byol"], "objective must hold keys and values, not 'byol'; did you mean objective.name?"),
+        (["--objective", "byl"], "unknown objective 'byl'; did you mean 'byol'?"),
+        (["--objective", "3"], "objective must hold keys and values, not 3"),
+        (["--training", "adamw"], "training must hold keys and values, not 'adamw'"),
+        (["--training.optimizer", "adam"], "unknown optimizer 'adam'; did you mean 'adamw'?"),
+        (["--training.optimizer.beta1", "0.8"], "unknown key 'training.optimizer.beta1'"),
+        (["--probes.knn.k", "3"], "unknown probe 'knn'; did you mean 'knn_task'?"),
+        (["--probes.linear", "true"], "probes.linear must hold keys and values, not True"),
+        (["--freezing.policy.sharpness", "2"], "unknown key 'freezing.policy.sharpness'"),
+        (
+            ["--method", "conftest:tiny_encoder"],
+            "method 'conftest:tiny_encoder' must be a subclass of Method",
+        ),
         (["--stream.name", "split-cifar1"], "unknown stream 'split-cifar1'; did you mean 'split-cifar10'?"),
         (["--method.name", "fintune"], "unknown method 'fintune'; did you mean 'finetune'?"),
         (["--objective.name", "barlow"], "unknown objective 'barlow'; did you mean 'barlow_twins'?"),
         (["--encoder.name", "resnet-18"], "unknown encoder 'resnet-18'; did you mean 'resnet18'?"),
-        (["--encoder.name", "nowhere:thing"], "encoder.name is 'nowhere:thing', which cannot be imported"),
+        (["--encoder.name", "nowhere:thing"], "encoder 'nowhere:thing' cannot be imported: No module named 'nowhere'"),
         (["--views.name", "lumps"], "unknown views 'lumps'; did you mean 'lump'?"),
         (["--freezing.policy", "correlate"], "unknown freezing policy 'correlate'; did you mean 'correlation'?"),
         (["--freezing.final", "1.5"], "freezing.final must be at most 1, not 1.5"),
@@ -199,12 +211,12 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--stream.class_order", "[0, 1, 2, 3, 4, 5, 6, 7, 8, 8]"], "stream.class_order repeats 8"),
         (["--stream.tasks", "3"], "3 tasks do not divide the 10 classes of digits"),
         (["--training.batch", "4096"], "training.batch is 4096, but task 1 has only"),
-        (["--evaluation.knn_class.k", "5000"], "evaluation.knn_class.k is 5000, but after the first task"),
-        (["--evaluation.knn_task.k", "5000"], "evaluation.knn_task.k is 5000, but a task's kNN bank holds"),
+        (["--probes.knn_class.k", "5000"], "probes.knn_class.k is 5000, but after the first task"),
+        (["--probes.knn_task.k", "5000"], "probes.knn_task.k is 5000, but a task's kNN bank holds"),
         (["--training.lr", "inf"], "training.lr must be a finite number, not inf"),
         (["--training.warmup", "40"], "training.warmup is 40 epochs, but a task has only 30"),
         (["--method.name", "[1]"], "unknown method '[1]'"),
-        (["--encoder.name", "os:getcwd"], "encoder.name is 'os:getcwd', which gives str, not a torch module"),
+        (["--encoder.name", "os:getcwd"], "encoder 'os:getcwd' gives str, not a torch module"),
         (["--encoder.name", "conftest:maps"], "encoder 'conftest:maps' does not take images of 16 px: an encoder must"),
         (["--encoder.name", "conftest:nothing_to_freeze"], "encoder 'conftest:nothing_to_freeze' has no convolution"),
         (["--stream.pack", "photos"], "stream 'digits' is embedded and reads no stream.pack"),
@@ -212,7 +224,10 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--device", "tpu"], "device must be auto, cpu or cuda, not 'tpu'"),
         (["-c", "nowhere.yaml"], "there is no configuration file nowhere.yaml"),
         (["--stream.name", "split-cifar10"], "no packed data set 'cifar10' in "),
-        (["--objective.name", "supervised"], "objective 'supervised' cannot be mixed by method 'lump'"),
+        (
+            ["--objective.name", "supervised"],
+            "objective 'supervised' cannot be trained with method 'lump'",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -304,7 +319,7 @@ class TestData:
             "--stream.pack",
             "pets",
         ]
-        words += ["--stream.tasks", "2", "--training.batch", "4", "--evaluation.knn_class.k", "2"]
+        words += ["--stream.tasks", "2", "--training.batch", "4", "--probes.knn_class.k", "2"]
         assert main(words) == 0
 
     def test_a_broken_image_is_named(self, capsys, tmp_path) -> None:

@@ -93,7 +93,7 @@ def test_paper_notes_name_code_that_exists() -> None:
 def test_every_command_in_the_readme_parses() -> None:
     """With its settings, on top of each of its recipes."""
     from ptlf.cli import make_parser
-    from ptlf.run.config import resolve_config
+    from ptlf.run.recipes import resolve_config
 
     lines = [
         line.strip() for block in blocks(ROOT / "README.md", "sh") for line in block.replace("\\\n", " ").splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import math
 import types
 import typing
@@ -14,6 +15,9 @@ from typing import Any
 import yaml
 
 from ptlf.core.errors import UserError, unknown
+from ptlf.core.registry import Registry
+
+Presets = Mapping[str, Mapping[str, Any]]  # nested settings that a member's recipes need, by protocol or stream
 
 
 def key(
@@ -32,41 +36,67 @@ def key(
     return dataclasses.field(default=default, metadata=meta)
 
 
-def section(kind: type, *, family: Mapping[str, Any] | None = None, noun: str = "") -> Any:
-    """A nested dataclass; with `family`, the member called `name` there says which (its `Config`)."""
-    default = kind if family is None else family[kind().name].Config
-    return dataclasses.field(default_factory=default, metadata={"family": family, "noun": noun})
+def section(kind: type, *, family: Registry[Any] | None = None, each: bool = False) -> Any:
+    """A nested dataclass. With `family`, its `name` says which member's `Config` it is: a subclass of `kind`, whose
+    own `name` is the default. Plain text for such a section means its name.
+
+    each: a dict with the `Config` of every member of the family instead, by name.
+    """
+    default = functools.partial(_default, kind, family, each)
+    return dataclasses.field(default_factory=default, metadata={"section": True, "family": family, "each": each})
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _default(kind: type, family: Registry[Any] | None, each: bool) -> Any:
+    if family is None:
+        return kind()
+    return {name: member.Config() for name, member in family.items()} if each else family.find(kind().name).Config()
 
 
 def build(kind: type, values: Mapping[str, Any], path: str = "") -> Any:
     """An instance of the dataclass `kind` from a nested dict. Keys left out keep their defaults."""
     if not isinstance(values, Mapping):
-        named = f"; did you mean {path}.name?" if path and "name" in kind.__dataclass_fields__ else ""
-        raise UserError(f"{path or 'the configuration'} must hold keys and values, not {values!r}{named}")
+        raise UserError(f"{path or 'the configuration'} must hold keys and values, not {values!r}")
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     made = {}
     for name, value in values.items():
         where = f"{path}.{name}" if path else str(name)
         if name not in fields:
             raise unknown("key", where, [f"{path}.{known}" if path else known for known in fields])
         field = fields[name]
-        if "family" in field.metadata:
-            made[name] = build(_member(field, hints[name], value, where), value, where)
-        else:
+        if "section" not in field.metadata:
             made[name] = _checked(_cast(hints[name], value, where), field.metadata, where)
+        elif field.metadata["each"]:
+            made[name] = _build_each(field.metadata["family"], value, where)
+        else:
+            value = _named(field, value)
+            made[name] = build(_kind(field, hints[name], value), value, where)
     return kind(**made)
 
 
-def _member(field: dataclasses.Field[Any], default: type, value: Any, where: str) -> type:
+def _build_each(family: Registry[Any], values: Any, where: str) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise UserError(f"{where} must hold keys and values, not {values!r}")
+    given = {name: build(family.find(name).Config, value, f"{where}.{name}") for name, value in values.items()}
+    return {**{name: member.Config() for name, member in family.items()}, **given}
+
+
+def _named(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Text for a section of a family as {"name": text}."""
+    return {"name": value} if field.metadata["family"] is not None and isinstance(value, str) else value
+
+
+def _kind(field: dataclasses.Field[Any], default: type, value: Any) -> type:
     """The dataclass a section is built as: fixed, or the `Config` of the family member that `name` names."""
     family = field.metadata["family"]
     if family is None or not isinstance(value, Mapping):
         return default
-    name = value.get("name", default().name)
-    if not isinstance(name, str) or name not in family:
-        raise unknown(field.metadata["noun"], name, family)
-    return family[name].Config
+    return family.find(value.get("name", default().name)).Config
 
 
 def _cast(hint: Any, value: Any, where: str) -> Any:
@@ -132,17 +162,37 @@ def as_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over` on top, key by key. A section whose `name` changes starts afresh, but for views,
-    whose size and memory are no particular one's."""
+def merge(kind: type, base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for the dataclass `kind`: `base` with those of each layer on top, key by key. A section of a family starts
+    afresh where its `name` changes: the old member's keys are not the new one's."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints = _hints(kind)
     merged = dict(base)
-    for name, value in over.items():
-        old = merged.get(name)
-        if isinstance(value, Mapping) and isinstance(old, Mapping):
-            renamed = name != "views" and "name" in old and "name" in value and old["name"] != value["name"]
-            value = dict(value) if renamed else merge(old, value)
-        merged[name] = value
+    for layer in layers:
+        for name, value in layer.items():
+            if name in merged and name in fields and "section" in fields[name].metadata:
+                value = _merge_section(fields[name], hints[name], merged[name], value)
+            merged[name] = value
     return merged
+
+
+def _merge_section(field: dataclasses.Field[Any], default: type, old: Any, new: Any) -> Any:
+    family, each = field.metadata["family"], field.metadata["each"]
+    if not each:
+        old, new = _named(field, old), _named(field, new)
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    if each:
+        pairs = {name: (old[name], new[name]) for name in new if name in old}
+        both = {
+            name: merge(family.find(name).Config, *pair)
+            for name, pair in pairs.items()
+            if all(isinstance(value, Mapping) for value in pair)
+        }
+        return {**old, **new, **both}
+    if family is not None and "name" in old and "name" in new and old["name"] != new["name"]:
+        return dict(new)
+    return merge(_kind(field, default, {**old, **new}), old, new)
 
 
 def nested(dotted: str, value: Any) -> dict[str, Any]:
@@ -161,8 +211,8 @@ def parse(text: str) -> Any:
     return text if isinstance(value, datetime.date) else value  # a name may look like a date
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """`--training.epochs 2 --device=cpu` as a nested dict."""
+def parse_overrides(kind: type, words: Sequence[str]) -> dict[str, Any]:
+    """`--training.epochs 2 --device=cpu` as a nested dict of values for the dataclass `kind`."""
     values: dict[str, Any] = {}
     remaining = list(words)
     while remaining:
@@ -175,22 +225,25 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             if not remaining:
                 raise UserError(f"{word} needs a value, such as {word} 2")
             text = remaining.pop(0)
-        values = merge(values, nested(name.replace("-", "_"), parse(text)))
+        values = merge(kind, values, nested(name.replace("-", "_"), parse(text)))
     return values
 
 
 def describe(kind: type, path: str = "") -> list[tuple[str, str, str]]:
-    """(dotted key, default, help) for every key below the dataclass, for `--help`."""
+    """(dotted key, default, help) for every key below the dataclass, for `--help`. The help of a key that only some
+    members of a family have begins with their names."""
     rows = []
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     for field in dataclasses.fields(kind):
         where = f"{path}.{field.name}" if path else field.name
-        if "family" in field.metadata:
+        if "section" in field.metadata:
             family = field.metadata["family"]
-            rows += describe(hints[field.name], where)
-            shared = {row[0] for row in rows}
-            for name, member in (family or {}).items():
-                rows += [(k, d, f"{name}: {a}") for k, d, a in describe(member.Config, where) if k not in shared]
+            if field.metadata["each"]:
+                rows += [row for name, member in family.items() for row in describe(member.Config, f"{where}.{name}")]
+                continue
+            shared = describe(hints[field.name], where)
+            rows += shared
+            rows += _describe_members(family, where, {key for key, _, _ in shared}) if family is not None else []
             continue
         default = getattr(kind(), field.name)
         about = field.metadata.get("about", "")
@@ -198,3 +251,13 @@ def describe(kind: type, path: str = "") -> list[tuple[str, str, str]]:
             about += f" [{', '.join(field.metadata['choices'])}]"
         rows.append((where, "" if default is None else str(default), about))
     return rows
+
+
+def _describe_members(family: Registry[Any], where: str, shared: set[str]) -> list[tuple[str, str, str]]:
+    """The keys that are not `shared` by all. Members with the same key, default and help have one row."""
+    owners: dict[tuple[str, str, str], list[str]] = {}
+    for name, member in family.items():
+        for row in describe(member.Config, where):
+            if row[0] not in shared:
+                owners.setdefault(row, []).append(name)
+    return [(key, default, f"{', '.join(names)}: {about}") for (key, default, about), names in owners.items()]

@@ -1,22 +1,29 @@
-"""Encoders by name. To add one: a function that returns an `nn.Module`, and a line here."""
+"""Encoders by name. To add one: a function that makes an `nn.Module` of its settings, and a line here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from ptlf.core.registry import Registry
+from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, feature_dim, from_function
+from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, ResNetConfig, resnet
 
-from torch import nn
+SMALL, LARGE = "3x3 stem, for 32 to 64 px", "7x7 stem and max-pool, for 224 px"
 
-from ptlf.encoders.encoder import EncoderConfig, feature_dim
-from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet
+ENCODERS: Registry[EncoderEntry] = Registry(
+    "encoder",
+    "ptlf.encoders",
+    EncoderEntry,
+    {
+        "resnet18": EncoderEntry(resnet(BasicBlock, (2, 2, 2, 2)), ResNetConfig, SMALL),
+        "resnet34": EncoderEntry(resnet(BasicBlock, (3, 4, 6, 3)), ResNetConfig, SMALL),
+        "resnet50": EncoderEntry(resnet(Bottleneck, (3, 4, 6, 3)), ResNetConfig, SMALL),
+        "resnet18-imagenet": EncoderEntry(resnet(BasicBlock, (2, 2, 2, 2), stem="imagenet"), ResNetConfig, LARGE),
+        "resnet34-imagenet": EncoderEntry(resnet(BasicBlock, (3, 4, 6, 3), stem="imagenet"), ResNetConfig, LARGE),
+        "resnet50-imagenet": EncoderEntry(resnet(Bottleneck, (3, 4, 6, 3), stem="imagenet"), ResNetConfig, LARGE),
+        "resnet18-mini": EncoderEntry(
+            resnet(BasicBlock, (1, 1, 1), width=16), ResNetConfig, "three blocks, 16 channels, 3x3 stem, for 16 px"
+        ),
+    },
+    wrap=from_function,
+)
 
-ENCODERS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": lambda: ResNet(BasicBlock, (2, 2, 2, 2)),
-    "resnet34": lambda: ResNet(BasicBlock, (3, 4, 6, 3)),
-    "resnet50": lambda: ResNet(Bottleneck, (3, 4, 6, 3)),
-    "resnet18-imagenet": lambda: ResNet(BasicBlock, (2, 2, 2, 2), stem="imagenet"),
-    "resnet34-imagenet": lambda: ResNet(BasicBlock, (3, 4, 6, 3), stem="imagenet"),
-    "resnet50-imagenet": lambda: ResNet(Bottleneck, (3, 4, 6, 3), stem="imagenet"),
-    "resnet18-mini": lambda: ResNet(BasicBlock, (1, 1, 1), width=16),
-}
-
-__all__ = ["ENCODERS", "EncoderConfig", "ResNet", "feature_dim"]
+__all__ = ["ENCODERS", "EncoderConfig", "EncoderEntry", "ResNet", "feature_dim"]

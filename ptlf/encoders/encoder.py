@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,18 @@ Call = Callable[[nn.Module, Tensor], Tensor]
 @dataclass
 class EncoderConfig:
     name: str = key("resnet18", "which encoder; `ptlf list encoders` names them")
+
+
+@dataclass(frozen=True)
+class EncoderEntry:
+    make: Callable[[Any], nn.Module]  # from an instance of Config; draws its weights from torch's global generator
+    Config: type[EncoderConfig] = EncoderConfig
+    about: str = ""
+
+
+def from_function(make: Callable[[], nn.Module]) -> EncoderEntry:
+    """The entry of a function (or class) that takes no settings."""
+    return EncoderEntry(lambda config: make())
 
 
 def feature_dim(encoder: nn.Module, image_size: int) -> int:

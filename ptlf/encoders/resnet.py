@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ptlf.encoders.encoder import Call, call_module
+from ptlf.core.settings import key
+from ptlf.encoders.encoder import Call, EncoderConfig, call_module
 from ptlf.encoders.norm import ViewBatchNorm2d
+
+
+@dataclass
+class ResNetConfig(EncoderConfig):
+    width: int | None = key(None, "channels of the first stage; null = the network's own", least=1)
 
 
 def conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> tuple[nn.Conv2d, ViewBatchNorm2d]:
@@ -114,3 +121,10 @@ class ResNet(nn.Module):
     def segments(self) -> list[nn.Module]:
         """The stem and the residual blocks, in order."""
         return [self.stem, *(block for stage in self.stages.children() for block in stage.children())]
+
+
+def resnet(
+    block: type[BasicBlock] | type[Bottleneck], blocks: Sequence[int], *, width: int = 64, stem: str = "cifar"
+) -> Callable[[ResNetConfig], ResNet]:
+    """Makes ResNets of this shape, `width` channels wide where the settings name no other width."""
+    return lambda config: ResNet(block, blocks, width=config.width or width, stem=stem)

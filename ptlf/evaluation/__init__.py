@@ -12,11 +12,18 @@ from ptlf.evaluation.accuracy_matrix import (
 )
 from ptlf.evaluation.gallery import Gallery
 from ptlf.evaluation.knn import knn_accuracy, knn_predict
-from ptlf.evaluation.probes import EvaluationConfig, Prober
+from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig
+from ptlf.evaluation.prober import EvaluationConfig, Prober
+from ptlf.evaluation.probes import PROBES
 
 __all__ = [
+    "OWN",
+    "PROBES",
+    "SEEN",
     "EvaluationConfig",
     "Gallery",
+    "Probe",
+    "ProbeConfig",
     "Prober",
     "accuracy",
     "backward_transfer",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.evaluation.probes import testing
+from ptlf.evaluation.prober import testing
 from ptlf.evaluation.sprite import sprite
 from ptlf.stream import Stream
 from ptlf.stream.task import Images

@@ -5,15 +5,19 @@ from __future__ import annotations
 from ptlf.freezing.correlation import correlation_ratios
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.policies import POLICIES
+from ptlf.freezing.policy import Context, Policy, PolicyConfig
 from ptlf.freezing.progressive import FreezingConfig, ProgressiveFreezing
 from ptlf.freezing.schedule import FreezeSchedule
 from ptlf.freezing.units import Unit, find_units
 
 __all__ = [
     "POLICIES",
+    "Context",
     "FreezeSchedule",
     "Freezer",
     "FreezingConfig",
+    "Policy",
+    "PolicyConfig",
     "ProgressiveFreezing",
     "Unit",
     "correlation_ratios",

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from ptlf.core.settings import key
+from ptlf.core.settings import key, section
 from ptlf.freezing.freezer import Freezer
-from ptlf.freezing.policies import POLICIES, Context, Ratios, Saving
+from ptlf.freezing.policies import POLICIES
+from ptlf.freezing.policy import Context, Policy, PolicyConfig, Ratios
+from ptlf.freezing.savings import Saving
 from ptlf.freezing.schedule import FreezeSchedule
 
 
 @dataclass
 class FreezingConfig:
-    policy: str = key("none", "which units freeze next; `ptlf list policies` names them")
+    policy: PolicyConfig = section(PolicyConfig, family=POLICIES)
     initial: float = key(0.0, "share of the units frozen in a task's first epoch", least=0, most=1)
     final: float = key(0.4, "share of the units frozen in a task's last epoch", least=0, most=1)
     shape: str = key("cosine", "how the share rises", choices=("cosine", "linear", "constant", "printed"))
     update: str = key("one-shot", "when correlation is computed", choices=("one-shot", "per-epoch"))
     threshold: float = key(0.99, "energy of the past's inputs that a unit's subspace keeps", above=0, most=1)
-    sharpness: float = key(8.0, "how much ratios count beside savings in cost_aware; 0 = not at all", least=0)
-    savings: str = key("flops", "what cost_aware saves: counted, or timed here", choices=("flops", "seconds"))
     batches: int = key(8, "batches of the new task whose gradients are averaged for the ratios", least=1)
     batch_statistics: bool = key(False, "frozen norms use batch statistics (true) or their running statistics (false)")
     save_memory: bool = key(True, "keep only what backward needs; false = plain requires_grad=False")
@@ -35,13 +35,13 @@ class ProgressiveFreezing:
     def __init__(
         self,
         config: FreezingConfig,
+        policy: Policy,
         freezer: Freezer,
         epochs: int,
         generator: torch.Generator,
         savings: dict[str, Saving] | None = None,
     ) -> None:
-        self.config, self.freezer = config, freezer
-        self.policy = POLICIES[config.policy](config.sharpness)
+        self.config, self.policy, self.freezer = config, policy, freezer
         self.schedule = FreezeSchedule(config.initial, config.final, epochs, config.shape)
         self.context = Context([unit.name for unit in freezer.units], None, savings, generator)
         self.log: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ class ProgressiveFreezing:
         """Everything thaws. The first task (index 0) has no past: nothing freezes in it."""
         self.freezer.thaw()
         self.context.ratios = None
-        self.active = index > 0 and self.config.policy != "none"
+        self.active = index > 0 and self.policy.freezes
         if self.active:
             self.log.append({"task": index + 1, "ratios": {}, "order": [], "events": []})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ptlf.core.registry import Registry
 from ptlf.methods.cassle import PFR, Cassle
 from ptlf.methods.der import DER
 from ptlf.methods.finetune import Finetune, Multitask
@@ -11,15 +12,20 @@ from ptlf.methods.method import Method, MethodConfig
 from ptlf.methods.pnn import PNN
 from ptlf.methods.si import SI
 
-METHODS: dict[str, type[Method]] = {
-    "finetune": Finetune,
-    "multitask": Multitask,
-    "lump": Lump,
-    "si": SI,
-    "der": DER,
-    "pnn": PNN,
-    "cassle": Cassle,
-    "pfr": PFR,
-}
+METHODS: Registry[type[Method]] = Registry(
+    "method",
+    "ptlf.methods",
+    Method,
+    {
+        "finetune": Finetune,
+        "multitask": Multitask,
+        "lump": Lump,
+        "si": SI,
+        "der": DER,
+        "pnn": PNN,
+        "cassle": Cassle,
+        "pfr": PFR,
+    },
+)
 
 __all__ = ["METHODS", "Memory", "MemoryConfig", "Method", "MethodConfig"]

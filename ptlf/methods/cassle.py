@@ -28,6 +28,7 @@ class Cassle(Method):
     """CaSSLe: predicted projections against the previous model's, with the objective's own kind of loss."""
 
     Config = CassleConfig
+    distills = True
 
     def __init__(self, config: CassleConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)

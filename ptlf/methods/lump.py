@@ -26,6 +26,7 @@ class Lump(Method):
 
     Config = LumpConfig
     needs_memory = True
+    mixes_images = True
     baseline = True
 
     memory: Memory

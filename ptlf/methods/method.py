@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
-from ptlf.core.settings import key
+from ptlf.core.settings import Presets, key
 from ptlf.methods.memory import Memory
 from ptlf.model import Model
 
@@ -33,6 +33,9 @@ class Method(nn.Module):
     needs_memory = False
     needs_outputs = False  # the memory stores the encoder's vectors too
     freezable = True
+    mixes_images = False  # so that a label per image says nothing
+    distills = False  # compares projections with an earlier model's: the objective must know how
+    presets: ClassVar[Presets] = {}
     baseline = False  # a run of it without freezing is what costs are relative to
 
     def __init__(self, config: MethodConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.core.errors import UserError
-from ptlf.core.settings import key
+from ptlf.core.settings import Presets, key
 from ptlf.encoders import ResNet
 from ptlf.encoders.encoder import Call, call_module
 from ptlf.methods.method import Method, MethodConfig
@@ -27,6 +28,11 @@ class PNN(Method):
 
     Config = PNNConfig
     freezable = False
+    # Of ResNet-18's 64 channels, so that many columns stay affordable: remembered from LUMP's appendix, not verified.
+    presets: ClassVar[Presets] = {
+        "split-cifar100": {"method": {"width": 12 / 64}},
+        "split-tinyimagenet": {"method": {"width": 8 / 64}},
+    }
 
     @staticmethod
     def adapt_encoder(config: PNNConfig, encoder: nn.Module, tasks: int) -> nn.Module:

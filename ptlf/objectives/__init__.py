@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ptlf.core.registry import Registry
 from ptlf.objectives.barlow_twins import BarlowTwins
 from ptlf.objectives.byol import BYOL
 from ptlf.objectives.mocov2plus import MoCoV2Plus
@@ -11,14 +12,19 @@ from ptlf.objectives.simsiam import SimSiam
 from ptlf.objectives.supervised import Supervised
 from ptlf.objectives.vicreg import VICReg
 
-OBJECTIVES: dict[str, type[Objective]] = {
-    "simsiam": SimSiam,
-    "barlow_twins": BarlowTwins,
-    "mocov2plus": MoCoV2Plus,
-    "byol": BYOL,
-    "simclr": SimCLR,
-    "vicreg": VICReg,
-    "supervised": Supervised,
-}
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective",
+    "ptlf.objectives",
+    Objective,
+    {
+        "simsiam": SimSiam,
+        "barlow_twins": BarlowTwins,
+        "mocov2plus": MoCoV2Plus,
+        "byol": BYOL,
+        "simclr": SimCLR,
+        "vicreg": VICReg,
+        "supervised": Supervised,
+    },
+)
 
 __all__ = ["OBJECTIVES", "Objective", "ObjectiveConfig"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
-from ptlf.core.settings import key
+from ptlf.core.settings import Presets, key
 from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, projector
 
 
@@ -24,6 +25,10 @@ class BarlowTwinsConfig(ObjectiveConfig):
 
 class BarlowTwins(Objective):
     Config = BarlowTwinsConfig
+    presets: ClassVar[Presets] = {
+        "digits": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
+        "cassle": {"objective": {"scale": 0.1}},
+    }
 
     def __init__(self, config: BarlowTwinsConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)

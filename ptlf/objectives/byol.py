@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
-from ptlf.core.settings import key
+from ptlf.core.settings import Presets, key
 from ptlf.objectives.objective import (
     Objective,
     ObjectiveConfig,
@@ -32,6 +33,13 @@ class BYOLConfig(ObjectiveConfig):
 
 class BYOL(Objective):
     Config = BYOLConfig
+    presets: ClassVar[Presets] = {
+        "digits": {"objective": {"hidden": 256, "projection": 64, "momentum_start": 0.9}},
+        "cassle": {
+            "objective": {"momentum_start": 0.99},
+            "training": {"optimizer": {"weight_decay": 1e-5}, "lr": 0.6},
+        },
+    }
 
     teacher: MomentumTeacher
 

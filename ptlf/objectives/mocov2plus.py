@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
-from ptlf.core.settings import key
+from ptlf.core.settings import Presets, key
 from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
 from ptlf.objectives.teacher import MomentumTeacher
 
@@ -32,6 +33,13 @@ class MoCoV2PlusConfig(ObjectiveConfig):
 
 class MoCoV2Plus(Objective):
     Config = MoCoV2PlusConfig
+    presets: ClassVar[Presets] = {
+        "digits": {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
+        "cassle": {
+            "views": {"name": "cassle-moco"},
+            "training": {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "warmup": 0},
+        },
+    }
 
     teacher: MomentumTeacher
     queue: Tensor

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
-from ptlf.core.settings import key
+from ptlf.core.settings import Presets, key
 from ptlf.objectives.teacher import Teacher
 
 
@@ -32,6 +33,7 @@ class ObjectiveConfig:
 class Objective(nn.Module):
     Config: type[ObjectiveConfig] = ObjectiveConfig
     needs_labels = False
+    presets: ClassVar[Presets] = {}
 
     projector: nn.Module
     projection_dim: int
@@ -44,6 +46,11 @@ class Objective(nn.Module):
         self.projector = nn.Identity()
         self.projection_dim = feature_dim
         self.teacher = None
+
+    @classmethod
+    def can_distill(cls) -> bool:
+        """Whether it compares projections with those of an earlier model."""
+        return cls.compare is not Objective.compare and cls.distill is not Objective.distill
 
     def loss(self, features: Sequence[Tensor], batch: Batch) -> Tensor:
         return self.compare(each_view(self.projector, features), batch)

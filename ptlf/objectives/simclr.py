@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
-from ptlf.core.settings import key
+from ptlf.core.settings import Presets, key
 from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
 
 
@@ -28,6 +29,10 @@ class SimCLRConfig(ObjectiveConfig):
 
 class SimCLR(Objective):
     Config = SimCLRConfig
+    presets: ClassVar[Presets] = {
+        "digits": {"objective": {"hidden": 256, "projection": 64}},
+        "cassle": {"objective": {"temperature": 0.2}, "views": {"name": "cassle-moco"}},
+    }
 
     def __init__(self, config: SimCLRConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)

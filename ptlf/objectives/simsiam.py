@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
-from ptlf.core.settings import key
+from ptlf.core.settings import Presets, key
 from ptlf.objectives.objective import (
     Objective,
     ObjectiveConfig,
@@ -29,6 +30,13 @@ class SimSiamConfig(ObjectiveConfig):
 
 class SimSiam(Objective):
     Config = SimSiamConfig
+    presets: ClassVar[Presets] = {
+        "digits": {"objective": {"projection": 256, "bottleneck": 64}},
+        "cassle": {
+            "views": {"name": "cassle-moco"},
+            "training": {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "lr": 0.05, "warmup": 0},  # SimSiam's rate
+        },
+    }
 
     def __init__(self, config: SimSiamConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
+from ptlf.core.settings import Presets
 from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, negative_cosine
 
 
 class Supervised(Objective):
     needs_labels = True
+    presets: ClassVar[Presets] = {
+        "lump": {"views": {"name": "supervised"}},
+        "digits": {"training": {"lr": 0.06}},
+        "cassle": {
+            "views": {"name": "cassle-moco"},
+            "training": {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "lr": 0.1, "warmup": 0},
+        },
+    }
 
     def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)

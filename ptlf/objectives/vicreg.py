@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
-from ptlf.core.settings import key
+from ptlf.core.settings import Presets, key
 from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
 
 
@@ -27,6 +28,11 @@ class VICRegConfig(ObjectiveConfig):
 
 class VICReg(Objective):
     Config = VICRegConfig
+    presets: ClassVar[Presets] = {
+        "lump": {"objective": {"projection": 2048}},
+        "digits": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
+        "cassle": {"objective": {"projection": 2048}},
+    }
 
     def __init__(self, config: VICRegConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)

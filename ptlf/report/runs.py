@@ -246,8 +246,7 @@ def same_label(groups: list[Group]) -> list[list[Group]]:
 
 
 def policy_of(config: Json) -> str:
-    policy = config["freezing"]["policy"]
-    return policy["name"] if isinstance(policy, dict) else policy
+    return config["freezing"]["policy"]["name"]
 
 
 def flatten(config: Json, prefix: str = "") -> Json:

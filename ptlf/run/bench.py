@@ -18,7 +18,7 @@ from torch import nn
 
 from ptlf.core.errors import UserError
 from ptlf.freezing import Freezer, Unit, find_units
-from ptlf.freezing.policies import measure_savings, wait_for
+from ptlf.freezing.savings import measure_savings, wait_for
 from ptlf.methods import METHODS
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
@@ -246,9 +246,9 @@ def streams_for(configs: Sequence[Config], noise: int | None, size: int, tasks: 
             streams.append(make_stream(config))
             continue
         wanted = config.stream
-        count = tasks or len(wanted.groups or ()) or wanted.tasks or STREAMS[wanted.name].tasks or 1
+        count = tasks or len(wanted.groups or ()) or wanted.tasks or STREAMS.find(wanted.name).tasks or 1
         made = random_stream(size, noise, count)
-        streams.append(made.joint() if METHODS[config.method.name].joint else made)
+        streams.append(made.joint() if METHODS.find(config.method.name).joint else made)
     check_tasks(len(stream.tasks) for stream in streams)
     return streams
 

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import UserError, unknown
+from ptlf.core.errors import UserError
 from ptlf.core.randomness import derived_seed, seeded
-from ptlf.encoders import ENCODERS, feature_dim
+from ptlf.encoders import ENCODERS, EncoderConfig, feature_dim
 from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
-from ptlf.freezing.policies import measure_savings
+from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
 from ptlf.methods import METHODS, Memory, Method
 from ptlf.model import Accelerator, Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
+from ptlf.run.recipes import conflict
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.loading import ImageSource
 from ptlf.stream.pack import data_root
 from ptlf.training.compiled import CompiledParts
 from ptlf.training.engine import choose_engine
-from ptlf.training.trainer import Trainer
+from ptlf.training.optimizers import OPTIMIZERS
+from ptlf.training.rate import peak_rate
+from ptlf.training.trainer import Trainer, TrainingConfig
 from ptlf.views import named_views
 
 
@@ -48,10 +48,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def make_stream(config: Config) -> Stream:
-    if config.stream.name not in STREAMS:
-        raise unknown("stream", config.stream.name, STREAMS)
-    stream = open_stream(config.stream, STREAMS, data_root(config.data_root), config.seed)
-    return stream.joint() if METHODS[config.method.name].joint else stream
+    source = STREAMS.find(config.stream.name)
+    stream = open_stream(config.stream, source, data_root(config.data_root), config.seed)
+    return stream.joint() if METHODS.find(config.method.name).joint else stream
 
 
 def make_prober(
@@ -60,7 +59,7 @@ def make_prober(
     """`source` holds the stream's training images."""
     if not config.evaluation.enabled or not stream.eval_splits:
         return None
-    return Prober(stream, config.evaluation, prepare, source.device, source)
+    return Prober(stream, config.evaluation, config.probes, prepare, source.device, source)
 
 
 def make_gallery(
@@ -73,9 +72,9 @@ def make_gallery(
 
 
 def make_method(config: Config, stream: Stream, model: Model, view_size: int, generator: torch.Generator) -> Method:
-    kind = METHODS[config.method.name]
+    kind = METHODS.find(config.method.name)
     memory = None
-    if kind.needs_memory or POLICIES[config.freezing.policy].needs_ratios:
+    if kind.needs_memory or POLICIES.find(config.freezing.policy.name).needs_ratios:
         (fresh, *_) = named_views(config.views.memory, view_size)
         outputs = model.objective.feature_dim if kind.needs_outputs else 0
         memory = Memory(config.memory.size, stream.size, view_size, fresh, outputs, model.accelerator)
@@ -83,8 +82,17 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
         return kind(config.method, model, memory, generator)
 
 
+def make_optimizer(config: TrainingConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    rate: float | Tensor = peak_rate(config)
+    if parameters[0].is_cuda:  # a captured step reads the rate from the device
+        rate = torch.tensor(rate, device=parameters[0].device)
+    return OPTIMIZERS.find(config.optimizer.name).make(config.optimizer, parameters, rate)
+
+
 def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) -> ProgressiveFreezing:
     encoder = trainer.model.encoder
+    policy = POLICIES.find(config.freezing.policy.name)(config.freezing.policy)
     example = torch.zeros(2, 3, trainer.view_size, trainer.view_size, device=trainer.device)
     try:
         freezer = Freezer(
@@ -96,26 +104,26 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
             save_memory=config.freezing.save_memory,
         )
     except ValueError as error:
-        if config.freezing.policy != "none":
+        if policy.freezes:
             raise UserError(f"encoder {config.encoder.name!r} cannot freeze: {error}") from None
         freezer = Freezer(encoder, trainer.optimizer, units=[], save_memory=False)
-    if config.freezing.policy != "none" and not freezer.units:
+    if policy.freezes and not freezer.units:
         raise UserError(
             f"encoder {config.encoder.name!r} has no convolution or linear layer that trains and could freeze; "
             "use --freezing.policy none"
         )
     savings = None
-    if POLICIES[config.freezing.policy].needs_savings:
-        if config.freezing.savings == "seconds":  # which depend on the step's size, type and layout
+    if policy.savings_by:
+        if policy.savings_by == "seconds":  # which depend on the step's size, type and layout
             layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
             rows = config.training.batch * len(trainer.view_specs)
             example = example[:1].expand(rows, -1, -1, -1).contiguous(memory_format=layout)
         low = trainer.model.dtype is torch.bfloat16
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
-            savings = measure_savings(encoder, freezer.units, example, by=config.freezing.savings)
+            savings = measure_savings(encoder, freezer.units, example, by=policy.savings_by)
         savings = processes.broadcast_object(savings)  # each process would time others, and choose others
-    freezing = ProgressiveFreezing(config.freezing, freezer, config.training.epochs, generator, savings)
-    if config.freezing.policy != "none" and freezing.schedule.most(len(freezer.units)) == 0:
+    freezing = ProgressiveFreezing(config.freezing, policy, freezer, config.training.epochs, generator, savings)
+    if policy.freezes and freezing.schedule.most(len(freezer.units)) == 0:
         processes.warn(
             f"ptlf: warning: freezing.final {config.freezing.final} of {len(freezer.units)} units is less than one: "
             "nothing will freeze"
@@ -123,30 +131,24 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     return freezing
 
 
-def make_encoder(name: str, seed: int) -> nn.Module:
-    """An encoder of ours by name, or anybody's as "package.module:function". Its weights follow from the seed."""
+def make_encoder(config: EncoderConfig, seed: int) -> nn.Module:
+    """Its weights follow from the seed."""
+    entry = ENCODERS.find(config.name)
     with seeded(seed, "encoder"):
-        if name in ENCODERS:
-            return ENCODERS[name]()
-        if ":" not in name:
-            raise unknown("encoder", name, ENCODERS)
-        module, _, function = name.partition(":")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # as `python -m` has it
         try:
-            made = getattr(importlib.import_module(module), function)()
+            made = entry.make(config)
         except Exception as error:
-            raise UserError(f"encoder.name is {name!r}, which cannot be imported and called: {error}") from None
-        if not isinstance(made, nn.Module):
-            raise UserError(f"encoder.name is {name!r}, which gives {type(made).__name__}, not a torch module")
-        return made
+            raise UserError(f"encoder {config.name!r} cannot be made: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise UserError(f"encoder {config.name!r} gives {type(made).__name__}, not a torch module")
+    return made
 
 
 def make_model(config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module | None) -> Model:
-    encoder = encoder or make_encoder(config.encoder.name, config.seed)
+    encoder = encoder or make_encoder(config.encoder, config.seed)
     with seeded(config.seed, "adapted encoder"):
-        encoder = METHODS[config.method.name].adapt_encoder(config.method, encoder, len(stream.tasks))
-    objective = OBJECTIVES[config.objective.name]
+        encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, len(stream.tasks))
+    objective = OBJECTIVES.find(config.objective.name)
     with seeded(config.seed, "objective"):
         try:
             heads = objective(config.objective, encoder, feature_dim(encoder, size), len(stream.data.names))
@@ -165,21 +167,19 @@ def on_gpu(setting: bool | None, device: torch.device) -> bool:
 
 
 def check_combination(config: Config, stream: Stream) -> None:
-    if config.freezing.policy not in POLICIES:
-        raise unknown("freezing policy", config.freezing.policy, POLICIES)
+    objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
     if config.freezing.initial > config.freezing.final:
         raise UserError(
             f"freezing.initial is {config.freezing.initial}, more than freezing.final, {config.freezing.final}; "
             "what is frozen stays frozen, so the share can only rise"
         )
-    if config.freezing.policy != "none" and not METHODS[config.method.name].freezable:
-        raise UserError(f"method {config.method.name!r} freezes whole columns itself; use --freezing.policy none")
-    if OBJECTIVES[config.objective.name].needs_labels:
-        if config.method.name == "lump":
-            raise UserError(
-                "objective 'supervised' cannot be mixed by method 'lump': its labels are not mixed; use finetune"
-            )
-        if stream.data.folders == "tasks":
-            raise UserError(
-                "objective 'supervised' needs labels, and a folder per task has none; choose another objective"
-            )
+    if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
+        raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")
+    if why := conflict(objective, method):
+        names = f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}"
+        raise UserError(f"{names}: {why}")
+    if objective.needs_labels and stream.data.folders == "tasks":
+        raise UserError(
+            f"objective {config.objective.name!r} needs labels, and a folder per task has none; "
+            "choose another objective"
+        )

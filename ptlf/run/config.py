@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,13 @@ from typing import Any
 import yaml
 
 from ptlf.core.errors import UserError
-from ptlf.core.settings import as_dict, build, key, merge, parse_overrides, section
-from ptlf.encoders import EncoderConfig
-from ptlf.evaluation import EvaluationConfig
+from ptlf.core.settings import as_dict, build, key, section
+from ptlf.encoders import ENCODERS, EncoderConfig
+from ptlf.evaluation import PROBES, EvaluationConfig, ProbeConfig
 from ptlf.freezing import FreezingConfig
 from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
-from ptlf.run.recipes import DEFAULT, recipe
-from ptlf.stream import StreamConfig
+from ptlf.stream import STREAMS, StreamConfig
 from ptlf.training.checkpoint import CheckpointConfig
 from ptlf.training.distributed import DistributedConfig
 from ptlf.training.trainer import TrainingConfig
@@ -30,24 +29,22 @@ class Config:
     seed: int = key(0, "everything random follows from it", least=0)
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto = cuda where there is one")
     data_root: str | None = key(None, "folder of packed data sets; null = $PTLF_DATA, else ~/.cache/ptlf")
-    stream: StreamConfig = section(StreamConfig)
+    stream: StreamConfig = section(StreamConfig, family=STREAMS)
     views: ViewsConfig = section(ViewsConfig)
-    encoder: EncoderConfig = section(EncoderConfig)
-    objective: ObjectiveConfig = section(ObjectiveConfig, family=OBJECTIVES, noun="objective")
-    method: MethodConfig = section(MethodConfig, family=METHODS, noun="method")
+    encoder: EncoderConfig = section(EncoderConfig, family=ENCODERS)
+    objective: ObjectiveConfig = section(ObjectiveConfig, family=OBJECTIVES)
+    method: MethodConfig = section(MethodConfig, family=METHODS)
     memory: MemoryConfig = section(MemoryConfig)
     freezing: FreezingConfig = section(FreezingConfig)
     training: TrainingConfig = section(TrainingConfig)
     evaluation: EvaluationConfig = section(EvaluationConfig)
+    probes: dict[str, ProbeConfig] = section(ProbeConfig, family=PROBES, each=True)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     distributed: DistributedConfig = section(DistributedConfig)
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
-    """A checked configuration. The sections chosen by name are always built as the member their name says."""
-    values = dict(values)
-    for name in ("objective", "method"):
-        values.setdefault(name, {})
+    """A checked configuration."""
     return build(Config, values)
 
 
@@ -68,14 +65,3 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     return yaml.safe_dump(as_dict(config), sort_keys=False)
-
-
-def resolve_config(recipe_name: str | None, file: Path | None, overrides: Sequence[str]) -> Config:
-    """The configuration: command line over file over recipe (the one named, or the file's, or the default)."""
-    values = read_yaml(file) if file is not None else {}
-    if recipe_name and values.get("recipe") not in (None, recipe_name):
-        raise UserError(
-            f"{file} is of recipe {values['recipe']}, and --recipe says {recipe_name}; leave one of them out"
-        )
-    base = recipe(recipe_name or values.get("recipe") or DEFAULT)
-    return from_dict(merge(merge(base, values), parse_overrides(overrides)))

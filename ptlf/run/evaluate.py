@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,17 @@ from ptlf.run.folder import load_encoder
 from ptlf.run.parts import Parts
 
 
-def evaluate_run(folder: Path, config: Config, family: str | None = None) -> tuple[dict[str, Any], list[str]]:
+def evaluate_run(folder: Path, config: Config, chosen: Sequence[str] | None = None) -> tuple[dict[str, Any], list[str]]:
     """The probes on a finished run's encoder, with the settings in `config`; and the names of the eval splits.
 
-    family: only knn, linear or ridge; without it, those the settings enable.
+    chosen: only these probes; without it, those the settings enable.
     """
     parts = Parts(replace(config, evaluation=replace(config.evaluation, enabled=True)))
     load_encoder(folder, parts.model.encoder)
     if parts.prober is None:
         raise UserError(f"the run in {folder} has no labelled test images to evaluate on")
-    if family is not None:
-        parts.prober.choose(family)
+    if chosen is not None:
+        parts.prober.choose(chosen)
     rows = parts.prober.rows(parts.model.encoder, len(parts.stream.tasks))
     settings = parts.prober.settings()
     probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}

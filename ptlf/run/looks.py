@@ -11,7 +11,7 @@ import torch
 
 from ptlf.core import processes
 from ptlf.freezing.correlation import TaskCorrelation
-from ptlf.freezing.policies import Ratios
+from ptlf.freezing.policy import Ratios
 from ptlf.run.config import Config
 from ptlf.run.folder import RunFiles
 from ptlf.run.sanity import check_numbers, warn_of_collapse

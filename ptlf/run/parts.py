@@ -16,6 +16,7 @@ from ptlf.run.build import (
     make_gallery,
     make_method,
     make_model,
+    make_optimizer,
     make_prober,
     make_stream,
     on_gpu,
@@ -24,7 +25,7 @@ from ptlf.run.config import Config
 from ptlf.stream import Stream
 from ptlf.stream.loading import ImageSource
 from ptlf.training.distributed import make_alike
-from ptlf.training.optimizer import check_warmup, make_optimizer
+from ptlf.training.rate import check_warmup
 from ptlf.training.trainer import Trainer, check_batch
 from ptlf.views import named_views, normalise
 

@@ -1,104 +1,76 @@
-"""Recipes STREAM/OBJECTIVE/METHOD: a complete configuration from a stream's, an objective's and a method's settings.
+"""Recipes STREAM/OBJECTIVE/METHOD: a complete configuration from the stream's protocol and from what the objective and
+the method need there (`presets`). METHOD is a method or one of `VARIANTS`.
 
 `EXPECTED` says what a recipe takes and gives, for those that were run; the runs are kept in `results/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from ptlf.core.errors import unknown
-from ptlf.core.settings import merge
+from ptlf.core.errors import UserError, unknown
+from ptlf.core.settings import merge, parse_overrides
+from ptlf.freezing import POLICIES
+from ptlf.freezing.policy import PolicyConfig
+from ptlf.methods import METHODS, Method
+from ptlf.objectives import OBJECTIVES, Objective
+from ptlf.run.config import Config, from_dict, read_yaml
+from ptlf.stream import STREAMS
+
+Settings = Mapping[str, Any]
 
 # A checkpoint of ResNet-18 with its heads is 150 MB; writing one takes longer than an epoch of Split CIFAR-10 on a GPU.
-RARELY: dict[str, Any] = {"every_epochs": 0, "every_minutes": 2}
-LUMP_PROTOCOL: dict[str, Any] = {
-    "views": {"name": "lump", "memory": "memory"},
-    "encoder": {"name": "resnet18"},
-    "training": {"epochs": 200, "batch": 256, "lr": 0.03, "momentum": 0.9, "weight_decay": 5e-4},
-    "memory": {"size": 256},
-    "checkpoint": RARELY,
-}
-CASSLE_PROTOCOL: dict[str, Any] = {
-    "stream": {"class_order": "seeded"},
-    "views": {"name": "cassle-barlow", "memory": "cassle-moco", "size": 224},
-    "encoder": {"name": "resnet18-imagenet"},
-    "training": {
-        "epochs": 400,
-        "batch": 256,
-        "optimizer": "lars",
-        "lr": 0.4,
-        "momentum": 0.9,
-        "weight_decay": 1e-4,
-        "schedule": "cosine",
-        "warmup": 10,
+RARELY: Settings = {"every_epochs": 0, "every_minutes": 2}
+PROTOCOLS: Mapping[str, Settings] = {
+    "lump": {
+        "views": {"name": "lump", "memory": "memory"},
+        "encoder": {"name": "resnet18"},
+        "training": {
+            "epochs": 200,
+            "batch": 256,
+            "optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 5e-4},
+            "lr": 0.03,
+        },
+        "memory": {"size": 256},
+        "checkpoint": RARELY,
     },
-    "memory": {"size": 256},
-    "evaluation": {"linear": {"enabled": True}},
-    "checkpoint": RARELY,
-}
-STREAMS: dict[str, dict[str, Any]] = {
+    "cassle": {
+        "stream": {"class_order": "seeded"},
+        "views": {"name": "cassle-barlow", "memory": "cassle-moco", "size": 224},
+        "encoder": {"name": "resnet18-imagenet"},
+        "training": {
+            "epochs": 400,
+            "batch": 256,
+            "optimizer": {"name": "lars", "momentum": 0.9, "weight_decay": 1e-4},
+            "lr": 0.4,
+            "schedule": "cosine",
+            "warmup": 10,
+        },
+        "memory": {"size": 256},
+        "probes": {"linear": {"enabled": True}},
+        "checkpoint": RARELY,
+    },
     "digits": {
         "views": {"name": "digits", "memory": "digits"},
         "encoder": {"name": "resnet18-mini"},
-        "training": {"epochs": 30, "batch": 64, "lr": 0.3, "momentum": 0.9, "weight_decay": 5e-4},
+        "training": {
+            "epochs": 30,
+            "batch": 64,
+            "optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 5e-4},
+            "lr": 0.3,
+        },
         "memory": {"size": 64},
-        "evaluation": {"knn_class": {"k": 20}},
+        "probes": {"knn_class": {"k": 20}},
     },
-    "split-cifar10": LUMP_PROTOCOL,
-    "split-cifar100": LUMP_PROTOCOL,
-    "split-tinyimagenet": LUMP_PROTOCOL,
-    "imagenet100": CASSLE_PROTOCOL,
-    "folder": LUMP_PROTOCOL,
 }
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "simsiam": {},
-    "barlow_twins": {},
-    "mocov2plus": {},
-    "byol": {},
-    "simclr": {},
-    "vicreg": {"objective": {"projection": 2048}},
-    "supervised": {"views": {"name": "supervised"}},
+VARIANTS: Mapping[str, Mapping[str, str]] = {  # methods with freezing
+    "ptlf": {"method": "lump", "policy": "correlation"},
+    "ptlf-cost": {"method": "lump", "policy": "cost_aware"},
+    "cassle-ptlf": {"method": "cassle", "policy": "correlation"},
+    "layerwise": {"method": "finetune", "policy": "correlation"},
 }
-METHODS: dict[str, dict[str, Any]] = {
-    "finetune": {"method": {"name": "finetune"}},
-    "multitask": {"method": {"name": "multitask"}},
-    "si": {"method": {"name": "si"}},
-    "der": {"method": {"name": "der"}},
-    "pnn": {"method": {"name": "pnn"}},
-    "cassle": {"method": {"name": "cassle"}},
-    "pfr": {"method": {"name": "pfr"}},
-    "lump": {"method": {"name": "lump"}},
-    "ptlf": {"method": {"name": "lump"}, "freezing": {"policy": "correlation"}},
-    "ptlf-cost": {"method": {"name": "lump"}, "freezing": {"policy": "cost_aware"}},
-    "cassle-ptlf": {"method": {"name": "cassle"}, "freezing": {"policy": "correlation"}},
-    "layerwise": {"method": {"name": "finetune"}, "freezing": {"policy": "correlation"}},
-}
-# Of ResNet-18's 64 channels, so that many columns stay affordable: remembered from LUMP's appendix, not verified.
-PNN_WIDTHS = {"split-cifar10": 1.0, "split-cifar100": 12 / 64, "split-tinyimagenet": 8 / 64}
-DIGITS: dict[str, dict[str, Any]] = {  # heads and rates for the small network, in place of OBJECTIVES
-    "simsiam": {"objective": {"projection": 256, "bottleneck": 64}},
-    "barlow_twins": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
-    "mocov2plus": {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
-    "byol": {"objective": {"hidden": 256, "projection": 64, "momentum_start": 0.9}},
-    "simclr": {"objective": {"hidden": 256, "projection": 64}},
-    "vicreg": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
-    "supervised": {"training": {"lr": 0.06}},
-}
-EQUAL_VIEWS = {"name": "cassle-moco", "memory": "cassle-moco", "size": 224}
-SGD_COSINE = {"optimizer": "sgd", "warmup": 0}
-IMAGENET100: dict[str, dict[str, Any]] = {  # CaSSLe's scripts where they have the objective, in place of OBJECTIVES
-    "simsiam": {"views": EQUAL_VIEWS, "training": {**SGD_COSINE, "lr": 0.05}},  # SimSiam's own rate
-    "barlow_twins": {"objective": {"scale": 0.1}},
-    "mocov2plus": {"views": EQUAL_VIEWS, "training": SGD_COSINE},
-    "byol": {"objective": {"momentum_start": 0.99}, "training": {"lr": 0.6, "weight_decay": 1e-5}},
-    "simclr": {"objective": {"temperature": 0.2}, "views": EQUAL_VIEWS},
-    "vicreg": {"objective": {"projection": 2048}},
-    "supervised": {"views": EQUAL_VIEWS, "training": {**SGD_COSINE, "lr": 0.1}},
-}
-HEADS = {"digits": DIGITS, "imagenet100": IMAGENET100}
-SUPERVISED_METHODS = ("finetune", "layerwise", "multitask")  # the paper's; `layerwise` is for these alone
 
 DEFAULT = "digits/simsiam/ptlf"
 EXPECTED: dict[str, str] = {
@@ -111,42 +83,70 @@ EXPECTED: dict[str, str] = {
 
 
 def names() -> list[str]:
-    return [
-        f"{stream}/{objective}/{method}"
-        for stream in STREAMS
+    """Every stream with every objective and every method or variant that goes with it."""
+    methods = {**{name: name for name in METHODS}, **{name: variant["method"] for name, variant in VARIANTS.items()}}
+    pairs = [
+        f"{objective}/{name}"
         for objective in OBJECTIVES
-        for method in METHODS
-        if (method in SUPERVISED_METHODS if objective == "supervised" else method != "layerwise")
+        for name, method in methods.items()
+        if conflict(OBJECTIVES[objective], METHODS[method]) is None
     ]
+    return [f"{stream}/{pair}" for stream in STREAMS for pair in pairs]
 
 
-def recipe(name: str) -> Mapping[str, Any]:
+def conflict(objective: type[Objective], method: type[Method]) -> str | None:
+    """Why the objective cannot be trained with the method, and what to do, if it cannot."""
+    if objective.needs_labels and method.mixes_images:
+        return "the method mixes images, and their labels are not mixed; use --method finetune"
+    if method.distills and not objective.can_distill():
+        return (
+            "the method compares projections with an earlier model's, which the objective does not say how to do; "
+            "give it `compare` and `distill`, or use another method"
+        )
+    return None
+
+
+def recipe(name: str) -> Settings:
     """The recipe's settings as a nested dict, with `recipe` naming it."""
     if name not in names():
         raise unknown("recipe", name, names())
     stream, objective, method = name.split("/")
-    settings = merge(STREAMS[stream], {"recipe": name, "stream": {"name": stream}, "objective": {"name": objective}})
-    settings = merge(settings, HEADS.get(stream, OBJECTIVES)[objective])
-    settings = merge(settings, METHODS[method])
-    if method == "pnn" and stream in PNN_WIDTHS:
-        settings = merge(settings, {"method": {"width": PNN_WIDTHS[stream]}})
-    return settings
+    policy = {"freezing": {"policy": VARIANTS[method]["policy"]}} if method in VARIANTS else {}
+    method = VARIANTS[method]["method"] if method in VARIANTS else method
+    protocol = STREAMS[stream].protocol
+    if protocol not in PROTOCOLS:
+        raise unknown("protocol", protocol, PROTOCOLS)
+    chosen = {
+        "recipe": name,
+        **{"stream": {"name": stream}, "objective": {"name": objective}, "method": {"name": method}},
+    }
+    presets = [
+        member.presets.get(place, {})
+        for member in (OBJECTIVES[objective], METHODS[method])
+        for place in dict.fromkeys((protocol, stream))
+    ]
+    return merge(Config, PROTOCOLS[protocol], chosen, *presets, policy)
 
 
-def name_of(config: Mapping[str, Any]) -> str:
-    """STREAM/OBJECTIVE/METHOD of these settings: the recipe's words where they still hold, and how it freezes where
-    the method's word does not say so."""
-    chosen = [config[section]["name"] for section in ("stream", "objective", "method")]
-    words = (config.get("recipe") or "").split("/")
-    if len(words) != len(chosen):
-        words = chosen
-    meant = METHODS.get(words[2], {})
-    names = [*words[:2], meant.get("method", {}).get("name", words[2])]
-    kept = [word if name == now else now for word, name, now in zip(words, names, chosen, strict=True)]
-    name, policy = "/".join(kept), config["freezing"]["policy"]
-    usual = METHODS.get(kept[2], {}).get("freezing", {}).get("policy", "none")
-    if policy == usual:
+def name_of(config: Settings) -> str:
+    """STREAM/OBJECTIVE/METHOD of these settings: the recipe's variant where its method still holds, and how it freezes
+    where that word does not say so."""
+    stream, objective, method = (config[section]["name"] for section in ("stream", "objective", "method"))
+    word = (config.get("recipe") or "").rpartition("/")[2]
+    if VARIANTS.get(word, {}).get("method") != method:
+        word = method
+    name, policy = f"{stream}/{objective}/{word}", config["freezing"]["policy"]["name"]
+    if policy == VARIANTS.get(word, {}).get("policy", PolicyConfig().name):
         return name
-    if policy == "none":
-        return f"{name}, no freezing"
-    return f"{name} + {policy} freezing"
+    return f"{name} + {policy} freezing" if POLICIES.find(policy).freezes else f"{name}, no freezing"
+
+
+def resolve_config(recipe_name: str | None, file: Path | None, overrides: Sequence[str]) -> Config:
+    """The configuration: command line over file over recipe (the one named, or the file's, or the default)."""
+    values = read_yaml(file) if file is not None else {}
+    if recipe_name and values.get("recipe") not in (None, recipe_name):
+        raise UserError(
+            f"{file} is of recipe {values['recipe']}, and --recipe says {recipe_name}; leave one of them out"
+        )
+    base = recipe(recipe_name or values.get("recipe") or DEFAULT)
+    return from_dict(merge(Config, base, values, parse_overrides(Config, overrides)))

@@ -26,7 +26,7 @@ class Record:
     per_epoch: list[dict[str, Any]] = field(default_factory=list)
     matrices: dict[str, list[Row]] = field(default_factory=dict)  # a row after every task, by probe
     untrained: dict[str, Row] = field(default_factory=dict)
-    future: Row = field(default_factory=list)  # accuracies on tasks yet to come
+    future: dict[str, Row] = field(default_factory=dict)  # accuracies on tasks yet to come, by probe
     newly_frozen: list[str] = field(default_factory=list)  # in the epoch that runs
     spent_before: dict[str, float] = field(default_factory=dict)  # seconds by purpose, when it began
     warned: bool = False  # of a collapse
@@ -61,10 +61,11 @@ class Record:
         self.per_epoch.append(line)
         return line
 
-    def end_task(self, rows: Mapping[str, Row], future: Row) -> None:
+    def end_task(self, rows: Mapping[str, Row], future: Mapping[str, Row]) -> None:
         for probe, row in rows.items():
             self.matrices.setdefault(probe, []).append(row)
-        self.future += future
+        for probe, row in future.items():
+            self.future.setdefault(probe, []).extend(row)
 
     def probes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """By probe."""
@@ -74,8 +75,8 @@ class Record:
             values: dict[str, Any] = {"settings": settings[probe], "untrained": before}
             values["untrained_accuracy"] = evaluation.accuracy([before]) if before else None
             values |= evaluation.summary(self.matrices.get(probe, []))
-            if probe == "knn_task" and self.future:
-                values["forward_transfer"] = evaluation.forward_transfer(self.future, before[1 : 1 + len(self.future)])
+            if future := self.future.get(probe):
+                values["forward_transfer"] = evaluation.forward_transfer(future, before[1 : 1 + len(future)])
             found[probe] = values
         return found
 

@@ -79,7 +79,7 @@ class State(Parts):
             "ptlf_version": ptlf.__version__,
             "commit": self.commit,
             "name": name_of(as_dict(self.config)),
-            "baseline": type(self.method).baseline and self.config.freezing.policy == "none",
+            "baseline": type(self.method).baseline and not self.freezing.policy.freezes,
             "status": self.status,
             "config": as_dict(self.config),
             "environment": environment(self.device) | arithmetic,

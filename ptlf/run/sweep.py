@@ -10,9 +10,10 @@ from typing import Any
 
 from ptlf.core.settings import as_dict
 from ptlf.run.build import make_stream
-from ptlf.run.config import Config, resolve_config
+from ptlf.run.config import Config
 from ptlf.run.folder import finished
 from ptlf.run.loop import Run
+from ptlf.run.recipes import resolve_config
 from ptlf.run.results import check_alike, read_results
 from ptlf.run.watcher import Watcher
 from ptlf.training.process import Stopped

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +23,14 @@ class StreamEntry:
     pack: str | None = None
     tasks: int | None = None
     classes: int | None = None
-    embedded: Callable[[], Dataset] | None = None
+    embedded: Callable[[Any], Dataset] | None = None  # makes the images, from an instance of Config
+    Config: type[StreamConfig] = StreamConfig
+    protocol: str = "lump"  # the settings its recipes start from
+
+
+def from_function(make: Callable[[], Dataset]) -> StreamEntry:
+    """The entry of a function that takes no settings."""
+    return StreamEntry("", embedded=lambda config: make())
 
 
 def packed(root: Path, name: str) -> Dataset:
@@ -32,7 +41,12 @@ def packed(root: Path, name: str) -> Dataset:
     return Dataset(name, tuple(pack.names), splits["train"], splits.get("test"), pack.folders)
 
 
-def digits() -> Dataset:
+def digits(config: StreamConfig | None = None) -> Dataset:
+    return load_digits_once()
+
+
+@functools.cache
+def load_digits_once() -> Dataset:
     """scikit-learn's 1797 handwritten digits, 8x8 grey enlarged to 16x16 RGB; every fifth image is a test image."""
     from sklearn.datasets import load_digits
 
@@ -45,12 +59,11 @@ def digits() -> Dataset:
     return Dataset("digits", tuple(str(digit) for digit in range(10)), train, test)
 
 
-def open_stream(config: StreamConfig, sources: dict[str, StreamEntry], root: Path, seed: int) -> Stream:
-    source = sources[config.name]
+def open_stream(config: StreamConfig, source: StreamEntry, root: Path, seed: int) -> Stream:
     if source.embedded is not None:
         if config.pack is not None:
             raise UserError(f"stream {config.name!r} is embedded and reads no stream.pack; use --stream.name folder")
-        data = source.embedded()
+        data = source.embedded(config)
     else:
         pack = config.pack or source.pack
         if pack is None:

@@ -17,7 +17,7 @@ from ptlf.core import processes
 from ptlf.core.batch import Batch
 from ptlf.core.errors import UserError
 from ptlf.core.randomness import Randomness
-from ptlf.core.settings import key
+from ptlf.core.settings import key, section
 from ptlf.freezing.correlation import unchanged
 from ptlf.methods import Method
 from ptlf.model import Model
@@ -27,14 +27,15 @@ from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, re
 from ptlf.training.distributed import Parallel, average_statistics
 from ptlf.training.engine import ENGINES, choose_engine, make_engine
 from ptlf.training.fused_resnet import folded
-from ptlf.training.optimizer import OptimizerConfig, learning_rate, set_rate, settle_momentum
+from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
+from ptlf.training.rate import RateConfig, learning_rate, set_rate
 from ptlf.views import View, apply_view, draw, make_views
 
 
 @dataclass
-class TrainingConfig(OptimizerConfig):
+class TrainingConfig(RateConfig):
+    optimizer: OptimizerConfig = section(OptimizerConfig, family=OPTIMIZERS)
     epochs: int = key(200, "passes over each task's images", least=1)
-    batch: int = key(256, "images per step, of all processes (each gives two views)", least=2)
     last_batch: str = key("use", "what to do with an epoch's last, smaller batch", choices=("use", "drop"))
     precision: str = key("auto", "the encoder's arithmetic; auto = bf16 on a GPU", choices=("auto", "fp32", "bf16"))
     channels_last: bool | None = key(None, "memory layout of images and convolutions; null = on a GPU")
@@ -100,7 +101,9 @@ class Trainer:
     def __post_init__(self) -> None:
         self.engine_kind = choose_engine(self.config.engine, self.device)
         self.engine = make_engine(self.engine_kind, self.step, self.device, self.config.batch)
-        self.momentum: dict[Tensor, Tensor] = {}  # of all that ever trained: a captured step finds it where it was
+        self.update_rule = OPTIMIZERS.find(self.config.optimizer.name)
+        self.kept_state: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter that ever trained, see prepare_state
+        self.rebuilds = 0
         self.parallel: Parallel | None = None  # where several processes share the run, from an epoch's start on
 
     def arithmetic(self) -> dict[str, Any]:
@@ -155,9 +158,13 @@ class Trainer:
         """A unit froze or thawed, or a task began: the engine captures the step again, or reuses a kept graph. Returns
         the key of the step's operations."""
         self.optimizer.zero_grad(set_to_none=True)
-        settle_momentum(self.optimizer, self.momentum if self.engine_kind == "captured" else {})
+        self.rebuilds += 1
+        kept = self.kept_state if self.engine_kind == "captured" else {}
+        complete = prepare_state(self.update_rule, self.optimizer, kept)
         name = f"{self.method.branch()} {variant(self.model)} {variant(self.method)}"
-        self.engine.rebuild(name, tuple(tensor.data_ptr() for tensor in self.held()))
+        addresses = tuple(tensor.data_ptr() for tensor in self.held())
+        # State that the first step will create has no address yet: then no earlier graph may be replayed.
+        self.engine.rebuild(name, addresses if complete else (*addresses, self.rebuilds))
         self.parallel = None
         return name
 

@@ -1,41 +1,21 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ptlf.core.errors import UserError
-from ptlf.core.settings import as_dict, describe, merge, nested, parse
+from ptlf.core.settings import as_dict, describe, merge, nested, parse, parse_overrides
+from ptlf.evaluation import PROBES
 from ptlf.methods.lump import LumpConfig
 from ptlf.run.config import Config, from_dict, to_yaml
-from ptlf.run.recipes import name_of, names, recipe
-
-
-def test_every_recipe_is_a_complete_configuration() -> None:
-    for name in names():
-        config = from_dict(recipe(name))
-        assert config.recipe == name
-        assert config.stream.name == name.split("/")[0]
-        assert config.objective.name == name.split("/")[1]
-
-
-def test_every_row_of_the_paper_has_a_recipe() -> None:
-    rows = ("finetune", "pnn", "si", "der", "cassle", "lump", "ptlf", "multitask")
-    streams = ("split-cifar10", "split-cifar100", "split-tinyimagenet")
-    wanted = {f"{stream}/{o}/{row}" for stream in streams for o in ("simsiam", "barlow_twins") for row in rows}
-    wanted |= {f"imagenet100/{o}/{row}" for o in ("barlow_twins", "mocov2plus") for row in ("cassle", "cassle-ptlf")}
-    wanted |= {f"{stream}/supervised/{row}" for stream in streams for row in ("finetune", "layerwise")}
-    assert wanted <= set(names())
-    barlow, moco = (from_dict(recipe(f"imagenet100/{o}/cassle-ptlf")) for o in ("barlow_twins", "mocov2plus"))
-    assert (barlow.training.optimizer, barlow.training.warmup, barlow.views.name) == ("lars", 10, "cassle-barlow")
-    assert (moco.training.optimizer, moco.training.warmup, moco.views.name) == ("sgd", 0, "cassle-moco")
-    assert barlow.views.size == moco.views.size == 224
-    assert (moco.method.name, moco.freezing.policy, moco.evaluation.linear.enabled) == ("cassle", "correlation", True)
-    assert from_dict(recipe("split-cifar100/simsiam/pnn")).method.width == 12 / 64
+from ptlf.run.recipes import recipe
 
 
 def test_a_configuration_survives_yaml() -> None:
     import yaml
 
-    config = from_dict(merge(recipe("digits/simsiam/lump"), nested("method.alpha", 0.7)))
+    config = from_dict(merge(Config, recipe("digits/simsiam/lump"), nested("method.alpha", 0.7)))
     again = from_dict(yaml.safe_load(to_yaml(config)))
     assert again == config
     assert isinstance(again.method, LumpConfig)
@@ -63,7 +43,11 @@ def test_a_configuration_survives_yaml() -> None:
         ("method.name", "fintune", "unknown method 'fintune'; did you mean 'finetune'?"),
         ("method.alpha", 0.4, "unknown key 'method.alpha'"),
         ("stream.groups", 3, "stream.groups must be a list of lists or null, not 3"),
-        ("evaluation.knn_class.k", 0, "evaluation.knn_class.k must be at least 1, not 0"),
+        ("probes.knn_class.k", 0, "probes.knn_class.k must be at least 1, not 0"),
+        ("probes.knn.k", 0, "unknown probe 'knn'; did you mean 'knn_task'?"),
+        ("probes", 3, "probes must hold keys and values, not 3"),
+        ("freezing.policy", "corelation", "unknown freezing policy 'corelation'; did you mean 'correlation'?"),
+        ("freezing.policy", 3, "freezing.policy must hold keys and values, not 3"),
         ("seed", "x", "seed must be a whole number, not 'x'"),
     ],
 )
@@ -84,36 +68,60 @@ def test_classes_by_number_stay_numbers() -> None:
     assert from_dict(nested("stream.groups", [[0, "bird"], [2]])).stream.groups == [[0, "bird"], [2]]
 
 
+def merged(*layers: dict[str, Any]) -> dict[str, Any]:
+    return merge(Config, *layers)
+
+
 def test_merge_keeps_a_section_unless_it_is_renamed() -> None:
     base = {"method": {"name": "lump", "alpha": 1}, "seed": 1}
-    assert merge(base, {"method": {"alpha": 2}}) == {"method": {"name": "lump", "alpha": 2}, "seed": 1}
-    assert merge(base, {"method": {"name": "finetune"}})["method"] == {"name": "finetune"}
+    assert merged(base, {"method": {"alpha": 2}}) == {"method": {"name": "lump", "alpha": 2}, "seed": 1}
+    assert merged(base, {"method": {"name": "finetune"}})["method"] == {"name": "finetune"}
     assert base["method"] == {"name": "lump", "alpha": 1}
-    assert merge({"method": {"alpha": 3}}, {"method": {"name": "lump"}})["method"] == {"alpha": 3, "name": "lump"}
-    views = {"views": {"name": "lump", "size": 224}}
-    assert merge(views, {"views": {"name": "cassle-moco"}})["views"] == {"name": "cassle-moco", "size": 224}
+    assert merged({"method": {"alpha": 3}}, {"method": {"name": "lump"}})["method"] == {"alpha": 3, "name": "lump"}
+    views = {"views": {"name": "lump", "size": 224}}  # which belongs to no particular views
+    assert merged(views, {"views": {"name": "cassle-moco"}})["views"] == {"name": "cassle-moco", "size": 224}
+
+
+def test_merge_reaches_sections_within_sections() -> None:
+    base = {"training": {"lr": 1, "optimizer": {"name": "lars", "momentum": 0.5, "eta": 1}}}
+    kept = merged(base, {"training": {"optimizer": {"eta": 2}}})
+    assert kept == {"training": {"lr": 1, "optimizer": {"name": "lars", "momentum": 0.5, "eta": 2}}}
+    renamed = merged(base, {"training": {"optimizer": {"name": "sgd", "momentum": 0.1}}})
+    assert renamed == {"training": {"lr": 1, "optimizer": {"name": "sgd", "momentum": 0.1}}}
+    probes = merged({"probes": {"linear": {"lr": 1}}}, {"probes": {"linear": {"epochs": 2}, "ridge": {"penalty": 3}}})
+    assert probes == {"probes": {"linear": {"lr": 1, "epochs": 2}, "ridge": {"penalty": 3}}}
+
+
+def test_plain_text_is_the_name_of_a_section() -> None:
+    config = from_dict(
+        {"objective": "simclr", "freezing": {"policy": "cost_aware"}, "training": {"optimizer": "adamw"}}
+    )
+    assert (config.objective.name, config.objective.temperature) == ("simclr", 0.5)
+    assert (config.freezing.policy.name, config.freezing.policy.sharpness) == ("cost_aware", 8.0)
+    assert (config.training.optimizer.name, config.training.optimizer.beta2) == ("adamw", 0.999)
+    text, mapping = {"method": "lump"}, {"method": {"name": "lump", "alpha": 2}}
+    assert merged(text, {"method": {"alpha": 2}}) == mapping
+    assert merged(mapping, text) == mapping
+    assert merged(mapping, {"method": "der"}) == {"method": {"name": "der"}}
+    assert merged({"freezing": {"policy": "correlation"}}, {"freezing": {"policy": {"name": "cost_aware"}}}) == {
+        "freezing": {"policy": {"name": "cost_aware"}}
+    }
+    words = ["--method", "lump", "--method.alpha", "2", "--freezing.policy=ascending"]
+    assert parse_overrides(Config, words) == {**mapping, "freezing": {"policy": "ascending"}}
+
+
+def test_every_probe_has_its_settings_whatever_is_given() -> None:
+    config = from_dict({"probes": {"linear": {"enabled": True}}})
+    assert list(config.probes) == list(PROBES)
+    assert [name for name, probe in config.probes.items() if probe.enabled] == ["knn_task", "knn_class", "linear"]
+    assert list(as_dict(config)["probes"]["knn_class"]) == ["enabled", "k", "temperature"]
 
 
 def test_every_key_has_a_help_text() -> None:
     rows = describe(Config)
-    assert {"training.epochs", "method.alpha", "objective.redundancy", "evaluation.knn_class.k"} <= {r[0] for r in rows}
+    assert {"training.epochs", "method.alpha", "objective.redundancy", "probes.knn_class.k"} <= {r[0] for r in rows}
     assert [key for key, _, about in rows if not about] == []
 
 
 def test_as_dict_is_plain() -> None:
     assert as_dict(from_dict({}))["training"]["epochs"] == 200
-
-
-def test_a_run_is_called_what_it_is() -> None:
-    def name(recipe: str, policy: str = "correlation", **sections: str) -> str:
-        chosen = {"stream": "digits", "objective": "simsiam", "method": "lump", **sections}
-        settings = {section: {"name": value} for section, value in chosen.items()}
-        return name_of({"recipe": recipe, **settings, "freezing": {"policy": policy}})
-
-    assert name("digits/simsiam/ptlf") == "digits/simsiam/ptlf"
-    assert name("digits/simsiam/ptlf", "none") == "digits/simsiam/ptlf, no freezing"
-    assert name("digits/simsiam/ptlf", "random") == "digits/simsiam/ptlf + random freezing"
-    assert name("digits/simsiam/ptlf", "none", objective="byol", method="der") == "digits/byol/der"
-    assert name("digits/simsiam/ptlf", stream="folder") == "folder/simsiam/ptlf"
-    assert name("", "none") == "digits/simsiam/lump"
-    assert name("") == "digits/simsiam/lump + correlation freezing"

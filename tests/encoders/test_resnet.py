@@ -8,16 +8,21 @@ from ptlf.encoders import ENCODERS, feature_dim
 from ptlf.encoders.resnet import BasicBlock, ResNet
 
 
+def make(name: str, **settings) -> nn.Module:
+    entry = ENCODERS[name]
+    return entry.make(entry.Config(name, **settings))
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_images_to_vectors(name: str) -> None:
-    encoder = ENCODERS[name]().eval()
+    encoder = make(name).eval()
     size = 64 if name.endswith("imagenet") else 16
     with torch.no_grad():
         assert encoder(torch.randn(1, 3, size, size)).shape == (1, feature_dim(encoder, size))
 
 
 def test_cifar_resnet18_is_the_protocols() -> None:
-    encoder = ENCODERS["resnet18"]()
+    encoder = make("resnet18")
     assert sum(p.numel() for p in encoder.parameters()) == 11_168_832
     assert feature_dim(encoder, 32) == 512
     assert (encoder.stem.conv.kernel_size, encoder.stem.conv.stride) == ((3, 3), (1, 1))
@@ -32,12 +37,19 @@ def test_cifar_resnet18_is_the_protocols() -> None:
 
 
 def test_imagenet_stem_divides_by_four_before_the_stages() -> None:
-    encoder = ENCODERS["resnet18-imagenet"]()
+    encoder = make("resnet18-imagenet")
     seen = []
     encoder.stages.register_forward_pre_hook(lambda m, i: seen.append(i[0].shape))
     encoder(torch.zeros(2, 3, 64, 64))
     assert seen == [(2, 64, 16, 16)]
     assert sum(p.numel() for p in encoder.parameters()) == 11_176_512  # torchvision's resnet18 without its classifier
+
+
+def test_the_width_is_that_of_the_first_stage() -> None:
+    assert make("resnet18-mini").shape["width"] == 16
+    encoder = make("resnet50", width=4)
+    assert encoder.stem.conv.out_channels == 4
+    assert feature_dim(encoder, 16) == 4 * 8 * 4  # doubled at three stages, expanded by four
 
 
 def test_unknown_stem_is_refused() -> None:

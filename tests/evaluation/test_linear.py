@@ -6,7 +6,8 @@ import torch
 from sklearn.linear_model import LogisticRegression, Ridge
 
 from ptlf.cli import main
-from ptlf.evaluation.linear import LinearConfig, RidgeConfig, linear_fit, ridge_fit
+from ptlf.evaluation.linear import LinearConfig, linear_fit
+from ptlf.evaluation.ridge import RidgeConfig, ridge_fit
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.loop import Run
 
@@ -91,7 +92,7 @@ def test_only_the_classes_that_occur_have_an_output() -> None:
 
 
 def test_a_run_records_the_probes_and_evaluate_repeats_them(tiny, tmp_path) -> None:
-    run = Run(tiny(evaluation__linear__enabled=True, evaluation__ridge__enabled=True), tmp_path / "run")
+    run = Run(tiny(probes__linear__enabled=True, probes__ridge__enabled=True), tmp_path / "run")
     probes = run.train()["probes"]
     assert list(probes) == ["knn_task", "knn_class", "linear_task", "linear", "ridge_task", "ridge"]
     for name, bank in (("linear", "all classes seen"), ("linear_task", "own task"), ("ridge", "all classes seen")):
@@ -100,16 +101,21 @@ def test_a_run_records_the_probes_and_evaluate_repeats_them(tiny, tmp_path) -> N
         assert probes[name]["untrained_accuracy"] > 0
     assert probes["linear"]["settings"]["lr"] == 0.1
     assert probes["linear_task"]["accuracy"] > probes["linear"]["accuracy"] > 40  # of two classes, and of four
-    for family in ("linear", "ridge", "knn"):
-        again, _ = evaluate_run(tmp_path / "run", run.config, family)
-        assert len(again) == 2
-        assert all(name.startswith(family) for name in again)
+    chosen = {"linear": ["linear_task", "linear"], "ridge": ["ridge_task", "ridge"], "knn_class": ["knn_class"]}
+    for probe, rows in chosen.items():
+        again, _ = evaluate_run(tmp_path / "run", run.config, [probe])
+        assert list(again) == rows
         assert all(values["accuracy"] == probes[name]["accuracy"] for name, values in again.items())
+    both, _ = evaluate_run(tmp_path / "run", run.config, ["ridge", "knn_task"])
+    assert list(both) == ["ridge_task", "ridge", "knn_task"]
 
 
 def test_the_command_takes_a_probe(tiny, tmp_path, capsys) -> None:
     Run(tiny(training__epochs=1), tmp_path / "run").train()
-    assert main(["evaluate", str(tmp_path / "run"), "--probe", "ridge"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--probe", "ridge", "knn_task"]) == 0
     shown = capsys.readouterr().out
     assert "ridge_task: accuracy in %, bank:" in shown
-    assert "knn" not in shown
+    assert "knn_task: accuracy" in shown
+    assert "knn_class" not in shown
+    assert main(["evaluate", str(tmp_path / "run"), "--probe", "knn"]) == 2
+    assert "unknown probe 'knn'; did you mean 'knn_task'?" in capsys.readouterr().err

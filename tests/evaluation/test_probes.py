@@ -8,8 +8,9 @@ import torch
 from test_knn import naive
 from torch import nn
 
-from ptlf.evaluation import EvaluationConfig, Prober
-from ptlf.evaluation.knn import KnnClassConfig
+from ptlf.core.errors import UserError
+from ptlf.evaluation import PROBES, EvaluationConfig, Prober
+from ptlf.evaluation.knn import KnnClassConfig, KnnTaskConfig
 from ptlf.stream import Stream, StreamConfig
 from ptlf.stream.task import Dataset, Images, split
 
@@ -34,8 +35,13 @@ def centred(images: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def prober(stream: Stream) -> Prober:
-    config = EvaluationConfig(batch=7, knn_class=KnnClassConfig(k=5))
-    return Prober(stream, config, centred, torch.device("cpu"))
+    return make_prober(stream)
+
+
+def make_prober(stream: Stream, **probes) -> Prober:
+    settings = {name: probe.Config() for name, probe in PROBES.items()}
+    settings = {**settings, "knn_class": KnnClassConfig(k=5), **probes}
+    return Prober(stream, EvaluationConfig(batch=7), settings, centred, torch.device("cpu"))
 
 
 def by_hand(stream: Stream, task: int, k: int) -> float:
@@ -59,12 +65,25 @@ def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, pr
     assert untrained == pytest.approx([by_hand(stream, task, k=3) for task in range(TASKS)])
 
 
-def test_a_number_of_neighbours_that_was_asked_for_holds_after_every_task(stream: Stream, prober: Prober) -> None:
-    prober.config.knn_task.k = 4
+def test_a_number_of_neighbours_that_was_asked_for_holds_after_every_task(stream: Stream) -> None:
+    prober = make_prober(stream, knn_task=KnnTaskConfig(k=4))
     assert prober.rows(nn.Flatten(), 0)["knn_task"][0] == pytest.approx(by_hand(stream, 0, k=4))
 
 
 def test_the_future_is_the_next_task_as_the_untrained_encoder_is_tested_on_it(stream: Stream, prober: Prober) -> None:
     untrained = prober.rows(nn.Flatten(), TASKS)["knn_task"]
     assert len(set(untrained)) == TASKS
-    assert [prober.future(nn.Flatten(), task) for task in range(TASKS)] == [untrained[1:2], untrained[2:3], []]
+    found = [prober.future(nn.Flatten(), task) for task in range(TASKS)]
+    assert found == [{"knn_task": untrained[1:2]}, {"knn_task": untrained[2:3]}, {"knn_task": []}]
+    prober.choose(["knn_class"])
+    assert prober.future(nn.Flatten(), 0) == {}
+
+
+def test_a_bank_that_holds_too_few_images_is_refused_before_training(stream: Stream) -> None:
+    with pytest.raises(UserError, match="a task's kNN bank holds 24 images"):
+        make_prober(stream, knn_task=KnnTaskConfig(k=25))
+    off = {"knn_task": KnnTaskConfig(enabled=False, k=25), "knn_class": KnnClassConfig(k=24)}
+    prober = make_prober(stream, **off)
+    assert list(prober.rows(nn.Flatten(), 0)) == ["knn_class"]
+    with pytest.raises(UserError, match="knn_task"):
+        prober.choose(["knn_task"])

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.units import find_units
-from ptlf.training.optimizer import LARS
+from ptlf.training.optimizers import LARS
 
 SOME = ("stages.0.0.conv2", "stages.1.0.conv1", "stages.1.0.shortcut.0")
 

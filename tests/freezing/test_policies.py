@@ -7,22 +7,17 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ptlf.freezing.policies import (
-    POLICIES,
-    Ascending,
-    Context,
-    Correlation,
-    CostAware,
-    Never,
-    Random,
-    Saving,
-    measure_savings,
-    relief,
-)
+from ptlf.freezing.policies import POLICIES, Ascending, Correlation, CostAware, CostAwareConfig, Never, Random
+from ptlf.freezing.policy import Context
+from ptlf.freezing.savings import Saving, measure_savings, relief
 from ptlf.freezing.units import Unit
 
 UNITS = ["a", "b", "c", "d"]
 RATIOS = {"a": 0.5, "b": 0.9, "c": 0.5, "d": 0.7}
+
+
+def cost_aware(sharpness: float) -> CostAware:
+    return CostAware(CostAwareConfig(sharpness=sharpness))
 
 
 def even(**changes: Saving) -> dict[str, Saving]:
@@ -88,7 +83,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(KeyError):  # asked for, and not given
         CostAware().ratios_needed(UNITS, [], Context(UNITS, savings=even()), lambda names: {})
     with pytest.raises(ValueError, match="sharpness must not be negative"):
-        CostAware(-1)
+        cost_aware(-1)
 
 
 def test_relief_by_hand():
@@ -117,7 +112,7 @@ def test_cost_aware_with_equal_ratios_freezes_the_prefix():
 def test_cost_aware_closes_a_gap_that_ends_many_input_gradients():
     # With b and c frozen, a ends the input gradients of b, c and d; d itself saves its weight gradient only.
     context = Context(UNITS, {"a": 0.8, "d": 0.9}, even())
-    assert CostAware(1).choose(1, ["a", "d"], ["b", "c"], context) == ["a"]
+    assert cost_aware(1).choose(1, ["a", "d"], ["b", "c"], context) == ["a"]
     assert Correlation().choose(1, ["a", "d"], ["b", "c"], context) == ["d"]
 
 
@@ -184,16 +179,16 @@ def test_cost_aware_with_equal_savings_is_correlation():
     for values in itertools.product([0.0, 0.5, 0.9, 0.91], repeat=4):
         context = Context(UNITS, dict(zip(UNITS, values, strict=True)), equal)
         for sharpness in (1.0, 8.0):
-            assert CostAware(sharpness).choose(4, UNITS, [], context) == Correlation().choose(4, UNITS, [], context)
+            assert cost_aware(sharpness).choose(4, UNITS, [], context) == Correlation().choose(4, UNITS, [], context)
 
 
 def test_sharpness_weighs_ratios_against_savings():
     savings = even(d=Saving(3.0, 1.0, 3))
     context = Context(UNITS, {"a": 0.1, "b": 0.9, "c": 0.1, "d": 0.8}, savings)
-    assert CostAware(0).choose(1, UNITS, [], context) == ["d"]
-    assert CostAware(1).choose(1, UNITS, [], context) == ["d"]
-    assert CostAware(20).choose(1, UNITS, [], context) == ["b"]
-    assert CostAware(1000).choose(4, UNITS, [], context) == Correlation().choose(4, UNITS, [], context)
+    assert cost_aware(0).choose(1, UNITS, [], context) == ["d"]
+    assert cost_aware(1).choose(1, UNITS, [], context) == ["d"]
+    assert cost_aware(20).choose(1, UNITS, [], context) == ["b"]
+    assert cost_aware(1000).choose(4, UNITS, [], context) == Correlation().choose(4, UNITS, [], context)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e3, 1e12])

@@ -190,7 +190,7 @@ def test_distillation_is_against_the_previous_model_which_does_not_move(name: st
 @pytest.mark.parametrize("name", ["cassle", "pfr"])
 def test_distillation_trains_encoder_and_predictor(tiny, name: str) -> None:
     """Even where the objective asks for nothing."""
-    run = Run(tiny("digits/simsiam/finetune", method__name=name, training__weight_decay=0.0))
+    run = Run(tiny("digits/simsiam/finetune", method__name=name, training__optimizer__weight_decay=0.0))
     run.method.begin_task(1, run.model)
     run.model.objective.compare = lambda projected, batch: torch.zeros(())
     trained = [*run.model.encoder.parameters(), *run.method.predictor.parameters()]

@@ -83,7 +83,7 @@ def test_exams_see_their_own_column_or_all(tiny) -> None:
             "digits/simsiam/finetune",
             method__name="pnn",
             encoder__name="conftest:tiny_resnet",
-            evaluation__knn_task__k=3,
+            probes__knn_task__k=3,
         )
     )
     results = run.train()
@@ -118,5 +118,5 @@ def test_width_is_a_setting_and_other_networks_are_refused(tiny) -> None:
     assert columns(width=1.5).feature_dim == 24
     with pytest.raises(UserError, match="columns of a residual network, not of Sequential"):
         Run(tiny("digits/simsiam/finetune", method__name="pnn"))
-    with pytest.raises(UserError, match="freezes whole columns itself"):
+    with pytest.raises(UserError, match="chooses itself what trains"):
         Run(tiny("digits/simsiam/ptlf", method__name="pnn", encoder__name="conftest:tiny_resnet"))

@@ -14,7 +14,7 @@ from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation import summary
 from ptlf.report.page import page
 from ptlf.report.runs import policy_of, read_comparison
-from ptlf.run.config import from_dict
+from ptlf.run.config import Config, from_dict
 from ptlf.run.recipes import name_of, recipe
 from ptlf.run.results import SCHEMA, epoch_lines, to_columns
 
@@ -23,8 +23,8 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
     """`training__epochs=2` overrides a setting."""
     values: dict[str, Any] = {}
     for key, value in {"training__epochs": 6, "seed": seed, **dotted}.items():
-        values = merge(values, nested(key.replace("__", "."), value))
-    config = as_dict(from_dict(merge(recipe(name), values)))
+        values = merge(Config, values, nested(key.replace("__", "."), value))
+    config = as_dict(from_dict(merge(Config, recipe(name), values)))
     draw = random.Random(f"{name}{seed}{sorted(dotted.items())}")
     names = [f"stages.{place}.conv" for place in range(units)]
     freezing = [] if policy_of(config) == "none" else [entry(draw, t, names, config) for t in range(2, tasks + 1)]

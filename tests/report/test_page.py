@@ -14,10 +14,11 @@ from rich.console import Console
 
 from ptlf.cli import main
 from ptlf.core.errors import UserError
+from ptlf.methods import METHODS
 from ptlf.report.page import page
 from ptlf.report.runs import read_comparison, unsteady
 from ptlf.report.tables import show_runs
-from ptlf.run.recipes import METHODS
+from ptlf.run.recipes import VARIANTS
 from ptlf.run.results import epoch_lines, to_columns
 
 PIXEL = (
@@ -364,8 +365,8 @@ def test_the_command(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_runs_are_called_what_their_recipe_is_called(tmp_path: Path) -> None:
-    for name, settings in METHODS.items():
-        usual = settings.get("freezing", {}).get("policy", "none")
+    for name in (*METHODS, *VARIANTS):
+        usual = VARIANTS.get(name, {}).get("policy", "none")
         for policy in ("none", "correlation", "cost_aware"):
             recipe = f"digits/{'supervised' if name == 'layerwise' else 'simsiam'}/{name}"
             made = made_up.results(recipe, tasks=1, freezing__policy=policy)

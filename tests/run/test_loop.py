@@ -37,9 +37,9 @@ COMBINATIONS = [
 def refusal(objective: str, method: str, policy: str) -> str | None:
     """The combinations that make no sense, and what is said."""
     if method == "pnn" and policy != "none":
-        return "freezes whole columns itself"
+        return "chooses itself what trains"
     if objective == "supervised" and method == "lump":
-        return "cannot be mixed"
+        return "the method mixes images"
     return None
 
 
@@ -146,8 +146,8 @@ def test_layers_that_never_train_are_no_units(tiny, policy: str) -> None:
 
 
 def test_sharpness_is_a_setting(tiny) -> None:
-    runs = [Run(tiny("digits/simsiam/ptlf-cost", freezing__sharpness=value)) for value in (0.0, 20.0)]
-    assert [run.freezing.policy.sharpness for run in runs] == [0.0, 20.0]
+    runs = [Run(tiny("digits/simsiam/ptlf-cost", freezing__policy__sharpness=value)) for value in (0.0, 20.0)]
+    assert [run.freezing.policy.config.sharpness for run in runs] == [0.0, 20.0]
 
 
 def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:
@@ -248,7 +248,7 @@ def test_both_folder_streams(tiny, tmp_path) -> None:
     pictures(tmp_path / "tasks", {"monday": 12, "tuesday": 12})
     pack_folder(tmp_path / "classes", tmp_path, "pets", size=12, test_fraction=0.2, workers=1, progress=False)
     pack_folder(tmp_path / "tasks", tmp_path, "days", size=12, folders="tasks", workers=1, progress=False)
-    common = {"stream__name": "folder", "data_root": str(tmp_path), "training__batch": 8, "evaluation__knn_class__k": 3}
+    common = {"stream__name": "folder", "data_root": str(tmp_path), "training__batch": 8, "probes__knn_class__k": 3}
     grouped = Run(tiny(**common, stream__pack="pets", stream__groups=[["dog", "ant"], ["bee"], ["cat"]])).train()
     assert grouped["class_order"] == ["dog", "ant", "bee", "cat"]
     assert len(grouped["probes"]["knn_class"]["matrix"]) == 3
@@ -297,7 +297,7 @@ def test_an_encoder_with_tied_weights_trains_and_says_why_it_does_not_freeze(tin
         return encoder
 
     Run(tiny(), encoder=tied()).train()
-    with pytest.raises(UserError, match=r"cannot freeze: 1\.weight and 3\.weight are one"):
+    with pytest.raises(UserError, match=r"cannot freeze: 1\.weight and 3\.weight are the same parameter"):
         Run(tiny("digits/simsiam/ptlf"), encoder=tied())
 
 

@@ -17,7 +17,7 @@ def fake(classes: int = 6, per_class: int = 4, folders: str = "classes", test: b
 
 
 def test_digits_is_five_tasks_of_two_classes(tmp_path) -> None:
-    stream = open_stream(StreamConfig(name="digits"), STREAMS, tmp_path, seed=0)
+    stream = open_stream(StreamConfig(name="digits"), STREAMS["digits"], tmp_path, seed=0)
     assert [task.classes for task in stream.tasks] == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
     assert stream.class_order == tuple("0123456789")
     assert stream.data.train.pixels.dtype == np.uint8
@@ -45,10 +45,10 @@ def test_groups_name_the_classes_of_each_task() -> None:
 
 
 def test_groups_take_the_place_of_a_source_s_number_of_classes(tmp_path) -> None:
-    sources = {"four": StreamEntry("of ten", tasks=2, classes=4, embedded=fake)}
-    stream = open_stream(StreamConfig(name="four", groups=[["a"], ["f"]]), sources, tmp_path, seed=0)
+    source = StreamEntry("of ten", tasks=2, classes=4, embedded=lambda config: fake())
+    stream = open_stream(StreamConfig(name="four", groups=[["a"], ["f"]]), source, tmp_path, seed=0)
     assert [task.classes for task in stream.tasks] == [(0,), (5,)]
-    assert len(open_stream(StreamConfig(name="four"), sources, tmp_path, seed=0).class_order) == 4
+    assert len(open_stream(StreamConfig(name="four"), source, tmp_path, seed=0).class_order) == 4
 
 
 def test_per_class_takes_the_first_images_of_each() -> None:
@@ -101,7 +101,7 @@ def test_a_folder_per_task_has_one_exam_or_none() -> None:
 
 def test_folder_stream_needs_a_pack_and_tasks(tmp_path) -> None:
     with pytest.raises(UserError, match=r"needs stream\.pack"):
-        open_stream(StreamConfig(name="folder"), STREAMS, tmp_path, 0)
+        open_stream(StreamConfig(name="folder"), STREAMS["folder"], tmp_path, 0)
     from PIL import Image
 
     for name in "ab":
@@ -110,7 +110,7 @@ def test_folder_stream_needs_a_pack_and_tasks(tmp_path) -> None:
             Image.new("RGB", (9, 8), (number, 0, 0)).save(tmp_path / "source" / name / f"{number}.png")
     pack_folder(tmp_path / "source", tmp_path, "mine", size=8, workers=1, test_fraction=0.2, progress=False)
     with pytest.raises(UserError, match=r"needs stream\.tasks"):
-        open_stream(StreamConfig(name="folder", pack="mine"), STREAMS, tmp_path, 0)
-    stream = open_stream(StreamConfig(name="folder", pack="mine", tasks=2), STREAMS, tmp_path, 0)
+        open_stream(StreamConfig(name="folder", pack="mine"), STREAMS["folder"], tmp_path, 0)
+    stream = open_stream(StreamConfig(name="folder", pack="mine", tasks=2), STREAMS["folder"], tmp_path, 0)
     assert [len(task.train) for task in stream.tasks] == [4, 4]
     assert [len(split.test) for split in stream.eval_splits] == [1, 1]

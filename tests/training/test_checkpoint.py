@@ -319,7 +319,7 @@ def test_dropout_goes_on_where_it_was(tiny, tmp_path) -> None:
 
 def test_timed_savings_are_not_timed_again(tiny, tmp_path) -> None:
     config = tiny(
-        "digits/simsiam/ptlf", freezing__policy="cost_aware", freezing__savings="seconds", freezing__final=0.67
+        "digits/simsiam/ptlf", freezing__policy="cost_aware", freezing__policy__savings="seconds", freezing__final=0.67
     )
     first = Run(config, tmp_path / "run")
     state = first.freezing.state_dict()

@@ -5,7 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from ptlf.training.optimizer import LARS, OptimizerConfig, learning_rate, make_optimizer, set_rate, settle_momentum
+from ptlf.freezing import Freezer
+from ptlf.run.build import make_optimizer
+from ptlf.run.loop import Run
+from ptlf.training.optimizers import LARS, OPTIMIZERS, UpdateRule, prepare_state
+from ptlf.training.process import Stopped
+from ptlf.training.rate import RateConfig, learning_rate, set_rate
+from ptlf.training.trainer import TrainingConfig
 
 SETTINGS = [
     {"lr": 0.4, "momentum": 0.9, "weight_decay": 1e-4},
@@ -98,24 +104,167 @@ def test_negative_settings_are_refused():
         LARS([nn.Parameter(torch.ones(1))], momentum=-1)
 
 
-def test_momentum_starts_anew_after_a_thaw_where_it_was() -> None:
-    """A captured step writes to the place it saw."""
-    weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizer = torch.optim.SGD(weights, lr=torch.tensor(0.1), momentum=0.9)
-    before: dict[torch.Tensor, torch.Tensor] = {}
-    settle_momentum(optimizer, before)
-    places = [optimizer.state[weight]["momentum_buffer"].data_ptr() for weight in weights]
-    sum(weight.square().sum() for weight in weights).backward()
+def adamw_by_hand(weights, gradients, lr, beta1, beta2, eps, weight_decay):
+    """One array, one gradient per step, float64 numpy; decoupled weight decay, Loshchilov and Hutter's algorithm 2."""
+    p, mean, square = weights.copy(), np.zeros_like(weights), np.zeros_like(weights)
+    for step, g in enumerate(gradients, start=1):
+        p = p * (1 - lr * weight_decay)
+        mean = beta1 * mean + (1 - beta1) * g
+        square = beta2 * square + (1 - beta2) * g**2
+        p = p - lr * (mean / (1 - beta1**step)) / (np.sqrt(square / (1 - beta2**step)) + eps)
+    return p
+
+
+def sgd_by_hand(weights, gradients, lr, momentum, weight_decay):
+    p, velocity = weights.copy(), np.zeros_like(weights)
+    for g in gradients:
+        velocity = momentum * velocity + g + weight_decay * p
+        p = p - lr * velocity
+    return p
+
+
+BY_HAND = {
+    "sgd": (sgd_by_hand, {"momentum": 0.8, "weight_decay": 0.1}),
+    "lars": (naive, {"momentum": 0.8, "weight_decay": 0.1, "eta": 0.3}),
+    "adamw": (adamw_by_hand, {"beta1": 0.7, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_every_setting_of_an_optimizer_does_what_it_says(name, tensor_lr) -> None:
+    """With a number and, as on a GPU, with a tensor for the rate, and the state made beforehand."""
+    by_hand, settings = BY_HAND[name]
+    rule = OPTIMIZERS[name]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 3), (5,)]
+    start = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    slopes = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(6)]
+    parameters = [nn.Parameter(tensor.clone()) for tensor in start]
+    lr = torch.tensor(0.05, dtype=torch.float64) if tensor_lr else 0.05
+    optimizer = rule.make(rule.Config(**settings), parameters, lr)
+    assert prepare_state(rule, optimizer, {})
+    assert bool(optimizer.state) == tensor_lr
+    for row in slopes:
+        for parameter, gradient in zip(parameters, row, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    for index, parameter in enumerate(parameters):
+        expected = by_hand(start[index].numpy(), [row[index].numpy() for row in slopes], lr=0.05, **settings)
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=1e-12)
+
+
+def test_the_table_by_hand_has_every_setting() -> None:
+    for name, rule in OPTIMIZERS.items():
+        assert vars(rule.Config()).keys() - {"name"} == BY_HAND[name][1].keys()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_starts_anew_after_a_thaw_where_it_was(name) -> None:
+    """A captured step writes to the addresses it saw."""
+    rule = OPTIMIZERS[name]
+    weights = [nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    optimizer = rule.make(rule.Config(), weights, torch.tensor(0.1))
+    kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    assert prepare_state(rule, optimizer, kept)
+    places = [{key: value.data_ptr() for key, value in optimizer.state[weight].items()} for weight in weights]
+    assert all(places)
+    for weight in weights:
+        weight.square().sum().backward()
     optimizer.step()
+    after = {key: value.clone() for key, value in optimizer.state[weights[1]].items()}
+    assert all(value.abs().sum() > 0 for value in after.values())
     optimizer.state.pop(weights[0])  # frozen
     weights[0].requires_grad_(False)
-    settle_momentum(optimizer, before)
+    assert prepare_state(rule, optimizer, kept)
     assert weights[0] not in optimizer.state
     weights[0].requires_grad_(True)
-    settle_momentum(optimizer, before)
-    buffers = [optimizer.state[weight]["momentum_buffer"] for weight in weights]
-    assert [buffer.data_ptr() for buffer in buffers] == places
-    assert [float(buffer.sum()) for buffer in buffers] == [0.0, 6.0]
+    assert prepare_state(rule, optimizer, kept)
+    found = [optimizer.state[weight] for weight in weights]
+    assert [{key: value.data_ptr() for key, value in state.items()} for state in found] == places
+    assert all(value.abs().sum() == 0 for value in found[0].values())
+    assert all(torch.equal(found[1][key], value) for key, value in after.items())
+
+
+def test_the_first_state_is_the_one_that_torch_starts_from() -> None:
+    """The same bits with it as without, and the same names, shapes and types."""
+    for rule in OPTIMIZERS.values():
+        made = []
+        for prepared in (True, False):
+            weight = nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3))
+            optimizer = rule.make(rule.Config(), [weight], torch.tensor(0.1))
+            if prepared:
+                prepare_state(rule, optimizer, {})
+            weight.pow(3).sum().backward()
+            optimizer.step()
+            made.append((weight, optimizer.state[weight]))
+        (first, state), (second, other) = made
+        assert torch.equal(first, second)
+        assert state.keys() == other.keys()
+        assert all(torch.equal(state[key], other[key]) and state[key].dtype == other[key].dtype for key in state)
+
+
+class Unprepared(UpdateRule):
+    @staticmethod
+    def make(config, parameters, lr):
+        return torch.optim.RMSprop(parameters, lr=0.01, momentum=0.9)
+
+
+def test_an_optimizer_that_names_no_first_state_replays_no_earlier_graph(tiny, monkeypatch) -> None:
+    """Its state has moved: under the same name, the engine gets other places after every freeze and thaw."""
+    monkeypatch.setitem(OPTIMIZERS, "unprepared", Unprepared)
+    run = Run(tiny("digits/simsiam/finetune", training__optimizer="unprepared", freezing__policy="ascending"))
+    run.trainer.optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    seen: dict[str, list[tuple[int, ...]]] = {}
+    monkeypatch.setattr(run.trainer.engine, "rebuild", lambda name, places: seen.setdefault(name, []).append(places))
+    for _ in range(3):
+        run.trainer.rebuild()
+    ((places),) = seen.values()
+    assert len(set(places)) == 3
+
+
+def test_adamw_trains_freezes_and_resumes_to_the_same_bits(tiny, tmp_path) -> None:
+    settings = {"training__optimizer": "adamw", "training__lr": 0.004, "training__epochs": 3, "freezing__final": 0.67}
+    whole = Run(tiny("digits/simsiam/ptlf", **settings))
+    results = whole.train()
+    assert len(results["freezing"][0]["order"]) == 2
+    first, last = (line["loss"]["ssl"] for line in (results["cost"]["per_epoch"][i] for i in (0, 2)))
+    assert last < first
+    for position in ((0, 2), (1, 2)):  # before and after units froze
+        resumed = Run(tiny("digits/simsiam/ptlf", **settings), tmp_path / str(position))
+        stop_after(resumed, position)
+        again = Run(resumed.config, resumed.folder)
+        again.train(resume=True)
+        for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def stop_after(run: Run, position: tuple[int, int]) -> None:
+    """Ask the run to stop when it has come so far (task, epoch)."""
+    pause = run.pause
+
+    def stop() -> None:
+        if (run.position.task, run.position.epoch) == position and run.position.step == 0:
+            run.stop.asked = 15
+        pause()
+
+    run.pause = stop
+    with pytest.raises(Stopped):
+        run.train()
+
+
+def test_the_state_of_frozen_units_is_dropped() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    for rule in OPTIMIZERS.values():
+        optimizer = rule.make(rule.Config(), list(model.parameters()), 0.01)
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        assert len(optimizer.state) == 4
+        freezer = Freezer(model, optimizer, example=torch.ones(2, 4))
+        freezer.freeze(["0"])
+        assert set(optimizer.state) == set(model[2].parameters())
+        freezer.thaw()
+        model.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -133,17 +282,16 @@ def test_momentum_starts_anew_after_a_thaw_where_it_was() -> None:
 )
 def test_the_learning_rate_by_hand(settings, rates) -> None:
     """Of a task of ten epochs: 0.4 for a batch of 256."""
-    config = OptimizerConfig(lr=0.4, **settings)
+    config = RateConfig(lr=0.4, **settings)
     assert {epoch: learning_rate(config, epoch, 10) for epoch in rates} == pytest.approx(rates, abs=1e-12)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("sgd", torch.optim.SGD), ("lars", LARS)])
-def test_the_optimizer_has_what_the_settings_say(name, kind) -> None:
-    config = OptimizerConfig(optimizer=name, lr=0.4, batch=64, momentum=0.7, weight_decay=0.02, warmup=3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_rate_follows_the_batch(name) -> None:
+    config = TrainingConfig(optimizer=OPTIMIZERS[name].Config(name), lr=0.4, batch=64, warmup=3)
     optimizer = make_optimizer(config, iter([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]))
-    assert type(optimizer) is kind
     (group,) = optimizer.param_groups
-    assert (group["lr"], group["momentum"], group["weight_decay"], len(group["params"])) == (0.1, 0.7, 0.02, 2)
+    assert (group["lr"], len(group["params"])) == (0.1, 2)
 
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])

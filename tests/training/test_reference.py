@@ -24,7 +24,7 @@ RATES = (0, 1 / 3, 2 / 3, 1, 0.75, 0.25)
 SETTINGS = {
     "training__schedule": "cosine",
     "training__warmup": 1,
-    "training__weight_decay": 0.1,
+    "training__optimizer__weight_decay": 0.1,
     "evaluation__enabled": False,
     "encoder__name": "conftest:smooth_encoder",
     "objective__projection": 16,

@@ -41,7 +41,7 @@ COMMON: dict[str, Any] = {
     "freezing__initial": 0.34,
     "freezing__final": 0.67,
     "freezing__batches": 1,
-    "evaluation__linear__enabled": False,
+    "probes__linear__enabled": False,
 }
 prepare, measure_savings = Run.prepare, build.measure_savings
 ONE_EPOCH = {"training__epochs": 1}
@@ -51,7 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
         f"{objective} cassle": {"method__name": "cassle", "method__hidden": 32, **ONE_EPOCH} for objective in OBJECTIVES
     },
     "simsiam lump": {"method__name": "lump"},
-    "simsiam cost": {"method__name": "lump", "freezing__policy": "cost_aware", "freezing__savings": "seconds"},
+    "simsiam cost": {"method__name": "lump", "freezing__policy": "cost_aware", "freezing__policy__savings": "seconds"},
     "barlow_twins der": {"method__name": "der"},
     "simsiam pfr": {"method__name": "pfr"},
     "simclr si": {"method__name": "si"},

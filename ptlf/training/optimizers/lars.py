@@ -1,9 +1,8 @@
-"""The update rule (SGD or LARS) and the learning rate over a task."""
+"""LARS: SGD with momentum, each layer's step in proportion to its weights."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -12,71 +11,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ptlf.core.errors import UserError
 from ptlf.core.settings import key
+from ptlf.training.optimizers.optimizer import OptimizerConfig, State, UpdateRule
+from ptlf.training.optimizers.sgd import momentum_buffer
 
 
 @dataclass
-class OptimizerConfig:
-    optimizer: str = key("sgd", "update rule, one for the whole stream", choices=("sgd", "lars"))
-    lr: float = key(0.03, "learning rate for a batch of 256; scaled with the batch", above=0)
+class LarsConfig(OptimizerConfig):
+    name: str = "lars"
     momentum: float = key(0.9, "momentum; carries over between tasks, but for what froze", least=0, most=1)
-    weight_decay: float = key(5e-4, "weight decay; with lars not on biases and norms", least=0)
-    schedule: str = key("constant", "learning rate over a task's epochs", choices=("constant", "cosine"))
-    warmup: int = key(0, "epochs of linear warm-up at the start of each task", least=0)
-    batch: int = key(256, "images per step (each gives two views)", least=2)
+    weight_decay: float = key(5e-4, "weight decay; not on biases and norms", least=0)
+    eta: float = key(0.02, "a layer's step, as a share of the size of its weights, is at most so much", above=0)
 
 
-def learning_rate(config: OptimizerConfig, epoch: float, epochs: int) -> float:
-    """The rate at a (fractional) epoch of a task: linear warm-up, then constant or half a cosine down to zero."""
-    peak = config.lr * config.batch / 256
-    if epoch < config.warmup:
-        return peak * epoch / config.warmup
-    if config.schedule == "constant":
-        return peak
-    return peak * 0.5 * (1 + math.cos(math.pi * (epoch - config.warmup) / max(1, epochs - config.warmup)))
+class Lars(UpdateRule):
+    Config = LarsConfig
 
+    @staticmethod
+    def make(config: LarsConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> Optimizer:
+        return LARS(parameters, lr, config.momentum, config.weight_decay, eta=config.eta)
 
-def check_warmup(config: OptimizerConfig, epochs: int) -> None:
-    if config.warmup and config.warmup >= epochs:
-        raise UserError(f"training.warmup is {config.warmup} epochs, but a task has only {epochs}; it must be less")
-
-
-def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    rate: float | Tensor = learning_rate(config, config.warmup, config.warmup + 1)
-    parameters = list(parameters)
-    if parameters[0].device.type == "cuda":  # a captured step reads the rate from the device
-        rate = torch.tensor(rate, device=parameters[0].device)
-        if config.optimizer == "sgd":
-            return torch.optim.SGD(
-                parameters, lr=rate, momentum=config.momentum, weight_decay=config.weight_decay, fused=True
-            )
-    kind = LARS if config.optimizer == "lars" else torch.optim.SGD
-    return kind(parameters, lr=rate, momentum=config.momentum, weight_decay=config.weight_decay)
-
-
-def set_rate(optimizer: Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
-def settle_momentum(optimizer: Optimizer, before: dict[Tensor, Tensor]) -> None:
-    """Zero momentum for parameters that have none yet, which is what a first step starts from: torch's fused SGD takes
-    all or none, and after a thaw only some have it; and what a captured step made, each replay would make anew.
-
-    `before` holds what each had before it froze, so that after a thaw it has its momentum in the same place.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group["momentum"] else ():
-            if isinstance(group["lr"], Tensor) and parameter.requires_grad:
-                state = optimizer.state[parameter]
-                if state.get("momentum_buffer") is None:
-                    buffer = before.get(parameter)
-                    state["momentum_buffer"] = torch.zeros_like(parameter) if buffer is None else buffer.zero_()
-                before[parameter] = state["momentum_buffer"]
+    @staticmethod
+    def first_state(group: dict[str, Any], parameter: Tensor) -> State:
+        return momentum_buffer(group, parameter)
 
 
 class LARS(Optimizer):

@@ -1,0 +1,43 @@
+"""The probe's contract: fitted on features of training images, it scores features of test images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ptlf.core.settings import as_dict, key
+
+Score = Callable[[Tensor, Tensor], float]  # features (N, D) and labels (N,) -> accuracy in per cent
+
+# The banks: the training images that a split is tested against.
+OWN, SEEN = "training images of the split's own task", "training images of all classes seen"
+
+
+@dataclass
+class ProbeConfig:
+    enabled: bool = key(False, "test the encoder with this probe after every task")
+
+
+class Probe:
+    """Every row of `rows` becomes an accuracy matrix of the record."""
+
+    Config: ClassVar[type[ProbeConfig]] = ProbeConfig
+    rows: ClassVar[Mapping[str, str]]  # name of the row -> OWN or SEEN
+    forward: ClassVar[bool] = False  # its OWN rows are also taken on the next task, for forward transfer
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def check(self, smallest: Mapping[str, int]) -> None:
+        """Called before training. `smallest` is the number of images in the smallest bank of each kind."""
+
+    def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
+        """From a bank's features (N, D) and labels (N,). The same bank must give the same score every time."""
+        raise NotImplementedError
+
+    def settings(self) -> dict[str, Any]:
+        """What the accuracies were measured with, for the record."""
+        return as_dict(self.config)

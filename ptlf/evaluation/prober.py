@@ -1,0 +1,144 @@
+"""The probes on a stream: features of the splits' images, and an accuracy for every split that counts by now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ptlf.core import processes
+from ptlf.core.errors import UserError
+from ptlf.core.settings import key
+from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig
+from ptlf.evaluation.probes import PROBES
+from ptlf.stream import EvalSplit, Stream
+from ptlf.stream.loading import ImageSource
+
+Row = list[float | None]
+Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
+
+
+@dataclass
+class EvaluationConfig:
+    enabled: bool = key(True, "test the encoder after every task")
+    batch: int = key(512, "images per forward", least=1)
+    gallery: bool = key(True, "keep nearest images and a map of the features, before and after, for the report")
+
+
+class Prober:
+    """Tests an encoder on a stream's eval_splits. `prepare` turns stored images into the encoder's input.
+
+    An encoder whose vector has a part for each task says where: `encoder.feature_slice(task)`. A split against its
+    own task's images is tested with its own part, one against all classes with the whole vector.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        config: EvaluationConfig,
+        probes: Mapping[str, ProbeConfig],
+        prepare: Callable[[Tensor], Tensor],
+        device: torch.device,
+        source: ImageSource | None = None,
+    ) -> None:
+        """`probes` are the settings of each by name; those that are enabled are used. `source` already holds the
+        stream's training images, which mostly are those of the splits' banks too."""
+        self.stream, self.config, self.prepare, self.device = stream, config, prepare, device
+        data = stream.eval_data
+        if data is None or data.test is None:
+            raise UserError(f"stream {stream.name} has no labelled test images to evaluate on")
+        self.bank = source if source and data is stream.data else ImageSource(data.train, device)
+        self.test = ImageSource(data.test, device)
+        self.settings_by_name = probes
+        self.choose([name for name, settings in probes.items() if settings.enabled])
+
+    def choose(self, names: Sequence[str]) -> None:
+        """Use only these probes, enabled or not."""
+        self.probes = [PROBES.find(name)(self.settings_by_name[name]) for name in names]
+        banks = [(len(split.bank), split.since) for split in self.stream.eval_splits]
+        smallest = {OWN: min(size for size, _ in banks), SEEN: sum(size for size, since in banks if since == 0)}
+        for probe in self.probes:
+            probe.check(smallest)
+
+    def rows(self, encoder: nn.Module, task: int) -> dict[str, Row]:
+        """A row of each accuracy matrix after task number `task` (from 0)."""
+        eval_splits = self.stream.eval_splits
+        seen = [split for split in eval_splits if split.since <= task]
+        with testing(encoder):
+            banks = [self.features(encoder, self.bank, split.bank) for split in seen]
+            tests = [self.features(encoder, self.test, split.test) for split in seen]
+        everything = torch.cat([features for features, _ in banks]), torch.cat([labels for _, labels in banks])
+        blank: Row = [None] * (len(eval_splits) - len(seen))
+        rows: dict[str, Row] = {}
+        for probe in self.probes:
+            for name, bank in probe.rows.items():
+                if bank == OWN:
+                    parts = zip(seen, banks, tests, strict=True)
+                    row = [own_accuracy(probe, encoder, *part, len(seen)) for part in parts]
+                else:
+                    score = probe.fit(*everything, len(seen))
+                    row = [score(*test) for test in tests]
+                rows[name] = [*row, *blank]
+        return rows
+
+    def future(self, encoder: nn.Module, task: int) -> dict[str, Row]:
+        """Accuracies on the splits whose task comes next, for forward transfer, by row; as many tasks count as seen as
+        after the last one."""
+        splits = self.stream.eval_splits
+        rows: dict[str, Row] = {
+            name: [] for probe in self.probes if probe.forward for name, bank in probe.rows.items() if bank == OWN
+        }
+        for split in splits if rows else ():
+            if split.since == task + 1:
+                with testing(encoder):
+                    bank = self.features(encoder, self.bank, split.bank)
+                    test = self.features(encoder, self.test, split.test)
+                for probe in self.probes:
+                    for name in probe.rows.keys() & rows.keys():
+                        rows[name].append(own_accuracy(probe, encoder, split, bank, test, len(splits)))
+        return rows
+
+    def features(self, encoder: nn.Module, source: ImageSource, indices: np.ndarray) -> Labelled:
+        """Features (N, D) in float32 and labels (N,) of the images with these indices."""
+        chosen = torch.from_numpy(indices)
+        # Every process looks at its share; the last image fills up what cannot be shared equally.
+        filled = torch.cat((chosen, chosen[-1:].expand(-len(chosen) % processes.world_size())))
+        mine = filled[processes.shard(len(filled))]
+        with source.batches(mine.split(self.config.batch)) as batches:
+            parts = [encoder(self.prepare(images)).float() for images in batches]
+        return processes.all_gather_rows(torch.cat(parts))[: len(chosen)], source.labels[chosen].to(self.device)
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """What the accuracies were measured with, by row."""
+        return {name: {**probe.settings(), "bank": bank} for probe in self.probes for name, bank in probe.rows.items()}
+
+
+def own_accuracy(
+    probe: Probe, encoder: nn.Module, split: EvalSplit, bank: Labelled, test: Labelled, seen_tasks: int
+) -> float:
+    """Of a split against its own bank, on the part of the vectors that is its task's."""
+    bank, test = own_part(encoder, split.since, bank), own_part(encoder, split.since, test)
+    return probe.fit(*bank, seen_tasks)(*test)
+
+
+def own_part(encoder: nn.Module, task: int, labelled: Labelled) -> Labelled:
+    part = getattr(encoder, "feature_slice", None)
+    features, labels = labelled
+    return (features[:, part(task)] if callable(part) else features), labels
+
+
+@contextmanager
+def testing(encoder: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients, and the mode it was in again afterwards."""
+    was_training = encoder.training
+    encoder.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        encoder.train(was_training)

@@ -1,0 +1,67 @@
+"""The policy's contract: which units freeze next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ptlf.core.settings import key
+from ptlf.freezing.savings import Saving
+
+
+@dataclass
+class Context:
+    """What a policy may look at. `ratios` and `savings` are given to policies that need them; ratios change by task."""
+
+    units: list[str]  # all, in data order
+    ratios: dict[str, float] | None = None  # of the units that the policy looked at
+    savings: dict[str, Saving] | None = None
+    generator: torch.Generator | None = None
+    remaining: int = 1  # how many more may freeze before the task ends
+
+    def ratio(self, name: str, default: float | None = None) -> float:
+        found = None if self.ratios is None else self.ratios.get(name, default)
+        if found is None:
+            raise ValueError(f"this policy needs the correlation ratio of unit {name!r}, and it was not given")
+        return found
+
+
+Ratios = Callable[[Sequence[str]], dict[str, float]]  # computes them for the units it is given
+
+
+@dataclass
+class PolicyConfig:
+    name: str = key("none", "which units freeze next; `ptlf list policies` names them")
+
+
+class Policy:
+    Config: ClassVar[type[PolicyConfig]] = PolicyConfig
+    freezes: ClassVar[bool] = True
+    needs_ratios: ClassVar[bool] = False
+    savings_by: str | None = None  # which savings the context must hold: "flops", "seconds", or none
+
+    def __init__(self, config: Any = None) -> None:
+        """`config` is an instance of `Config`; without it, its defaults."""
+        self.config: Any = self.Config() if config is None else config
+
+    def ratios_needed(
+        self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios
+    ) -> dict[str, float]:
+        """The ratios that the choice depends on, by unit name."""
+        return ratios(candidates)
+
+    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+        """The next `count` units to freeze, or all candidates if there are fewer, in the order they freeze.
+
+        `candidates` are the units not frozen yet, in data order; `frozen` are those that are.
+        """
+        raise NotImplementedError
+
+
+def at_least_zero(count: int) -> int:
+    if count < 0:
+        raise ValueError(f"cannot freeze {count} units")
+    return count

@@ -1,0 +1,133 @@
+"""What freezing a unit saves: FLOPs or seconds of its backward, and bytes kept for it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptlf.core.errors import unknown
+from ptlf.freezing.correlation import Layer, groups, pad, unchanged
+from ptlf.freezing.units import Unit
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a unit's backward costs in one step: FLOPs or seconds (the same for all units), and bytes."""
+
+    weight_cost: float  # of its weight gradient: saved as soon as the unit is frozen
+    input_cost: float  # of its input gradient: saved when no unit before it is trainable
+    bytes: int  # of its input, kept for the weight gradient, and of its norm's
+
+
+def relief(savings: Sequence[Saving], frozen: Sequence[bool]) -> float:
+    """Share of the backward that freezing saves, in [0, 1]: the mean of its share of the cost and of the bytes.
+
+    Units in data order. A trainable unit pays for its weight gradient and keeps its bytes. Every unit behind the first
+    trainable one pays for its input gradient; that one itself and all before it do not, as nothing needs it.
+    Data order stands in for the graph: two branches of a residual block count as if one followed the other, and an
+    input that two units share counts for each.
+    """
+    first = frozen.index(False) if False in frozen else len(frozen)
+    weights = [saving.weight_cost for saving in savings]
+    inputs = [saving.input_cost for saving in savings]
+    cost = sum(weights) + sum(inputs[1:])  # the first unit's input is the data
+    saved = sum(weight for weight, off in zip(weights, frozen, strict=True) if off) + sum(inputs[1 : first + 1])
+    kept = sum(saving.bytes for saving in savings)
+    freed = sum(saving.bytes for saving, off in zip(savings, frozen, strict=True) if off)
+    return (saved / cost if cost else 0.0) / 2 + (freed / kept if kept else 0.0) / 2
+
+
+def measure_savings(
+    module: nn.Module, units: Sequence[Unit], example: Tensor, *, by: str = "flops", repeats: int = 5
+) -> dict[str, Saving]:
+    """Saving by unit name for a step on `example`, from one forward in eval mode; a layer's calls add up.
+
+    "flops" counts, so that a repeated or resumed run decides alike, on any machine. "seconds" times the two gradients
+    of each layer on tensors of the shapes, type and layout it meets: nearer to the truth, and different every time.
+    """
+    if by not in MEASURES:
+        raise ValueError(str(unknown("measure of savings", by, MEASURES)))
+    measure = MEASURES[by]
+    savings = {unit.name: Saving(0, 0, 0) for unit in units}
+
+    def hook_for(unit: Unit) -> Callable[..., None]:
+        def hook(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            given = args[0] if args else kwargs["input"]
+            weight, by_input = measure(layer, given, output, repeats)
+            kept = sum(
+                tensor.numel() * tensor.element_size() for tensor in ([given] if unit.norm is None else [given, output])
+            )
+            old = savings[unit.name]
+            savings[unit.name] = Saving(old.weight_cost + weight, old.input_cost + by_input, old.bytes + kept)
+
+        return hook
+
+    with unchanged(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for part in module.modules():
+            part.training = False
+        handles = [unit.layer.register_forward_hook(hook_for(unit), with_kwargs=True) for unit in units]
+        try:
+            module(example)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return savings
+
+
+def flops(layer: Layer, given: Tensor, output: Tensor, repeats: int) -> tuple[int, int]:
+    """FLOPs of the weight and of the input gradient: each multiplies every weight once per output position.
+
+    Counted here because torch.utils.flop_counter (2.13) counts the weight gradient of a grouped convolution `groups`
+    times.
+    """
+    channels = layer.weight.shape[0]
+    product = 2 * layer.weight.numel() * (output.numel() // channels)
+    return product, product
+
+
+def seconds(layer: Layer, given: Tensor, output: Tensor, repeats: int) -> tuple[float, float]:
+    """Seconds of the weight and of the input gradient, each the median of `repeats`."""
+    weight, gradient = layer.weight.to(output.dtype), torch.randn_like(output)
+    given = given.to(output.dtype)
+    if isinstance(layer, nn.Linear):
+        rows, columns = gradient.flatten(0, -2), given.flatten(0, -2)
+        return (
+            median_seconds(lambda: rows.mT @ columns, output.device, repeats),
+            median_seconds(lambda: rows @ weight, output.device, repeats),
+        )
+    padded, stride, dilation = pad(layer, given), list(layer.stride), list(layer.dilation)
+
+    def backward(mask: list[bool]) -> Callable[[], object]:
+        return lambda: torch.ops.aten.convolution_backward(
+            gradient, padded, weight, None, stride, [0, 0], dilation, False, [0, 0], groups(layer), mask
+        )
+
+    return (
+        median_seconds(backward([False, True, False]), output.device, repeats),
+        median_seconds(backward([True, False, False]), output.device, repeats),
+    )
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        wait_for(device)
+        start = time.perf_counter()
+        work()
+        wait_for(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])  # the first one warms up
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+MEASURES: dict[str, Callable[[Layer, Tensor, Tensor, int], tuple[float, float]]] = {"flops": flops, "seconds": seconds}

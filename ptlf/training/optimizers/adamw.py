@@ -1,0 +1,44 @@
+"""AdamW: steps scaled by running moments of the gradient, weight decay apart from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptlf.core.settings import key
+from ptlf.training.optimizers.optimizer import OptimizerConfig, State, UpdateRule
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    name: str = "adamw"
+    beta1: float = key(0.9, "decay of the gradient's running mean", least=0, most=0.999999)
+    beta2: float = key(0.999, "decay of the squared gradient's running mean", least=0, most=0.999999)
+    eps: float = key(1e-8, "added to the root of the squared gradient's mean", above=0)
+    weight_decay: float = key(0.01, "share of a weight that a step takes away, times the learning rate", least=0)
+
+
+class AdamW(UpdateRule):
+    Config = AdamWConfig
+
+    @staticmethod
+    def make(config: AdamWConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> torch.optim.AdamW:
+        on_device = isinstance(lr, Tensor)
+        return torch.optim.AdamW(
+            parameters,
+            lr=lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True if on_device else None,
+            capturable=on_device,
+        )
+
+    @staticmethod
+    def first_state(group: dict[str, Any], parameter: Tensor) -> State:
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}

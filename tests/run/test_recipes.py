@@ -1,0 +1,174 @@
+"""What a recipe's name stands for, which recipes there are, and what a run is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ptlf.core.errors import UserError
+from ptlf.core.settings import as_dict
+from ptlf.methods import METHODS
+from ptlf.objectives import OBJECTIVES, Objective
+from ptlf.run.build import check_combination
+from ptlf.run.config import from_dict
+from ptlf.run.recipes import VARIANTS, conflict, name_of, names, recipe
+from ptlf.stream import STREAMS
+from ptlf.views import named_views
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    return as_dict(from_dict(recipe(name)))
+
+
+def test_every_recipe_is_a_complete_configuration() -> None:
+    for name in names():
+        config = from_dict(recipe(name))
+        assert config.recipe == name
+        assert config.stream.name == name.split("/")[0]
+        assert config.objective.name == name.split("/")[1]
+
+
+# The public code of LUMP (Madaan et al. 2022), but for what docs/paper-notes.md says.
+LUMP = {
+    "encoder": {"name": "resnet18", "width": None},
+    "training": {
+        "lr": 0.03,
+        "schedule": "constant",
+        "warmup": 0,
+        "batch": 256,
+        "optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 5e-4},
+        "epochs": 200,
+    },
+    "memory": {"size": 256},
+    "method": {"name": "lump", "alpha": 0.4, "mix_first_task": True},
+    "probes": {"knn_task": {"enabled": True, "k": None, "temperature": 0.1}, "linear": {"enabled": False}},
+}
+# The public scripts of CaSSLe (Fini et al. 2022) for Barlow Twins on ImageNet-100.
+CASSLE = {
+    "stream": {"name": "imagenet100", "class_order": "seeded"},
+    "views": {"name": "cassle-barlow", "memory": "cassle-moco", "size": 224},
+    "encoder": {"name": "resnet18-imagenet", "width": None},
+    "training": {
+        "lr": 0.4,
+        "schedule": "cosine",
+        "warmup": 10,
+        "batch": 256,
+        "optimizer": {"name": "lars", "momentum": 0.9, "weight_decay": 1e-4, "eta": 0.02},
+        "epochs": 400,
+    },
+    "objective": {"name": "barlow_twins", "projection": 2048, "scale": 0.1, "distill_scale": 0.1},
+    "probes": {"linear": {"enabled": True, "epochs": 100, "lr": 0.1}},
+}
+
+
+def contains(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return all(contains(found[name], value) for name, value in wanted.items())
+    return found == wanted
+
+
+@pytest.mark.parametrize("stream", ["split-cifar10", "split-cifar100", "split-tinyimagenet"])
+def test_the_protocol_of_lump(stream: str) -> None:
+    settings = settings_of(f"{stream}/simsiam/lump")
+    assert contains(settings, LUMP)
+    assert settings["views"] == {"name": "lump", "memory": "memory", "size": None}
+    for view in named_views("lump", 32):
+        assert (view.brightness, view.contrast, view.saturation, view.hue) == (0.4, 0.4, 0.4, 0.1)
+        assert (view.jitter, view.crop_scale, view.grey, view.flip) == (0.8, (0.2, 1.0), 0.2, 0.5)
+
+
+def test_the_protocol_of_cassle() -> None:
+    assert contains(settings_of("imagenet100/barlow_twins/cassle"), CASSLE)
+    byol = settings_of("imagenet100/byol/cassle")["training"]
+    assert (byol["lr"], byol["optimizer"]["name"], byol["optimizer"]["weight_decay"]) == (0.6, "lars", 1e-5)
+    for objective, rate in {"simsiam": 0.05, "mocov2plus": 0.4, "supervised": 0.1}.items():
+        training = settings_of(f"imagenet100/{objective}/finetune")["training"]
+        assert (training["lr"], training["warmup"], training["schedule"]) == (rate, 0, "cosine")
+        assert training["optimizer"] == {"name": "sgd", "momentum": 0.9, "weight_decay": 1e-4}
+
+
+def test_heads_and_rates_of_the_small_network() -> None:
+    for objective, expected in {
+        "simsiam": {"objective": {"projection": 256, "bottleneck": 64}, "training": {"lr": 0.3}},
+        "barlow_twins": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
+        "mocov2plus": {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
+        "byol": {"objective": {"hidden": 256, "projection": 64, "momentum_start": 0.9}},
+        "vicreg": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
+        "supervised": {"training": {"lr": 0.06}},
+    }.items():
+        settings = settings_of(f"digits/{objective}/finetune")
+        assert contains(settings, expected)
+        assert contains(settings, {"encoder": {"name": "resnet18-mini"}, "probes": {"knn_class": {"k": 20}}})
+
+
+def test_which_recipes_there_are() -> None:
+    """Every stream, objective, method and variant, but labels with mixed images."""
+    wanted = {
+        f"{stream}/{objective}/{method}"
+        for stream in STREAMS
+        for objective in OBJECTIVES
+        for method in (*METHODS, *VARIANTS)
+        if objective != "supervised" or method not in ("lump", "ptlf", "ptlf-cost")
+    }
+    assert set(names()) == wanted
+    assert len(names()) == len(wanted)
+
+
+class LossOnly(Objective):
+    def loss(self, features, batch):
+        return features[0].mean()
+
+
+class ComparesOnly(Objective):
+    def compare(self, projected, batch):
+        return projected[0].mean()
+
+
+@pytest.mark.parametrize("objective", [LossOnly, ComparesOnly])
+def test_an_objective_that_cannot_distill_goes_with_methods_that_do_not(monkeypatch, objective) -> None:
+    monkeypatch.setitem(OBJECTIVES, "mine", objective)
+    refused = {method for method in METHODS if conflict(objective, METHODS[method])}
+    assert refused == {"cassle", "pfr"}
+    assert {name.split("/")[2] for name in names() if "/mine/" in name} == {*METHODS, *VARIANTS} - {
+        "cassle",
+        "pfr",
+        "cassle-ptlf",
+    }
+    config = from_dict({"objective": "mine", "method": "cassle"})
+    with pytest.raises(UserError, match=r"objective 'mine' cannot .* 'cassle': .*`compare` and `distill`"):
+        check_combination(config, None)  # type: ignore[arg-type]
+
+
+def test_every_row_of_the_paper_has_a_recipe() -> None:
+    rows = ("finetune", "pnn", "si", "der", "cassle", "lump", "ptlf", "multitask")
+    streams = ("split-cifar10", "split-cifar100", "split-tinyimagenet")
+    wanted = {f"{stream}/{o}/{row}" for stream in streams for o in ("simsiam", "barlow_twins") for row in rows}
+    wanted |= {f"imagenet100/{o}/{row}" for o in ("barlow_twins", "mocov2plus") for row in ("cassle", "cassle-ptlf")}
+    wanted |= {f"{stream}/supervised/{row}" for stream in streams for row in ("finetune", "layerwise")}
+    assert wanted <= set(names())
+    barlow, moco = (from_dict(recipe(f"imagenet100/{o}/cassle-ptlf")) for o in ("barlow_twins", "mocov2plus"))
+    assert (barlow.training.optimizer.name, barlow.training.warmup, barlow.views.name) == ("lars", 10, "cassle-barlow")
+    assert (moco.training.optimizer.name, moco.training.warmup, moco.views.name) == ("sgd", 0, "cassle-moco")
+    assert barlow.views.size == moco.views.size == 224
+    assert (moco.method.name, moco.freezing.policy.name, moco.probes["linear"].enabled) == (
+        "cassle",
+        "correlation",
+        True,
+    )
+    assert from_dict(recipe("split-cifar100/simsiam/pnn")).method.width == 12 / 64
+
+
+def test_a_run_is_called_what_it_is() -> None:
+    def name(recipe: str, policy: str = "correlation", **sections: str) -> str:
+        chosen = {"stream": "digits", "objective": "simsiam", "method": "lump", **sections}
+        settings = {section: {"name": value} for section, value in chosen.items()}
+        return name_of({"recipe": recipe, **settings, "freezing": {"policy": {"name": policy}}})
+
+    assert name("digits/simsiam/ptlf") == "digits/simsiam/ptlf"
+    assert name("digits/simsiam/ptlf", "none") == "digits/simsiam/ptlf, no freezing"
+    assert name("digits/simsiam/ptlf", "random") == "digits/simsiam/ptlf + random freezing"
+    assert name("digits/simsiam/ptlf", "none", objective="byol", method="der") == "digits/byol/der"
+    assert name("digits/simsiam/ptlf", stream="folder") == "folder/simsiam/ptlf"
+    assert name("", "none") == "digits/simsiam/lump"
+    assert name("") == "digits/simsiam/lump + correlation freezing"

@@ -1,0 +1,212 @@
+"""A member of every family, added from outside the package: it needs a registration, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import plugin_members
+import pytest
+from test_every_key import another, cases, outcome
+
+from ptlf.cli import keys_help, main
+from ptlf.core.errors import UserError
+from ptlf.core.registry import Registry
+from ptlf.encoders import ENCODERS
+from ptlf.evaluation import PROBES
+from ptlf.freezing import POLICIES
+from ptlf.methods import METHODS
+from ptlf.objectives import OBJECTIVES
+from ptlf.run.config import Config, from_dict
+from ptlf.run.loop import Run
+from ptlf.stream import STREAMS
+from ptlf.training.optimizers import OPTIMIZERS
+
+# The family, the member's name in it, and in its module.
+MEMBERS: list[tuple[Registry[Any], str, str]] = [
+    (STREAMS, "stripes", "STRIPES"),
+    (OBJECTIVES, "align", "Align"),
+    (METHODS, "shrink", "Shrink"),
+    (POLICIES, "descending", "Descending"),
+    (ENCODERS, "tiny", "TINY"),
+    (OPTIMIZERS, "rmsprop", "RMSprop"),
+    (PROBES, "centroid", "Centroid"),
+]
+# A value for each member's own key, by dotted key.
+KEYS = {
+    "stream.contrast": 80,
+    "objective.spread": 2.0,
+    "method.shrink": 0.1,
+    "freezing.policy.skip": 1,
+    "encoder.channels": 4,
+    "training.optimizer.alpha": 0.5,
+    "probes.centroid.power": 1.0,
+}
+CHOSEN = {
+    "encoder": "tiny",
+    "freezing.policy": "descending",
+    "freezing.final": 0.5,
+    "training.optimizer": "rmsprop",
+    "training.lr": 0.01,
+    "training.epochs": 2,
+    "training.batch": 16,
+    "probes.centroid.enabled": "true",
+    "device": "cpu",
+}
+RECIPE = "stripes/align/shrink"
+
+
+def words(settings: dict[str, Any]) -> list[str]:
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def value_at(config: dict[str, Any], dotted: str) -> Any:
+    for name in dotted.split("."):
+        config = config[name]
+    return config
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family, name, attribute in MEMBERS:
+        monkeypatch.setitem(family, name, getattr(plugin_members, attribute))
+
+
+@pytest.mark.usefixtures("registered")
+def test_registered_members_train_compare_and_show_up(capsys, tmp_path) -> None:
+    common = {key: value for key, value in KEYS.items() if key.split(".")[0] not in ("objective", "method")}
+    sweep = ["sweep", RECIPE, "stripes/simsiam/lump", "--out", str(tmp_path), *words(CHOSEN), *words(common)]
+    assert main(sweep) == 0
+    shown = capsys.readouterr().out
+    assert "centroid accuracy, %" in shown
+    results = json.loads((tmp_path / "stripes-align-shrink-seed0" / "results.json").read_text())
+    assert results["name"] == f"{RECIPE} + descending freezing"
+    assert {key: value_at(results["config"], key) for key in common} == common
+    assert results["probes"]["centroid"]["settings"]["power"] == 1.0
+    assert len(results["probes"]["centroid"]["matrix"]) == 2
+    assert results["freezing"][0]["order"] == ["0"]  # the last unit is skipped
+    assert set(results["cost"]["per_epoch"][0]["loss"]) == {"ssl", "length"}
+    page = (tmp_path / "report.html").read_text()
+    assert "align/shrink" in page
+    assert "centroid" in page
+    assert main(["evaluate", str(tmp_path / "stripes-align-shrink-seed0"), "--probe", "centroid"]) == 0
+    assert "centroid: accuracy in %" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("registered")
+def test_registered_members_are_listed_with_their_keys(capsys) -> None:
+    for what, about in {
+        "streams": "stripes, 2 tasks x 2 classes",
+        "encoders": "two convolutions",
+        "recipes": "stripes/simsiam/ptlf",
+    }.items():
+        assert main(["list", what]) == 0
+        assert about in capsys.readouterr().out
+    assert main(["list"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert {name for _, name, _ in MEMBERS} <= listed
+    helped = keys_help()
+    for key in KEYS:
+        assert f"\n  --{key} " in helped
+    assert "align: weight of the term that keeps features apart" in helped
+
+
+@pytest.mark.usefixtures("registered")
+def test_recipes_of_registered_members_know_what_they_can() -> None:
+    from ptlf.run.recipes import names
+
+    found = set(names())
+    assert {"stripes/align/lump", "stripes/supervised/shrink", "split-cifar10/align/ptlf", RECIPE} <= found
+    assert "stripes/align/cassle" not in found
+
+
+@pytest.mark.usefixtures("registered")
+def test_keys_of_registered_members_are_found_and_have_an_effect(tmp_path) -> None:
+    found = {name: case for name, case in cases(Config) if case.key in KEYS}
+    assert {case.key for case in found.values()} == set(KEYS)
+    for case in found.values():
+        assert outcome(case, tmp_path) != outcome(case, tmp_path, **{case.key: another(case)}), case.key
+
+
+def test_what_is_no_member_is_refused() -> None:
+    for family, name, _ in MEMBERS:
+        with pytest.raises(UserError, match=f"{family.noun} '{name}' must be an? .* of {family.kind.__name__}"):
+            family[name] = 3
+        assert name not in family
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "attribute"), MEMBERS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_member_goes_by_module_and_attribute(family: Registry[Any], name: str, attribute: str) -> None:
+    assert family.find(f"plugin_members:{attribute}") is getattr(plugin_members, attribute)
+    with pytest.raises(UserError, match=rf"{family.noun} 'plugin_members:Nothing' cannot be imported: .*no attribute"):
+        family.find("plugin_members:Nothing")
+    with pytest.raises(UserError, match=f"unknown {family.noun} '{name}'"):
+        family.find(name)
+
+
+def test_a_run_of_members_by_module_and_attribute() -> None:
+    module = "plugin_members:"
+    probe = {f"{module}Centroid": {"enabled": True, "power": 1.0}}
+    config = from_dict(
+        {
+            "stream": {"name": f"{module}STRIPES", "contrast": 80},
+            "objective": {"name": f"{module}Align", "spread": 2.0},
+            "method": f"{module}Shrink",
+            "encoder": f"{module}TINY",
+            "freezing": {"policy": {"name": f"{module}Descending", "skip": 1}, "final": 0.5},
+            "training": {"optimizer": f"{module}RMSprop", "lr": 0.01, "epochs": 2, "batch": 16},
+            "probes": {"knn_class": {"k": 20}, **probe},
+            "device": "cpu",
+        }
+    )
+    results = Run(config).train()
+    assert results["config"]["objective"] == {"name": f"{module}Align", "spread": 2.0}
+    assert results["freezing"][0]["order"] == ["0"]
+    assert results["probes"]["centroid"]["accuracy"] > 0
+
+
+def distribution(folder: Path, name: str, module: str, points: str) -> None:
+    (folder / f"{name}.py").write_text(module)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(points)
+
+
+def run_ptlf(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "ptlf", *arguments]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_installed_packages_register_theirs_through_entry_points(tmp_path) -> None:
+    points = "".join(f"[{family.group}]\n{name} = stripy:{attribute}\n" for family, name, attribute in MEMBERS)
+    distribution(tmp_path, "stripy", Path(plugin_members.__file__).read_text(), points)
+    broken = "[ptlf.methods]\nlost = torn:Lost\nlump = torn:Lump\n[ptlf.policies]\nnumber = torn:NUMBER\n"
+    distribution(tmp_path, "torn", "NUMBER = 3\n", broken)
+    settings = [*words(CHOSEN), *words(KEYS)]
+    done = run_ptlf(tmp_path, "train", "--recipe", RECIPE, "--out", "run", *settings)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert {key: value_at(results["config"], key) for key in KEYS} == KEYS
+    assert results["probes"]["centroid"]["accuracy"] > 0
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("ptlf: warning:")]
+    assert [line.partition(" is left out: ")[::2] for line in warnings if "'lost'" in line or "'number'" in line] == [
+        (
+            "ptlf: warning: method 'lost' of package torn",
+            "AttributeError: module 'torn' has no attribute 'Lost'",
+        ),
+        (
+            "ptlf: warning: freezing policy 'number' of package torn",
+            "freezing policy 'number' must be a subclass of Policy, not 3",
+        ),
+    ]
+    assert "ptlf: warning: method 'lump' of package torn is left out: there is another method of that name" in warnings
+    assert len(warnings) == 3
