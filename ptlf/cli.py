@@ -7,11 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptlf import __version__
 from ptlf.core.errors import UserError, unknown
 from ptlf.training.process import Stopped
+
+if TYPE_CHECKING:
+    from ptlf.stream.pack import Pack
 
 Arguments = argparse.Namespace
 BENCH_PAIR = ["split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf"]
@@ -636,6 +639,6 @@ def run_data_list(arguments: Arguments) -> None:
         show_pack(pack)
 
 
-def show_pack(pack) -> None:  # type: ignore[no-untyped-def]
+def show_pack(pack: Pack) -> None:
     counts = ", ".join(f"{split.count} {name}" for name, split in pack.splits.items())
     print(f"{pack.name}: {counts} images of {pack.size} px, {len(pack.names)} {pack.folders}, in {pack.path}")

@@ -1,71 +1,141 @@
-"""Imports point one way through the rooms; the names people may use are there."""
+"""Imports point one way through the modules; nothing reaches a room behind an untyped parameter."""
 
 from __future__ import annotations
 
 import ast
+import inspect
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import ptlf
 
 PACKAGE = Path(ptlf.__file__).parent
-# A module may import from its own room and from those above it in this list.
-ROOMS = [
-    {"errors", "files", "settings", "randomness", "ranks", "batch"},
-    {"stream"},
-    {"views"},
-    {"encoders"},
-    {"objectives"},
-    {"model"},
-    {"methods"},
-    {"freezing"},
-    {"training"},
-    {"evaluation"},
-    {"report"},
-    {
-        "config",
-        "recipes",
-        "assembly",
-        "notes",
-        "checks",
-        "run_folder",
-        "pipeline",
-        "cluster",
-        "cli",
-        "bench",
-        "__main__",
-    },
-]
-RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
-# Freezing and reports are libraries of their own; evaluation tests an encoder, whoever trained it.
+# Every module, in an order in which each imports only those before it. A room's own name is its __init__.
+ORDER = """
+core: core batch errors files processes randomness registry settings
+stream: decode disk archives console sources pack task datasets stream folders fetch loading
+views: view named operations views
+encoders: encoder norm resnet encoders
+objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
+model
+methods: memory method cassle der finetune lump pnn si methods
+freezing: units correlation kernels freezer savings policy policies schedule progressive freezing
+training: training checkpoint triton_bn fused_resnet compiled cost distributed engine
+training.optimizers: optimizer adamw sgd lars optimizers
+training: process rate trainer
+evaluation: accuracy_matrix probe knn classifier linear ridge probes prober sprite gallery evaluation spread
+run: run config recipes build results folder sanity environment parts record state looks watcher
+run: loop sweep bench cluster evaluate
+report: report checks theme drawing runs measures tables live
+report.figures: figures axes accuracy cost freezing gallery
+report: parts page watch
+cli
+__main__
+"""
+# Libraries of their own, and what they may not know although it comes before them.
 FORBIDDEN = {
     "freezing": {"objectives", "model", "methods", "views", "stream"},
     "evaluation": {"training", "methods", "objectives", "freezing", "model"},
-    "report": set(RANK) - {"errors", "files", "report"},
 }
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+REPORT_MAY_USE = {"ptlf", "ptlf.core.errors", "ptlf.core.files", "ptlf.run.results", "ptlf.run.watcher"}
 
 
-def imported_rooms(path: Path) -> set[str]:
-    rooms = set()
+def ordered() -> list[str]:
+    names = ["ptlf"]
+    for line in ORDER.strip().splitlines():
+        room, _, modules = line.partition(":")
+        own = room.split(".")[-1]
+        names += [f"ptlf.{room}" if name == own else f"ptlf.{room}.{name}" for name in modules.split() or [own]]
+    return names
+
+
+def module_name(path: Path) -> str:
+    return ".".join(("ptlf", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+RANK = {name: rank for rank, name in enumerate(ordered())}
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of the package that the file imports anywhere, in functions too."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "ptlf" else [f"ptlf.{alias.name}" for alias in node.names]
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {member if member in MODULES else node.module for member in members}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("ptlf.")}
-    return rooms & set(RANK)
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "ptlf"} - {module_name(path)}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_up(path: Path) -> None:
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    assert room in RANK, f"{path} is in no room; add it to ROOMS"
-    imported = imported_rooms(path) - {room}
-    assert {other for other in imported if RANK[other] > RANK[room]} == set()
-    assert imported & FORBIDDEN.get(room, set()) == set()
+def test_every_module_has_its_place() -> None:
+    assert set(RANK) == set(MODULES)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "ptlf"])
+def test_imports_point_to_modules_before(name: str) -> None:
+    uses = imported(MODULES[name])
+    assert [other for other in uses if RANK[other] >= RANK[name]] == []
+    room = name.split(".")[1]
+    assert {other.split(".")[1] for other in uses if "." in other} & FORBIDDEN.get(room, set()) == set()
+    if room == "report":
+        assert {other for other in uses if other.split(".")[1:2] != ["report"]} <= REPORT_MAY_USE
+
+
+def own_attributes() -> set[str]:
+    """Names that objects of this package have and those of Python, numpy and torch have not."""
+    known = {name for kind in (dict, list, str, bytes, object, np.ndarray, torch.Tensor) for name in dir(kind)}
+    names = set()
+    for name in MODULES:
+        if name != "ptlf.__main__" and not name.endswith("triton_bn"):
+            __import__(name)
+            for value in vars(sys.modules[name]).values():
+                if inspect.isclass(value) and value.__module__.startswith("ptlf."):
+                    names |= set(vars(value)) | set(getattr(value, "__annotations__", {}))
+    for path in MODULES.values():  # attributes set in methods
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+    return {name for name in names - known if not name.startswith("__")}
+
+
+@pytest.fixture(scope="module")
+def own() -> set[str]:
+    return own_attributes()
+
+
+def digs(source: str, own: set[str]) -> list[str]:
+    """Attributes of this package's objects that are read from parameters typed Any, object or not at all."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef):
+            arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            loose = {
+                a.arg
+                for a in arguments
+                if a.arg not in ("self", "cls", "ctx")
+                and (a.annotation is None or ast.unparse(a.annotation) in ("Any", "object"))
+            }
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in loose:
+                    found += [ast.unparse(node)] * (node.attr in own)
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_room_is_reached_behind_an_untyped_parameter(name: str, own: set[str]) -> None:
+    assert digs(MODULES[name].read_text(), own) == []
+
+
+def test_digging_is_seen(own: set[str]) -> None:
+    assert digs("def begin(self, run: Any): return run.trainer.engine_kind", own) == ["run.trainer"]
+    assert digs("def begin(self, run: Run): return run.trainer", own) == []
+    assert digs("def plain(value: object): return value.items()", own) == []
 
 
 def test_public_names() -> None:

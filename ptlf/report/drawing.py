@@ -6,11 +6,14 @@ import base64
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
 from ptlf.report.theme import Theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Point = tuple[float, float]
 PRINT, MARGIN = 0.7, 8  # points on paper for one unit; units of white around a picture in a file
@@ -182,7 +185,7 @@ def to_png(drawing: Drawing, theme: Theme, dpi: int = 300) -> bytes:
     return buffer.getvalue()
 
 
-def add_artist(axes: Any, shape: Shape, drawing: Drawing, theme: Theme, order: int) -> None:
+def add_artist(axes: Axes, shape: Shape, drawing: Drawing, theme: Theme, order: int) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Circle, Polygon
 
@@ -210,7 +213,7 @@ def add_artist(axes: Any, shape: Shape, drawing: Drawing, theme: Theme, order: i
         axes.add_artist(Circle(shape.at[0], shape.size, **common) if circle else Polygon(corners(shape), **common))
 
 
-def add_picture(axes: Any, shape: Shape, drawing: Drawing, order: int) -> None:
+def add_picture(axes: Axes, shape: Shape, drawing: Drawing, order: int) -> None:
     from PIL import Image
 
     assert drawing.sprite is not None
