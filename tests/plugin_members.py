@@ -54,7 +54,7 @@ class Shrink(Method):
     def losses(self, model, batch):
         features = model.encode(batch.mixed)
         length = torch.stack([f.square().mean() for f in features]).mean()
-        return {"ssl": model.objective.loss(features, batch), "length": self.config.shrink * length}
+        return {"ssl": model.loss(features, batch), "length": self.config.shrink * length}
 
 
 @dataclass

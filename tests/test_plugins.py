@@ -89,7 +89,7 @@ def test_registered_members_train_compare_and_show_up(capsys, tmp_path) -> None:
     assert results["probes"]["centroid"]["settings"]["power"] == 1.0
     assert len(results["probes"]["centroid"]["matrix"]) == 2
     assert results["freezing"][0]["order"] == ["0"]  # the last unit is skipped
-    assert set(results["cost"]["per_epoch"][0]["loss"]) == {"ssl", "length"}
+    assert set(results["cost"]["per_epoch"]["loss"]) == {"ssl", "length"}
     page = (tmp_path / "report.html").read_text()
     assert "align/shrink" in page
     assert "centroid" in page
@@ -122,6 +122,19 @@ def test_recipes_of_registered_members_know_what_they_can() -> None:
     found = set(names())
     assert {"stripes/align/lump", "stripes/supervised/shrink", "split-cifar10/align/ptlf", RECIPE} <= found
     assert "stripes/align/cassle" not in found
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_registered_objective_trains_with_every_method(method: str, tiny) -> None:
+    config = tiny("digits/align/finetune", method__name=method, stream__per_class=20, training__batch=16)
+    if method == "pnn":
+        config.encoder.name = "conftest:tiny_resnet"
+    if method == "cassle":
+        with pytest.raises(UserError, match="objective 'align' cannot"):
+            Run(config)
+    else:
+        assert Run(config).train()["status"] == "finished"
 
 
 @pytest.mark.usefixtures("registered")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core.settings import key
-from ptlf.encoders.encoder import Call, EncoderConfig, call_module
+from ptlf.encoders.encoder import Call, EncoderConfig
 from ptlf.encoders.norm import ViewBatchNorm2d
 
 
@@ -112,10 +112,13 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def forward(self, images: Tensor, call: Call = call_module) -> Tensor:
-        x = images
-        for segment in self.segments():
-            x = call(segment, x)
+    def forward(self, images: Tensor, call: Call | None = None) -> Tensor:
+        if call is None:
+            x = self.stages(self.stem(images))
+        else:
+            x = images
+            for segment in self.segments():
+                x = call(segment, x)
         return torch.mean(x, dim=(2, 3))
 
     def segments(self) -> list[nn.Module]:

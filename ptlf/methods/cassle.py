@@ -67,6 +67,7 @@ class PFR(Cassle):
     """PFR: predicted features against the previous encoder's, by negative cosine, whatever the objective."""
 
     Config = PFRConfig
+    distills = False
 
     def width(self, model: Model) -> int:
         return model.objective.feature_dim

@@ -129,10 +129,9 @@ class ComparesOnly(Objective):
 def test_an_objective_that_cannot_distill_goes_with_methods_that_do_not(monkeypatch, objective) -> None:
     monkeypatch.setitem(OBJECTIVES, "mine", objective)
     refused = {method for method in METHODS if conflict(objective, METHODS[method])}
-    assert refused == {"cassle", "pfr"}
+    assert refused == {"cassle"}
     assert {name.split("/")[2] for name in names() if "/mine/" in name} == {*METHODS, *VARIANTS} - {
         "cassle",
-        "pfr",
         "cassle-ptlf",
     }
     config = from_dict({"objective": "mine", "method": "cassle"})
