@@ -246,7 +246,7 @@ def stop_after(run: Run, position: tuple[int, int]) -> None:
 
     def stop() -> None:
         if (run.position.task, run.position.epoch) == position and run.position.step == 0:
-            run.stop.asked = 15
+            run.signals.asked = 15
         pause()
 
     run.pause = stop
