@@ -4,10 +4,10 @@ BIN    := $(VENV)/bin
 # As a path, not an import hook: a folder named ptlf beside a script (this clone, say) would go before the hook.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat
 
-.PHONY: run test faults install lint clean help
+.PHONY: run test check test-gpu faults install lint clean help
 
 help:      ## what there is to make
-	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */  /'
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */  /'
 
 install: $(VENV)/.installed  ## .venv with the package and its pinned dependencies
 
@@ -28,8 +28,14 @@ lint: $(VENV)/.test-installed  ## style and types
 	$(BIN)/ruff format --check ptlf tests
 	$(BIN)/mypy
 
-test: lint  ## lint, types and tests
+test: lint  ## lint, types and all tests
 	$(BIN)/pytest
+
+check: lint  ## lint, types and the quick tests, in about a minute
+	$(BIN)/pytest -m "not slow"
+
+test-gpu: $(VENV)/.test-installed  ## the tests that run on a GPU
+	$(BIN)/pytest -m gpu
 
 faults: $(VENV)/.test-installed  ## 20 runs killed at random moments, resumed, and compared bit for bit
 	$(BIN)/python tests/faults.py --runs 20

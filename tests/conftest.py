@@ -20,6 +20,14 @@ from ptlf.run.recipes import recipe
 from ptlf.run.watcher import Watcher
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` need one, but for those that are emulated where there is none."""
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        if mark and not mark.kwargs.get("emulated") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """Tests are small: more threads only get in each other's way."""

@@ -349,7 +349,7 @@ def test_views_made_at_once_are_the_same(name: str) -> None:
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", V.VIEWS)
 def test_views_captured_in_a_cuda_graph_are_the_cpus(name: str) -> None:
     recipe = V.named_views(name, 40)

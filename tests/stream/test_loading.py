@@ -221,7 +221,7 @@ def test_an_epoch_goes_on_in_its_middle_and_stops_without_threads(numbers, tmp_p
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("mapped", [True, False])
 def test_batches_on_a_gpu_are_those_of_indexing(file, mapped: bool) -> None:
     device, order = torch.device("cuda"), shuffled() * 20

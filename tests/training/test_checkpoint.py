@@ -329,7 +329,7 @@ def test_timed_savings_are_not_timed_again(tiny, tmp_path) -> None:
     assert second.freezing.context.savings == first.freezing.context.savings
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["eager", "captured"])
 def test_a_gpu_run_goes_on_to_the_same_decisions(tiny, tmp_path, engine: str) -> None:
     config = tiny(
