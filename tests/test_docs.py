@@ -15,6 +15,8 @@ from conftest import tiny_config
 from ptlf.run.loop import Run
 from ptlf.run.recipes import EXPECTED
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -27,6 +27,8 @@ from ptlf.run.loop import Run
 from ptlf.stream.folders import pack_folder
 from ptlf.training.trainer import StepCost
 
+pytestmark = pytest.mark.slow
+
 Settings = dict[str, Any]
 QUICK: Settings = {
     "stream.per_class": 10,

@@ -26,6 +26,8 @@ from ptlf.run.loop import Run
 from ptlf.stream import STREAMS
 from ptlf.training.optimizers import OPTIMIZERS
 
+pytestmark = pytest.mark.slow
+
 # The family, the member's name in it, and in its module.
 MEMBERS: list[tuple[Registry[Any], str, str]] = [
     (STREAMS, "stripes", "STRIPES"),

@@ -14,6 +14,8 @@ from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.units import find_units
 from ptlf.training.optimizers import LARS
 
+pytestmark = pytest.mark.slow
+
 SOME = ("stages.0.0.conv2", "stages.1.0.conv1", "stages.1.0.shortcut.0")
 
 

@@ -12,6 +12,8 @@ from faults import lasting
 
 from ptlf.cli import main
 
+pytestmark = pytest.mark.slow
+
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
     "--training.batch", "128", "--device", "cpu", "--evaluation.gallery", "false",

@@ -41,6 +41,8 @@ from ptlf.training.checkpoint import (
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import EpochState
 
+pytestmark = pytest.mark.slow
+
 
 def state(number: int = 0) -> dict:
     return {"number": number, "weights": {"a": torch.full((4, 3), float(number))}}

@@ -24,6 +24,8 @@ from ptlf.run.results import epoch_lines
 from ptlf.training.engine import choose_engine
 from ptlf.training.trainer import TrainingConfig, check_batch
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 SYNCHRONISED = [name for name in RUNS if not name.endswith("local")]
 MORTAL = [

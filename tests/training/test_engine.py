@@ -96,6 +96,7 @@ def light_compiler(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_parts_follow_freezing_and_thawing(light_compiler) -> None:
     plain, fast = small(), small()
     views = list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64))
@@ -153,8 +154,10 @@ def test_running_out_of_variants_is_an_error(light_compiler) -> None:
             parts.encode(encoder, torch.randn(4, 3, size, size, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_a_compiled_run_is_like_an_eager_one(light_compiler, tiny) -> None:
-    settings = {"encoder__name": "resnet18-mini", "training__batch": 64, "training__lr": 0.01, "freezing__final": 0.34}
+    settings = {"encoder__name": "conftest:tiny_resnet", "training__batch": 64, "training__lr": 0.01}
+    settings |= {"freezing__final": 0.34, "stream__per_class": 64}
     runs = [Run(tiny("digits/simsiam/ptlf", **settings, training__engine=kind)) for kind in ("eager", "compiled")]
     eager, compiled = [run.train() for run in runs]
     assert compiled["environment"]["engine"] == "compiled"
@@ -164,6 +167,7 @@ def test_a_compiled_run_is_like_an_eager_one(light_compiler, tiny) -> None:
     assert [entry["order"] for entry in eager["freezing"]] == [entry["order"] for entry in compiled["freezing"]]
 
 
+@pytest.mark.slow
 def test_what_is_compiled_does_not_keep_the_run(light_compiler, tiny) -> None:
     run = Run(tiny("digits/byol/cassle", training__epochs=1, training__engine="compiled"))
     run.train()
@@ -173,6 +177,7 @@ def test_what_is_compiled_does_not_keep_the_run(light_compiler, tiny) -> None:
     assert [p() for p in parameters] == [None] * len(parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lump", "cassle", "pnn"])
 def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, method: str) -> None:
     """A captured step repeats what it recorded: what trains, and what stands replaced, may change at `rebuild` only."""
@@ -510,6 +515,7 @@ def assert_same_run(one: Run, other: Run) -> None:
             assert torch.equal(a, b), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "method"), PAIRS)
 def test_replayed_graphs_train_like_the_step_itself(tiny, recording, monkeypatch, objective: str, method: str) -> None:
     """To the bit, for every objective with every method, with units that freeze and thaw."""
@@ -565,6 +571,7 @@ class Doorkeeper(Accelerator):
             return super().__call__(function, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "method"), PAIRS)
 def test_every_forward_of_a_step_goes_through_the_accelerator(tiny, monkeypatch, objective: str, method: str) -> None:
     """Encoders, heads and predictors, of the model and of every copy: nothing is left to run slowly."""
@@ -644,6 +651,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "method"), COMBINATIONS)
 def test_all_that_a_step_uses_is_held(tiny, objective: str, method: str) -> None:
     """A graph that is kept has to find everything where it was: what a step uses without having made it is of the batch

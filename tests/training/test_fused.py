@@ -17,7 +17,7 @@ from ptlf.training import compiled
 from ptlf.training import fused_resnet as fused
 from ptlf.training.cost import kept_bytes
 
-pytestmark = pytest.mark.gpu(emulated=True)
+pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.slow]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNITS = (
     "stem.conv",

@@ -19,6 +19,8 @@ from ptlf.core.batch import Batch
 from ptlf.run.loop import Run
 from ptlf.views import apply_view, draw
 
+pytestmark = pytest.mark.slow
+
 # Shares of the peak rate: an epoch of warm-up, then half a cosine, three steps each.
 RATES = (0, 1 / 3, 2 / 3, 1, 0.75, 0.25)
 SETTINGS = {
