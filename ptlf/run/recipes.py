@@ -18,6 +18,7 @@ from ptlf.methods import METHODS, Method
 from ptlf.objectives import OBJECTIVES, Objective
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.stream import STREAMS
+from ptlf.training.optimizers import OPTIMIZERS
 
 Settings = Mapping[str, Any]
 
@@ -107,25 +108,22 @@ def conflict(objective: type[Objective], method: type[Method]) -> str | None:
 
 
 def recipe(name: str) -> Settings:
-    """The recipe's settings as a nested dict, with `recipe` naming it."""
-    if name not in names():
+    """The recipe's settings as a nested dict, with `recipe` naming it. Members may be given as package.module:name."""
+    if name.count("/") != 2 or (":" not in name and name not in names()):
         raise unknown("recipe", name, names())
-    stream, objective, method = name.split("/")
-    policy = {"freezing": {"policy": VARIANTS[method]["policy"]}} if method in VARIANTS else {}
-    method = VARIANTS[method]["method"] if method in VARIANTS else method
-    protocol = STREAMS[stream].protocol
+    stream, objective, word = name.split("/")
+    variant = VARIANTS.get(word, {"method": word})
+    method, protocol = variant["method"], STREAMS.find(stream).protocol
     if protocol not in PROTOCOLS:
         raise unknown("protocol", protocol, PROTOCOLS)
-    chosen = {
-        "recipe": name,
-        **{"stream": {"name": stream}, "objective": {"name": objective}, "method": {"name": method}},
-    }
+    chosen = {"stream": {"name": stream}, "objective": {"name": objective}, "method": {"name": method}}
     presets = [
         member.presets.get(place, {})
-        for member in (OBJECTIVES[objective], METHODS[method])
+        for member in (OBJECTIVES.find(objective), METHODS.find(method))
         for place in dict.fromkeys((protocol, stream))
     ]
-    return merge(Config, PROTOCOLS[protocol], chosen, *presets, policy)
+    policy = {"freezing": {"policy": variant["policy"]}} if "policy" in variant else {}
+    return merge(Config, PROTOCOLS[protocol], {"recipe": name, **chosen}, *presets, policy)
 
 
 def name_of(config: Settings) -> str:
@@ -148,5 +146,29 @@ def resolve_config(recipe_name: str | None, file: Path | None, overrides: Sequen
         raise UserError(
             f"{file} is of recipe {values['recipe']}, and --recipe says {recipe_name}; leave one of them out"
         )
-    base = recipe(recipe_name or values.get("recipe") or DEFAULT)
-    return from_dict(merge(Config, base, values, parse_overrides(Config, overrides)))
+    given = merge(Config, values, parse_overrides(Config, overrides))
+    base = recipe(adapted(recipe_name or values.get("recipe") or DEFAULT, given))
+    rule = name_in(given.get("training"), "optimizer")
+    if rule and rule != base["training"]["optimizer"]["name"]:  # the recipe's rate is for another optimizer
+        base = merge(Config, base, {"training": {"lr": OPTIMIZERS.find(rule).lr}})
+    return from_dict(merge(Config, base, given))
+
+
+def adapted(name: str, given: Settings) -> str:
+    """The recipe with the objective and the method that the settings choose in place of its own: their presets hold.
+    What cannot be trained is left for the settings' own checks."""
+    if name.count("/") != 2:
+        return name
+    stream, objective, word = name.split("/")
+    method = name_in(given, "method")
+    if method and method != VARIANTS.get(word, {"method": word})["method"]:
+        word = method
+    changed = f"{stream}/{name_in(given, 'objective') or objective}/{word}"
+    return changed if ":" in changed or changed in names() else name
+
+
+def name_in(settings: Any, section: str) -> str | None:
+    """The name that a section chooses, as {"name": ...} or as plain text."""
+    chosen = settings.get(section) if isinstance(settings, Mapping) else None
+    chosen = chosen.get("name") if isinstance(chosen, Mapping) else chosen
+    return chosen if isinstance(chosen, str) else None

@@ -12,7 +12,7 @@ from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES, Objective
 from ptlf.run.build import check_combination
 from ptlf.run.config import from_dict
-from ptlf.run.recipes import VARIANTS, conflict, name_of, names, recipe
+from ptlf.run.recipes import VARIANTS, conflict, name_of, names, recipe, resolve_config
 from ptlf.stream import STREAMS
 from ptlf.views import named_views
 
@@ -171,3 +171,30 @@ def test_a_run_is_called_what_it_is() -> None:
     assert name("digits/simsiam/ptlf", stream="folder") == "folder/simsiam/ptlf"
     assert name("", "none") == "digits/simsiam/lump"
     assert name("") == "digits/simsiam/lump + correlation freezing"
+
+
+@pytest.mark.parametrize(("words", "same"), [
+    (["--objective", "vicreg"], "digits/vicreg/lump"),
+    (["--objective.name", "vicreg", "--method", "der"], "digits/vicreg/der"),
+    (["--method", "cassle", "--freezing.policy", "correlation"], "digits/simsiam/cassle-ptlf"),
+])  # fmt: skip
+def test_presets_hold_however_a_member_is_chosen(words: list[str], same: str) -> None:
+    """SimSiam's rate of 0.3 makes VICReg diverge."""
+    found, wanted = (
+        as_dict(config) for config in (resolve_config("digits/simsiam/lump", None, words), from_dict(recipe(same)))
+    )
+    assert {**found, "recipe": ""} == {**wanted, "recipe": ""}
+
+
+def test_another_optimizer_has_its_own_rate() -> None:
+    assert resolve_config("digits/simsiam/lump", None, ["--training.optimizer", "adamw"]).training.lr == 1e-3
+    words = ["--training.optimizer", "adamw", "--training.lr", "0.01"]
+    assert resolve_config("digits/simsiam/lump", None, words).training.lr == 0.01
+    assert resolve_config("digits/simsiam/lump", None, ["--training.optimizer", "sgd"]).training.lr == 0.3
+
+
+def test_a_recipe_may_name_anybodys_members() -> None:
+    config = from_dict(recipe("digits/plugin_members:Align/lump"))
+    assert (config.objective.name, config.method.name) == ("plugin_members:Align", "lump")
+    with pytest.raises(UserError, match="unknown recipe 'digits/simsiam'"):
+        recipe("digits/simsiam")

@@ -24,6 +24,7 @@ class AdamWConfig(OptimizerConfig):
 
 class AdamW(UpdateRule):
     Config = AdamWConfig
+    lr = 1e-3
 
     @staticmethod
     def make(config: AdamWConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> torch.optim.AdamW:

@@ -26,6 +26,7 @@ class LarsConfig(OptimizerConfig):
 
 class Lars(UpdateRule):
     Config = LarsConfig
+    lr = 0.3
 
     @staticmethod
     def make(config: LarsConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> Optimizer:

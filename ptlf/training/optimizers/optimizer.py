@@ -24,6 +24,7 @@ class UpdateRule:
     """State carries over between tasks, but for what froze: that starts anew."""
 
     Config: ClassVar[type[OptimizerConfig]] = OptimizerConfig
+    lr: ClassVar[float] = 0.03  # usual rate for a batch of 256, taken where a recipe is for another optimizer
 
     @staticmethod
     def make(config: Any, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> Optimizer:
