@@ -120,14 +120,17 @@ MEMORY = [
     column("peak", "peak_memory_bytes", "MiB", 0, True),
 ]
 SPREAD, DEVICE = column("±", "step_ms_spread", "ms", 2), column("device", "device_ms", "ms", 2)
-STEP_COLUMNS = [STEP, SPREAD, DEVICE, *MEMORY, column("rebuild", "rebuild_seconds", "s", 1)]
-METHOD_COLUMNS = [STEP, SPREAD, DEVICE, *MEMORY[1:]]
 STAGE_COLUMNS = [column("steps", "steps", "", 0), STEP, column("median", "median_step_ms", "ms", 2, True), *MEMORY]
 FREEZING_COLUMNS = [
     column("kept", "kept_bytes", "MiB", 1, True),
     column("backward", "backward_flops", "GFLOPs", 2, True, 1e9),
     column("step", "seconds", "ms", 0, True, 1e-3),
 ]
+BENCHMARKS = {  # the headings of what names a row, by its key there; the figures of a row
+    "freezing": ({"frozen": "frozen", "way": "how"}, FREEZING_COLUMNS),
+    "step": ({"frozen": "frozen"}, [STEP, SPREAD, DEVICE, *MEMORY, column("rebuild", "rebuild_seconds", "s", 1)]),
+    "methods": ({"recipe": "recipe"}, [STEP, SPREAD, DEVICE, *MEMORY[1:]]),
+}
 OVERHEADS = [
     *(column(measure.title, measure.path[-1], "s", 1) for measure in COSTS[1:] if measure.unit == "s"),
     column("learning after the first task", "later_learning_seconds", "s", 1, True),

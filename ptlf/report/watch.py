@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ptlf.core.errors import UserError
+from ptlf.report.live import console
 from ptlf.report.measures import seconds
 from ptlf.report.tables import percent
 from ptlf.run.results import Json, epoch_lines, read_results
@@ -164,15 +165,10 @@ def accuracies(snapshot: Snapshot) -> list[Text]:
 
 
 def watch(
-    folder: Path,
-    console: Console,
-    *,
-    once: bool = False,
-    every: float = 2.0,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    folder: Path, once: bool = False, console: Console = console, sleep: Callable[[float], None] = time.sleep
 ) -> None:
     """Until the run has finished or failed; with `once`, or where output is no terminal, a single look."""
+    every, clock = 2.0, time.monotonic  # seconds
     once = once or not console.is_terminal
     while not once and not (folder / "results.json").exists() and (folder / "config.yaml").exists():
         sleep(every)  # the run has just begun

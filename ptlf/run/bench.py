@@ -120,7 +120,7 @@ def step(
     stages: Sequence[int],
     *,
     first: bool = False,
-    save_memory: bool = True,
+    plain: bool = False,
     streamed: bool = False,
     traces: Path | None = None,
 ) -> list[dict[str, Any]]:
@@ -129,10 +129,11 @@ def step(
     the spread is half of what lies between the fastest and the slowest fifth of them.
 
     first: the units nearest to the input instead, so that no gradient has to pass them.
+    plain: frozen with requires_grad=False alone.
     streamed: the images are read ahead from a file, not held on the device.
     traces: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
     """
-    config.freezing.save_memory = save_memory
+    config.freezing.save_memory = not plain
     config.stream.resident = False if streamed else config.stream.resident
     with TemporaryDirectory() as folder:  # the run holds the file open
         file = Path(folder) / "noise.npy" if streamed else None
