@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ptlf.run.results import ratio
+
 if TYPE_CHECKING:
     from ptlf.report.runs import Group
 
@@ -60,10 +62,6 @@ class Measure:
 
 def seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
-
-
-def ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
 
 
 def title_of(probe: str) -> str:

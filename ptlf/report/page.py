@@ -127,8 +127,8 @@ def headline(comparison: Comparison) -> dict[str, Any]:
 
 def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """What is wrong, and of what."""
-    for bad in comparison.damaged:
-        yield bad.folder.name, f" is left out: {bad.reason}."
+    for folder, reason in comparison.damaged.items():
+        yield folder.name, f" is left out: {reason}."
     for group in comparison.groups:
         if group.state:
             yield group.label, f" is {group.state}; it is shown as far as it got."

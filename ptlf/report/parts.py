@@ -97,7 +97,7 @@ def accuracy_part(comparison: Comparison) -> Part:
 
 
 def ratio_part(comparison: Comparison) -> Part:
-    part, groups = Part("correlation", "Which units were chosen, and why"), freezing.with_ratios(comparison)
+    part, groups = Part("correlation", "Which units were chosen, and why"), freezing.written(comparison, "ratios")
     how = (
         "A line is a task, a row a unit from input to output: far right means that what the new task wants to "
         "change lies in what the past used; filled dots froze in that task."
@@ -112,7 +112,7 @@ def ratio_part(comparison: Comparison) -> Part:
     if len(supervised) == 1:
         missing = "self-supervised" if supervised == {True} else "supervised"
         part.notes.append(f"A {missing} run with `--freezing.policy correlation` would stand beside it here.")
-    several = [group for group in freezing.with_freezing(comparison) if len(freezing.tasks_of(group)) > 1]
+    several = [group for group in freezing.written(comparison, "events") if len(freezing.tasks_of(group)) > 1]
     how = "Each cell is the share, in %, of frozen units that two tasks have in common: at 100 the same ones froze."
     width, overlaps = HALF if comparison.tasks > 8 else THIRD, per_run("overlap", freezing.task_overlap, several)
     part.add("Overlap of the selection between tasks", how, overlaps, width)
@@ -129,7 +129,7 @@ def ratio_part(comparison: Comparison) -> Part:
 
 
 def freezing_part(comparison: Comparison) -> Part:
-    part, groups = Part("freezing", "What froze, and when"), freezing.with_freezing(comparison)
+    part, groups = Part("freezing", "What froze, and when"), freezing.written(comparison, "events")
     how = "Units run down, epochs across, tasks side by side: a filled cell is a unit that was not updated."
     if any(len(group.runs) > 1 for group in groups):
         how += " Paler cells froze in only some of the seeds."

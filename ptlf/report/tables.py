@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ptlf.report import measures
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, ratio
+from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures
 from ptlf.report.runs import Group, RunRecord
-from ptlf.run.results import Json
+from ptlf.run.results import Json, ratio
 
 
 def percent(value: float | None) -> str:

@@ -17,6 +17,7 @@ Row = list[float | None]
 # Of seconds, by their name in the record; `measuring` is of a step's bytes and FLOPs.
 PURPOSES = {name: name for name in ("train", "correlation", "rebuild", "eval", "checkpoint", "measuring")}
 PURPOSES |= {"train": "training", "eval": "evaluation"}
+ADDED = ("correlation_seconds", "rebuild_seconds")  # what freezing adds to the steps
 
 
 @dataclass
@@ -101,12 +102,6 @@ class Record:
 def cost_of_task(task: int, epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the task's epochs; bytes as in its last one."""
     mine = [line for line in epochs if line["task"] == task]
-    return {
-        "task": task,
-        "train_seconds": sum(line["seconds"] for line in mine),
-        **{
-            key: sum(line[key] for line in mine) for key in ("correlation_seconds", "rebuild_seconds", "backward_flops")
-        },
-        "kept_bytes": mine[-1]["kept_bytes"],
-        "peak_memory_bytes": mine[-1]["peak_memory_bytes"],
-    }
+    sums = {key: sum(line[key] for line in mine) for key in ("seconds", *ADDED, "backward_flops")}
+    last = {key: mine[-1][key] for key in ("kept_bytes", "peak_memory_bytes")}
+    return {"task": task, "train_seconds": sums.pop("seconds"), **sums, **last}

@@ -7,7 +7,7 @@ import statistics
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, padded
 from ptlf.report.measures import COSTS, SCALES
-from ptlf.report.runs import Comparison, Group
+from ptlf.report.runs import Comparison, Group, means
 
 POINTS = 400  # of a line; more cannot be told apart
 EVENTS = 60  # freeze events of a run that are drawn as triangles; more become dots
@@ -63,12 +63,9 @@ def panel(drawing: Drawing, x: Scale, y: Scale, tasks: int, epochs: int) -> None
 
 def mean_line(group: Group, key: str, unit: float, epochs: int) -> Series:
     """(epoch of the stream, mean over seeds)."""
-    found: dict[int, list[float]] = {}
-    for run in group.runs:
-        for line in run.epochs:
-            if line.get(key) is not None:
-                found.setdefault((line["task"] - 1) * epochs + line["epoch"], []).append(line[key] / unit)
-    return [(place, statistics.fmean(values)) for place, values in sorted(found.items())]
+    lines = [line for run in group.runs for line in run.epochs if line.get(key) is not None]
+    found = means([((line["task"] - 1) * epochs + line["epoch"], line[key] / unit) for line in lines])
+    return [(place, mean) for place, (mean, _) in found.items()]
 
 
 def draw_line(drawing: Drawing, group: Group, series: Series, x: Scale, y: Scale, *, stepped: bool) -> None:
