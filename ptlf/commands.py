@@ -72,15 +72,9 @@ def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True)
 
 
 def sweep(
-    recipes: Sequence[str],
-    seeds: Sequence[int],
-    out: Path,
-    cluster: str | None,
-    jobs: int | None,
-    job_options: Sequence[str],
-    baseline: str | None,
-    overrides: Words,
+    recipes: Sequence[str], seeds: Sequence[int], out: Path, baseline: str | None, overrides: Words, **jobs: Any
 ) -> None:
+    """jobs: `cluster`, `jobs` and `job_options`, for `cluster.train_all`."""
     if any(word.partition("=")[0] == "--seed" for word in overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
     if baseline:
@@ -88,7 +82,7 @@ def sweep(
         if not ends:
             raise unknown("baseline", baseline, recipes)
         baseline = ends[0]
-    if not cluster and (jobs or job_options):
+    if not jobs["cluster"] and any(jobs.values()):
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
     check_alone("sweep")
     runs = sweeps.plan(recipes, seeds, out, overrides)
@@ -96,9 +90,8 @@ def sweep(
     for run in runs:
         if run not in missing:
             tell(f"{run.name}: already finished in {run.folder}")
-    if cluster:
-        plan = {run.name: (run.config, run.folder) for run in missing}
-        train_jobs(plan, out / "jobs", cluster=cluster, at_once=jobs, options=job_options, tell=tell)
+    if jobs["cluster"]:
+        train_jobs({run.name: (run.config, run.folder) for run in missing}, out / "jobs", **jobs, tell=tell)
     else:
         for run, results in sweeps.train_all(missing, Live):
             show_results(console, results, run.folder, brief=True)
@@ -180,29 +173,18 @@ def bench_freezing(encoder: str, batch: int, size: int, repeats: int, device: st
     save(json, encoder=encoder, batch=batch, size=size, environment=environment(place), rows=rows)
 
 
-def bench_step(
-    recipe: str,
-    size: int,
-    steps: int,
-    stages: Sequence[int],
-    profile: Path | None,
-    json: Path | None,
-    first: bool,
-    streamed: bool,
-    plain: bool,
-    overrides: Words,
-) -> None:
+def bench_step(recipe: str, json: Path | None, overrides: Words, **how: Any) -> None:
+    """how: the arguments of `bench.step`."""
     config = resolve_config(recipe, None, overrides)
-    ways = {"first": first, "plain": plain, "streamed": streamed}
-    rows = bench.step(config, size, steps, stages, **ways, traces=profile)
+    rows = bench.step(config, **how)
     where = environment(choose_device(config.device))
-    how = f"{'first' if first else 'middle'} units frozen{' as PyTorch does it' if plain else ''}"
-    what = f"{config.training.batch} images of {size} px on {where['device_name']}"
-    title = f"{recipe}, {what}, {how}, {steps} steps each; ±: half the range of fifths of them"
+    frozen = f"{'first' if how['first'] else 'middle'} units frozen{' as PyTorch does it' if how['plain'] else ''}"
+    what = f"{config.training.batch} images of {how['size']} px on {where['device_name']}, {frozen}"
+    title = f"{recipe}, {what}, {how['steps']} steps each; ±: half the range of fifths of them"
     show_rows(console, "step", title, rows)
     show_kernels(console, rows)
-    about = {"commit": commit(), "config": as_dict(config), "environment": where, **ways, "size": size, "steps": steps}
-    save(json, **about, rows=rows)
+    ways = {key: how[key] for key in ("first", "plain", "streamed", "size", "steps")}
+    save(json, commit=commit(), config=as_dict(config), environment=where, **ways, rows=rows)
 
 
 def bench_methods(

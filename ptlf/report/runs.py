@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.report.checks import DAMAGE, check_gallery, check_results

@@ -105,11 +105,10 @@ def step(
     size: int,
     steps: int,
     stages: Sequence[int],
-    *,
     first: bool,
     plain: bool,
     streamed: bool,
-    traces: Path | None,
+    profile: Path | None,
 ) -> list[dict[str, Any]]:
     """A row per stage of freezing (that many units around the middle, frozen one after the other): milliseconds of a
     step with everything in it, and its memory. Timed after warming up, over `steps` steps, the device synchronised;
@@ -118,7 +117,7 @@ def step(
     first: the units nearest to the input instead, so that no gradient has to pass them.
     plain: frozen with requires_grad=False alone.
     streamed: the images are read ahead from a file, not held on the device.
-    traces: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
+    profile: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
     """
     config.freezing.save_memory = not plain
     config.stream.resident = False if streamed else config.stream.resident
@@ -134,7 +133,7 @@ def step(
     for frozen in stages:
         run.freezing.freezer.thaw()
         run.freezing.freezer.freeze(order[:frozen])
-        trace = traces / f"frozen-{frozen}.json.gz" if traces else None
+        trace = profile / f"frozen-{frozen}.json.gz" if profile else None
         rows.append({"frozen": frozen, "units": order[:frozen], **time_steps(run, steps, trace)})
     return rows
 
@@ -176,7 +175,7 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any
         rebuild = time.perf_counter() - started
         shares = [len(share) for share in np.array_split(np.arange(steps), min(5, steps))]
         parts = [per_call(one, share, device) for share in shares]
-        kernels = {} if trace is None else {"kernels": profile(one, trace, device)}
+        kernels = {} if trace is None else {"kernels": kernels_of(one, trace, device)}
     seconds, views = float(np.average(parts, weights=shares)), len(chosen) * len(trainer.view_specs)
     device_ms = host_share = None
     if isinstance(trainer.engine, CapturedEngine):
@@ -198,7 +197,7 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any
     }
 
 
-def profile(work: Callable[[], Any], trace: Path, device: torch.device, times: int = 10) -> list[dict[str, Any]]:
+def kernels_of(work: Callable[[], Any], trace: Path, device: torch.device, times: int = 10) -> list[dict[str, Any]]:
     """Leave a trace of `times` calls, for chrome://tracing or Perfetto; what took the device's time, the most first."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
