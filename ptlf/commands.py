@@ -36,8 +36,9 @@ from ptlf.stream.pack import Pack, list_packs, verify_pack
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.views import VIEWS
 
+NO_PACKS = "no packed data sets in {}; `ptlf data get cifar10` gets one"
 BENCH_PAIR = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
-Words = Sequence[str]  # settings, such as --training.epochs 2
+Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
 
 def train(recipe: str | None, config: Path | None, out: Path | None, resume: Path | None, overrides: Words) -> None:
@@ -62,8 +63,7 @@ def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True)
     """Train, show and draw. A run to resume must have these very settings, if `strict`."""
     first = processes.is_first()
     if resume and processes.broadcast_object(first and (finished(folder, config) if strict else has_finished(folder))):
-        tell(f"{folder}: already finished")
-        return
+        return tell(f"{folder}: already finished")
     run = Run(config, folder)
     results = run.train(Live(name_of(as_dict(run.config))), resume=resume)
     if first:
@@ -71,9 +71,7 @@ def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True)
         write_page([folder], folder / "report.html")
 
 
-def sweep(
-    recipes: Sequence[str], seeds: Sequence[int], out: Path, baseline: str | None, overrides: Words, **jobs: Any
-) -> None:
+def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, overrides: Words, **jobs: Any) -> None:
     """jobs: `cluster`, `jobs` and `job_options`, for `cluster.train_all`."""
     if any(word.partition("=")[0] == "--seed" for word in overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
@@ -187,9 +185,7 @@ def bench_step(recipe: str, json: Path | None, overrides: Words, **how: Any) -> 
     save(json, commit=commit(), config=as_dict(config), environment=where, **ways, rows=rows)
 
 
-def bench_methods(
-    recipes: Sequence[str], task: int, size: int, steps: int, json: Path | None, overrides: Words
-) -> None:
+def bench_methods(recipes: Words, task: int, size: int, steps: int, json: Path | None, overrides: Words) -> None:
     configs = [resolve_config(recipe, None, overrides) for recipe in recipes]
     rows = bench.methods(configs, size, steps, task)
     where = environment(choose_device(configs[0].device))
@@ -216,7 +212,7 @@ def bench_run(folders: Sequence[Path] | None, json: Path | None, overrides: Word
 
 
 def timed_runs(
-    recipes: Sequence[str] | None, noise: int | None, size: int | None, out: Path | None, overrides: Words
+    recipes: Words | None, noise: int | None, size: int | None, out: Path | None, overrides: Words
 ) -> list[dict[str, Any]]:
     if out and any(out.glob("*/config.yaml")):
         raise UserError(f"{out} already holds runs; choose another --out")
@@ -248,7 +244,7 @@ def data_verify(names: Sequence[str], data_root: str | None) -> None:
     root = fetch.data_root(data_root)
     names = names or [pack.name for pack in list_packs(root)]
     if not names:
-        raise UserError(no_packs(root))
+        raise UserError(NO_PACKS.format(root))
     problems = {name: verify_pack(root, name) for name in names}
     for name, found in problems.items():
         print(f"{name}: {'; '.join(found) if found else 'as packed'}")
@@ -260,13 +256,9 @@ def data_list(data_root: str | None) -> None:
     root = fetch.data_root(data_root)
     packs = list_packs(root)
     if not packs:
-        print(no_packs(root))
+        print(NO_PACKS.format(root))
     for pack in packs:
         show_pack(pack)
-
-
-def no_packs(root: Path) -> str:
-    return f"no packed data sets in {root}; `ptlf data get cifar10` gets one"
 
 
 def show_pack(pack: Pack) -> None:

@@ -81,23 +81,20 @@ def probe_measures(probe: str) -> list[Measure]:
 
 
 def cost(title: str, key: str, unit: str, digits: int = 1, short: str = "", below: str = "", **more: Any) -> Measure:
-    return Measure(title, ("cost", key), unit, digits, True, short, below, **more)
-
-
-def purpose(title: str, key: str, indent: str = "") -> Measure:
-    """Seconds of one purpose. The baseline spends next to none on most of them: no ratio."""
-    return Measure(title, ("cost", key), "s", 1, indent=indent)
+    more.setdefault("cost", True)
+    return Measure(title, ("cost", key), unit, digits, short=short, below=below, **more)
 
 
 PEAK = "last_peak_memory_bytes"
 COSTS = [
     cost("training time", "learning_seconds", "s", 1, "time", "all in, seconds"),
     cost("training steps", "train_seconds", "s", epoch="seconds", indent="  "),
-    purpose("correlation", "correlation_seconds", "  "),
-    purpose("freezing and rebuilding", "rebuild_seconds", "  "),
-    purpose("evaluation", "eval_seconds"),
-    purpose("checkpoints", "checkpoint_seconds"),
-    purpose("measuring bytes and FLOPs", "measuring_seconds"),
+    # The baseline spends next to none on most of these: no ratio.
+    cost("correlation", "correlation_seconds", "s", cost=False, indent="  "),
+    cost("freezing and rebuilding", "rebuild_seconds", "s", cost=False, indent="  "),
+    cost("evaluation", "eval_seconds", "s", cost=False),
+    cost("checkpoints", "checkpoint_seconds", "s", cost=False),
+    cost("measuring bytes and FLOPs", "measuring_seconds", "s", cost=False),
     cost("kept for backward, mean", "mean_kept_bytes", "MiB"),
     cost("kept for backward, last epoch", "kept_bytes", "MiB", 1, "kept", "last epoch, MiB", epoch="kept_bytes"),
     cost("peak GPU memory, last epoch", PEAK, "MiB", 0, "GPU memory", "last peak, MiB", epoch="peak_memory_bytes"),

@@ -80,10 +80,8 @@ def accuracy_part(comparison: Comparison) -> Part:
             line = Picture(f"{what}-{probe}", partial(accuracy.over_tasks, comparison, probe, what))
             part.add(f"{what.capitalize()} over tasks, {title}", how, [line], HALF)
             if not any(pair for group in comparison.groups for pair in accuracy.by_task(group, probe, what)):
-                needed = (
-                    f"{what}_by_task in results.json, of at least {'one task' if what == 'accuracy' else 'two tasks'}"
-                )
-                part.notes.append(f"No line of {what}, {title}: it needs {needed}.")
+                needed = "one task" if what == "accuracy" else "two tasks"
+                part.notes.append(f"No line of {what}, {title}: it needs {what}_by_task of at least {needed}.")
         how = "Accuracy in % after each task (row) on the classes of each (column); down a column a task is forgotten."
         heat_map = partial(accuracy.heat_map, probe, accuracy.heat_bounds(comparison, probe))
         tested = [group for group in comparison.groups if probe in group.first["probes"]]

@@ -30,8 +30,10 @@ from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.engine import CapturedEngine
 
+Row = dict[str, Any]  # of a table, or a whole record
 
-def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, repeats: int = 5) -> list[dict[str, Any]]:
+
+def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, repeats: int = 5) -> list[Row]:
     """A row per way of freezing: bytes kept for backward, backward FLOPs, seconds of forward and backward.
 
     The input needs no gradient, as in training; every ratio is to nothing frozen, measured first.
@@ -71,7 +73,7 @@ def frozen_sets(encoder: nn.Module, units: Sequence[Unit], example: torch.Tensor
     }
 
 
-def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats: int) -> dict[str, Any]:
+def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats: int) -> Row:
     def loss() -> torch.Tensor:
         return encoder(images).square().mean()
 
@@ -104,12 +106,12 @@ def step(
     config: Config,
     size: int,
     steps: int,
-    stages: Sequence[int],
+    stages: list[int],
     first: bool,
     plain: bool,
     streamed: bool,
     profile: Path | None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A row per stage of freezing (that many units around the middle, frozen one after the other): milliseconds of a
     step with everything in it, and its memory. Timed after warming up, over `steps` steps, the device synchronised;
     the spread is half of what lies between the fastest and the slowest fifth of them.
@@ -138,7 +140,7 @@ def step(
     return rows
 
 
-def methods(configs: Sequence[Config], size: int, steps: int, task: int) -> list[dict[str, Any]]:
+def methods(configs: Sequence[Config], size: int, steps: int, task: int) -> list[Row]:
     """A row per configuration: a whole step in task number `task` (from 1) with nothing frozen, timed as in `step`. A
     method that learns all tasks at once has only one."""
     rows = []
@@ -154,7 +156,7 @@ def methods(configs: Sequence[Config], size: int, steps: int, task: int) -> list
     return rows
 
 
-def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any]:
+def time_steps(run: Run, steps: int, trace: Path | None = None) -> Row:
     trainer, device = run.trainer, run.device
     indices = run.stream.tasks[0].train
     chosen, *others = torch.from_numpy(indices).split(trainer.config.batch)
@@ -197,7 +199,7 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any
     }
 
 
-def kernels_of(work: Callable[[], Any], trace: Path, device: torch.device, times: int = 10) -> list[dict[str, Any]]:
+def kernels_of(work: Callable[[], Any], trace: Path, device: torch.device, times: int = 10) -> list[Row]:
     """Leave a trace of `times` calls, for chrome://tracing or Perfetto; what took the device's time, the most first."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -258,7 +260,7 @@ def warm_up(config: Config, stream: Stream, batches: int = 8) -> None:
     Run(short, stream=replace(stream, tasks=tasks, eval_splits=eval_splits)).train()
 
 
-def timed_run(config: Config, stream: Stream, out: Path | None, watcher: Watcher) -> dict[str, Any]:
+def timed_run(config: Config, stream: Stream, out: Path | None, watcher: Watcher) -> Row:
     """What `results.json` holds, with the seconds of it all and the share of a step that the GPU waits for the host,
     None where no step is captured."""
     gc.collect()  # the run before: its tensors would count in this one's peak memory
@@ -274,7 +276,7 @@ def timed_run(config: Config, stream: Stream, out: Path | None, watcher: Watcher
     return {**results, "wall_seconds": seconds, "host_share": share}
 
 
-def compare(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def compare(results: Sequence[Row]) -> Row:
     """What `results.json` of each run comes to beside the first one's: the step by freeze stage, and the overheads.
 
     A stage is the epochs with as many units frozen, in the first task or in those after it; its ratios are to the
@@ -293,8 +295,8 @@ def compare(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"runs": runs}
 
 
-def stages(epochs: list[dict[str, Any]], first: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    def stage(line: dict[str, Any]) -> tuple[bool, int]:
+def stages(epochs: list[Row], first: list[Row]) -> list[Row]:
+    def stage(line: Row) -> tuple[bool, int]:
         return line["task"] > 1, line["frozen"]
 
     rows = []
@@ -307,7 +309,7 @@ def stages(epochs: list[dict[str, Any]], first: list[dict[str, Any]]) -> list[di
     return rows
 
 
-def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def figures(lines: list[Row]) -> Row:
     """Of some epochs: the mean step and the median epoch's, the mean of the bytes kept, the highest peak."""
     seconds, steps = sum(line["seconds"] for line in lines), sum(line["steps"] for line in lines)
     peaks = [line["peak_memory_bytes"] for line in lines if line["peak_memory_bytes"] is not None]
@@ -321,7 +323,7 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def overheads(result: dict[str, Any]) -> dict[str, Any]:
+def overheads(result: Row) -> Row:
     """`later` is of the tasks after the first, the ones that freezing changes."""
     cost, purposes = result["cost"], ("train", "correlation", "rebuild")
     later = [[task.get(f"{purpose}_seconds") for purpose in purposes] for task in cost["per_task"] if task["task"] > 1]

@@ -12,6 +12,7 @@ from ptlf.core.settings import as_dict, parse
 from ptlf.run.config import Config, from_dict
 from ptlf.run.loop import Run
 
+Plan = Mapping[str, tuple[Config, Path]]  # by name: settings, folder
 TIMEOUT = 24 * 60  # minutes; the cluster then stops the job and queues it again
 
 
@@ -32,15 +33,9 @@ class Job:
 
 
 def train_all(
-    plan: Mapping[str, tuple[Config, Path]],
-    folder: Path,
-    *,
-    cluster: str,
-    jobs: int | None,
-    job_options: Sequence[str],
-    tell: Callable[[str], None],
+    plan: Plan, folder: Path, *, cluster: str, jobs: int | None, job_options: Sequence[str], tell: Callable[[str], None]
 ) -> None:
-    """Train the runs of the plan (name: settings, folder), at most `jobs` at a time, and wait for all of them.
+    """Train the runs of the plan, at most `jobs` at a time, and wait for all of them.
 
     folder: for the jobs' output and errors.
     job_options: KEY=VALUE for submitit's `update_parameters`, such as slurm_partition=gpu.

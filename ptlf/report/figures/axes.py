@@ -11,6 +11,7 @@ from ptlf.report.runs import Group
 
 SMALL, TINY = 12.0, 10.5
 Series = dict[int, tuple[float, float]]  # by task or epoch: mean over seeds, standard deviation
+Lines = Sequence[tuple[Group, Series]]
 
 
 def words_width(words: str, size: float = SMALL) -> float:
@@ -103,13 +104,7 @@ def grid_y(
 
 
 def line_chart(
-    label: str,
-    below: str,
-    lines: Sequence[tuple[Group, Series]],
-    last: int,
-    places: Sequence[float],
-    ends: tuple[float, float],
-    width: float,
+    label: str, below: str, lines: Lines, last: int, places: Sequence[float], ends: tuple[float, float], width: float
 ) -> Drawing:
     """A line per run from 1 to `last`, with a band of one standard deviation where there are seeds. `places` are named
     on the axis, and `below` says what they are; `ends` are the least and the greatest value shown."""

@@ -39,7 +39,9 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
             title += f" (medians of {size} epochs)"
         drawing.text(left, top - 6, title, "ink", size=TINY + 1.5, bold=True)
         y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
-        panel(drawing, x, y, tasks, epochs)
+        for start in range(0, tasks * epochs, 2 * epochs):
+            drawing.rect(x(start + 0.5), y.end, x(epochs) - x(0), y.start - y.end, "empty", opacity=0.45)
+        grid_y(drawing, y, x.start, x.end, most=4)
         if len(lines) == 2 and comparison.baseline and stepped and all(series for _, series in lines):
             corners = [[(x(place), y(value)) for place, value in steps(series)] for _, series in lines]
             drawing.area([*corners[0], *reversed(corners[1])], f"run{lines[1][0].colour}", opacity=0.14)
@@ -52,13 +54,6 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
             drawing.text(x((task - 0.5) * epochs + 0.5), top - 18, words, "soft", size=TINY, anchor="middle")
     drawing.height = top - 8
     return drawing
-
-
-def panel(drawing: Drawing, x: Scale, y: Scale, tasks: int, epochs: int) -> None:
-    for task in range(0, tasks, 2):
-        left, right = x(task * epochs + 0.5), x((task + 1) * epochs + 0.5)
-        drawing.rect(left, y.end, right - left, y.start - y.end, "empty", opacity=0.45)
-    grid_y(drawing, y, x.start, x.end, most=4)
 
 
 def mean_line(group: Group, key: str, unit: float, epochs: int) -> Series:
