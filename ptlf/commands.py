@@ -220,12 +220,12 @@ def timed_runs(
         raise UserError("--size is of --noise images; the size of a data set's is its own")
     configs = [resolve_config(recipe, None, overrides) for recipe in recipes or BENCH_PAIR]
     check_alike([as_dict(config) for config in configs])
-    streams = bench.streams_for(configs, noise, size or 32)
+    pairs = list(zip(configs, bench.streams_for(configs, noise, size or 32), strict=True))
     tell("warming up")
-    for config, stream in zip(configs, streams, strict=True):
+    for config, stream in pairs:
         bench.warm_up(config, stream)
     results = []
-    for number, (config, stream) in enumerate(zip(configs, streams, strict=True), start=1):
+    for number, (config, stream) in enumerate(pairs, start=1):
         name = name_of(as_dict(config))
         folder = out / f"{number}-{name.replace('/', '-')}" if out else None
         results.append(bench.timed_run(config, stream, folder, Live(name)))

@@ -200,7 +200,8 @@ def unsteady(epochs: Sequence[Json]) -> float:
     like: dict[tuple[int, int], list[float]] = {}
     for line in epochs:
         like.setdefault((line["task"], line["frozen"]), []).append(line["seconds"])
-    above = sum(max(0.0, value - statistics.median(values)) for values in like.values() for value in values)
+    medians = {key: statistics.median(values) for key, values in like.items()}
+    above = sum(max(0.0, value - medians[key]) for key, values in like.items() for value in values)
     return above / max(sum(map(sum, like.values())), 1e-9)
 
 
