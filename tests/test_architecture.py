@@ -33,6 +33,7 @@ run: loop sweep bench cluster evaluate
 report: report checks theme drawing runs measures tables live
 report.figures: figures axes accuracy cost freezing gallery
 report: parts page watch
+commands
 cli
 __main__
 """

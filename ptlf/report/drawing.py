@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 Point = tuple[float, float]
 PRINT, MARGIN = 0.7, 8  # points on paper for one unit; units of white around a picture in a file
+PIXELATED = 24  # tiles with fewer pixels to a side keep them visible
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
 
@@ -45,8 +47,7 @@ class Drawing:
     width: float
     height: float
     label: str  # what it shows, for those who cannot see it
-    sprite: dict[str, Any] | None = None
-    sprite_id: str = "sprite"
+    sprite: dict[str, Any] | None = None  # the sheet of a gallery that its tiles are cut from
     shapes: list[Shape] = field(default_factory=list)
 
     def rect(self, x: float, y: float, w: float, h: float, fill: str, **look: Any) -> None:
@@ -115,12 +116,13 @@ def to_svg(drawing: Drawing, theme: Theme | None = None) -> Markup:
 def sprite_definition(drawing: Drawing) -> Markup:
     if (sheet := drawing.sprite) is None:
         return Markup()
-    size = f'width="{sheet["width"]}" height="{sheet["height"]}" style="image-rendering:{scaling(sheet)}"'
-    return Markup(f'<defs><image id="{drawing.sprite_id}" href="{sheet["image"]}" {size}/></defs>')
+    size = f'width="{sheet["width"]}" height="{sheet["height"]}"'
+    look = f'{size} style="image-rendering:{"pixelated" if sheet["size"] < PIXELATED else "auto"}"'
+    return Markup(f'<defs><image id="{sprite_id(sheet)}" href="{sheet["image"]}" {look}/></defs>')
 
 
-def scaling(sheet: dict[str, Any]) -> str:
-    return "pixelated" if sheet["size"] < 24 else "auto"
+def sprite_id(sheet: dict[str, Any]) -> str:
+    return f"sprite{zlib.crc32(sheet['image'].encode())}"
 
 
 def svg_shape(shape: Shape, drawing: Drawing, theme: Theme | None) -> str:
@@ -142,7 +144,7 @@ def svg_shape(shape: Shape, drawing: Drawing, theme: Theme | None) -> str:
         assert drawing.sprite is not None
         side, (left, top) = drawing.sprite["size"], shape.tile
         tag, place = "svg", f'{box(x, y, x2 - x, x2 - x)} viewBox="{left} {top} {side} {side}"'
-        inner += f'<use href="#{drawing.sprite_id}"/>'
+        inner += f'<use href="#{sprite_id(drawing.sprite)}"/>'
     elif shape.look == "circle":
         tag, place = "circle", f'cx="{number(x)}" cy="{number(y)}" r="{number(shape.size)}"'
     else:
@@ -188,10 +190,17 @@ def to_png(drawing: Drawing, theme: Theme, dpi: int = 300) -> bytes:
 def add_artist(axes: Axes, shape: Shape, drawing: Drawing, theme: Theme, order: int) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Circle, Polygon
+    from PIL import Image
 
     common: dict[str, Any] = {"alpha": shape.opacity, "zorder": order}
     if shape.kind == "tile":
-        add_picture(axes, shape, drawing, order)
+        assert drawing.sprite is not None
+        (x, y), (x2, y2) = shape.at
+        (left, top), side = shape.tile, drawing.sprite["size"]
+        sheet = Image.open(io.BytesIO(base64.b64decode(drawing.sprite["image"].partition(",")[2]))).convert("RGB")
+        cut = sheet.crop((left, top, left + side, top + side))
+        smooth = "nearest" if side < PIXELATED else "antialiased"
+        axes.imshow(cut, extent=(x, x2, y2, y), interpolation=smooth, aspect="auto", **common)
     elif shape.kind == "text":
         align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
         common |= {"fontsize": shape.size * 0.92 * PRINT, "fontweight": "bold" if shape.bold else "normal", "ha": align}
@@ -211,17 +220,3 @@ def add_artist(axes: Axes, shape: Shape, drawing: Drawing, theme: Theme, order: 
             common["edgecolor"] = theme[shape.stroke]
         circle = shape.kind == "mark" and shape.look == "circle"
         axes.add_artist(Circle(shape.at[0], shape.size, **common) if circle else Polygon(corners(shape), **common))
-
-
-def add_picture(axes: Axes, shape: Shape, drawing: Drawing, order: int) -> None:
-    from PIL import Image
-
-    assert drawing.sprite is not None
-    sheet = Image.open(io.BytesIO(base64.b64decode(drawing.sprite["image"].partition(",")[2]))).convert("RGB")
-    (x, y), (x2, y2) = shape.at
-    (left, top), side = shape.tile, drawing.sprite["size"]
-    smooth = "nearest" if scaling(drawing.sprite) == "pixelated" else "antialiased"
-    view = axes.get_xlim(), axes.get_ylim()
-    cut = sheet.crop((left, top, left + side, top + side))
-    axes.imshow(cut, extent=(x, x2, y2, y), interpolation=smooth, aspect="auto", alpha=shape.opacity, zorder=order)
-    axes.set(xlim=view[0], ylim=view[1])

@@ -15,6 +15,10 @@ from ptlf.run.watcher import Start, Watcher
 console = Console(markup=False, emoji=False)
 
 
+def tell(line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True)
+
+
 class Live(Watcher):
     """Progress over all steps of the stream: task, epoch, loss, views per second, units frozen, time left."""
 
@@ -33,10 +37,8 @@ class Live(Watcher):
 
     def begin(self, start: Start) -> None:
         self.tasks, self.epochs, self.units = start.tasks, start.epochs, start.units
-        console.print(
-            f"{self.name}: {start.tasks} tasks, {start.images} images of {start.size} px, {start.epochs} epochs each, "
-            f"{start.encoder} with {start.units} units, on {start.device}",
-        )
+        data = f"{start.tasks} tasks, {start.images} images of {start.size} px, {start.epochs} epochs each"
+        console.print(f"{self.name}: {data}, {start.encoder} with {start.units} units, on {start.device}")
         if start.compiles:
             console.print("  compiling the step: about a minute the first time on a machine, then seconds")
         if start.resumed_at:
@@ -47,10 +49,9 @@ class Live(Watcher):
         self.loss, self.frozen, self.started = "", start.frozen, time.perf_counter()
 
     def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None:
-        self.place = f"task {task + 1}/{self.tasks}, epoch {epoch + 1}/{self.epochs}"
-        self.frozen, self.steps = frozen, steps
-        self.epoch_started = time.perf_counter()
-        self.progress.update(self.bar, description=self.place)
+        self.frozen, self.steps, self.epoch_started = frozen, steps, time.perf_counter()
+        place = f"task {task + 1}/{self.tasks}, epoch {epoch + 1}/{self.epochs}"
+        self.progress.update(self.bar, description=place)
 
     def step(self, views: int) -> None:
         rate = views / (time.perf_counter() - self.epoch_started)
@@ -61,17 +62,11 @@ class Live(Watcher):
         self.loss = "".join(f"{name} {value:.4f}, " for name, value in losses.items())
 
     def end_task(self, task: int, rows: Mapping[str, list[float | None]]) -> None:
-        means = []
-        for probe, row in rows.items():
-            seen = [value for value in row if value is not None]
-            means.append(f"{probe} {percent(sum(seen) / len(seen))}")
-        accuracy = ", ".join(means) or "not evaluated"
+        seen = {probe: [value for value in row if value is not None] for probe, row in rows.items()}
+        means = [f"{probe} {percent(sum(values) / len(values))}" for probe, values in seen.items()]
+        learned = f"{self.loss}{', '.join(means) or 'not evaluated'}, {self.frozen}/{self.units} frozen"
         elapsed = time.perf_counter() - self.started
-        self.progress.console.print(
-            f"  task {task + 1}/{self.tasks}: {self.loss}{accuracy}, "
-            f"{self.frozen}/{self.units} frozen, {elapsed:.0f} s",
-            soft_wrap=True,
-        )
+        console.print(f"  task {task + 1}/{self.tasks}: {learned}, {elapsed:.0f} s", soft_wrap=True)
 
     def end(self) -> None:
         self.progress.stop()

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ptlf.run.results import ratio
+
 if TYPE_CHECKING:
     from ptlf.report.runs import Group
 
@@ -62,10 +64,6 @@ def seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
-def ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None
-
-
 def title_of(probe: str) -> str:
     kind, _, bank = probe.partition("_")
     return f"{PROBES[kind]} {WITHIN if bank == 'task' else AMONG}" if kind in PROBES else probe
@@ -83,23 +81,20 @@ def probe_measures(probe: str) -> list[Measure]:
 
 
 def cost(title: str, key: str, unit: str, digits: int = 1, short: str = "", below: str = "", **more: Any) -> Measure:
-    return Measure(title, ("cost", key), unit, digits, True, short, below, **more)
-
-
-def purpose(title: str, key: str, indent: str = "") -> Measure:
-    """Seconds of one purpose. The baseline spends next to none on most of them: no ratio."""
-    return Measure(title, ("cost", key), "s", 1, indent=indent)
+    more.setdefault("cost", True)
+    return Measure(title, ("cost", key), unit, digits, short=short, below=below, **more)
 
 
 PEAK = "last_peak_memory_bytes"
 COSTS = [
     cost("training time", "learning_seconds", "s", 1, "time", "all in, seconds"),
     cost("training steps", "train_seconds", "s", epoch="seconds", indent="  "),
-    purpose("correlation", "correlation_seconds", "  "),
-    purpose("freezing and rebuilding", "rebuild_seconds", "  "),
-    purpose("evaluation", "eval_seconds"),
-    purpose("checkpoints", "checkpoint_seconds"),
-    purpose("measuring bytes and FLOPs", "measuring_seconds"),
+    # The baseline spends next to none on most of these: no ratio.
+    cost("correlation", "correlation_seconds", "s", cost=False, indent="  "),
+    cost("freezing and rebuilding", "rebuild_seconds", "s", cost=False, indent="  "),
+    cost("evaluation", "eval_seconds", "s", cost=False),
+    cost("checkpoints", "checkpoint_seconds", "s", cost=False),
+    cost("measuring bytes and FLOPs", "measuring_seconds", "s", cost=False),
     cost("kept for backward, mean", "mean_kept_bytes", "MiB"),
     cost("kept for backward, last epoch", "kept_bytes", "MiB", 1, "kept", "last epoch, MiB", epoch="kept_bytes"),
     cost("peak GPU memory, last epoch", PEAK, "MiB", 0, "GPU memory", "last peak, MiB", epoch="peak_memory_bytes"),
@@ -120,14 +115,17 @@ MEMORY = [
     column("peak", "peak_memory_bytes", "MiB", 0, True),
 ]
 SPREAD, DEVICE = column("±", "step_ms_spread", "ms", 2), column("device", "device_ms", "ms", 2)
-STEP_COLUMNS = [STEP, SPREAD, DEVICE, *MEMORY, column("rebuild", "rebuild_seconds", "s", 1)]
-METHOD_COLUMNS = [STEP, SPREAD, DEVICE, *MEMORY[1:]]
 STAGE_COLUMNS = [column("steps", "steps", "", 0), STEP, column("median", "median_step_ms", "ms", 2, True), *MEMORY]
 FREEZING_COLUMNS = [
     column("kept", "kept_bytes", "MiB", 1, True),
     column("backward", "backward_flops", "GFLOPs", 2, True, 1e9),
     column("step", "seconds", "ms", 0, True, 1e-3),
 ]
+BENCHMARKS = {  # the headings of what names a row, by its key there; the figures of a row
+    "freezing": ({"frozen": "frozen", "way": "how"}, FREEZING_COLUMNS),
+    "step": ({"frozen": "frozen"}, [STEP, SPREAD, DEVICE, *MEMORY, column("rebuild", "rebuild_seconds", "s", 1)]),
+    "methods": ({"recipe": "recipe"}, [STEP, SPREAD, DEVICE, *MEMORY[1:]]),
+}
 OVERHEADS = [
     *(column(measure.title, measure.path[-1], "s", 1) for measure in COSTS[1:] if measure.unit == "s"),
     column("learning after the first task", "later_learning_seconds", "s", 1, True),

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ptlf import __version__
 from ptlf.core.files import write_whole
-from ptlf.report.drawing import FONT, Drawing, sprite_definition, to_png, to_svg
+from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured
 from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures
-from ptlf.report.parts import PHONE, Figure, drawings, parts
+from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
 from ptlf.report.runs import Comparison, Group, RunRecord, flatten, read_comparison
 from ptlf.report.theme import colours
 
 COLUMNS = 8  # of a table
 MANY = 3  # runs beside the baseline, from which on the page says who is best at what in place of a sentence per run
+
+
+def report(folders: Sequence[Path], out: Path | None, figures: Path | None, baseline: str | None) -> None:
+    """The command: the pictures as files, the page, or both."""
+    if figures:
+        print(f"{write_figures(folders, figures, baseline)} files in {figures}")
+    if out or not figures:
+        out = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+        runs = write_report(folders, out, baseline)
+        print(f"{out} ({runs} run{'s' * (runs > 1)})")
 
 
 def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
@@ -32,42 +43,38 @@ def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None
     return sum(len(group.runs) for group in comparison.groups)
 
 
-def write_figures(folders: Sequence[Path], out: Path, baseline: str | None = None) -> list[Path]:
-    """Each picture as NAME.svg and NAME.png on white, at print size."""
+def write_figures(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
+    """Each picture as NAME.svg and NAME.png on white, at print size. How many files."""
     comparison = read_comparison(folders, baseline)
     theme = colours(False, comparison.tasks)
     out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, drawing in drawings(comparison):
-        write_whole(out / f"{name}.svg", to_svg(drawing, theme))
-        write_whole(out / f"{name}.png", to_png(drawing, theme))
-        written += [out / f"{name}.svg", out / f"{name}.png"]
+    written = 0
+    for figure in (figure for part in parts(comparison) for figure in part.figures):
+        width = ONE_COLUMN if figure.width < FULL and comparison.tasks <= 10 else TWO_COLUMNS
+        for picture in figure.pictures:
+            if drawing := picture.draw(width):
+                write_whole(out / f"{picture.name}.svg", to_svg(drawing, theme))
+                write_whole(out / f"{picture.name}.png", to_png(drawing, theme))
+                written += 2
     return written
 
 
 def page(comparison: Comparison) -> str:
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=select_autoescape(["html"]),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    tidy: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, **tidy)
     templates.filters["code"] = code
     config = comparison.groups[0].config
-    sprites: dict[str, Markup] = {}
+    sprites: dict[Markup, None] = {}  # every sheet of tiles is in the page once
     stream, tasks, epochs = config["stream"]["name"], comparison.tasks, config["training"]["epochs"]
     numbers = f"{tasks} task{'s' * (tasks != 1)}, {epochs} epoch{'s' * (epochs != 1)} each"
     return templates.get_template("page.html").render(
         title=title_of_page(comparison, stream),
         kicker=f"{stream} · {numbers}, {config['encoder']['name']}",
-        parts=[
-            vars(part) | {"figures": [drawn(figure, sprites) for figure in part.figures]} for part in parts(comparison)
-        ],
-        sprites=sprites.values(),
+        parts=[vars(part) | {"figures": [drawn(f, sprites) for f in part.figures]} for part in parts(comparison)],
+        sprites=sprites,
         groups=comparison.groups,
         base=comparison.baseline,
-        tables=list(tables(measured(comparison, comparison.probes))),
+        tables=tables(measured(comparison, comparison.probes)),
         costs=MAIN_COSTS,
         problems=list(problems(comparison)),
         differences=differences(comparison),
@@ -75,7 +82,7 @@ def page(comparison: Comparison) -> str:
         version=__version__,
         light=colours(False, comparison.tasks),
         dark=colours(True, comparison.tasks),
-        font=FONT,
+        font=Markup(FONT),
         **headline(comparison),
     )
 
@@ -99,25 +106,22 @@ def headline(comparison: Comparison) -> dict[str, Any]:
     """What came out: the runs with a sentence each, or who is best at what where there are many."""
     if not comparison.probes:
         return {"told": [], "best": []}
-    measures = measured(comparison, comparison.probes[:1])
     accuracy, forgetting, _ = probe_measures(comparison.probes[0])
     others = [group for group in comparison.groups if group is not comparison.baseline] or comparison.groups
-    told = [group for group in others if group.mean(accuracy.path) is not None]
+    told = [group for group in others if group.values(accuracy.path)]
     if len(told) < MANY:
         return {"told": told, "best": [], "accuracy": accuracy, "forgetting": forgetting}
     best = []
-    for measure in measures:
-        found = [group for group in comparison.groups if group.values(measure.path)]
-        best.append(
-            (measure, (max if measure.rising else min)(found, key=lambda group: group.mean(measure.path) or 0.0))
-        )
+    for measure in measured(comparison, comparison.probes[:1]):
+        means = [(mean, group) for group in comparison.groups if (mean := group.mean(measure.path)) is not None]
+        best.append((measure, (max if measure.rising else min)(means, key=lambda pair: pair[0])[1]))
     return {"told": [], "best": best}
 
 
 def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """What is wrong, and of what."""
-    for bad in comparison.damaged:
-        yield bad.folder.name, f" is left out: {bad.reason}."
+    for folder, reason in comparison.damaged.items():
+        yield folder.name, f" is left out: {reason}."
     for group in comparison.groups:
         if group.state:
             yield group.label, f" is {group.state}; it is shown as far as it got."
@@ -130,44 +134,32 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
             yield group.label, f": {group.doubt}."
 
 
-def drawn(figure: Figure, sprites: dict[str, Markup]) -> dict[str, Any]:
+def drawn(figure: Figure, sprites: dict[Markup, None]) -> dict[str, Any]:
     """Each picture twice, for a desk and for a phone; the style sheet shows one."""
     pictures = []
     for picture in figure.pictures:
         desk, phone = picture.draw(figure.width), picture.draw(PHONE)
         if desk and phone:
-            pictures.append((picture, *(to_svg(with_sprite(drawing, sprites)) for drawing in (desk, phone))))
+            sprites[sprite_definition(desk)] = None
+            pictures.append((picture, to_svg(desk), to_svg(phone)))
     full = figure.width > 600
     grid = "whole" if full or len(pictures) == 1 else "halves" if figure.width > 400 else "thirds"
     return vars(figure) | {"drawn": pictures, "size": "full" if full or len(pictures) > 1 else "half", "grid": grid}
 
 
-def with_sprite(drawing: Drawing, sprites: dict[str, Markup]) -> Drawing:
-    """Every sheet of tiles is in the page once."""
-    if drawing.sprite is not None:
-        places = {image: place for place, image in enumerate(sprites)}
-        drawing.sprite_id = f"sprite{places.get(drawing.sprite['image'], len(sprites))}"
-        sprites.setdefault(drawing.sprite["image"], sprite_definition(drawing))
-    return drawing
-
-
-def tables(measures: Sequence[Measure]) -> Iterator[Sequence[Measure]]:
+def tables(measures: Sequence[Measure]) -> list[Sequence[Measure]]:
     """The columns of one table, or of several of like width where one would be too wide for the page."""
-    size = -(-len(measures) // max(-(-len(measures) // COLUMNS), 1))
-    for start in range(0, len(measures), size or 1):
-        yield measures[start : start + size]
+    size = math.ceil(len(measures) / max(math.ceil(len(measures) / COLUMNS), 1))
+    return [measures[start : start + size] for start in range(0, len(measures), size or 1)]
 
 
 def differences(comparison: Comparison) -> dict[str, list[str]]:
     """The settings in which the runs differ, with each run's value; the rest they share."""
     flat = [flatten(group.config) for group in comparison.groups]
     keys = [key for key in dict.fromkeys(k for one in flat for k in one) if key not in ("seed", "recipe")]
-    rows = {key: [as_yaml(one.get(key, "-")) for one in flat] for key in keys}
+    spoken = {"None": "null", "True": "true", "False": "false"}  # as in config.yaml
+    rows = {key: [spoken.get(value := str(one.get(key, "-")), value) for one in flat] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
-
-
-def as_yaml(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def details(run: RunRecord, group: Group) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,6 +12,10 @@ from ptlf.report.figures import accuracy, cost, freezing, gallery
 from ptlf.report.measures import title_of
 from ptlf.report.runs import Comparison, Group
 
+OVER_TASKS = {
+    "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
+    "forgetting": "How many points the earlier tasks have lost since their best before the last one; lower is better.",
+}
 FULL, HALF, THIRD, PHONE = 1040.0, 500.0, 320.0, 343.0  # widths in pixels
 TWO_COLUMNS, ONE_COLUMN = 704.0, 344.0  # on paper, where a unit is 0.7 points: 7 inches and 3.5
 
@@ -45,7 +50,8 @@ class Part:
 
 
 def per_run(name: str, draw: Callable[[Group, float], Drawing | None], groups: Sequence[Group]) -> list[Picture]:
-    return [Picture(f"{name}-{slug(group)}", partial(draw, group), group) for group in groups]
+    slugs = [re.sub(r"[\W_]", "-", group.label.lower()).strip("-") for group in groups]
+    return [Picture(f"{name}-{slug}", partial(draw, group), group) for slug, group in zip(slugs, groups, strict=True)]
 
 
 def parts(comparison: Comparison) -> list[Part]:
@@ -66,12 +72,6 @@ def answer_part(comparison: Comparison) -> Part:
     return part
 
 
-OVER_TASKS = {
-    "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
-    "forgetting": "How many points the earlier tasks have lost since their best before the last one; lower is better.",
-}
-
-
 def accuracy_part(comparison: Comparison) -> Part:
     part = Part("accuracy", "What was learned, and what was kept")
     for probe in comparison.probes:
@@ -81,12 +81,8 @@ def accuracy_part(comparison: Comparison) -> Part:
             part.add(f"{what.capitalize()} over tasks, {title}", how, [line], HALF)
             if not any(pair for group in comparison.groups for pair in accuracy.by_task(group, probe, what)):
                 needed = "one task" if what == "accuracy" else "two tasks"
-                note = f"No line of {what}, {title}: it needs {what}_by_task in results.json, of at least {needed}."
-                part.notes.append(note)
-        how = (
-            "A row is the encoder after a task, a column the classes it is tested on, a cell its accuracy in %: "
-            "read down a column to see a task being forgotten."
-        )
+                part.notes.append(f"No line of {what}, {title}: it needs {what}_by_task of at least {needed}.")
+        how = "Accuracy in % after each task (row) on the classes of each (column); down a column a task is forgotten."
         heat_map = partial(accuracy.heat_map, probe, accuracy.heat_bounds(comparison, probe))
         tested = [group for group in comparison.groups if probe in group.first["probes"]]
         part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", heat_map, tested), HALF)
@@ -97,11 +93,8 @@ def accuracy_part(comparison: Comparison) -> Part:
 
 
 def ratio_part(comparison: Comparison) -> Part:
-    part, groups = Part("correlation", "Which units were chosen, and why"), freezing.with_ratios(comparison)
-    how = (
-        "A line is a task, a row a unit from input to output: far right means that what the new task wants to "
-        "change lies in what the past used; filled dots froze in that task."
-    )
+    part, groups = Part("correlation", "Which units were chosen, and why"), freezing.written(comparison, "ratios")
+    how = "A line is a task, a row a unit: far right, the new task would change what the past used; filled dots froze."
     if any(freezing.left_out(group) for group in groups):
         how += " A unit without a dot would not have been chosen with the highest ratio there is."
     lines = partial(freezing.ratio_lines, freezing.ratio_low(groups))
@@ -112,7 +105,7 @@ def ratio_part(comparison: Comparison) -> Part:
     if len(supervised) == 1:
         missing = "self-supervised" if supervised == {True} else "supervised"
         part.notes.append(f"A {missing} run with `--freezing.policy correlation` would stand beside it here.")
-    several = [group for group in freezing.with_freezing(comparison) if len(freezing.tasks_of(group)) > 1]
+    several = [group for group in freezing.written(comparison, "events") if len(freezing.tasks_of(group)) > 1]
     how = "Each cell is the share, in %, of frozen units that two tasks have in common: at 100 the same ones froze."
     width, overlaps = HALF if comparison.tasks > 8 else THIRD, per_run("overlap", freezing.task_overlap, several)
     part.add("Overlap of the selection between tasks", how, overlaps, width)
@@ -121,15 +114,12 @@ def ratio_part(comparison: Comparison) -> Part:
         picture = Picture("overlap-epochs", partial(freezing.epoch_overlap, again))
         part.add("Overlap of the selection between epochs", how, [picture], HALF)
     elif groups:
-        part.notes.append(
-            "Ratios were computed once per task, so nothing changes between epochs; `--freezing.update per-epoch` "
-            "would show the overlap of the selection between epochs."
-        )
+        part.notes.append("Ratios were computed once per task; `--freezing.update per-epoch` shows how they change.")
     return part
 
 
 def freezing_part(comparison: Comparison) -> Part:
-    part, groups = Part("freezing", "What froze, and when"), freezing.with_freezing(comparison)
+    part, groups = Part("freezing", "What froze, and when"), freezing.written(comparison, "events")
     how = "Units run down, epochs across, tasks side by side: a filled cell is a unit that was not updated."
     if any(len(group.runs) > 1 for group in groups):
         how += " Paler cells froze in only some of the seeds."
@@ -142,10 +132,7 @@ def freezing_part(comparison: Comparison) -> Part:
 def cost_part(comparison: Comparison) -> Part:
     part = Part("cost", "What it cost, epoch by epoch")
     if any(group.runs[0].epochs for group in comparison.groups):
-        how = (
-            "Each panel is one cost over all epochs of the stream; triangles (dots, where many) mark freezing; "
-            "the seconds are of the steps, without correlation and rebuilding."
-        )
+        how = "One cost per panel over all epochs; triangles or dots mark freezing; the seconds are of the steps alone."
         part.add("Time and memory", how, [Picture("cost", partial(cost.per_epoch, comparison))])
     else:
         part.notes.append("No epoch has been written down yet; a run writes them after its first task.")
@@ -159,25 +146,8 @@ def gallery_part(comparison: Comparison) -> Part:
         if group not in shown:
             reason = group.runs[0].gallery_problem or "it is drawn when the run has finished"
             part.notes.append(f"No pictures of {group.label}: {reason}.")
-    how = (
-        "Each row begins with a test image, then come the images whose features are nearest to it; "
-        "faded and underlined are those of another class."
-    )
+    how = "A test image, then those with the nearest features; of another class where faded and underlined."
     part.add("Nearest images before and after", how, per_run("neighbours", gallery.neighbours, shown))
     how = "Each dot is an image, coloured by its task; close dots have similar features (t-SNE, axes mean nothing)."
     part.add("Map of the features", how, per_run("features", gallery.feature_map, shown), HALF)
     return part
-
-
-def slug(group: Group) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in group.label.lower()).strip("-")
-
-
-def drawings(comparison: Comparison) -> Iterator[tuple[str, Drawing]]:
-    """Every picture at print width, by file name."""
-    for figure in (figure for part in parts(comparison) for figure in part.figures):
-        small = figure.width < FULL and comparison.tasks <= 10
-        for picture in figure.pictures:
-            drawing = picture.draw(ONE_COLUMN if small else TWO_COLUMNS)
-            if drawing is not None:
-                yield picture.name, drawing

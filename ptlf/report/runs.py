@@ -6,10 +6,10 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.report.checks import DAMAGE, check_gallery, check_results
@@ -17,6 +17,7 @@ from ptlf.report.theme import DASHES, MARKERS, RUNS
 from ptlf.run.results import Json, difference, epoch_lines, read_results, shared_settings
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
+Key = TypeVar("Key", int, tuple[int, int])
 UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
 
 
@@ -50,12 +51,6 @@ class RunRecord:
 
 
 @dataclass
-class UnreadableRun:
-    folder: Path
-    reason: str
-
-
-@dataclass
 class Group:
     """Seeds of one configuration. `place` is where it stands among those compared; 0 is the baseline's."""
 
@@ -78,11 +73,12 @@ class Group:
 
     @property
     def first(self) -> Json:
+        """The results of the first seed."""
         return self.runs[0].results
 
     @property
     def config(self) -> Json:
-        return self.runs[0].config
+        return self.first["config"]
 
     @property
     def state(self) -> str:
@@ -90,14 +86,9 @@ class Group:
 
     def values(self, path: Sequence[str]) -> list[float]:
         """One number per seed that has it."""
-        found = []
-        for run in self.runs:
-            value: Any = run.results
-            for key in path:
-                value = value.get(key) if isinstance(value, dict) else None
-            if value is not None:
-                found.append(float(value))
-        return found
+        results: list[Any] = [run.results for run in self.runs]
+        found = [reduce(lambda value, key: (value or {}).get(key), path, one) for one in results]
+        return [float(value) for value in found if value is not None]
 
     def mean(self, path: Sequence[str]) -> float | None:
         values = self.values(path)
@@ -120,8 +111,8 @@ class Group:
 @dataclass
 class Comparison:
     groups: list[Group]
-    damaged: list[UnreadableRun] = field(default_factory=list)
-    baseline: Group | None = None
+    damaged: dict[Path, str]  # folders that cannot be read, with the reason
+    baseline: Group | None
 
     @property
     def probes(self) -> list[str]:
@@ -135,14 +126,14 @@ class Comparison:
 def read_comparison(folders: Sequence[Path], baseline: str | None = None) -> Comparison:
     """All runs in these folders, and in the folders directly below them."""
     runs: list[RunRecord] = []
-    damaged: list[UnreadableRun] = []
+    damaged: dict[Path, str] = {}
     for folder in dict.fromkeys(found for given in folders for found in run_folders(given)):
         try:
             runs.append(read_run(folder))
         except UserError as error:
-            damaged.append(UnreadableRun(folder, str(error)))
+            damaged[folder] = str(error)
     if not runs:
-        raise UserError(f"no run to report on: {damaged[0].reason}")
+        raise UserError(f"no run to report on: {next(iter(damaged.values()))}")
     check_comparable(runs)
     groups = group_seeds(runs)
     name_groups(groups)
@@ -183,18 +174,25 @@ def describe(error: Exception) -> str:
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:
     """Figures may stand side by side only if they answer the same question."""
-    first, *others = map(questions, runs)
-    for run, asked in zip(runs[1:], others, strict=True):
-        for what, settings in asked.items():
-            if found := difference(settings, first[what]):
+    asked = []
+    for run in runs:
+        settings = {probe: values["settings"] for probe, values in run.results["probes"].items()}
+        splits = {"number of eval_splits": len(run.results["eval_splits"])}
+        asked.append(shared_settings(run.config) | {"eval_splits": splits, "probes": flatten(settings)})
+        for what in asked[0]:
+            if found := difference(asked[-1][what], asked[0][what]):
                 both = f"{run.folder} and {runs[0].folder} cannot be compared"
                 raise UserError(f"{both}: their {what} differ ({found}); report on them separately")
 
 
-def questions(run: RunRecord) -> dict[str, Json]:
-    settings = {probe: values["settings"] for probe, values in run.results["probes"].items()}
-    splits = {"number of eval_splits": len(run.results["eval_splits"])}
-    return shared_settings(run.config) | {"eval_splits": splits, "probes": flatten(settings)}
+def means(pairs: Iterable[tuple[Key, float | None]]) -> dict[Key, tuple[float, float]]:
+    """Mean and sample standard deviation (0 for a single one) of the known values of each key, sorted by key."""
+    found: dict[Key, list[float]] = {}
+    for key, value in pairs:
+        if value is not None:
+            found.setdefault(key, []).append(value)
+    spreads = {key: statistics.stdev(values) if len(values) > 1 else 0.0 for key, values in found.items()}
+    return {key: (statistics.fmean(found[key]), spreads[key]) for key in sorted(found)}
 
 
 def unsteady(epochs: Sequence[Json]) -> float:
@@ -209,16 +207,14 @@ def unsteady(epochs: Sequence[Json]) -> float:
 
 def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
     """Finished runs that differ in nothing but the seed (and the machine) are one group; others stand alone."""
-    groups: dict[str, Group] = {}
+    groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         settings = {key: value for key, value in run.config.items() if key not in ("seed", "device", "data_root")}
         name = json.dumps(settings, sort_keys=True) if run.finished else str(run.folder)
-        if any(run.config["seed"] == other.config["seed"] for other in groups.get(name, Group([])).runs):
+        if any(run.config["seed"] == other.config["seed"] for other in groups.get(name, ())):
             name = str(run.folder)  # the same seed again is no further seed
-        groups.setdefault(name, Group([])).runs.append(run)
-    for group in groups.values():
-        group.runs.sort(key=lambda run: run.results.get("seed") or 0)
-    return list(groups.values())
+        groups.setdefault(name, []).append(run)
+    return [Group(sorted(group, key=lambda run: run.results.get("seed") or 0)) for group in groups.values()]
 
 
 def name_groups(groups: list[Group]) -> None:

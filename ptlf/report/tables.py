@@ -11,13 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from ptlf.report import measures
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, ratio
+from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures
 from ptlf.report.runs import Group, RunRecord
-from ptlf.run.results import Json
+from ptlf.run.results import Json, ratio
 
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def clipped(words: str, most: int) -> str:
+    return words if len(words) <= most else words[: most - 1] + "…"
 
 
 def new_table(title: str, names: Sequence[str], figures: Iterable[str], **look: Any) -> Table:
@@ -35,8 +39,7 @@ def show_matrix(console: Console, probe: str, values: Json, eval_splits: list[st
     settings = values["settings"]
     k = f", k = {settings['k']}" if "k" in settings else ""
     console.print(f"\n{probe}: accuracy in %{k}, bank: {settings['bank']}")
-    headings = [split if len(split) <= 14 else split[:13] + "…" for split in eval_splits]
-    table = new_table("", ["after training on"], headings)
+    table = new_table("", ["after training on"], [clipped(split, 14) for split in eval_splits])
     if values.get("untrained"):
         table.add_row("nothing (random encoder)", *map(percent, values["untrained"]), style="dim")
     for number, row in enumerate(values["matrix"], start=1):
@@ -120,26 +123,13 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors")
 
 
-def show_bench(console: Console, title: str, rows: list[Json]) -> None:
-    """What freezing saves: each figure, and beside it its ratio to nothing frozen."""
-    show_rows(console, title, rows, {"frozen": "frozen", "way": "how"}, measures.FREEZING_COLUMNS)
-
-
-def show_steps(console: Console, title: str, rows: list[Json]) -> None:
-    """A training step by freeze stage, costs also relative to the first row."""
-    show_rows(console, title, rows, {"frozen": "frozen"}, measures.STEP_COLUMNS)
-
-
-def show_methods(console: Console, title: str, rows: list[Json]) -> None:
-    """A training step by recipe, costs also relative to the first row."""
-    common, names = shortened([row["recipe"] for row in rows])
-    named = [row | {"name": name} for row, name in zip(rows, names, strict=True)]
-    show_rows(console, f"{common}: {title}" if common else title, named, {"name": "recipe"}, measures.METHOD_COLUMNS)
-
-
-def show_rows(
-    console: Console, title: str, rows: list[Json], names: dict[str, str], columns: Sequence[Measure]
-) -> None:
+def show_rows(console: Console, kind: str, title: str, rows: list[Json]) -> None:
+    """Of a benchmark of that kind; costs also relative to the first row."""
+    names, columns = measures.BENCHMARKS[kind]
+    if "recipe" in names:
+        common, short = shortened([row["recipe"] for row in rows])
+        title = f"{common}: {title}" if common else title
+        rows = [row | {"recipe": name} for row, name in zip(rows, short, strict=True)]
     table = new_table(title, list(names.values()), [column.heading for column in columns])
     for row in rows:
         ratios = {f"{key}_ratio": ratio(row[key], rows[0][key]) for column in columns for key in column.path}
@@ -178,13 +168,10 @@ def show_kernels(console: Console, rows: list[Json], most: int = 15) -> None:
     """What took the time of a step, for each stage that was profiled."""
     for row in rows:
         kernels = row.get("kernels", [])
-        total = sum(kernel["ms"] for kernel in kernels)
-        if not total:
-            continue
-        title = f"{row['frozen']} frozen: {total:.2f} ms in {len(kernels)} kinds"
-        table = new_table(title, ["kernel"], ["calls", "ms", "share"])
-        for kernel in kernels[:most]:
-            share = f"{kernel['ms'] / total:.1%}"
-            name = kernel["name"] if len(kernel["name"]) <= 60 else kernel["name"][:59] + "…"
-            table.add_row(name, f"{kernel['calls']:.0f}", f"{kernel['ms']:.3f}", share)
-        console.print(table)
+        if total := sum(kernel["ms"] for kernel in kernels):
+            title = f"{row['frozen']} frozen: {total:.2f} ms in {len(kernels)} kinds"
+            table = new_table(title, ["kernel"], ["calls", "ms", "share"])
+            for kernel in kernels[:most]:
+                share, ms = f"{kernel['ms'] / total:.1%}", f"{kernel['ms']:.3f}"
+                table.add_row(clipped(kernel["name"], 60), f"{kernel['calls']:.0f}", ms, share)
+            console.print(table)

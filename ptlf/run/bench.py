@@ -6,7 +6,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,17 +23,17 @@ from ptlf.methods import METHODS
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
-from ptlf.run.results import check_alike, epoch_lines
+from ptlf.run.results import check_alike, epoch_lines, ratio
 from ptlf.run.sweep import train_one_of_many
 from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.engine import CapturedEngine
 
-Loss = Callable[[], torch.Tensor]
+Row = dict[str, Any]  # of a table, or a whole record
 
 
-def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, repeats: int = 5) -> list[dict[str, Any]]:
+def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, repeats: int = 5) -> list[Row]:
     """A row per way of freezing: bytes kept for backward, backward FLOPs, seconds of forward and backward.
 
     The input needs no gradient, as in training; every ratio is to nothing frozen, measured first.
@@ -47,16 +47,13 @@ def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, re
         raise UserError(f"the encoder does not take images of {size} px, or cannot freeze: {reason}") from None
     rows = []
     for name, chosen in frozen_sets(encoder, units, images[:2]).items():
-        for way in ("plain", "ours") if chosen else ("plain",):
+        for way in ("plain", "ours") if chosen else ("",):
             freezer = Freezer(encoder, units=units, example=images[:2], save_memory=way == "ours")
             freezer.freeze(chosen)
-            figures = measure(encoder, images, freezer, repeats)
+            rows.append({"frozen": name, "way": way, "units": chosen, **measure(encoder, images, freezer, repeats)})
             freezer.thaw()
-            label = way if chosen else ""
-            rows.append({"frozen": name, "way": label, "units": chosen, **figures})
-    base = rows[0]
     for row in rows:
-        row |= {f"{key}_ratio": row[key] / base[key] for key in ("kept_bytes", "backward_flops", "seconds")}
+        row |= {f"{key}_ratio": row[key] / rows[0][key] for key in ("kept_bytes", "backward_flops", "seconds")}
     return rows
 
 
@@ -76,15 +73,15 @@ def frozen_sets(encoder: nn.Module, units: Sequence[Unit], example: torch.Tensor
     }
 
 
-def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats: int) -> dict[str, Any]:
+def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats: int) -> Row:
     def loss() -> torch.Tensor:
         return encoder(images).square().mean()
 
-    held = [*encoder.parameters(), *encoder.buffers(), *freezer.folded]
-    kept = kept_bytes(loss, exclude=held)
+    kept = kept_bytes(loss, exclude=[*encoder.parameters(), *encoder.buffers(), *freezer.folded])
     flops = backward_flops(loss())
     reset_peak_memory(images.device)
-    seconds = [timed(loss, images.device) for _ in range(repeats + 1)][1:]  # the first one warms up
+    # The first one warms up.
+    seconds = [per_call(lambda: loss().backward(), 1, images.device) for _ in range(repeats + 1)][1:]
     encoder.zero_grad(set_to_none=True)
     return {
         "kept_bytes": kept,
@@ -92,14 +89,6 @@ def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats:
         "seconds": statistics.median(seconds),
         "peak_memory_bytes": peak_memory_bytes(images.device),
     }
-
-
-def timed(loss: Loss, device: torch.device) -> float:
-    wait_for(device)
-    started = time.perf_counter()
-    loss().backward()
-    wait_for(device)
-    return time.perf_counter() - started
 
 
 def random_stream(size: int, images: int, tasks: int = 1, file: Path | None = None) -> Stream:
@@ -117,22 +106,22 @@ def step(
     config: Config,
     size: int,
     steps: int,
-    stages: Sequence[int],
-    *,
-    first: bool = False,
-    save_memory: bool = True,
-    streamed: bool = False,
-    traces: Path | None = None,
-) -> list[dict[str, Any]]:
+    stages: list[int],
+    first: bool,
+    plain: bool,
+    streamed: bool,
+    profile: Path | None,
+) -> list[Row]:
     """A row per stage of freezing (that many units around the middle, frozen one after the other): milliseconds of a
     step with everything in it, and its memory. Timed after warming up, over `steps` steps, the device synchronised;
     the spread is half of what lies between the fastest and the slowest fifth of them.
 
     first: the units nearest to the input instead, so that no gradient has to pass them.
+    plain: frozen with requires_grad=False alone.
     streamed: the images are read ahead from a file, not held on the device.
-    traces: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
+    profile: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
     """
-    config.freezing.save_memory = save_memory
+    config.freezing.save_memory = not plain
     config.stream.resident = False if streamed else config.stream.resident
     with TemporaryDirectory() as folder:  # the run holds the file open
         file = Path(folder) / "noise.npy" if streamed else None
@@ -146,12 +135,12 @@ def step(
     for frozen in stages:
         run.freezing.freezer.thaw()
         run.freezing.freezer.freeze(order[:frozen])
-        trace = traces / f"frozen-{frozen}.json.gz" if traces else None
+        trace = profile / f"frozen-{frozen}.json.gz" if profile else None
         rows.append({"frozen": frozen, "units": order[:frozen], **time_steps(run, steps, trace)})
     return rows
 
 
-def methods(configs: Sequence[Config], size: int, steps: int, task: int) -> list[dict[str, Any]]:
+def methods(configs: Sequence[Config], size: int, steps: int, task: int) -> list[Row]:
     """A row per configuration: a whole step in task number `task` (from 1) with nothing frozen, timed as in `step`. A
     method that learns all tasks at once has only one."""
     rows = []
@@ -167,7 +156,7 @@ def methods(configs: Sequence[Config], size: int, steps: int, task: int) -> list
     return rows
 
 
-def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any]:
+def time_steps(run: Run, steps: int, trace: Path | None = None) -> Row:
     trainer, device = run.trainer, run.device
     indices = run.stream.tasks[0].train
     chosen, *others = torch.from_numpy(indices).split(trainer.config.batch)
@@ -188,27 +177,29 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> dict[str, Any
         rebuild = time.perf_counter() - started
         shares = [len(share) for share in np.array_split(np.arange(steps), min(5, steps))]
         parts = [per_call(one, share, device) for share in shares]
-        kernels = {} if trace is None else {"kernels": profile(one, trace, device)}
-    seconds, alone = float(np.average(parts, weights=shares)), None
+        kernels = {} if trace is None else {"kernels": kernels_of(one, trace, device)}
+    seconds, views = float(np.average(parts, weights=shares)), len(chosen) * len(trainer.view_specs)
+    device_ms = host_share = None
     if isinstance(trainer.engine, CapturedEngine):
         graph = trainer.engine.captured[len(chosen)].graph
         assert graph is not None
         alone = per_call(graph.replay, steps, device)
+        device_ms, host_share = 1000 * alone, max(0.0, 1 - alone / seconds)
     return {
         "step_ms": 1000 * seconds,
         "step_ms_spread": 500 * (max(parts) - min(parts)),
-        "device_ms": None if alone is None else 1000 * alone,
-        "host_share": None if alone is None else max(0.0, 1 - alone / seconds),
-        "views_per_second": len(chosen) * len(trainer.view_specs) / seconds,
+        "device_ms": device_ms,
+        "host_share": host_share,
+        "views_per_second": views / seconds,
         "rebuild_seconds": rebuild,
         "kept_bytes": cost.kept_bytes,
-        "backward_flops": round(cost.backward_flops_per_view * len(chosen) * len(trainer.view_specs)),
+        "backward_flops": round(cost.backward_flops_per_view * views),
         "peak_memory_bytes": cost.peak_memory_bytes,
         **kernels,
     }
 
 
-def profile(work: Callable[[], Any], trace: Path, device: torch.device, times: int = 10) -> list[dict[str, Any]]:
+def kernels_of(work: Callable[[], Any], trace: Path, device: torch.device, times: int = 10) -> list[Row]:
     """Leave a trace of `times` calls, for chrome://tracing or Perfetto; what took the device's time, the most first."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -240,21 +231,19 @@ def per_call(work: Callable[[], Any], times: int, device: torch.device) -> float
 
 def streams_for(configs: Sequence[Config], noise: int | None, size: int, tasks: int | None = None) -> list[Stream]:
     """What each configuration trains on, or `noise` images of `size` px in as many tasks, with nothing to test on."""
-    streams = []
-    for config in configs:
-        if noise is None:
-            streams.append(make_stream(config))
-            continue
+
+    def noise_for(config: Config, images: int) -> Stream:
         wanted = config.stream
         count = tasks or len(wanted.groups or ()) or wanted.tasks or STREAMS.find(wanted.name).tasks or 1
-        made = random_stream(size, noise, count)
-        streams.append(made.joint() if METHODS.find(config.method.name).joint else made)
-    check_tasks(len(stream.tasks) for stream in streams)
+        made = random_stream(size, images, count)
+        return made.joint() if METHODS.find(config.method.name).joint else made
+
+    streams = [noise_for(config, noise) if noise else make_stream(config) for config in configs]
+    check_tasks([len(stream.tasks) for stream in streams])
     return streams
 
 
-def check_tasks(counts: Iterable[int]) -> None:
-    counts = list(counts)
+def check_tasks(counts: Sequence[int]) -> None:
     if len(set(counts)) > 1:
         listed = ", ".join(map(str, counts))
         raise UserError(f"the runs have {listed} tasks; only runs with the same number of tasks can be compared")
@@ -271,46 +260,43 @@ def warm_up(config: Config, stream: Stream, batches: int = 8) -> None:
     Run(short, stream=replace(stream, tasks=tasks, eval_splits=eval_splits)).train()
 
 
-def timed_run(config: Config, stream: Stream, out: Path | None, watcher: Watcher) -> dict[str, Any]:
-    """What `results.json` holds, with the seconds of it all and the share of a step that the GPU waits for the host."""
+def timed_run(config: Config, stream: Stream, out: Path | None, watcher: Watcher) -> Row:
+    """What `results.json` holds, with the seconds of it all and the share of a step that the GPU waits for the host,
+    None where no step is captured."""
     gc.collect()  # the run before: its tensors would count in this one's peak memory
     started = time.perf_counter()
     run = Run(config, out, stream=stream)
     advice = f"resume it with `ptlf train --resume {out}`; `ptlf bench run --from` compares runs that are finished"
     results = train_one_of_many(run, watcher, advice)
-    return {**results, "wall_seconds": time.perf_counter() - started, "host_share": host_share(run)}
+    seconds, share = time.perf_counter() - started, None
+    if isinstance(run.trainer.engine, CapturedEngine):
+        if run.freezing.log:  # as it was at the end
+            run.freezing.freezer.freeze(run.freezing.log[-1]["order"])
+        share = time_steps(run, 100)["host_share"]
+    return {**results, "wall_seconds": seconds, "host_share": share}
 
 
-def host_share(run: Run, steps: int = 100) -> float | None:
-    """Of a run that is over, with the units frozen that were at its end; None where no step is captured."""
-    if not isinstance(run.trainer.engine, CapturedEngine):
-        return None
-    if run.freezing.log:
-        run.freezing.freezer.freeze(run.freezing.log[-1]["order"])
-    return time_steps(run, steps)["host_share"]
-
-
-def compare(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def compare(results: Sequence[Row]) -> Row:
     """What `results.json` of each run comes to beside the first one's: the step by freeze stage, and the overheads.
 
     A stage is the epochs with as many units frozen, in the first task or in those after it; its ratios are to the
     first run's epochs of the same tasks. What a record does not hold is None.
     """
-    check_tasks(len(result["tasks"]) for result in results)
+    check_tasks([len(result["tasks"]) for result in results])
     check_alike([result["config"] for result in results])
-    first = epoch_lines(results[0]), overheads(results[0])
+    lines, first = epoch_lines(results[0]), overheads(results[0])
     runs = []
     for result in results:
         own = overheads(result)
-        own |= {f"{key}_ratio": ratio(own[key], first[1][key]) for key in ("later_learning_seconds", "wall_seconds")}
+        own |= {f"{key}_ratio": ratio(own[key], first[key]) for key in ("later_learning_seconds", "wall_seconds")}
         what = {key: result[key] for key in ("config", "environment", "commit")}
-        rows = stages(epoch_lines(result), first[0])
-        runs.append({"run": what["config"]["recipe"] or "run", **what, "stages": rows, "overheads": own})
+        figures = {"stages": stages(epoch_lines(result), lines), "overheads": own}
+        runs.append({"run": what["config"]["recipe"] or "run", **what, **figures})
     return {"runs": runs}
 
 
-def stages(epochs: list[dict[str, Any]], first: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    def stage(line: dict[str, Any]) -> tuple[bool, int]:
+def stages(epochs: list[Row], first: list[Row]) -> list[Row]:
+    def stage(line: Row) -> tuple[bool, int]:
         return line["task"] > 1, line["frozen"]
 
     rows = []
@@ -323,7 +309,7 @@ def stages(epochs: list[dict[str, Any]], first: list[dict[str, Any]]) -> list[di
     return rows
 
 
-def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def figures(lines: list[Row]) -> Row:
     """Of some epochs: the mean step and the median epoch's, the mean of the bytes kept, the highest peak."""
     seconds, steps = sum(line["seconds"] for line in lines), sum(line["steps"] for line in lines)
     peaks = [line["peak_memory_bytes"] for line in lines if line["peak_memory_bytes"] is not None]
@@ -337,25 +323,18 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def overheads(result: dict[str, Any]) -> dict[str, Any]:
+def overheads(result: Row) -> Row:
     """`later` is of the tasks after the first, the ones that freezing changes."""
     cost, purposes = result["cost"], ("train", "correlation", "rebuild")
     later = [[task.get(f"{purpose}_seconds") for purpose in purposes] for task in cost["per_task"] if task["task"] > 1]
     known = bool(later) and None not in itertools.chain(*later)
     learning = sum(map(sum, later)) if known else None
-    probes = {probe: result["probes"].get(probe, {}) for probe in ("knn_task", "knn_class")}
+    seconds = [f"{purpose}_seconds" for purpose in (*purposes, "checkpoint", "eval", "measuring")]
+    accuracies = itertools.product(("knn_task", "knn_class"), ("accuracy", "forgetting"))
     return {
-        **{
-            f"{purpose}_seconds": cost.get(f"{purpose}_seconds")
-            for purpose in (*purposes, "checkpoint", "eval", "measuring")
-        },
+        **{key: cost.get(key) for key in seconds},
         "later_learning_seconds": learning,
         "later_correlation_share": ratio(sum(task[1] for task in later), learning) if known else None,
-        "wall_seconds": result.get("wall_seconds"),
-        "host_share": result.get("host_share"),
-        **{f"{probe}_{key}": probes[probe].get(key) for probe in probes for key in ("accuracy", "forgetting")},
+        **{key: result.get(key) for key in ("wall_seconds", "host_share")},
+        **{f"{probe}_{key}": result["probes"].get(probe, {}).get(key) for probe, key in accuracies},
     }
-
-
-def ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None

@@ -12,7 +12,8 @@ from ptlf.core.settings import as_dict, parse
 from ptlf.run.config import Config, from_dict
 from ptlf.run.loop import Run
 
-DEFAULTS = {"timeout_min": 24 * 60}  # minutes; the cluster then stops the job and queues it again
+Plan = Mapping[str, tuple[Config, Path]]  # by name: settings, folder
+TIMEOUT = 24 * 60  # minutes; the cluster then stops the job and queues it again
 
 
 class Job:
@@ -32,24 +33,18 @@ class Job:
 
 
 def train_all(
-    plan: Mapping[str, tuple[Config, Path]],
-    folder: Path,
-    *,
-    cluster: str,
-    at_once: int | None = None,
-    options: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda line: None,
+    plan: Plan, folder: Path, *, cluster: str, jobs: int | None, job_options: Sequence[str], tell: Callable[[str], None]
 ) -> None:
-    """Train the runs of the plan (name: settings, folder), at most `at_once` at a time, and wait for all of them.
+    """Train the runs of the plan, at most `jobs` at a time, and wait for all of them.
 
     folder: for the jobs' output and errors.
-    options: KEY=VALUE for submitit's `update_parameters`, such as slurm_partition=gpu.
+    job_options: KEY=VALUE for submitit's `update_parameters`, such as slurm_partition=gpu.
     """
-    executor = make_executor(cluster, folder, options)
+    executor = make_executor(cluster, folder, job_options)
     waiting, failed = list(plan.items()), []
     running: dict[str, Any] = {}  # name: submitit's job
     while waiting or running:
-        while waiting and (at_once is None or len(running) < at_once):
+        while waiting and (jobs is None or len(running) < jobs):
             name, (config, target) = waiting.pop(0)
             running[name] = executor.submit(Job(config, target))
             tell(f"{name}: job {running[name].job_id} in {target}")
@@ -70,14 +65,12 @@ def make_executor(cluster: str, folder: Path, options: Sequence[str]) -> Any:
     except ImportError:
         raise UserError("--cluster needs submitit; install it with `pip install 'ptlf[cluster]'`") from None
     executor = submitit.AutoExecutor(folder, cluster=cluster)
-    parameters: dict[str, Any] = {**DEFAULTS}
     for option in options:
-        key, equals, value = option.partition("=")
-        if not equals:
+        if "=" not in option:
             raise UserError(f"--job-options takes KEY=VALUE, such as slurm_partition=gpu, not {option!r}")
-        parameters[key] = parse(value)
+    given = {key: parse(value) for key, value in (option.split("=", 1) for option in options)}
     try:
-        executor.update_parameters(name="ptlf", **parameters)
+        executor.update_parameters(**{"name": "ptlf", "timeout_min": TIMEOUT, **given})
     except (NameError, TypeError, ValueError, AssertionError) as error:
         raise UserError(f"--job-options: {' '.join(str(error).split())[:200]}") from None
     return executor

@@ -17,6 +17,7 @@ Row = list[float | None]
 # Of seconds, by their name in the record; `measuring` is of a step's bytes and FLOPs.
 PURPOSES = {name: name for name in ("train", "correlation", "rebuild", "eval", "checkpoint", "measuring")}
 PURPOSES |= {"train": "training", "eval": "evaluation"}
+LEARNING = ("training", "correlation", "rebuild")  # the steps, and what freezing adds to them
 
 
 @dataclass
@@ -38,18 +39,14 @@ class Record:
         self, at: Position, result: EpochResult, spent: Mapping[str, float], cost: StepCost, frozen: int, sent: int
     ) -> dict[str, Any]:
         """The epoch's line. `sent` are the bytes that a step exchanges with other processes."""
-        seconds, correlation, rebuild = (
-            spent.get(purpose, 0.0) - self.spent_before.get(purpose, 0.0)
-            for purpose in ("training", "correlation", "rebuild")
-        )
+        took = {purpose: spent.get(purpose, 0.0) - self.spent_before.get(purpose, 0.0) for purpose in LEARNING}
         line = {
             "task": at.task + 1,
             "epoch": at.epoch + 1,
             "loss": {name: value if math.isfinite(value) else str(value) for name, value in result.losses.items()},
-            "seconds": seconds,
-            "correlation_seconds": correlation,
-            "rebuild_seconds": rebuild,
-            "views_per_second": result.views / seconds,
+            "seconds": took["training"],
+            **{f"{purpose}_seconds": took[purpose] for purpose in LEARNING[1:]},
+            "views_per_second": result.views / took["training"],
             "frozen": frozen,
             "newly_frozen": self.newly_frozen,
             "steps": result.steps,
@@ -85,8 +82,7 @@ class Record:
         epochs = self.per_epoch
         peaks = [line["peak_memory_bytes"] for line in epochs if line["peak_memory_bytes"] is not None]
         return {
-            # The price of learning: the steps, and what freezing adds to them.
-            "learning_seconds": sum(seconds.get(name, 0.0) for name in ("training", "correlation", "rebuild")),
+            "learning_seconds": sum(seconds.get(purpose, 0.0) for purpose in LEARNING),
             **{f"{name}_seconds": seconds.get(purpose, 0.0) for name, purpose in PURPOSES.items()},
             "backward_flops": sum(line["backward_flops"] for line in epochs),
             "kept_bytes": epochs[-1]["kept_bytes"] if epochs else None,
@@ -101,12 +97,7 @@ class Record:
 def cost_of_task(task: int, epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the task's epochs; bytes as in its last one."""
     mine = [line for line in epochs if line["task"] == task]
-    return {
-        "task": task,
-        "train_seconds": sum(line["seconds"] for line in mine),
-        **{
-            key: sum(line[key] for line in mine) for key in ("correlation_seconds", "rebuild_seconds", "backward_flops")
-        },
-        "kept_bytes": mine[-1]["kept_bytes"],
-        "peak_memory_bytes": mine[-1]["peak_memory_bytes"],
-    }
+    keys = ("seconds", "correlation_seconds", "rebuild_seconds", "backward_flops")
+    sums = {key: sum(line[key] for line in mine) for key in keys}
+    last = {key: mine[-1][key] for key in ("kept_bytes", "peak_memory_bytes")}
+    return {"task": task, "train_seconds": sums.pop("seconds"), **sums, **last}

@@ -83,6 +83,10 @@ def to_lines(columns: Json) -> list[Json]:
     ]
 
 
+def ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
 def shared_settings(config: Json) -> dict[str, Json]:
     """What runs must have in common to be compared."""
     stream = {key: value for key, value in config.get("stream", {}).items() if key != "resident"}

@@ -80,7 +80,7 @@ def test_it_follows_until_the_end(running: Path) -> None:
             (running / "results.json").write_text(json.dumps({**results, "status": "finished"}))
 
     with open(running / "screen", "w") as file:
-        watch(running, Console(file=file, force_terminal=True), sleep=sleep)
+        watch(running, console=Console(file=file, force_terminal=True), sleep=sleep)
     assert len(naps) == 3
     assert "finished" in (running / "screen").read_text()
 

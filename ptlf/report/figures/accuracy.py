@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from ptlf.report.drawing import Drawing
-from ptlf.report.figures.axes import SMALL, TINY, Scale, legend, line_chart, padded, shortened, words_width
+from ptlf.report.figures.axes import SMALL, TINY, Scale, Series, legend, line_chart, padded, shortened, words_width
 from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, title_of
-from ptlf.report.runs import Comparison, Group
+from ptlf.report.runs import Comparison, Group, means
 from ptlf.report.theme import STEPS, heat_step
 
+Bounds = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, top, width, height
 ROW, HEAD, NAME = 30.0, 40.0, 13.0  # of the answer: row height, room for titles, size of names
 
@@ -72,55 +72,54 @@ def answer_panel(
         drawing.text(right, y + 4.5, beside, "ink", size=SMALL, anchor="end")
 
 
-def mean_matrix(group: Group, probe: str) -> list[list[float | None]]:
-    """Cell by cell over seeds."""
-    found = [run.results["probes"][probe]["matrix"] for run in group.runs if probe in run.results["probes"]]
-    if not found:
-        return []
-    rows = min(len(matrix) for matrix in found)
-    return [[mean([matrix[i][j] for matrix in found]) for j in range(len(found[0][i]))] for i in range(rows)]
+def accuracies(group: Group, probe: str) -> dict[tuple[int, int], float]:
+    """Mean over seeds by row and column. Row 0 is of the untrained encoder, row n of the one after task n."""
+    found = [run.results["probes"].get(probe, {}) for run in group.runs]
+    matrices = [[one.get("untrained") or [], *one.get("matrix", [])] for one in found]
+    cells = [((i, j), v) for matrix in matrices for i, row in enumerate(matrix) for j, v in enumerate(row)]
+    return {place: mean for place, (mean, _) in means(cells).items()}
 
 
-def mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def heat_bounds(comparison: Comparison, probe: str) -> tuple[float, float]:
+def heat_bounds(comparison: Comparison, probe: str) -> Bounds:
     """One colour scale for all runs of a probe."""
-    cells = [v for group in comparison.groups for row in mean_matrix(group, probe) for v in row if v is not None]
-    for group in comparison.groups:
-        cells += [v for v in group.first["probes"].get(probe, {}).get("untrained") or [] if v is not None]
+    cells = [value for group in comparison.groups for value in accuracies(group, probe).values()]
     return (min(cells), max(cells)) if cells else (0.0, 100.0)
 
 
-def heat_map(probe: str, bounds: tuple[float, float], group: Group, width: float) -> Drawing:
+def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     """Rows: after each task; columns: eval_splits. The untrained encoder stands apart on top."""
-    matrix, eval_splits = mean_matrix(group, probe), group.first["eval_splits"]
-    untrained = [list(u) for run in group.runs if (u := run.results["probes"][probe].get("untrained"))]
-    rows = [("untrained", [mean(column) for column in zip(*untrained, strict=True)])] if untrained else []
-    joint = len(matrix) == 1 and len(eval_splits) > 1 and len(group.first["tasks"]) == 1
-    rows += [("all tasks" if joint else f"task {n}", row) for n, row in enumerate(matrix, start=1)]
-    left, top, gap = 62.0, 34.0, 6.0 if untrained else 0.0
-    cell = (width - left) / max(len(eval_splits), 1)
-    tall = min(max(cell * 0.72, 15.0), 30.0)
+    cells, eval_splits = accuracies(group, probe), group.first["eval_splits"]
+    rows = sorted({row for row, _ in cells})
+    left, top, gap = 62.0, 34.0, 6.0 if 0 in rows else 0.0
+    cell, tall = cell_size((width - left) / max(len(eval_splits), 1))
     drawing = Drawing(width, top + gap + tall * len(rows) + 2, f"{title_of(probe)} accuracy of {group.label}")
     drawing.text(0, top - 6, "after", "soft", size=TINY)
     drawing.text(left, 10, "tested on the classes of task", "soft", size=TINY)
     heat_key(drawing, width, bounds)
-    for column in range(len(eval_splits)):
-        if cell >= 18 or column % 2 == 0:
-            drawing.text(left + cell * (column + 0.5), top - 6, str(column + 1), "soft", size=TINY, anchor="middle")
-    for number, (name, row) in enumerate(rows):
-        y = top + number * tall + (gap if untrained and number else 0)
-        drawing.text(0, y + tall / 2 + 3.5, name, "soft" if name == "untrained" else "ink", size=TINY)
-        for column, value in enumerate(row):
-            title = f"{name}, tested on {eval_splits[column]}" if width > 400 else ""
-            heat_cell(drawing, (left + column * cell, y, cell, tall), value, bounds, title)
+    column_names(drawing, range(1, len(eval_splits) + 1), left, top, cell)
+    joint = rows[-1:] == [1] and len(eval_splits) > 1 and len(group.first["tasks"]) == 1
+    places = {row: top + number * tall + (gap if row else 0.0) for number, row in enumerate(rows)}
+    names = {row: "untrained" if row == 0 else "all tasks" if joint else f"task {row}" for row in rows}
+    for row, y in places.items():
+        drawing.text(0, y + tall / 2 + 3.5, names[row], "ink" if row else "soft", size=TINY)
+    for (row, column), value in cells.items():
+        title = f"{names[row]}, tested on {eval_splits[column]}" if width > 400 else ""
+        heat_cell(drawing, (left + column * cell, places[row], cell, tall), value, bounds, title)
     return drawing
 
 
-def heat_key(drawing: Drawing, right: float, bounds: tuple[float, float]) -> None:
+def cell_size(wide: float) -> tuple[float, float]:
+    """Width and height."""
+    return wide, min(max(wide * 0.72, 15.0), 30.0)
+
+
+def column_names(drawing: Drawing, tasks: Sequence[int], left: float, top: float, cell: float) -> None:
+    for column, task in enumerate(tasks):
+        if cell >= 18 or column % 2 == 0:
+            drawing.text(left + cell * (column + 0.5), top - 6, str(task), "soft", size=TINY, anchor="middle")
+
+
+def heat_key(drawing: Drawing, right: float, bounds: Bounds) -> None:
     """The ramp with its ends in %, in the upper right corner."""
     low, high = (f"{value:.0f}" for value in bounds)
     left = right - words_width(high, TINY) - 4 - 6 * STEPS
@@ -130,41 +129,32 @@ def heat_key(drawing: Drawing, right: float, bounds: tuple[float, float]) -> Non
         drawing.rect(left + 6 * step, 2, 6, 8, f"heat{step}")
 
 
-def heat_cell(
-    drawing: Drawing, box: Box, value: float | None, bounds: tuple[float, float], title: str, digits: int = 1
-) -> None:
+def heat_cell(drawing: Drawing, box: Box, value: float, bounds: Bounds, title: str, digits: int = 1) -> None:
     x, y, wide, tall = box
-    if value is None:
-        return
     step = heat_step(value, *bounds)
     words = f"{title}: {value:.2f}" if title else ""
     drawing.rect(x + 0.5, y + 0.5, wide - 1, tall - 1, f"heat{step}", title=words)
-    shown, size = f"{value:.0f}", min(10.0, wide * 0.45)
-    if wide >= 30:
-        shown, size = f"{value:.{digits}f}", min(12.0, wide * 0.3)
     if wide >= 15:
+        shown, size = (f"{value:.{digits}f}", wide * 0.3) if wide >= 30 else (f"{value:.0f}", wide * 0.45)
+        size = min(12.0 if wide >= 30 else 10.0, size)
         drawing.text(x + wide / 2, y + tall / 2 + size * 0.35, shown, f"on{step}", size=size, anchor="middle")
 
 
-def by_task(group: Group, probe: str, what: str) -> list[tuple[float, float, float]]:
-    """After each task where it is defined: its number, mean and standard deviation over seeds."""
+def by_task(group: Group, probe: str, what: str) -> Series:
     found = [run.results["probes"].get(probe, {}).get(f"{what}_by_task") or [] for run in group.runs]
-    series: list[tuple[float, float, float]] = []
-    for task, row in enumerate(zip(*found, strict=False), start=1):
-        if values := [value for value in row if value is not None]:
-            series.append((task, statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0))
-    return series
+    return means([pair for values in found for pair in enumerate(values, start=1)])
 
 
 def over_tasks(comparison: Comparison, probe: str, what: str, width: float) -> Drawing | None:
-    lines = [(group, by_task(group, probe, what)) for group in comparison.groups]
-    known = [value for _, series in lines for _, mean, spread in series for value in (mean - spread, mean + spread)]
+    tasks, lines = comparison.tasks, []
+    for group in comparison.groups:
+        series = by_task(group, probe, what)
+        if len(group.first["tasks"]) == 1 and series:  # all tasks at once: beside the others' end
+            series = {tasks: series[1]}
+        lines.append((group, series))
+    known = [end for _, series in lines for mean, spread in series.values() for end in (mean - spread, mean + spread)]
     if not known:
         return None
-    tasks = comparison.tasks
-    for group, series in lines:
-        if len(group.first["tasks"]) == 1:  # all tasks at once: beside the others' end
-            series[:] = [(tasks, mean, spread) for _, mean, spread in series]
     low, high = padded(known, least=2.0)
     places = range(1, tasks + 1, 1 if tasks <= 10 or width > 400 else 2)
     label = f"{what} over tasks, {title_of(probe)}"

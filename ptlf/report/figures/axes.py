@@ -10,7 +10,8 @@ from ptlf.report.drawing import Drawing
 from ptlf.report.runs import Group
 
 SMALL, TINY = 12.0, 10.5
-Lines = list[tuple[Group, list[tuple[float, float, float]]]]  # by run: place, mean over seeds, standard deviation
+Series = dict[int, tuple[float, float]]  # by task or epoch: mean over seeds, standard deviation
+Lines = Sequence[tuple[Group, Series]]
 
 
 def words_width(words: str, size: float = SMALL) -> float:
@@ -116,14 +117,15 @@ def line_chart(
         drawing.text(x(place), top + height + 16, plain(place), "soft", size=TINY, anchor="middle")
     drawing.text(width, top + height + 31, below, "soft", size=TINY, anchor="end")
     for group, series in lines:
-        role, points = f"run{group.colour}", [(x(place), y(value)) for place, value, _ in series]
-        if any(spread for _, _, spread in series):
-            upper = [(x(place), y(min(value + spread, y.high))) for place, value, spread in series]
-            lower = [(x(place), y(value - spread)) for place, value, spread in reversed(series)]
-            drawing.area([*upper, *lower], role, opacity=0.15)
-        if len(points) > 1:
-            drawing.line(points, role, width=2, dash=group.dash)
-        for point, (_, value, _) in zip(points, series, strict=True):
-            drawing.mark(*point, role, size=3.4, look=group.marker, title=f"{group.label}: {value:.2f}")
+        role = f"run{group.colour}"
+        if any(spread for _, spread in series.values()):
+            upper = [(x(place), y(min(value + spread, y.high))) for place, (value, spread) in series.items()]
+            lower = [(x(place), y(value - spread)) for place, (value, spread) in series.items()]
+            drawing.area([*upper, *reversed(lower)], role, opacity=0.15)
+        if len(series) > 1:
+            drawing.line([(x(place), y(value)) for place, (value, _) in series.items()], role, width=2, dash=group.dash)
+        for place, (value, _) in series.items():
+            title = f"{group.label}: {value:.2f}"
+            drawing.mark(x(place), y(value), role, size=3.4, look=group.marker, title=title)
     drawing.height = top + height + 36
     return drawing

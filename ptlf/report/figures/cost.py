@@ -7,7 +7,7 @@ import statistics
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, padded
 from ptlf.report.measures import COSTS, SCALES
-from ptlf.report.runs import Comparison, Group
+from ptlf.report.runs import Comparison, Group, means
 
 POINTS = 400  # of a line; more cannot be told apart
 EVENTS = 60  # freeze events of a run that are drawn as triangles; more become dots
@@ -39,7 +39,9 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
             title += f" (medians of {size} epochs)"
         drawing.text(left, top - 6, title, "ink", size=TINY + 1.5, bold=True)
         y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
-        panel(drawing, x, y, tasks, epochs)
+        for start in range(0, tasks * epochs, 2 * epochs):
+            drawing.rect(x(start + 0.5), y.end, x(epochs) - x(0), y.start - y.end, "empty", opacity=0.45)
+        grid_y(drawing, y, x.start, x.end, most=4)
         if len(lines) == 2 and comparison.baseline and stepped and all(series for _, series in lines):
             corners = [[(x(place), y(value)) for place, value in steps(series)] for _, series in lines]
             drawing.area([*corners[0], *reversed(corners[1])], f"run{lines[1][0].colour}", opacity=0.14)
@@ -54,21 +56,11 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
     return drawing
 
 
-def panel(drawing: Drawing, x: Scale, y: Scale, tasks: int, epochs: int) -> None:
-    for task in range(0, tasks, 2):
-        left, right = x(task * epochs + 0.5), x((task + 1) * epochs + 0.5)
-        drawing.rect(left, y.end, right - left, y.start - y.end, "empty", opacity=0.45)
-    grid_y(drawing, y, x.start, x.end, most=4)
-
-
 def mean_line(group: Group, key: str, unit: float, epochs: int) -> Series:
     """(epoch of the stream, mean over seeds)."""
-    found: dict[int, list[float]] = {}
-    for run in group.runs:
-        for line in run.epochs:
-            if line.get(key) is not None:
-                found.setdefault((line["task"] - 1) * epochs + line["epoch"], []).append(line[key] / unit)
-    return [(place, statistics.fmean(values)) for place, values in sorted(found.items())]
+    lines = [line for run in group.runs for line in run.epochs if line.get(key) is not None]
+    found = means([((line["task"] - 1) * epochs + line["epoch"], line[key] / unit) for line in lines])
+    return [(place, mean) for place, (mean, _) in found.items()]
 
 
 def draw_line(drawing: Drawing, group: Group, series: Series, x: Scale, y: Scale, *, stepped: bool) -> None:

@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 
 from ptlf.report.drawing import Drawing
-from ptlf.report.figures.accuracy import heat_cell
+from ptlf.report.figures.accuracy import cell_size, column_names, heat_cell
 from ptlf.report.figures.axes import TINY, Scale, line_chart, plain, shortened, task_key, ticks, words_width
-from ptlf.report.runs import Comparison, Group, RunRecord, policy_of
+from ptlf.report.runs import Comparison, Group, RunRecord, means, policy_of
 from ptlf.report.theme import heat_step
 from ptlf.run.results import Json
 
 
-def with_ratios(comparison: Comparison) -> list[Group]:
-    return [g for g in comparison.groups if any(entry["ratios"] for entry in g.first["freezing"])]
+def written(comparison: Comparison, what: str) -> list[Group]:
+    """Runs that wrote down some `ratios`, or `events` of freezing."""
+    return [group for group in comparison.groups if any(entry[what] for entry in group.first["freezing"])]
 
 
-def with_freezing(comparison: Comparison) -> list[Group]:
-    return [g for g in comparison.groups if any(entry["events"] for entry in g.first["freezing"])]
-
-
-def entries(group: Group, task: int) -> list[Json]:
-    """What each seed wrote about the task."""
-    return [entry for run in group.runs for entry in run.results["freezing"] if entry["task"] == task]
+def entries(group: Group, task: int | None = None) -> list[Json]:
+    """What each seed wrote about the task, or about all of them."""
+    found = [entry for run in group.runs for entry in run.results["freezing"]]
+    return [entry for entry in found if task in (None, entry["task"])]
 
 
 def tasks_of(group: Group) -> list[int]:
-    return sorted({entry["task"] for run in group.runs for entry in run.results["freezing"]})
+    return sorted({entry["task"] for entry in entries(group)})
 
 
 def ratio_low(groups: Sequence[Group]) -> float:
     """The left end of the ratio axis, the same for all runs, so that they can be laid side by side."""
-    written = [entry for group in groups for run in group.runs for entry in run.results["freezing"]]
-    values = [ratio for entry in written for ratio in entry["ratios"].values()]
+    values = [ratio for group in groups for entry in entries(group) for ratio in entry["ratios"].values()]
     return math.floor(min(values) * 20) / 20 if values else 0.0
 
 
 def left_out(group: Group) -> set[str]:
     """Units whose ratio nobody had to compute, in some task."""
-    ratios = [entry["ratios"] for run in group.runs for entry in run.results["freezing"] if entry["ratios"]]
+    ratios = [entry["ratios"] for entry in entries(group) if entry["ratios"]]
     return {unit for unit in group.first["units"] if any(unit not in computed for computed in ratios)}
 
 
@@ -68,10 +66,10 @@ def ratio_lines(low: float, group: Group, width: float) -> Drawing:
 
 def ratio_line(drawing: Drawing, group: Group, task: int, x: Scale, top: float, row: float, *, dense: bool) -> None:
     """dense: dots only where a unit froze."""
-    role, points, written = f"task{task - 1}", [], entries(group, task)
+    role, points, seeds = f"task{task - 1}", [], entries(group, task)
     for number, unit in enumerate(group.first["units"]):
-        if values := [entry["ratios"][unit] for entry in written if unit in entry["ratios"]]:
-            value, froze = statistics.fmean(values), any(unit in entry["order"] for entry in written)
+        if values := [entry["ratios"][unit] for entry in seeds if unit in entry["ratios"]]:
+            value, froze = statistics.fmean(values), any(unit in entry["order"] for entry in seeds)
             points.append(((x(value), top + row * (number + 0.5)), froze, f"task {task}, {unit}: {value:.3f}"))
     look = {"width": 1.0, "opacity": 0.75} if dense else {"width": 1.6}
     drawing.line([at for at, _, _ in points], role, **look)
@@ -120,20 +118,19 @@ def unit_names(drawing: Drawing, units: Sequence[str], left: float, top: float, 
 
 def map_panel(drawing: Drawing, group: Group, task: int, box: tuple[float, float, float, float], epochs: int) -> None:
     x, top, panel, row = box
-    units, written, seeds = group.first["units"], entries(group, task), len(group.runs)
+    seeds, epoch = len(group.runs), panel / epochs
+    events = [event for entry in entries(group, task) for event in entry["events"]]
     trained = max((line["epoch"] for line in group.runs[0].epochs if line["task"] == task), default=0)
-    for number, unit in enumerate(units):
-        y = top + row * number
-        drawing.rect(x, y + 0.75, panel * trained / epochs, row - 1.5, "empty")
-        starts = sorted(event["epoch"] for entry in written for event in entry["events"] if unit in event["frozen"])
-        for count, start in enumerate(starts, start=1):
-            until = starts[count] if count < len(starts) else trained + 1
-            if until <= start:
-                continue
-            role = "frozen" if count == seeds else f"heat{heat_step(count / seeds, -0.3, 1.2)}"
-            place, wide = x + panel * (start - 1) / epochs, panel * (until - start) / epochs
-            title = f"task {task}: {unit} frozen from epoch {start}, {count} of {seeds} seeds"
-            drawing.rect(place, y + 0.75, wide, row - 1.5, role, title=title if drawing.width > 400 else "")
+    for number, unit in enumerate(group.first["units"]):
+        y = top + row * number + 0.75
+        drawing.rect(x, y, epoch * trained, row - 1.5, "empty")
+        starts = sorted(event["epoch"] for event in events if unit in event["frozen"])
+        for count, (start, until) in enumerate(itertools.pairwise([*starts, trained + 1]), start=1):
+            if until > start:
+                role = "frozen" if count == seeds else f"heat{heat_step(count / seeds, -0.3, 1.2)}"
+                title = f"task {task}: {unit} frozen from epoch {start}, {count} of {seeds} seeds"
+                title = title if drawing.width > 400 else ""
+                drawing.rect(x + epoch * (start - 1), y, epoch * (until - start), row - 1.5, role, title=title)
 
 
 def overlap(first: Sequence[str], second: Sequence[str]) -> float:
@@ -146,13 +143,11 @@ def task_overlap(group: Group, width: float) -> Drawing:
     """Selections at the end of each task against each other, averaged over seeds."""
     tasks = tasks_of(group)
     left, top = 52.0, 20.0
-    cell = min((width - left) / len(tasks), 60.0)
-    tall = min(max(cell * 0.72, 15.0), 30.0)
+    cell, tall = cell_size(min((width - left) / len(tasks), 60.0))
     drawing = Drawing(left + cell * len(tasks), top + tall * len(tasks) + 2, f"Overlap of selections, {group.label}")
+    column_names(drawing, tasks, left, top, cell)
     for row, one in enumerate(tasks):
         drawing.text(0, top + tall * (row + 0.5) + 3.5, f"task {one}", "ink", size=TINY)
-        if cell >= 18 or row % 2 == 0:
-            drawing.text(left + cell * (row + 0.5), top - 6, str(one), "soft", size=TINY, anchor="middle")
         for column, other in enumerate(tasks[: row + 1]):
             pairs = zip(entries(group, one), entries(group, other), strict=False)
             value = statistics.fmean(overlap(a["order"], b["order"]) for a, b in pairs)
@@ -189,11 +184,9 @@ def epoch_overlap(groups: Sequence[Group], width: float) -> Drawing:
     """A line per run over the epochs at which the ratios were computed again, the mean over tasks and seeds."""
     lines = []
     for group in groups:
-        found: dict[int, list[float]] = {}
-        for run in group.runs:
-            for epoch, values in epoch_overlaps(run).items():
-                found.setdefault(epoch, []).extend(values)
-        lines.append((group, [(float(epoch), statistics.fmean(found[epoch]), 0.0) for epoch in sorted(found)]))
+        overlaps = [pair for run in group.runs for pair in epoch_overlaps(run).items()]
+        found = means([(epoch, value) for epoch, values in overlaps for value in values])
+        lines.append((group, {epoch: (mean, 0.0) for epoch, (mean, _) in found.items()}))
     epochs = groups[0].config["training"]["epochs"]
     places = [value for value in ticks(1, epochs, 6) if value == int(value)]
     label = "Overlap of the selection between epochs"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ptlf.report.drawing import Drawing
+import math
+
+from ptlf.report.drawing import Drawing, Point
 from ptlf.report.figures.axes import SMALL, TINY, task_key
 from ptlf.report.runs import Group
 from ptlf.run.results import Json
@@ -27,11 +29,10 @@ def neighbours(group: Group, width: float) -> Drawing | None:
     side = (wide - 2 * inner) / (1 + 2 * count)
     drawing = Drawing(width, 0, f"Nearest images before and after, {group.label}", gallery["sprite"])
     queries = gallery["queries"]
-    total = len(queries) * count
+    total, rows = len(queries) * count, math.ceil(len(queries) / columns)
     before, after = (same_class(gallery, moment) for moment in MOMENTS)
     words = f"Of the same class: {before} of {total} untrained, {after} of {total} trained."
     drawing.text(0, 12, words, "ink", size=SMALL)
-    rows = -(-len(queries) // columns)
     for place, query in enumerate(queries):
         left, top = place // rows * (wide + between), 44 + place % rows * (side + 6)
         if place % rows == 0:
@@ -54,12 +55,10 @@ def same_class(gallery: Json, moment: str) -> int:
 
 
 def tile(drawing: Drawing, gallery: Json, query: int, other: int, x: float, y: float, side: float) -> None:
-    sheet = gallery["sprite"]
+    sheet, label = gallery["sprite"], gallery["tiles"][other][1]
     row, column = divmod(other, sheet["columns"])
-    label = gallery["tiles"][other][1]
     same = label == gallery["tiles"][query][1]
-    title = gallery["labels"][label]
-    place = (column * sheet["size"], row * sheet["size"])
+    place, title = (column * sheet["size"], row * sheet["size"]), gallery["labels"][label]
     drawing.tile(x + 1, y, side - 2, place, title=title, opacity=1.0 if same else 0.4)
     if not same:
         drawing.rect(x + 1, y + side - 1, side - 2, 2.5, "bad")
@@ -71,19 +70,17 @@ def feature_map(group: Group, width: float) -> Drawing | None:
     if gallery is None or not gallery["looks"]["after"]["points"]:
         return None
     side = (width - 20) / 2
-    drawing = Drawing(width, 0, f"Map of features before and after, {group.label}", gallery["sprite"])
+    drawing = Drawing(width, 0, f"Map of features before and after, {group.label}")
     top = task_key(drawing, 0, 10, width, range(1, len(gallery["groups"]) + 1)) + 18
     radius = 2.6 if width > 400 else 1.7
     for block, (moment, words) in enumerate(MOMENTS.items()):
         left = block * (side + 20)
         drawing.text(left, top - 4, words, "ink" if block else "soft", size=SMALL, bold=bool(block))
         drawing.rect(left, top + 2, side, side, "card", stroke="line")
-        places = [
-            (left + 10 + x * (side - 20), top + 12 + y * (side - 20)) for x, y in gallery["looks"][moment]["points"]
-        ]
-        for number in range(len(gallery["groups"])):
-            mine = [at for at, one in zip(places, gallery["point_groups"], strict=True) if one == number]
-            if mine:
-                drawing.dots(mine, f"task{number}", size=radius, opacity=0.85)
+        points: dict[int, list[Point]] = {}
+        for task, (x, y) in zip(gallery["point_groups"], gallery["looks"][moment]["points"], strict=True):
+            points.setdefault(task, []).append((left + 10 + x * (side - 20), top + 12 + y * (side - 20)))
+        for task in sorted(points):
+            drawing.dots(points[task], f"task{task}", size=radius, opacity=0.85)
     drawing.height = top + side + 4
     return drawing

@@ -1,0 +1,266 @@
+"""What the commands do: a function for each, which takes the command's options by name, calls, and prints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptlf.core import processes
+from ptlf.core.errors import UserError, unknown
+from ptlf.core.settings import as_dict
+from ptlf.encoders import ENCODERS
+from ptlf.evaluation import PROBES
+from ptlf.freezing import POLICIES
+from ptlf.methods import METHODS
+from ptlf.objectives import OBJECTIVES
+from ptlf.report.live import Live, console, tell
+from ptlf.report.page import write_report
+from ptlf.report.tables import show_comparison, show_kernels, show_matrix, show_results, show_rows, show_runs
+from ptlf.run import bench
+from ptlf.run import sweep as sweeps
+from ptlf.run.build import choose_device, make_encoder
+from ptlf.run.cluster import train_all as train_jobs
+from ptlf.run.config import Config
+from ptlf.run.environment import commit, environment
+from ptlf.run.evaluate import evaluate_run
+from ptlf.run.folder import finished, has_finished
+from ptlf.run.loop import Run
+from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
+from ptlf.run.results import check_alike, read_results, write_json
+from ptlf.stream import STREAMS, fetch
+from ptlf.stream.folders import pack_folder
+from ptlf.stream.pack import Pack, list_packs, verify_pack
+from ptlf.training.optimizers import OPTIMIZERS
+from ptlf.views import VIEWS
+
+NO_PACKS = "no packed data sets in {}; `ptlf data get cifar10` gets one"
+BENCH_PAIR = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
+Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
+
+
+def train(recipe: str | None, config: Path | None, out: Path | None, resume: Path | None, overrides: Words) -> None:
+    with processes.process_group():
+        if resume:
+            named = [name for name, value in {"--out": out, "--recipe": recipe, "-c": config}.items() if value]
+            named += [word.partition("=")[0] for word in overrides if word.startswith("--")]
+            for word in named:
+                if word != "--device":  # it is the machine's, and may change
+                    raise UserError(f"--resume takes the settings of {resume / 'config.yaml'}; leave out {word}")
+            # Where several machines share the run, only the first has its folder.
+            settings: Any = resolve_config("", resume / "config.yaml", overrides) if processes.is_first() else None
+            train_in(resume, processes.broadcast_object(settings), resume=True, strict=False)
+        elif out:
+            # After a restart by torchrun the command is the same, and the run is there already.
+            train_in(out, resolve_config(recipe, config, overrides), resume=processes.restarts() > 0)
+        else:
+            raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
+
+
+def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True) -> None:
+    """Train, show and draw. A run to resume must have these very settings, if `strict`."""
+    first = processes.is_first()
+    if resume and processes.broadcast_object(first and (finished(folder, config) if strict else has_finished(folder))):
+        return tell(f"{folder}: already finished")
+    run = Run(config, folder)
+    results = run.train(Live(name_of(as_dict(run.config))), resume=resume)
+    if first:
+        show_results(console, results, folder)
+        write_page([folder], folder / "report.html")
+
+
+def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, overrides: Words, **jobs: Any) -> None:
+    """jobs: `cluster`, `jobs` and `job_options`, for `cluster.train_all`."""
+    if any(word.partition("=")[0] == "--seed" for word in overrides):
+        raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
+    if baseline:
+        ends = [recipe for recipe in recipes if f"/{recipe}".endswith(f"/{baseline}")]
+        if not ends:
+            raise unknown("baseline", baseline, recipes)
+        baseline = ends[0]
+    if not jobs["cluster"] and any(jobs.values()):
+        raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
+    check_alone("sweep")
+    runs = sweeps.plan(recipes, seeds, out, overrides)
+    missing = [run for run in runs if not run.finished]
+    for run in runs:
+        if run not in missing:
+            tell(f"{run.name}: already finished in {run.folder}")
+    if jobs["cluster"]:
+        train_jobs({run.name: (run.config, run.folder) for run in missing}, out / "jobs", **jobs, tell=tell)
+    else:
+        for run, results in sweeps.train_all(missing, Live):
+            show_results(console, results, run.folder, brief=True)
+    several = f", means of {len(set(seeds))} seeds" if len(set(seeds)) > 1 else ""
+    groups = sweeps.results_by_recipe(runs)
+    base = baseline or next((name for name, some in groups.items() if some[0]["baseline"]), None)
+    show_runs(console, groups, base, f"What it came to{several}")
+    write_page([run.folder for run in runs], out / "report.html", baseline)
+
+
+def check_alone(verb: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"torchrun can share one run among processes: start `ptlf train` with it, not `ptlf {verb}`")
+
+
+def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) -> None:
+    """The runs are done and saved: a page that cannot be made is worth a sentence, not a failure."""
+    try:
+        write_report(folders, out, baseline)
+        tell(f"report: {out}")
+    except UserError as error:
+        tell(f"no report: {error}")
+
+
+def evaluate(folder: Path, probe: Sequence[str] | None, overrides: Words) -> None:
+    for word in overrides:
+        if word.startswith("--") and not word.startswith(("--probes.", "--evaluation.", "--device", "--data-root")):
+            raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
+    for name in probe or ():
+        PROBES.find(name)
+    config = resolve_config("", folder / "config.yaml", overrides)
+    probes, eval_splits = evaluate_run(folder, config, probe)
+    for name, values in probes.items():
+        show_matrix(console, name, values, eval_splits)
+
+
+def list_members(what: str | None) -> None:
+    families: dict[str, dict[str, str]] = {
+        "streams": {name: entry.about for name, entry in STREAMS.items()},
+        "objectives": summaries(OBJECTIVES),
+        "methods": summaries(METHODS),
+        "policies": summaries(POLICIES),
+        "encoders": {name: entry.about for name, entry in ENCODERS.items()},
+        "optimizers": summaries(OPTIMIZERS),
+        "probes": summaries(PROBES),
+        "views": {name: " ".join((make.__doc__ or "").split()) for name, make in VIEWS.items()},
+        "recipes": {name: EXPECTED.get(name, "") for name in names()},
+    }
+    if what is not None and what not in families:
+        raise unknown("family", what, families)
+    for family in [what] if what else families:
+        members, heading = families[family], f"{family}:"
+        if what is None and family == "recipes":
+            heading = f"recipes: {len(members)} of STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them. Run so far:"
+            members = {name: about for name, about in members.items() if about}
+        print(heading)
+        for name, about in members.items():
+            print(f"  {name:<36}{about}".rstrip())
+    if what is None:
+        print("A member of your own goes by PACKAGE.MODULE:ATTRIBUTE in place of a name; see CONTRIBUTING.md.")
+
+
+def summaries(family: Mapping[str, type]) -> dict[str, str]:
+    """What each member is: the first paragraph about its file, or about its class where a file holds several."""
+    files = [kind.__module__ for kind in family.values()]
+    texts = {}
+    for name, kind in family.items():
+        alone = files.count(kind.__module__) == 1
+        text = (sys.modules[kind.__module__].__doc__ if alone else kind.__doc__) or kind.__doc__ or ""
+        texts[name] = " ".join(text.split("\n\n")[0].split())
+    return texts
+
+
+def bench_freezing(encoder: str, batch: int, size: int, repeats: int, device: str, json: Path | None) -> None:
+    place, made = choose_device(device), make_encoder(ENCODERS.find(encoder).Config(name=encoder), 0)
+    rows = bench.freezing(made, batch, size, place, repeats)
+    title = f"{encoder}, {batch} images of {size} px, float32, eager, {place.type}"
+    show_rows(console, "freezing", title, rows)
+    save(json, encoder=encoder, batch=batch, size=size, environment=environment(place), rows=rows)
+
+
+def bench_step(recipe: str, json: Path | None, overrides: Words, **how: Any) -> None:
+    """how: the arguments of `bench.step`."""
+    config = resolve_config(recipe, None, overrides)
+    rows = bench.step(config, **how)
+    where = environment(choose_device(config.device))
+    frozen = f"{'first' if how['first'] else 'middle'} units frozen{' as PyTorch does it' if how['plain'] else ''}"
+    what = f"{config.training.batch} images of {how['size']} px on {where['device_name']}, {frozen}"
+    title = f"{recipe}, {what}, {how['steps']} steps each; ±: half the range of fifths of them"
+    show_rows(console, "step", title, rows)
+    show_kernels(console, rows)
+    ways = {key: how[key] for key in ("first", "plain", "streamed", "size", "steps")}
+    save(json, commit=commit(), config=as_dict(config), environment=where, **ways, rows=rows)
+
+
+def bench_methods(recipes: Words, task: int, size: int, steps: int, json: Path | None, overrides: Words) -> None:
+    configs = [resolve_config(recipe, None, overrides) for recipe in recipes]
+    rows = bench.methods(configs, size, steps, task)
+    where = environment(choose_device(configs[0].device))
+    show_rows(console, "methods", f"A step in task {task}, images of {size} px on {where['device_name']}", rows)
+    save(json, commit=commit(), environment=where, task=task, size=size, steps=steps, rows=rows)
+
+
+def save(json: Path | None, **values: Any) -> None:
+    if json:
+        write_json(json, values)
+
+
+def bench_run(folders: Sequence[Path] | None, json: Path | None, overrides: Words, **timed: Any) -> None:
+    check_alone("bench run")
+    if folders and (named := [*(f"--{name}" for name, value in timed.items() if value), *overrides[:1]]):
+        raise UserError(f"--from trains nothing; leave out {named[0]}")
+    results = [read_results(folder) for folder in folders] if folders else timed_runs(**timed, overrides=overrides)
+    for folder, result in zip(folders or (), results, strict=False):
+        if result["status"] != "finished":
+            raise UserError(f"the run in {folder} has not finished; `ptlf train --resume {folder}` goes on with it")
+    comparison = bench.compare(results)
+    show_comparison(console, comparison)
+    save(json, **comparison)
+
+
+def timed_runs(
+    recipes: Words | None, noise: int | None, size: int | None, out: Path | None, overrides: Words
+) -> list[dict[str, Any]]:
+    if out and any(out.glob("*/config.yaml")):
+        raise UserError(f"{out} already holds runs; choose another --out")
+    if size and not noise:
+        raise UserError("--size is of --noise images; the size of a data set's is its own")
+    configs = [resolve_config(recipe, None, overrides) for recipe in recipes or BENCH_PAIR]
+    check_alike([as_dict(config) for config in configs])
+    pairs = list(zip(configs, bench.streams_for(configs, noise, size or 32), strict=True))
+    tell("warming up")
+    for config, stream in pairs:
+        bench.warm_up(config, stream)
+    results = []
+    for number, (config, stream) in enumerate(pairs, start=1):
+        name = name_of(as_dict(config))
+        folder = out / f"{number}-{name.replace('/', '-')}" if out else None
+        results.append(bench.timed_run(config, stream, folder, Live(name)))
+    return results
+
+
+def data_get(name: str, data_root: str | None, **how: Any) -> None:
+    show_pack(fetch.get(name, fetch.data_root(data_root), **how))
+
+
+def data_pack(source: Path, name: str, data_root: str | None, **how: Any) -> None:
+    show_pack(pack_folder(source, fetch.data_root(data_root), name, **how))
+
+
+def data_verify(names: Sequence[str], data_root: str | None) -> None:
+    root = fetch.data_root(data_root)
+    names = names or [pack.name for pack in list_packs(root)]
+    if not names:
+        raise UserError(NO_PACKS.format(root))
+    problems = {name: verify_pack(root, name) for name in names}
+    for name, found in problems.items():
+        print(f"{name}: {'; '.join(found) if found else 'as packed'}")
+    if any(problems.values()):
+        raise UserError("damaged: " + ", ".join(name for name, found in problems.items() if found))
+
+
+def data_list(data_root: str | None) -> None:
+    root = fetch.data_root(data_root)
+    packs = list_packs(root)
+    if not packs:
+        print(NO_PACKS.format(root))
+    for pack in packs:
+        show_pack(pack)
+
+
+def show_pack(pack: Pack) -> None:
+    counts = ", ".join(f"{split.count} {name}" for name, split in pack.splits.items())
+    print(f"{pack.name}: {counts} images of {pack.size} px, {len(pack.names)} {pack.folders}, in {pack.path}")
