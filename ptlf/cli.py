@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         say(str(error))
         return 2
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
         say(f"{error.filename or 'the system'}: {error.strerror or error}")
         return 2

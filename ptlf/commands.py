@@ -153,11 +153,11 @@ def list_members(what: str | None) -> None:
 
 
 def summaries(family: Mapping[str, type]) -> dict[str, str]:
-    """What each member is: the first paragraph about its file, or about its class where a file holds several."""
+    """What each member is: the first paragraph about its class, or about its file if that is ours and has no other."""
     files = [kind.__module__ for kind in family.values()]
     texts = {}
     for name, kind in family.items():
-        alone = files.count(kind.__module__) == 1
+        alone = kind.__module__.startswith("ptlf.") and files.count(kind.__module__) == 1
         text = (sys.modules[kind.__module__].__doc__ if alone else kind.__doc__) or kind.__doc__ or ""
         texts[name] = " ".join(text.split("\n\n")[0].split())
     return texts

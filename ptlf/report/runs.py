@@ -226,7 +226,9 @@ def name_groups(groups: list[Group]) -> None:
         group.label = "/".join(part)
     for twins in same_label(groups):
         flat = [flatten(twin.config) for twin in twins]
-        keys = [key for key in flat[0] if len({str(one.get(key)) for one in flat}) > 1 and key != "seed"]
+        # Keys that only some have belong to a section whose name differs, which says it all.
+        keys = [key for key in flat[0] if all(key in one for one in flat) and len({str(one[key]) for one in flat}) > 1]
+        keys = [key for key in keys if key != "seed"]
         for twin, values in zip(twins, flat, strict=True):
             names = [key.removesuffix(".name").split(".")[-1] for key in keys[:2]]  # objective.name is the objective
             settings = ", ".join(f"{name} {values.get(key)}" for name, key in zip(names, keys, strict=False))

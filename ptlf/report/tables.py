@@ -30,7 +30,7 @@ def new_table(title: str, names: Sequence[str], figures: Iterable[str], **look: 
     for name in names:
         table.add_column(name, no_wrap=True)
     for heading in figures:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     return table
 
 
@@ -63,7 +63,11 @@ def show_runs(
 
 def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | None, title: str) -> None:
     """One column per run, one row per figure; costs also relative to the baseline run where there is one."""
-    table = new_table(title, [""], [group.label for group in groups])
+    names = [group.label for group in groups]
+    if len(names) > 2:  # in full they would not fit 80 columns
+        common, names = shortened(names)
+        title = f"{title}: {common}" if common else title
+    table = new_table(title, [""], names)
     for probe in dict.fromkeys(probe for group in groups for probe in group.first["probes"]):
         for measure in probe_measures(probe):
             cells = [score(measure, group) for group in groups]
@@ -117,7 +121,7 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
         if not brief or (probe == "knn_class" and len(results["eval_splits"]) <= 10):
             show_matrix(console, probe, values, results["eval_splits"])
     if not brief:
-        show_runs(console, {results["config"]["recipe"] or "run": [results]})
+        show_runs(console, {results["name"]: [results]})
     if not results["probes"]:
         console.print("not evaluated: no labelled test images (or evaluation.enabled is false)")
     console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors")

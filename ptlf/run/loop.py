@@ -162,5 +162,12 @@ class Run(Looks):
             device=str(self.device),
             compiles=self.trainer.engine_kind != "eager",
             epochs_done=self.task * self.config.training.epochs + self.epoch,
-            resumed_at="" if self.position == Position() else str(self.position),
+            resumed_at=self.resumed_at(),
+        )
+
+    def resumed_at(self) -> str:
+        if self.position == Position():
+            return ""
+        return (
+            f"testing after task {self.task + 1}" if self.epoch == self.config.training.epochs else str(self.position)
         )

@@ -66,7 +66,7 @@ def test_a_list_names_its_runs_in_full(capsys) -> None:
 
 def test_what_looks_like_markup_in_a_record_is_shown_as_it_is(capsys) -> None:
     results = made_up.results()
-    results["config"]["recipe"] = results["eval_splits"][0] = "[/a]"
+    results["name"] = results["eval_splits"][0] = "[/a]"
     results["probes"]["knn_task"]["settings"]["bank"] = "[bold] :smile:"
     show_results(live.console, results, "[/b]")
     text = capsys.readouterr().out
