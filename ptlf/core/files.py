@@ -60,9 +60,8 @@ def write_error(path: Path, error: OSError) -> UserError:
 def locked(file: Path, busy: str, advice: str = "wait for it") -> Iterator[None]:
     """Hold an exclusive lock on `file`; the system releases it when the process ends. If another process holds it, the
     error message is "`busy` by process ...; `advice`"."""
-    handle = None
-    while handle is None:
-        handle = take_lock(file, busy, advice)
+    while (handle := take_lock(file, busy, advice)) is None:
+        pass
     try:
         yield
     finally:

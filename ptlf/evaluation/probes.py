@@ -9,13 +9,5 @@ from ptlf.evaluation.probe import Probe
 from ptlf.evaluation.ridge import Ridge
 
 PROBES: Registry[type[Probe]] = Registry(
-    "probe",
-    "ptlf.probes",
-    Probe,
-    {
-        "knn_task": KnnTask,
-        "knn_class": KnnClass,
-        "linear": Linear,
-        "ridge": Ridge,
-    },
+    "probe", "ptlf.probes", Probe, {"knn_task": KnnTask, "knn_class": KnnClass, "linear": Linear, "ridge": Ridge}
 )
