@@ -27,7 +27,7 @@ freezing: units correlation kernels freezer savings policy policies schedule pro
 training: training checkpoint triton_bn fused_resnet compiled cost distributed engine
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
-evaluation: accuracy_matrix probe knn classifier linear ridge probes prober sprite gallery evaluation spread
+evaluation: accuracy_matrix probe knn linear probes prober sprite gallery evaluation spread
 run: run config recipes build results folder sanity environment parts record state looks watcher
 run: loop sweep bench cluster evaluate
 report: report checks theme drawing runs measures tables live

@@ -43,31 +43,21 @@ class Gallery:
 
     def look(self, moment: str, encoder: nn.Module) -> None:
         """moment: "before" or "after"."""
-        features = self.features(encoder)
+        with testing(encoder):
+            inputs = (self.prepare(part.to(self.device)) for part in torch.from_numpy(self.pixels).split(self.batch))
+            features = torch.cat([F.normalize(encoder(x).float(), dim=1).cpu() for x in inputs])  # (N, D)
         similarity = features[self.queries] @ features.T  # (Q, N)
         similarity[torch.arange(len(self.queries)), self.queries] = -torch.inf
-        count = min(NEIGHBOURS, len(features) - 1)
-        self.looks[moment] = {
-            "neighbours": similarity.topk(count, dim=1).indices.tolist(),
-            "points": flat_map(features[:POINTS].numpy()),
-        }
-
-    def features(self, encoder: nn.Module) -> Tensor:
-        """(N, D) L2-normalised, on the CPU."""
-        parts = []
-        with testing(encoder):
-            for part in torch.from_numpy(self.pixels).split(self.batch):
-                parts.append(F.normalize(encoder(self.prepare(part.to(self.device))).float(), dim=1).cpu())
-        return torch.cat(parts)
+        nearest = similarity.topk(min(NEIGHBOURS, len(features) - 1), dim=1).indices.tolist()
+        self.looks[moment] = {"neighbours": nearest, "points": flat_map(features[:POINTS].numpy())}
 
     def as_dict(self) -> dict[str, Any]:
         """Images are tile numbers in the sprite; points are (x, y) in [0, 1]."""
         shown = sorted({*self.queries} | {n for look in self.looks.values() for row in look["neighbours"] for n in row})
         tile = {index: number for number, index in enumerate(shown)}
-        looks = {
-            moment: {**look, "neighbours": [[tile[n] for n in row] for row in look["neighbours"]]}
-            for moment, look in self.looks.items()
-        }
+        looks = {moment: dict(look) for moment, look in self.looks.items()}
+        for look in looks.values():
+            look["neighbours"] = [[tile[n] for n in row] for row in look["neighbours"]]
         return {
             "groups": self.group_names,
             "labels": self.label_names,
@@ -90,13 +80,8 @@ def sources(stream: Stream) -> tuple[Images, list[np.ndarray], list[str]]:
 def spread(groups: Sequence[np.ndarray], most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """At most `most` indices, taken from the shuffled groups in turn, and the group number of each."""
     shuffled = [random.permutation(group) for group in groups]
-    taken = [
-        (int(group[place]), number)
-        for place in range(max(map(len, shuffled)))
-        for number, group in enumerate(shuffled)
-        if place < len(group)
-    ][:most]
-    return np.array([index for index, _ in taken]), np.array([number for _, number in taken])
+    order = sorted((place, number) for number, group in enumerate(shuffled) for place in range(len(group)))[:most]
+    return np.array([shuffled[number][place] for place, number in order]), np.array([number for _, number in order])
 
 
 def pick_queries(labels: np.ndarray, count: int) -> list[int]:
