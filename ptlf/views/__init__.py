@@ -26,16 +26,5 @@ def named_views(name: str, size: int) -> tuple[View, ...]:
     return VIEWS[name](size)
 
 
-__all__ = [
-    "CIFAR_MEAN",
-    "CIFAR_STD",
-    "UNIFORMS_PER_VIEW",
-    "VIEWS",
-    "View",
-    "ViewsConfig",
-    "apply_view",
-    "draw",
-    "make_views",
-    "named_views",
-    "normalise",
-]
+__all__ = ["CIFAR_MEAN", "CIFAR_STD", "UNIFORMS_PER_VIEW", "VIEWS", "View", "ViewsConfig"]
+__all__ += ["apply_view", "draw", "make_views", "named_views", "normalise"]

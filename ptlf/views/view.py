@@ -17,9 +17,8 @@ CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2615)
 
 # Columns of one row of uniforms: the areas of all crop attempts, their aspect ratios, then one column per name.
 ATTEMPTS = 10
-CROP = ("top", "left", "flip")
-COLOUR = ("jitter", "order", "brightness", "contrast", "saturation", "hue", "grey")
-NAMES = (*CROP, *COLOUR, "blur", "sigma", "solarise")
+JITTER = ("jitter", "order", "brightness", "contrast", "saturation", "hue")
+NAMES = ("top", "left", "flip", *JITTER, "grey", "blur", "sigma", "solarise")
 COLUMNS = {name: 2 * ATTEMPTS + i for i, name in enumerate(NAMES)}
 UNIFORMS_PER_VIEW = 2 * ATTEMPTS + len(NAMES)
 
