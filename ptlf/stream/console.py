@@ -1,8 +1,7 @@
-"""Messages and progress bars on stderr while data is prepared."""
+"""Progress bars on stderr while data is prepared."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,7 +17,3 @@ def progress_bar(text: str, total: float | None, show: bool, unit: str = "images
     with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
         task = bar.add_task(text, total=total)
         yield lambda amount: bar.advance(task, amount)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr)

