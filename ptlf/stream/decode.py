@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -46,12 +47,14 @@ class ImageFile(NamedTuple):
         return f"{self.archive}:{self.member}" if self.archive else self.member
 
 
-def decode_image(file: str | io.BytesIO, size: int) -> np.ndarray:
+def decode_image(content: bytes, size: int) -> np.ndarray:
     """(S, S, 3) uint8, or BadImage."""
+    if not content:
+        raise BadImage("empty file, 0 bytes")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about large images and odd metadata, which do no harm
-            with Image.open(file) as image:
+            with Image.open(io.BytesIO(content)) as image:
                 frames = getattr(image, "n_frames", 1)
                 # The further frames of a camera's MPO file are a preview or a gain map, not an animation.
                 if frames > 1 and image.format != "MPO":
@@ -98,23 +101,16 @@ def decode_batch(files: Sequence[ImageFile], size: int) -> Decoded:
     images, labels, problems = [], [], []
     for file in files:
         try:
-            images.append(decode_image(open_image(file), size))
+            images.append(decode_image(read_bytes(file), size))
             labels.append(file.label)
-        except BadImage as problem:
-            problems.append((file.shown, str(problem)))
+        except (BadImage, OSError) as problem:
+            problems.append((file.shown, getattr(problem, "strerror", None) or str(problem)))
     stacked = np.stack(images) if images else np.zeros((0, size, size, 3), np.uint8)
     return stacked, np.array(labels, np.int64), problems
 
 
-def open_image(file: ImageFile) -> str | io.BytesIO:
-    if file.archive is not None:
-        return io.BytesIO(open_zip(file.archive).read(file.member))
-    try:
-        if os.path.getsize(file.member) == 0:
-            raise BadImage("empty file, 0 bytes")
-    except OSError as error:
-        raise BadImage(error.strerror or str(error)) from None
-    return file.member
+def read_bytes(file: ImageFile) -> bytes:
+    return Path(file.member).read_bytes() if file.archive is None else open_zip(file.archive).read(file.member)
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""File system helpers: atomic folders, free space, checksums, and operating system errors as user errors."""
+"""Large files and folders: atomic folders, free space, checksums, progress bars, and disk errors as user errors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, sync_folder
@@ -94,3 +97,13 @@ def file_digest(file: Path, algorithm: str, advance: Callable[[int], None] = lam
             digest.update(block)
             advance(len(block))
     return digest.hexdigest()
+
+
+@contextmanager
+def progress_bar(text: str, total: float | None, show: bool, unit: str = "images") -> Iterator[Callable[[int], None]]:
+    """Yields `advance(n)`, which moves a bar on stderr on by n images or bytes."""
+    counter = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    columns = [TextColumn("{task.description}"), BarColumn(), counter, TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda amount: bar.advance(task, amount)

