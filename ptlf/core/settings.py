@@ -20,6 +20,7 @@ from ptlf.core.errors import UserError, unknown
 from ptlf.core.registry import Registry
 
 Presets = Mapping[str, Mapping[str, Any]]  # nested settings that a member's recipes need, by protocol or stream
+as_dict = dataclasses.asdict
 Kind = type | Registry[Any]  # of a section: a dataclass, or a registry for the `Config`s of all its members
 Limit = float | None
 LIMITS = {"above": (operator.gt, "more than"), "least": (operator.ge, "at least"), "most": (operator.le, "at most")}
@@ -142,10 +143,6 @@ def _checked(value: Any, limits: Mapping[str, Any], where: str) -> Any:
             if (limit := limits.get(name)) is not None and not holds(value, limit):
                 raise UserError(f"{where} must be {phrase} {limit}, not {value}")
     return value
-
-
-def as_dict(config: Any) -> dict[str, Any]:
-    return dataclasses.asdict(config)
 
 
 def merge(kind: Kind, base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:

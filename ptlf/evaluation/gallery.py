@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.evaluation.prober import testing
-from ptlf.evaluation.sprite import sprite
 from ptlf.stream import Stream
 from ptlf.stream.task import Images
 
 QUERIES, NEIGHBOURS = 12, 5
+TILE, SPRITE_BYTES = 48, 110_000  # pixels; bytes before base64, which adds a third
 POOL, POINTS = 2000, 600  # candidates for neighbours; how many of them are on the map
 
 
@@ -80,8 +83,13 @@ def sources(stream: Stream) -> tuple[Images, list[np.ndarray], list[str]]:
 def spread(groups: Sequence[np.ndarray], most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """At most `most` indices, taken from the shuffled groups in turn, and the group number of each."""
     shuffled = [random.permutation(group) for group in groups]
-    order = sorted((place, number) for number, group in enumerate(shuffled) for place in range(len(group)))[:most]
-    return np.array([shuffled[number][place] for place, number in order]), np.array([number for _, number in order])
+    places = in_turn(shuffled, most)
+    return np.array([shuffled[number][place] for place, number in places]), np.array([number for _, number in places])
+
+
+def in_turn(groups: Sequence[Sequence[int] | np.ndarray], most: int) -> list[tuple[int, int]]:
+    """(place, group number) of the first of every group, then of the second, and so on."""
+    return sorted((place, number) for number, group in enumerate(groups) for place in range(len(group)))[:most]
 
 
 def pick_queries(labels: np.ndarray, count: int) -> list[int]:
@@ -89,9 +97,8 @@ def pick_queries(labels: np.ndarray, count: int) -> list[int]:
     by_label = [np.flatnonzero(labels == label).tolist() for label in np.unique(labels)]
     if len(by_label) > count:
         by_label = [by_label[place * len(by_label) // count] for place in range(count)]
-    rounds = [[places[turn] for places in by_label if turn < len(places)] for turn in range(count)]
-    flat = [place for turn in rounds for place in turn][:count]
-    return sorted(flat, key=lambda place: (labels[place], place))
+    picked = [by_label[number][place] for place, number in in_turn(by_label, count)]
+    return sorted(picked, key=lambda place: (labels[place], place))
 
 
 def flat_map(features: np.ndarray) -> list[list[float]]:
@@ -107,3 +114,22 @@ def flat_map(features: np.ndarray) -> list[list[float]]:
     points /= max(float(points.max()), 1e-12)
     points += (1 - points.max(0)) / 2
     return [[round(float(x), 3), round(float(y), 3)] for x, y in points]
+
+
+def sprite(pixels: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Images (S, S, 3) uint8 as tiles of one, row by row, in a data URL. PNG if that is small enough, else JPEG."""
+    size = min(TILE, pixels[0].shape[0])
+    columns = int(np.ceil(np.sqrt(len(pixels))))
+    sheet = Image.new("RGB", (columns * size, -(-len(pixels) // columns) * size))
+    for number, tile in enumerate(pixels):
+        image = Image.fromarray(np.asarray(tile)).resize((size, size), Image.Resampling.LANCZOS)
+        sheet.paste(image, (number % columns * size, number // columns * size))
+    formats: list[tuple[str, dict[str, Any]]] = [("png", {"optimize": True})]
+    formats += [("jpeg", {"quality": quality, "subsampling": 0}) for quality in (90, 80, 65, 50, 30)]
+    for kind, options in formats:
+        buffer = io.BytesIO()
+        sheet.save(buffer, format=kind, **options)
+        if buffer.tell() <= SPRITE_BYTES:
+            break
+    url = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return {"image": url, "size": size, "columns": columns, "width": sheet.width, "height": sheet.height}

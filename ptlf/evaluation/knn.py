@@ -58,10 +58,8 @@ class KnnClass(KnnTask):
     def check(self, smallest: Mapping[str, int]) -> None:
         first = smallest[SEEN]
         if self.config.k > first:
-            raise UserError(
-                f"probes.knn_class.k is {self.config.k}, but after the first task the bank holds {first} images; "
-                f"choose --probes.knn_class.k {min(20, first)} or another of at most {first}"
-            )
+            problem = f"probes.knn_class.k is {self.config.k}, but after the first task the bank holds {first} images"
+            raise UserError(f"{problem}; choose --probes.knn_class.k {min(20, first)} or another of at most {first}")
 
 
 def knn_predict(

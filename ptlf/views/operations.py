@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ptlf.core.errors import UserError
-from ptlf.views.view import ATTEMPTS, COLUMNS, UNIFORMS_PER_VIEW, Triple, View
+from ptlf.views.view import ATTEMPTS, COLUMNS, UNIFORMS_PER_VIEW, Pair, Triple, View
 
 Augment = Callable[[Tensor, Tensor, View, int], Tensor]
 BRIGHTNESS, CONTRAST, SATURATION = 0, 1, 2  # kinds of `blend`
@@ -118,9 +118,7 @@ def crop(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
     return torch.mul(x, 1 / 255).contiguous()
 
 
-def crop_boxes(
-    u: Tensor, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def crop_boxes(u: Tensor, height: int, width: int, scale: Pair, ratio: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """top, left, height, width of each crop: (B,) integers as floats.
 
     Like torchvision's RandomResizedCrop: the first of ten attempts that fits into the image, else the largest centred

@@ -20,10 +20,9 @@ import pytest
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.archives import CIFAR10_NAMES, cifar_batch, unpickle
+from ptlf.stream.archives import CIFAR10_NAMES, IMAGENET100_WNIDS, SOURCES, cifar_batch, unpickle
 from ptlf.stream.fetch import get
 from ptlf.stream.pack import data_root, list_packs, open_pack
-from ptlf.stream.sources import IMAGENET100_WNIDS, SOURCES
 
 RNG = np.random.default_rng(0)
 PER_BATCH = 4
