@@ -175,8 +175,7 @@ def broadcast_(tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             sent = tensor.detach().contiguous()
             dist.broadcast(sent, src=0)
-            if sent.data_ptr() != tensor.data_ptr():
-                tensor.copy_(sent)
+            tensor.copy_(sent)
 
 
 def all_equal(tensors: Iterable[Tensor]) -> bool:

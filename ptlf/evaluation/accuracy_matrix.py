@@ -56,12 +56,8 @@ def summary(matrix: Matrix) -> dict[str, Any]:
 
 def _columns(matrix: Matrix) -> list[list[float]]:
     """Accuracies of each split, from its first evaluated row to the last."""
-    columns = []
-    for index in range(len(matrix[0])):
-        column = [value for row in matrix if (value := row[index]) is not None]
-        if column and matrix[-1][index] is not None:
-            columns.append(column)
-    return columns
+    evaluated = [index for index, value in enumerate(matrix[-1]) if value is not None]
+    return [[value for row in matrix if (value := row[index]) is not None] for index in evaluated]
 
 
 def _mean(values: Iterable[float]) -> float | None:

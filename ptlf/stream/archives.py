@@ -31,9 +31,6 @@ class Contents(NamedTuple):
     files: Mapping[str, list[ImageFile]]  # of a data set that is stored as image files, with no pixels
 
 
-# ------------------------------------------------------------------------------------------------------------ CIFAR
-
-
 class ArrayUnpickler(pickle.Unpickler):
     """Builds dicts, lists, strings and numpy arrays. A pickle that names any other class or function is refused."""
 
@@ -119,9 +116,6 @@ def mosaic(png: bytes) -> np.ndarray:
     return pixels.reshape(-1, 32, 32, 3)
 
 
-# ---------------------------------------------------------------------------------------------------- Tiny-ImageNet
-
-
 def tinyimagenet(archive: Path) -> Contents:
     top = "tiny-imagenet-200/"
     with zipfile.ZipFile(archive) as opened:
@@ -148,9 +142,6 @@ def tiny_splits(files: Sequence[str], annotations: str, top: str, archive: str |
     label = {wnid: index for index, wnid in enumerate(names)}
     parts = ([ImageFile(label[wnid], top + file, archive) for wnid, file in sorted(part)] for part in (train, val))
     return Contents(names, {}, dict(zip(("train", "test"), parts, strict=True)))
-
-
-# -------------------------------------------------------------------------------------------------------- the table
 
 
 @dataclass(frozen=True)

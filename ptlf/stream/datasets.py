@@ -70,10 +70,8 @@ def open_stream(config: StreamConfig, source: StreamEntry, root: Path, seed: int
     if data.folders == "tasks":
         return unlabelled(data, config, packed(root, config.labelled) if config.labelled else None)
     if config.labelled is not None:
-        raise UserError(
-            "stream.labelled is for sets with a folder per task; this set has a folder per class and is evaluated on "
-            "its own test images; leave stream.labelled out"
-        )
+        why = "this set has a folder per class and is evaluated on its own test images"
+        raise UserError(f"stream.labelled is for sets with a folder per task; {why}; leave stream.labelled out")
     if config.groups is None:
         config = replace(config, tasks=config.tasks or source.tasks)
         if config.tasks is None:

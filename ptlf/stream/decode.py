@@ -87,14 +87,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def square(image: Image.Image, size: int) -> Image.Image:
     """Resize the short side to `size` and crop the centre, in one resampling."""
-    if image.size == (size, size):
-        return image
     short = min(image.size)
     left, top = (image.width - short) / 2, (image.height - short) / 2
     return image.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + short, top + short))
-
-
-# -------------------------------------------------------------------------------------------------------- many files
 
 
 def decode_batch(files: Sequence[ImageFile], size: int) -> Decoded:

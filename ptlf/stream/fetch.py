@@ -70,9 +70,6 @@ def get(
         return pack_archive(*fetch(name, entry, folder, via, url, packing.progress), target, packing)
 
 
-# ---------------------------------------------------------------------------------------------------------- packing
-
-
 def pack_archive(file: Path, archive: Archive, target: Path, options: PackOptions) -> Pack:
     try:
         return pack_contents(archive.read(file), target, file.name, options)
@@ -120,9 +117,6 @@ def pack_source_folder(entry: Source, source: Path, target: Path, options: PackO
     if entry.names is None and (found := len(subfolders(source / "train"))) != classes:
         raise UserError(f"{source / 'train'} has {found} class folders, {name} has {classes}")
     return pack_folder(source, target.parent, name, size=entry.size, names=entry.names, **vars(options))
-
-
-# ------------------------------------------------------------------------------------------------------ downloading
 
 
 def fetch(name: str, entry: Source, folder: Path, via: Via, url: str | None, progress: bool) -> tuple[Path, Archive]:

@@ -105,9 +105,6 @@ def pack_images(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: 
     return made
 
 
-# ------------------------------------------------------------------------------------------------------- which files
-
-
 def split_folders(source: Path) -> dict[str, Path]:
     """{"train": folder} or {"train": folder, "test": folder}. A `train` without subfolders is a class of that name."""
     if not source.is_dir():

@@ -165,9 +165,6 @@ def way_out(name: str, overwrite: bool = True) -> str:
     return f"run `ptlf data pack FOLDER --name {name} --size PIXELS{flag}`"
 
 
-# ----------------------------------------------------------------------------------------------------------- writing
-
-
 def write_pack(pack: Pack, chunks: Mapping[str, Announced], *, overwrite: bool = False, progress: bool = False) -> Pack:
     """Write a packed set: `pack` describes it, without splits; `chunks` are written as they come.
 
@@ -227,9 +224,6 @@ def npy_header(count: int, size: int) -> bytes:
     shape = (count, size, size, 3)
     np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
     return buffer.getvalue()
-
-
-# ------------------------------------------------------------------------------------------------------------- names
 
 
 def check_name(name: str) -> None:

@@ -105,14 +105,13 @@ def pick(uniform: Tensor, choices: Tensor | int) -> Tensor:
 def crop(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
     """(B, H, W, 3) uint8 -> (B, 3, size, size) in [0, 1]: cropped, resized and flipped."""
     height, width = images.shape[1:3]
-    flip = column(u, "flip") < view.flip
     if view.padding:
         top, left = padded_corner(u, height, width, view.padding, size)
-        rows, columns = shift_matrix(top, height, size), shift_matrix(left, width, size, flip)
+        h = w = torch.full_like(top, size)
     else:
         top, left, h, w = crop_boxes(u, height, width, view.crop_scale, view.crop_ratio)
-        rows = resample_matrix(top, h, height, size, view.interpolation)
-        columns = resample_matrix(left, w, width, size, view.interpolation, flip)
+    rows = resample_matrix(top, h, height, size, view.interpolation)
+    columns = resample_matrix(left, w, width, size, view.interpolation, column(u, "flip") < view.flip)
     # Scaled to [0, 1] only afterwards: levels 0..255 are exact inputs, also where the GPU multiplies in TF32.
     x = separable(images.permute(0, 3, 1, 2), rows, columns, clamp=view.interpolation == "bicubic")
     return torch.mul(x, 1 / 255).contiguous()
@@ -168,27 +167,17 @@ def resample_matrix(
     """(B, size_out, size_in) weights that resize the pixels [start, start + length) to size_out, mirrored where `flip`.
 
     Pillow's weights for a crop followed by a resize: half-pixel centres, a kernel widened when shrinking, no pixels
-    from outside the crop, rows that sum to 1.
+    from outside the crop, rows that sum to 1. Rows outside the image, where it is padded, are 0.
     """
     step = (length / size_out)[:, None, None]
-    centre = (positions(size_out, flip, start) + 0.5)[:, :, None] * step  # pixels from the crop's edge
+    position = torch.arange(size_out, device=start.device, dtype=torch.float32)[None]  # (B or 1, size_out)
+    if flip is not None:
+        position = torch.where(flip[:, None], size_out - 1 - position, position)
+    centre = (position + 0.5)[:, :, None] * step  # pixels from the crop's edge
     pixel = (torch.arange(size_in, device=start.device) + 0.5 - start[:, None])[:, None, :]
     weight = KERNELS[interpolation]((pixel - centre) / step.clamp_min(1))
     weight = weight * ((pixel > 0) & (pixel < length[:, None, None]))
-    return weight / weight.sum(dim=2, keepdim=True)
-
-
-def shift_matrix(start: Tensor, size_in: int, size_out: int, flip: Tensor | None = None) -> Tensor:
-    """(B, size_out, size_in) 0/1 matrix that selects the pixels [start, start + size_out); zero outside the image."""
-    source = positions(size_out, flip, start) + start[:, None]
-    pixel = torch.arange(size_in, device=start.device)
-    return (source[:, :, None] == pixel).float()
-
-
-def positions(size: int, flip: Tensor | None, like: Tensor) -> Tensor:
-    """(B or 1, size): 0 .. size - 1, reversed where `flip`."""
-    forward = torch.arange(size, device=like.device, dtype=torch.float32)[None]
-    return forward if flip is None else torch.where(flip[:, None], size - 1 - forward, forward)
+    return weight / weight.sum(dim=2, keepdim=True).clamp_min(1e-6)
 
 
 def separable(x: Tensor, rows: Tensor, columns: Tensor, clamp: bool = False) -> Tensor:
