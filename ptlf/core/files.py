@@ -1,7 +1,5 @@
 """Atomic writes, which survive a crash of the machine, and file locks."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -4,8 +4,6 @@ All processes draw the same global batch; each computes on its rows, `shard(rows
 CUDA tensors with NCCL.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Iterator

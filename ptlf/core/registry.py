@@ -1,7 +1,5 @@
 """A family's members by name: those of this package, of installed packages, and of any module on the path."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

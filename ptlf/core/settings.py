@@ -1,8 +1,6 @@
 """Settings as plain dataclasses, built strictly from nested dicts: an unknown key, a wrong type or a value out of range
 is one sentence that names it. Recipes, YAML files and the command line all come through `build`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

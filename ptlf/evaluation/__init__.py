@@ -1,7 +1,5 @@
 """Probes of frozen features, and what an accuracy matrix says."""
 
-from __future__ import annotations
-
 from ptlf.evaluation.accuracy_matrix import accuracy, forward_transfer, summary
 from ptlf.evaluation.gallery import Gallery
 from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig

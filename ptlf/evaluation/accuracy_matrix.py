@@ -4,8 +4,6 @@ A column counts from its first evaluated row, so the same definitions serve a cl
 one fixed split (a single full column) and joint training (a single row).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Nearest neighbours of a dozen query images, and a 2D map of features, before and after training."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Callable, Sequence

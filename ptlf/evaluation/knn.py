@@ -1,7 +1,5 @@
 """Weighted k-nearest-neighbour probes on frozen features."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Linear probes on cached features: softmax regression by SGD, and ridge regression as a second opinion."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

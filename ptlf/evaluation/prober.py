@@ -1,7 +1,5 @@
 """The probes on a stream: features of the splits' images, and an accuracy for every split that counts by now."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

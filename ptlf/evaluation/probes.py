@@ -1,7 +1,5 @@
 """Probes by name. To add one: a file with a subclass of `Probe`, and a line here."""
 
-from __future__ import annotations
-
 from ptlf.core.registry import Registry
 from ptlf.evaluation.knn import KnnClass, KnnTask
 from ptlf.evaluation.linear import Linear, Ridge

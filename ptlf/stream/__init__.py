@@ -1,7 +1,5 @@
 """Streams by name. To add one: pack its images (`ptlf data pack`) or write a loader in datasets.py, and add a line."""
 
-from __future__ import annotations
-
 from ptlf.core.registry import Registry
 from ptlf.stream.datasets import StreamEntry, digits, from_function, open_stream
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task

@@ -1,7 +1,5 @@
 """The official archives that `ptlf data get` knows: how they are read, without extracting them, and where they are."""
 
-from __future__ import annotations
-
 import codecs
 import io
 import json

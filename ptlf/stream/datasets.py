@@ -1,7 +1,5 @@
 """Open a stream: from packed files, or the digits embedded in scikit-learn."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace

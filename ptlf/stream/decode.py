@@ -5,8 +5,6 @@ converted to RGB. The short side is resized to S (bicubic, antialiased) and the 
 image is refused with a reason.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import multiprocessing

@@ -1,7 +1,5 @@
 """Large files and folders: atomic folders, free space, checksums, progress bars, and disk errors as user errors."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """`ptlf data get`: download a data set's official archive (or read it from the disk), check it, pack it."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import shutil

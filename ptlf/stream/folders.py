@@ -1,7 +1,5 @@
 """Image folders to packs: which file belongs to which class and split, and what happens to unreadable files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

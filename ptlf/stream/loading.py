@@ -1,7 +1,5 @@
 """Batches of stored images on the device: indexed there if the whole set fits, else read ahead from the file."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import weakref

@@ -4,8 +4,6 @@
 pack is written to a hidden folder and renamed when complete, so `ROOT/NAME` is never incomplete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

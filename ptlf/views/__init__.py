@@ -1,7 +1,5 @@
 """Views by name. To add one: a function of the image size that returns `View`s, in named.py, and a line here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ptlf.core.errors import unknown

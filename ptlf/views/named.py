@@ -1,7 +1,5 @@
 """The views of published protocols, as functions of the image size in pixels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from ptlf.core.settings import key

@@ -5,8 +5,6 @@ flip, colour jitter, grey, blur, solarise, normalise. Values stay float32 after 
 to 8 bits between steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

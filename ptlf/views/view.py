@@ -1,7 +1,5 @@
 """View, the settings of one augmentation, and the uniforms from which it is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
