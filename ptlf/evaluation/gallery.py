@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from ptlf.evaluation.prober import testing
 from ptlf.stream import Stream
-from ptlf.stream.task import Images
 
 QUERIES, NEIGHBOURS = 12, 5
 TILE, SPRITE_BYTES = 48, 110_000  # pixels; bytes before base64, which adds a third
@@ -31,8 +30,11 @@ class Gallery:
         self, stream: Stream, prepare: Callable[[Tensor], Tensor], device: torch.device, *, batch: int, seed: int
     ) -> None:
         self.prepare, self.device, self.batch = prepare, device, batch
-        images, groups, self.group_names = sources(stream)
-        chosen, self.groups = spread(groups, POOL, np.random.default_rng(seed))
+        images, named = stream.data.train, [(task.name, task.train) for task in stream.tasks]
+        if stream.eval_data is stream.data and stream.data.test is not None:
+            images, named = stream.data.test, [(split.name, split.test) for split in stream.eval_splits]
+        self.group_names = [name for name, _ in named]
+        chosen, self.groups = spread([indices for _, indices in named], POOL, np.random.default_rng(seed))
         order = np.argsort(chosen, kind="stable")  # read a memory-mapped file in order
         self.pixels = np.empty((len(chosen), *images.pixels.shape[1:]), images.pixels.dtype)
         self.pixels[order] = images.pixels[chosen[order]]
@@ -68,14 +70,6 @@ class Gallery:
             "point_groups": [int(group) for group in self.groups[:POINTS]],
             "looks": looks,
         }
-
-
-def sources(stream: Stream) -> tuple[Images, list[np.ndarray], list[str]]:
-    """The images, the indices of each group, and the groups' names."""
-    test, splits = stream.data.test, stream.eval_splits
-    if stream.eval_data is stream.data and test is not None:
-        return test, [split.test for split in splits], [split.name for split in splits]
-    return stream.data.train, [task.train for task in stream.tasks], [task.name for task in stream.tasks]
 
 
 def spread(groups: Sequence[np.ndarray], most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

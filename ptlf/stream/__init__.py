@@ -4,7 +4,7 @@ from ptlf.core.registry import Registry
 from ptlf.stream.datasets import StreamEntry, digits, from_function, open_stream
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task
 
-OWN: dict[str, StreamEntry] = {
+MEMBERS: dict[str, StreamEntry] = {
     "digits": from_function(digits, "scikit-learn's digits, embedded, 5 tasks x 2 classes", tasks=5, protocol="digits"),
     "split-cifar10": StreamEntry("CIFAR-10, 5 tasks x 2 classes, 32 px", "cifar10", tasks=5),
     "split-cifar100": StreamEntry("CIFAR-100, 20 tasks x 5 classes, 32 px", "cifar100", tasks=20),
@@ -12,6 +12,6 @@ OWN: dict[str, StreamEntry] = {
     "imagenet100": StreamEntry("100 ImageNet classes, 5 tasks x 20, 224 px", "imagenet100", 5, protocol="cassle"),
     "folder": StreamEntry("your own packed image folder: stream.pack with stream.tasks or stream.groups"),
 }
-STREAMS: Registry[StreamEntry] = Registry("stream", "ptlf.streams", StreamEntry, OWN, wrap=from_function)
+STREAMS: Registry[StreamEntry] = Registry("stream", "ptlf.streams", StreamEntry, MEMBERS, wrap=from_function)
 
 __all__ = ["STREAMS", "Dataset", "EvalSplit", "Images", "Stream", "StreamConfig", "StreamEntry", "Task", "open_stream"]

@@ -63,15 +63,13 @@ def open_stream(config: StreamConfig, source: StreamEntry, root: Path, seed: int
         raise UserError(f"{stream} needs stream.pack: the name given to `ptlf data pack`")
     else:
         data = packed(root, pack)
-    if config.groups is None:
-        config = replace(config, classes=config.classes or source.classes)
     if data.folders == "tasks":
         return unlabelled(data, config, packed(root, config.labelled) if config.labelled else None)
     if config.labelled is not None:
         why = "this set has a folder per class and is evaluated on its own test images"
         raise UserError(f"stream.labelled is for sets with a folder per task; {why}; leave stream.labelled out")
     if config.groups is None:
-        config = replace(config, tasks=config.tasks or source.tasks)
+        config = replace(config, tasks=config.tasks or source.tasks, classes=config.classes or source.classes)
         if config.tasks is None:
             raise UserError(f"{stream} needs stream.tasks (a number) or stream.groups (the classes of each task)")
     return split(data, config, seed)

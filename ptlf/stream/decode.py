@@ -15,7 +15,7 @@ import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,25 +40,20 @@ class ImageFile(NamedTuple):
     member: str  # path of the file, or its name inside `archive`
     archive: str | None = None  # a zip file
 
-    @property
-    def shown(self) -> str:
-        return f"{self.archive}:{self.member}" if self.archive else self.member
-
 
 def decode_image(content: bytes, size: int) -> np.ndarray:
     """(S, S, 3) uint8, or BadImage."""
     if not content:
         raise BadImage("empty file, 0 bytes")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about large images and odd metadata, which do no harm
-            with Image.open(io.BytesIO(content)) as image:
-                frames = getattr(image, "n_frames", 1)
-                # The further frames of a camera's MPO file are a preview or a gain map, not an animation.
-                if frames > 1 and image.format != "MPO":
-                    raise BadImage(f"animated or multi-page, {frames} frames")
-                image.load()
-                return np.asarray(square(to_rgb(ImageOps.exif_transpose(image)), size))
+        # Warnings are about large images and odd metadata, which do no harm.
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content)) as image:
+            frames = getattr(image, "n_frames", 1)
+            # The further frames of a camera's MPO file are a preview or a gain map, not an animation.
+            if frames > 1 and image.format != "MPO":
+                raise BadImage(f"animated or multi-page, {frames} frames")
+            image.load()
+            return np.asarray(square(to_rgb(ImageOps.exif_transpose(image)), size))
     except (BadImage, MemoryError):
         raise
     except UnidentifiedImageError:
@@ -97,7 +92,8 @@ def decode_batch(files: Sequence[ImageFile], size: int) -> Decoded:
             images.append(decode_image(read_bytes(file), size))
             labels.append(file.label)
         except (BadImage, OSError) as problem:
-            problems.append((file.shown, getattr(problem, "strerror", None) or str(problem)))
+            shown = f"{file.archive}:{file.member}" if file.archive else file.member
+            problems.append((shown, getattr(problem, "strerror", None) or str(problem)))
     stacked = np.stack(images) if images else np.zeros((0, size, size, 3), np.uint8)
     return stacked, np.array(labels, np.int64), problems
 
@@ -113,17 +109,16 @@ def open_zip(archive: str) -> zipfile.ZipFile:
 
 @contextmanager
 def decoders(workers: int) -> Iterator[Callable[[Sequence[ImageFile], int], Iterator[Decoded]]]:
-    """Yields `decode(files, size)`: batches in the order of `files`, decoded by so many processes; by this one if it is
-    one."""
-    if workers == 1:
-        yield lambda files, size: (decode_batch(batch, size) for batch in in_batches(files, size))
-        return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=start_decoder)
+    """Yields `decode(files, size)`: batches in the order of `files`, decoded by so many processes; one worker is a
+    thread of this process."""
+    spawn = multiprocessing.get_context("spawn")
+    pool = ThreadPoolExecutor(1) if workers == 1 else ProcessPoolExecutor(workers, spawn, initializer=start_decoder)
 
     def decode(files: Sequence[ImageFile], size: int) -> Iterator[Decoded]:
         running: deque[Future] = deque()
-        for batch in in_batches(files, size):
-            running.append(pool.submit(decode_batch, batch, size))
+        step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
+        for start in range(0, len(files), step):
+            running.append(pool.submit(decode_batch, files[start : start + step], size))
             if len(running) >= 2 * workers:  # bounds the memory
                 yield running.popleft().result()
         while running:
@@ -136,11 +131,6 @@ def decoders(workers: int) -> Iterator[Callable[[Sequence[ImageFile], int], Iter
         raise UserError(f"a decoding process died: {why}; try --workers 1") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def in_batches(files: Sequence[ImageFile], size: int) -> Iterator[Sequence[ImageFile]]:
-    step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
-    return (files[start : start + step] for start in range(0, len(files), step))
 
 
 def start_decoder() -> None:

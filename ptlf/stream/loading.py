@@ -90,8 +90,8 @@ class ImageSource:
         return images
 
     def _empty(self, count: int) -> Tensor:
-        shape = (count, *self._pixels.shape[1:])
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        pinned = self.device.type == "cuda"
+        return torch.empty(count, *self._pixels.shape[1:], dtype=torch.uint8, pin_memory=pinned)
 
     def _read(self, indices: Tensor, out: Tensor) -> None:
         if self._file is not None:

@@ -157,10 +157,8 @@ def npy_problem(file: Path, shape: tuple[int, ...], dtype: type) -> str | None:
 
 def way_out(name: str, overwrite: bool = True) -> str:
     """The command that makes the set again, for error messages."""
-    flag = " --overwrite" if overwrite else ""
-    if name in SOURCES:
-        return f"run `ptlf data get {name}{flag}`"
-    return f"run `ptlf data pack FOLDER --name {name} --size PIXELS{flag}`"
+    command = f"get {name}" if name in SOURCES else f"pack FOLDER --name {name} --size PIXELS"
+    return f"run `ptlf data {command}{' --overwrite' if overwrite else ''}`"
 
 
 def write_pack(pack: Pack, chunks: Mapping[str, Announced], *, overwrite: bool = False, progress: bool = False) -> Pack:
@@ -218,9 +216,8 @@ def write_split(pack: Pack, path: Path, announced: Announced, advance: Callable[
 
 def npy_header(count: int, size: int) -> bytes:
     """Its length does not depend on `count`, because numpy pads it, so it can be rewritten once the count is known."""
-    buffer = io.BytesIO()
-    shape = (count, size, size, 3)
-    np.lib.format.write_array_header_1_0(buffer, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    header = {"descr": "|u1", "fortran_order": False, "shape": (count, size, size, 3)}
+    np.lib.format.write_array_header_1_0(buffer := io.BytesIO(), header)
     return buffer.getvalue()
 
 

@@ -106,9 +106,8 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
         per_task, left_over = divmod(len(order), tasks)
         if left_over:
             divisors = ", ".join(str(d) for d in range(1, len(order) + 1) if len(order) % d == 0)
-            problem = f"{tasks} tasks do not divide the {len(order)} classes of {data.name}"
             ways = f"choose stream.tasks from {divisors}, or name the classes of each task in stream.groups"
-            raise UserError(f"{problem}; {ways}")
+            raise UserError(f"{tasks} tasks do not divide the {len(order)} classes of {data.name}; {ways}")
         groups = [tuple(order[start : start + per_task]) for start in range(0, len(order), per_task)]
     made, eval_splits = [], []
     for index, group in enumerate(groups):

@@ -144,10 +144,6 @@ def padded_corner(u: Tensor, height: int, width: int, padding: int, size: int) -
     return pick(column(u, "top"), slack[0] + 1) - padding, pick(column(u, "left"), slack[1] + 1) - padding
 
 
-def triangle(t: Tensor) -> Tensor:
-    return (1 - t.abs()).clamp_min(0)
-
-
 def cubic(t: Tensor) -> Tensor:
     """Keys' cubic kernel with a = -0.5, as in Pillow."""
     t = t.abs()
@@ -156,7 +152,7 @@ def cubic(t: Tensor) -> Tensor:
     return torch.where(t < 1, near, far * (t < 2))
 
 
-KERNELS: dict[str, Callable[[Tensor], Tensor]] = {"bilinear": triangle, "bicubic": cubic}
+KERNELS: dict[str, Callable[[Tensor], Tensor]] = {"bilinear": lambda t: (1 - t.abs()).clamp_min(0), "bicubic": cubic}
 
 
 def resample_matrix(
