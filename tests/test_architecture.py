@@ -17,7 +17,7 @@ PACKAGE = Path(ptlf.__file__).parent
 # Every module, in an order in which each imports only those before it. A room's own name is its __init__.
 ORDER = """
 core: core batch errors files processes randomness registry settings
-stream: decode disk archives console sources pack task datasets stream folders fetch loading
+stream: decode disk archives pack task datasets stream folders fetch loading
 views: view named operations views
 encoders: encoder norm resnet encoders
 objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
@@ -27,7 +27,7 @@ freezing: units correlation kernels freezer savings policy policies schedule pro
 training: training checkpoint triton_bn fused_resnet compiled cost distributed engine
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
-evaluation: accuracy_matrix probe knn classifier linear ridge probes prober sprite gallery evaluation spread
+evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
 run: run config recipes build results folder sanity environment parts record state looks watcher
 run: loop sweep bench cluster evaluate
 report: report checks theme drawing runs measures tables live

@@ -139,10 +139,10 @@ def cases(kind: type, path: str = "", member: Settings | None = None) -> Iterato
             usual = BASES[max((begin for begin in BASES if where.startswith(begin)), key=len)]
             yield where, Case(where, {**usual, **member} if member else usual, field, hint)
             continue
-        family = field.metadata["family"]
-        if field.metadata["each"]:
-            enabled = {f"{where}.{name}.enabled": True for name in family}
-            for name, found in family.items():
+        family, members = field.metadata["family"], field.metadata["section"]
+        if isinstance(members, Registry):
+            enabled = {f"{where}.{name}.enabled": True for name in members}
+            for name, found in members.items():
                 yield from cases(found.Config, f"{where}.{name}", enabled)
             continue
         for name, case in cases(hint, where, member):

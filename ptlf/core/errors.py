@@ -1,7 +1,5 @@
 """UserError: the user can fix this, and the message says how."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,12 +1,10 @@
 """Atomic writes, which survive a crash of the machine, and file locks."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ptlf.core.errors import UserError
@@ -60,37 +58,27 @@ def write_error(path: Path, error: OSError) -> UserError:
 def locked(file: Path, busy: str, advice: str = "wait for it") -> Iterator[None]:
     """Hold an exclusive lock on `file`; the system releases it when the process ends. If another process holds it, the
     error message is "`busy` by process ...; `advice`"."""
-    handle = None
-    while handle is None:
-        handle = take_lock(file, busy, advice)
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 200).decode(errors="replace").strip() or "unknown"
+            os.close(handle)
+            raise UserError(f"{busy} by process {holder}; {advice}") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(handle)
+                raise
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(file)):
+                break
+        os.close(handle)  # the previous holder removed the file between our open and our lock
     try:
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()} on {socket.gethostname()}\n".encode())
         yield
     finally:
         file.unlink(missing_ok=True)
         os.close(handle)
-
-
-def take_lock(file: Path, busy: str, advice: str) -> int | None:
-    """A locked descriptor, or None if the previous holder removed the file between our open and our lock."""
-    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(handle, 200).decode(errors="replace").strip() or "unknown"
-        os.close(handle)
-        raise UserError(f"{busy} by process {holder}; {advice}") from None
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            os.close(handle)
-            raise
-    try:
-        is_current = os.path.samestat(os.fstat(handle), os.stat(file))
-    except FileNotFoundError:
-        is_current = False
-    if not is_current:
-        os.close(handle)
-        return None
-    os.ftruncate(handle, 0)
-    os.write(handle, f"{os.getpid()} on {socket.gethostname()}\n".encode())
-    return handle

@@ -4,8 +4,6 @@ All processes draw the same global batch; each computes on its rows, `shard(rows
 CUDA tensors with NCCL.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,10 +21,6 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # of one collective: the other ranks wait while rank 0 writes files
 
 _rank, _world_size = 0, 1
-
-
-def rank() -> int:
-    return _rank
 
 
 def world_size() -> int:
@@ -65,9 +59,10 @@ def process_group() -> Iterator[None]:
         yield
     except RuntimeError as error:
         succeeded = False
-        if not lost_contact(error):
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error) and "NCCL" not in str(error):
             raise
-        raise UserError(f"another process of this run has ended, or does not answer: {first_line(error)}") from error
+        why = str(error).strip().partition("\n")[0][:200]
+        raise UserError(f"another process of this run has ended, or does not answer: {why}") from error
     finally:
         _rank, _world_size = 0, 1
         if succeeded or "nccl" not in backend:  # NCCL may wait forever for processes that have ended
@@ -77,14 +72,6 @@ def process_group() -> Iterator[None]:
 def restarts() -> int:
     """How often torchrun has restarted this process."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def lost_contact(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200]
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -144,9 +131,9 @@ def all_reduce_mean(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Means of scalars over the processes."""
     if _world_size == 1:
         return values
-    stacked = torch.stack([value.detach() for value in values.values()])
-    dist.all_reduce(stacked)
-    return dict(zip(values, stacked / _world_size, strict=True))
+    means = {name: value.detach().clone() for name, value in values.items()}
+    all_reduce_mean_(means.values())
+    return means
 
 
 def all_reduce_mean_(tensors: Iterable[Tensor]) -> None:
@@ -186,8 +173,7 @@ def broadcast_(tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             sent = tensor.detach().contiguous()
             dist.broadcast(sent, src=0)
-            if sent.data_ptr() != tensor.data_ptr():
-                tensor.copy_(sent)
+            tensor.copy_(sent)
 
 
 def all_equal(tensors: Iterable[Tensor]) -> bool:

@@ -1,7 +1,5 @@
 """Named random generators whose state can be stored in a checkpoint."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

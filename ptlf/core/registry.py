@@ -1,7 +1,5 @@
 """A family's members by name: those of this package, of installed packages, and of any module on the path."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
@@ -18,22 +16,16 @@ T = TypeVar("T")
 class Registry(MutableMapping[str, T], Generic[T]):
     """Members by name. A member is a subclass of `kind`; with `wrap`, an instance of it.
 
-    Other packages add theirs with `registry["name"] = member` or through the entry-point group `group`. Entry points
-    are loaded once, when a name is not among the members or when all members are listed. `find` also takes
-    "package.module:attribute".
+    Other packages add theirs with `registry["name"] = member` or through the entry-point group `group`, such as
+    "ptlf.objectives". Entry points are loaded once, when a name is not among the members or when all members are
+    listed. `find` also takes "package.module:attribute".
 
     noun: what one member is called in messages.
-    group: such as "ptlf.objectives".
     wrap: makes a member of a function, such as one that returns an encoder.
     """
 
     def __init__(
-        self,
-        noun: str,
-        group: str,
-        kind: type,
-        members: Mapping[str, T],
-        wrap: Callable[[Callable[..., Any]], T] | None = None,
+        self, noun: str, group: str, kind: type, members: Mapping[str, T], wrap: Callable[[Any], T] | None = None
     ) -> None:
         self.noun, self.group, self.kind, self.wrap = noun, group, kind, wrap
         self._members = dict(members)
@@ -43,15 +35,19 @@ class Registry(MutableMapping[str, T], Generic[T]):
         """The member called `name`, or the one that "package.module:attribute" names. Raises a UserError."""
         if isinstance(name, str) and name in self:
             return self[name]
-        if isinstance(name, str) and ":" in name:
-            return self._imported(name)
-        raise unknown(self.noun, name, self)
+        if not isinstance(name, str) or ":" not in name:
+            raise unknown(self.noun, name, self)
+        module, _, attribute = name.partition(":")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # as `python -m` does
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except Exception as error:
+            raise UserError(f"{self.noun} {name!r} cannot be imported: {error}") from None
+        return self._checked(found, name)
 
     def __getitem__(self, name: str) -> T:
         return self._members[name] if name in self._members else self._all()[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._members or name in self._all()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all())
@@ -69,35 +65,23 @@ class Registry(MutableMapping[str, T], Generic[T]):
         if not self._complete:
             self._complete = True  # first: a plugin may look into the registry while it is imported
             for point in entry_points(group=self.group):
-                package = point.dist.name if point.dist else point.value
                 try:
                     if point.name in self._members:
                         raise UserError(f"there is another {self.noun} of that name")
                     self[point.name] = point.load()
                 except Exception as error:
+                    package = point.dist.name if point.dist else point.value
                     why = " ".join(f"{type(error).__name__}: {error}".removeprefix("UserError: ").split())
                     warn(f"ptlf: warning: {self.noun} {point.name!r} of package {package} is left out: {why}")
         return self._members
 
-    def _imported(self, name: str) -> T:
-        module, _, attribute = name.partition(":")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # as `python -m` does
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except Exception as error:
-            raise UserError(f"{self.noun} {name!r} cannot be imported: {error}") from None
-        return self._checked(found, name)
-
     def _checked(self, found: Any, name: str) -> T:
         if self.wrap is None:
-            if isinstance(found, type) and issubclass(found, self.kind):
-                return found  # type: ignore[return-value]
-            wanted = f"a subclass of {self.kind.__name__}"
+            valid, wanted = isinstance(found, type) and issubclass(found, self.kind), "a subclass of {}"
         else:
-            if isinstance(found, self.kind):
-                return found  # type: ignore[return-value]
-            if callable(found):
+            valid, wanted = isinstance(found, self.kind), "an instance of {} or a function"
+            if callable(found) and not valid:
                 return self.wrap(found)
-            wanted = f"an instance of {self.kind.__name__} or a function"
-        raise UserError(f"{self.noun} {name!r} must be {wanted}, not {found!r}")
+        if not valid:
+            raise UserError(f"{self.noun} {name!r} must be {wanted.format(self.kind.__name__)}, not {found!r}")
+        return found

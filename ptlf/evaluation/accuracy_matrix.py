@@ -4,8 +4,6 @@ A column counts from its first evaluated row, so the same definitions serve a cl
 one fixed split (a single full column) and joint training (a single row).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -56,12 +54,8 @@ def summary(matrix: Matrix) -> dict[str, Any]:
 
 def _columns(matrix: Matrix) -> list[list[float]]:
     """Accuracies of each split, from its first evaluated row to the last."""
-    columns = []
-    for index in range(len(matrix[0])):
-        column = [value for row in matrix if (value := row[index]) is not None]
-        if column and matrix[-1][index] is not None:
-            columns.append(column)
-    return columns
+    evaluated = [index for index, value in enumerate(matrix[-1]) if value is not None]
+    return [[value for row in matrix if (value := row[index]) is not None] for index in evaluated]
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -1,21 +1,21 @@
 """Nearest neighbours of a dozen query images, and a 2D map of features, before and after training."""
 
-from __future__ import annotations
-
+import base64
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.evaluation.prober import testing
-from ptlf.evaluation.sprite import sprite
 from ptlf.stream import Stream
-from ptlf.stream.task import Images
 
 QUERIES, NEIGHBOURS = 12, 5
+TILE, SPRITE_BYTES = 48, 110_000  # pixels; bytes before base64, which adds a third
 POOL, POINTS = 2000, 600  # candidates for neighbours; how many of them are on the map
 
 
@@ -30,8 +30,11 @@ class Gallery:
         self, stream: Stream, prepare: Callable[[Tensor], Tensor], device: torch.device, *, batch: int, seed: int
     ) -> None:
         self.prepare, self.device, self.batch = prepare, device, batch
-        images, groups, self.group_names = sources(stream)
-        chosen, self.groups = spread(groups, POOL, np.random.default_rng(seed))
+        images, named = stream.data.train, [(task.name, task.train) for task in stream.tasks]
+        if stream.eval_data is stream.data and stream.data.test is not None:
+            images, named = stream.data.test, [(split.name, split.test) for split in stream.eval_splits]
+        self.group_names = [name for name, _ in named]
+        chosen, self.groups = spread([indices for _, indices in named], POOL, np.random.default_rng(seed))
         order = np.argsort(chosen, kind="stable")  # read a memory-mapped file in order
         self.pixels = np.empty((len(chosen), *images.pixels.shape[1:]), images.pixels.dtype)
         self.pixels[order] = images.pixels[chosen[order]]
@@ -43,31 +46,21 @@ class Gallery:
 
     def look(self, moment: str, encoder: nn.Module) -> None:
         """moment: "before" or "after"."""
-        features = self.features(encoder)
+        with testing(encoder):
+            inputs = (self.prepare(part.to(self.device)) for part in torch.from_numpy(self.pixels).split(self.batch))
+            features = torch.cat([F.normalize(encoder(x).float(), dim=1).cpu() for x in inputs])  # (N, D)
         similarity = features[self.queries] @ features.T  # (Q, N)
         similarity[torch.arange(len(self.queries)), self.queries] = -torch.inf
-        count = min(NEIGHBOURS, len(features) - 1)
-        self.looks[moment] = {
-            "neighbours": similarity.topk(count, dim=1).indices.tolist(),
-            "points": flat_map(features[:POINTS].numpy()),
-        }
-
-    def features(self, encoder: nn.Module) -> Tensor:
-        """(N, D) L2-normalised, on the CPU."""
-        parts = []
-        with testing(encoder):
-            for part in torch.from_numpy(self.pixels).split(self.batch):
-                parts.append(F.normalize(encoder(self.prepare(part.to(self.device))).float(), dim=1).cpu())
-        return torch.cat(parts)
+        nearest = similarity.topk(min(NEIGHBOURS, len(features) - 1), dim=1).indices.tolist()
+        self.looks[moment] = {"neighbours": nearest, "points": flat_map(features[:POINTS].numpy())}
 
     def as_dict(self) -> dict[str, Any]:
         """Images are tile numbers in the sprite; points are (x, y) in [0, 1]."""
         shown = sorted({*self.queries} | {n for look in self.looks.values() for row in look["neighbours"] for n in row})
         tile = {index: number for number, index in enumerate(shown)}
-        looks = {
-            moment: {**look, "neighbours": [[tile[n] for n in row] for row in look["neighbours"]]}
-            for moment, look in self.looks.items()
-        }
+        looks = {moment: dict(look) for moment, look in self.looks.items()}
+        for look in looks.values():
+            look["neighbours"] = [[tile[n] for n in row] for row in look["neighbours"]]
         return {
             "groups": self.group_names,
             "labels": self.label_names,
@@ -79,24 +72,16 @@ class Gallery:
         }
 
 
-def sources(stream: Stream) -> tuple[Images, list[np.ndarray], list[str]]:
-    """The images, the indices of each group, and the groups' names."""
-    test, splits = stream.data.test, stream.eval_splits
-    if stream.eval_data is stream.data and test is not None:
-        return test, [split.test for split in splits], [split.name for split in splits]
-    return stream.data.train, [task.train for task in stream.tasks], [task.name for task in stream.tasks]
-
-
 def spread(groups: Sequence[np.ndarray], most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """At most `most` indices, taken from the shuffled groups in turn, and the group number of each."""
     shuffled = [random.permutation(group) for group in groups]
-    taken = [
-        (int(group[place]), number)
-        for place in range(max(map(len, shuffled)))
-        for number, group in enumerate(shuffled)
-        if place < len(group)
-    ][:most]
-    return np.array([index for index, _ in taken]), np.array([number for _, number in taken])
+    places = in_turn(shuffled, most)
+    return np.array([shuffled[number][place] for place, number in places]), np.array([number for _, number in places])
+
+
+def in_turn(groups: Sequence[Sequence[int] | np.ndarray], most: int) -> list[tuple[int, int]]:
+    """(place, group number) of the first of every group, then of the second, and so on."""
+    return sorted((place, number) for number, group in enumerate(groups) for place in range(len(group)))[:most]
 
 
 def pick_queries(labels: np.ndarray, count: int) -> list[int]:
@@ -104,9 +89,8 @@ def pick_queries(labels: np.ndarray, count: int) -> list[int]:
     by_label = [np.flatnonzero(labels == label).tolist() for label in np.unique(labels)]
     if len(by_label) > count:
         by_label = [by_label[place * len(by_label) // count] for place in range(count)]
-    rounds = [[places[turn] for places in by_label if turn < len(places)] for turn in range(count)]
-    flat = [place for turn in rounds for place in turn][:count]
-    return sorted(flat, key=lambda place: (labels[place], place))
+    picked = [by_label[number][place] for place, number in in_turn(by_label, count)]
+    return sorted(picked, key=lambda place: (labels[place], place))
 
 
 def flat_map(features: np.ndarray) -> list[list[float]]:
@@ -122,3 +106,22 @@ def flat_map(features: np.ndarray) -> list[list[float]]:
     points /= max(float(points.max()), 1e-12)
     points += (1 - points.max(0)) / 2
     return [[round(float(x), 3), round(float(y), 3)] for x, y in points]
+
+
+def sprite(pixels: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Images (S, S, 3) uint8 as tiles of one, row by row, in a data URL. PNG if that is small enough, else JPEG."""
+    size = min(TILE, pixels[0].shape[0])
+    columns = int(np.ceil(np.sqrt(len(pixels))))
+    sheet = Image.new("RGB", (columns * size, -(-len(pixels) // columns) * size))
+    for number, tile in enumerate(pixels):
+        image = Image.fromarray(np.asarray(tile)).resize((size, size), Image.Resampling.LANCZOS)
+        sheet.paste(image, (number % columns * size, number // columns * size))
+    formats: list[tuple[str, dict[str, Any]]] = [("png", {"optimize": True})]
+    formats += [("jpeg", {"quality": quality, "subsampling": 0}) for quality in (90, 80, 65, 50, 30)]
+    for kind, options in formats:
+        buffer = io.BytesIO()
+        sheet.save(buffer, format=kind, **options)
+        if buffer.tell() <= SPRITE_BYTES:
+            break
+    url = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return {"image": url, "size": size, "columns": columns, "width": sheet.width, "height": sheet.height}

@@ -1,9 +1,8 @@
 """Weighted k-nearest-neighbour probes on frozen features."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ptlf.core.errors import UserError
-from ptlf.core.settings import as_dict, key
+from ptlf.core.settings import key
 from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score
 
 
@@ -23,16 +22,14 @@ class KnnTaskConfig(ProbeConfig):
 
 
 @dataclass
-class KnnClassConfig(ProbeConfig):
-    enabled: bool = key(True, "test the encoder with this probe after every task")
+class KnnClassConfig(KnnTaskConfig):
     k: int = key(200, "neighbours", least=1)
-    temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", above=0)
 
 
 class KnnTask(Probe):
     """LUMP's protocol: each split against its own task's training images."""
 
-    Config = KnnTaskConfig
+    Config: ClassVar[type[ProbeConfig]] = KnnTaskConfig
     rows: ClassVar[Mapping[str, str]] = {"knn_task": OWN}
     forward = True
 
@@ -41,45 +38,26 @@ class KnnTask(Probe):
             raise UserError(f"probes.knn_task.k is {self.config.k}, but a task's kNN bank holds {smallest[OWN]} images")
 
     def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
-        return knn_score(features, labels, self.config.k or min(200, seen_tasks), self.config.temperature)
+        k, classes = self.config.k or min(200, seen_tasks), int(labels.max()) + 1
+        return partial(knn_accuracy, features, labels, k=k, temperature=self.config.temperature, classes=classes)
 
     def settings(self) -> dict[str, Any]:
-        return knn_settings(self.config, self.config.k or "min(200, tasks seen)")
+        own = {name: value for name, value in super().settings().items() if name != "enabled"}
+        return {**own, "k": self.config.k or "min(200, tasks seen)", "similarity": "cosine"}
 
 
-class KnnClass(Probe):
+class KnnClass(KnnTask):
     """Class-incremental: each split against one bank of the training images of all classes seen."""
 
     Config = KnnClassConfig
     rows: ClassVar[Mapping[str, str]] = {"knn_class": SEEN}
+    forward = False
 
     def check(self, smallest: Mapping[str, int]) -> None:
         first = smallest[SEEN]
         if self.config.k > first:
-            raise UserError(
-                f"probes.knn_class.k is {self.config.k}, but after the first task the bank holds {first} images; "
-                f"choose --probes.knn_class.k {min(20, first)} or another of at most {first}"
-            )
-
-    def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
-        return knn_score(features, labels, self.config.k, self.config.temperature)
-
-    def settings(self) -> dict[str, Any]:
-        return knn_settings(self.config, self.config.k)
-
-
-def knn_settings(config: ProbeConfig, k: int | str) -> dict[str, Any]:
-    own = {name: value for name, value in as_dict(config).items() if name != "enabled"}
-    return {**own, "k": k, "similarity": "cosine"}
-
-
-def knn_score(bank: Tensor, bank_labels: Tensor, k: int, temperature: float) -> Score:
-    classes = int(bank_labels.max()) + 1
-
-    def score(queries: Tensor, labels: Tensor) -> float:
-        return knn_accuracy(bank, bank_labels, queries, labels, k=k, temperature=temperature, classes=classes)
-
-    return score
+            problem = f"probes.knn_class.k is {self.config.k}, but after the first task the bank holds {first} images"
+            raise UserError(f"{problem}; choose --probes.knn_class.k {min(20, first)} or another of at most {first}")
 
 
 def knn_predict(

@@ -1,6 +1,4 @@
-"""Linear probe on cached features: softmax regression trained by SGD."""
-
-from __future__ import annotations
+"""Linear probes on cached features: softmax regression by SGD, and ridge regression as a second opinion."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ptlf.core.settings import key
-from ptlf.evaluation.classifier import Classifier
 from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score
 
 
@@ -26,6 +23,25 @@ class LinearConfig(ProbeConfig):
     weight_decay: float = key(0.0, "weight decay", least=0)
 
 
+@dataclass
+class RidgeConfig(ProbeConfig):
+    """One linear solve on standardised features against one-hot labels."""
+
+    penalty: float = key(1e-3, "ridge penalty, as a share of the number of images", above=0)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    weight: Tensor  # (C, D)
+    bias: Tensor  # (C,)
+    classes: Tensor  # (C,) the label each output stands for
+
+    def accuracy(self, features: Tensor, labels: Tensor) -> float:
+        """Per cent of the features (N, D) whose largest output stands for their label."""
+        predicted = self.classes[F.linear(features, self.weight, self.bias).argmax(1)]
+        return 100 * float((predicted == labels).double().mean())
+
+
 class Linear(Probe):
     Config = LinearConfig
     rows: ClassVar[Mapping[str, str]] = {"linear_task": OWN, "linear": SEEN}
@@ -35,16 +51,21 @@ class Linear(Probe):
         return linear_fit(features, labels, self.config, torch.Generator().manual_seed(0)).accuracy
 
 
+class Ridge(Probe):
+    Config = RidgeConfig
+    rows: ClassVar[Mapping[str, str]] = {"ridge_task": OWN, "ridge": SEEN}
+
+    def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
+        return ridge_fit(features, labels, self.config).accuracy
+
+
 def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig, generator: torch.Generator) -> Classifier:
     """Softmax regression over the labels (N,) that occur, on features (N, D), from zero weights."""
     classes, targets = labels.unique(return_inverse=True)
     weight = torch.zeros(len(classes), features.shape[1], device=features.device, requires_grad=True)
     bias = torch.zeros(len(classes), device=features.device, requires_grad=True)
-    optimizer = torch.optim.SGD(
-        [weight, bias], lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-    )
-    drops = [round(share * config.epochs) for share in (0.6, 0.8)]
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, drops)
+    optimizer = torch.optim.SGD([weight, bias], config.lr, config.momentum, weight_decay=config.weight_decay)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(p * config.epochs) for p in (0.6, 0.8)])
     with torch.enable_grad():
         for _ in range(config.epochs):
             order = torch.randperm(len(features), generator=generator).to(features.device)
@@ -55,3 +76,14 @@ def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig, generator
                 optimizer.step()
             schedule.step()
     return Classifier(weight.detach(), bias.detach(), classes)
+
+
+def ridge_fit(features: Tensor, labels: Tensor, config: RidgeConfig) -> Classifier:
+    """Least squares on one-hot labels with a penalty on the weights of the standardised features."""
+    classes, targets = labels.unique(return_inverse=True)
+    x, y = features.double(), F.one_hot(targets).double()
+    mean, deviation = x.mean(0), x.std(0, correction=0).clamp_min(1e-6)
+    x, offset = (x - mean) / deviation, y.mean(0)
+    gram = x.T @ x + config.penalty * len(x) * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    weight = torch.linalg.solve(gram, x.T @ (y - offset)).T / deviation
+    return Classifier(weight.to(features.dtype), (offset - weight @ mean).to(features.dtype), classes)

@@ -1,7 +1,5 @@
 """The probe's contract: fitted on features of training images, it scores features of test images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

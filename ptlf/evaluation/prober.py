@@ -1,7 +1,5 @@
 """The probes on a stream: features of the splits' images, and an accuracy for every split that counts by now."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,40 +66,36 @@ class Prober:
     def rows(self, encoder: nn.Module, task: int) -> dict[str, Row]:
         """A row of each accuracy matrix after task number `task` (from 0)."""
         eval_splits = self.stream.eval_splits
-        seen = [split for split in eval_splits if split.since <= task]
-        with testing(encoder):
-            banks = [self.features(encoder, self.bank, split.bank) for split in seen]
-            tests = [self.features(encoder, self.test, split.test) for split in seen]
-        everything = torch.cat([features for features, _ in banks]), torch.cat([labels for _, labels in banks])
-        blank: Row = [None] * (len(eval_splits) - len(seen))
+        seen = self.examined(encoder, [split for split in eval_splits if split.since <= task])
+        features, labels = (torch.cat(part) for part in zip(*(bank for _, bank, _ in seen), strict=True))
         rows: dict[str, Row] = {}
         for probe in self.probes:
             for name, bank in probe.rows.items():
                 if bank == OWN:
-                    parts = zip(seen, banks, tests, strict=True)
-                    row = [own_accuracy(probe, encoder, *part, len(seen)) for part in parts]
+                    row: Row = [own_accuracy(probe, encoder, *exam, len(seen)) for exam in seen]
                 else:
-                    score = probe.fit(*everything, len(seen))
-                    row = [score(*test) for test in tests]
-                rows[name] = [*row, *blank]
+                    score = probe.fit(features, labels, len(seen))
+                    row = [score(*test) for _, _, test in seen]
+                rows[name] = row + [None] * (len(eval_splits) - len(seen))
         return rows
 
     def future(self, encoder: nn.Module, task: int) -> dict[str, Row]:
         """Accuracies on the splits whose task comes next, for forward transfer, by row; as many tasks count as seen as
         after the last one."""
         splits = self.stream.eval_splits
-        rows: dict[str, Row] = {
-            name: [] for probe in self.probes if probe.forward for name, bank in probe.rows.items() if bank == OWN
+        forward = [probe for probe in self.probes if probe.forward]
+        owners = {name: probe for probe in forward for name, bank in probe.rows.items() if bank == OWN}
+        exams = self.examined(encoder, [split for split in splits if owners and split.since == task + 1])
+        return {
+            name: [own_accuracy(probe, encoder, *exam, len(splits)) for exam in exams] for name, probe in owners.items()
         }
-        for split in splits if rows else ():
-            if split.since == task + 1:
-                with testing(encoder):
-                    bank = self.features(encoder, self.bank, split.bank)
-                    test = self.features(encoder, self.test, split.test)
-                for probe in self.probes:
-                    for name in probe.rows.keys() & rows.keys():
-                        rows[name].append(own_accuracy(probe, encoder, split, bank, test, len(splits)))
-        return rows
+
+    def examined(self, encoder: nn.Module, splits: Sequence[EvalSplit]) -> list[tuple[EvalSplit, Labelled, Labelled]]:
+        """The splits, with their bank and test images as the encoder sees them."""
+        with testing(encoder):
+            banks = [self.features(encoder, self.bank, split.bank) for split in splits]
+            tests = [self.features(encoder, self.test, split.test) for split in splits]
+        return list(zip(splits, banks, tests, strict=True))
 
     def features(self, encoder: nn.Module, source: ImageSource, indices: np.ndarray) -> Labelled:
         """Features (N, D) in float32 and labels (N,) of the images with these indices."""
@@ -122,14 +116,9 @@ def own_accuracy(
     probe: Probe, encoder: nn.Module, split: EvalSplit, bank: Labelled, test: Labelled, seen_tasks: int
 ) -> float:
     """Of a split against its own bank, on the part of the vectors that is its task's."""
-    bank, test = own_part(encoder, split.since, bank), own_part(encoder, split.since, test)
-    return probe.fit(*bank, seen_tasks)(*test)
-
-
-def own_part(encoder: nn.Module, task: int, labelled: Labelled) -> Labelled:
-    part = getattr(encoder, "feature_slice", None)
-    features, labels = labelled
-    return (features[:, part(task)] if callable(part) else features), labels
+    feature_slice = getattr(encoder, "feature_slice", None)
+    part = feature_slice(split.since) if callable(feature_slice) else slice(None)
+    return probe.fit(bank[0][:, part], bank[1], seen_tasks)(test[0][:, part], test[1])
 
 
 @contextmanager

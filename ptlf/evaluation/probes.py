@@ -1,21 +1,10 @@
 """Probes by name. To add one: a file with a subclass of `Probe`, and a line here."""
 
-from __future__ import annotations
-
 from ptlf.core.registry import Registry
 from ptlf.evaluation.knn import KnnClass, KnnTask
-from ptlf.evaluation.linear import Linear
+from ptlf.evaluation.linear import Linear, Ridge
 from ptlf.evaluation.probe import Probe
-from ptlf.evaluation.ridge import Ridge
 
 PROBES: Registry[type[Probe]] = Registry(
-    "probe",
-    "ptlf.probes",
-    Probe,
-    {
-        "knn_task": KnnTask,
-        "knn_class": KnnClass,
-        "linear": Linear,
-        "ridge": Ridge,
-    },
+    "probe", "ptlf.probes", Probe, {"knn_task": KnnTask, "knn_class": KnnClass, "linear": Linear, "ridge": Ridge}
 )

@@ -1,7 +1,5 @@
 """Spread of an encoder's features, which detects collapse: all images mapped to the same vector."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -38,7 +38,7 @@ class Config:
     freezing: FreezingConfig = section(FreezingConfig)
     training: TrainingConfig = section(TrainingConfig)
     evaluation: EvaluationConfig = section(EvaluationConfig)
-    probes: dict[str, ProbeConfig] = section(ProbeConfig, family=PROBES, each=True)
+    probes: dict[str, ProbeConfig] = section(PROBES)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     distributed: DistributedConfig = section(DistributedConfig)
 

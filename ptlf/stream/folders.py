@@ -1,17 +1,16 @@
 """Image folders to packs: which file belongs to which class and split, and what happens to unreadable files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 from ptlf.core.errors import UserError, unknown
+from ptlf.core.processes import warn
 from ptlf.stream.archives import Chunk
-from ptlf.stream.console import say
-from ptlf.stream.decode import ImageFile, decode_all, decoders
+from ptlf.stream.decode import ImageFile, decoders
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.pack import Folders, Pack, check_free, check_name, natural, quoted, write_pack
 
@@ -20,13 +19,16 @@ OnError = Literal["refuse", "skip"]
 SHOWN_SKIPS = 20
 
 
-class PackOptions(TypedDict, total=False):
-    """Options of `pack_images`."""
+@dataclass(frozen=True)
+class PackOptions:
+    on_error: OnError = "refuse"  # for an image that cannot be decoded
+    workers: int | None = None  # decoding processes; None: by the number of images
+    overwrite: bool = False
+    progress: bool = True
 
-    on_error: OnError
-    workers: int | None
-    overwrite: bool
-    progress: bool
+    def __post_init__(self) -> None:
+        if self.on_error not in ("refuse", "skip"):
+            raise unknown("on_error", self.on_error, ("refuse", "skip"))
 
 
 def pack_folder(
@@ -38,96 +40,66 @@ def pack_folder(
     folders: Folders = "classes",
     test_fraction: float = 0.0,
     names: Sequence[str] | None = None,
-    **options: Unpack[PackOptions],
+    **options: Any,
 ) -> Pack:
     """Pack a folder of images: `train/NAME/...` (and `test/` or `val/`), or `NAME/...` directly.
 
     There is one folder per class or per task, with files at any depth; hidden files (".x") are ignored. `names` selects
     and orders the folders. If there is no test folder, `test_fraction` holds out evenly spaced files of each class.
+    options: of `PackOptions`.
     """
-    source = Path(source)
+    source, target, packing = Path(source), Path(root) / name, PackOptions(**options)
     if folders not in ("classes", "tasks"):
         raise unknown("folders", folders, ("classes", "tasks"))
     check_name(name)
-    check_free(root, name, options.get("overwrite", False))
+    check_free(target, packing.overwrite)
     with disk_errors(source):
         trees = split_folders(source)
         if names is None:
             names = subfolders(trees["train"])
-            check_test_names(trees)
+            if "test" in trees and (extra := set(subfolders(trees["test"])) - set(names)):
+                raise UserError(f"{trees['test']} has folders that {trees['train']} lacks: {quoted(sorted(extra))}")
         splits = {split: list_images(tree, names) for split, tree in trees.items()}
     if test_fraction:
-        check_fraction(test_fraction, folders, "test" in splits)
+        if folders == "tasks":
+            raise UserError("test_fraction needs folders='classes'; give tasks their own test/ folder")
+        if "test" in splits:
+            raise UserError("test_fraction is given, but the source has a test folder; use one of them")
         splits = hold_out(splits["train"], names, test_fraction)
-    where = str(source.resolve())
-    return pack_images(root, name, names=names, folders=folders, splits=splits, size=size, source=where, **options)
+    return pack_images(Pack(target, size, folders, tuple(names), source=str(source.resolve())), splits, packing)
 
 
-def pack_images(
-    root: Path,
-    name: str,
-    *,
-    names: Sequence[str],
-    splits: Mapping[str, Sequence[ImageFile]],
-    size: int,
-    source: str,
-    folders: Folders = "classes",
-    on_error: OnError = "refuse",
-    workers: int | None = None,
-    overwrite: bool = False,
-    progress: bool = True,
-) -> Pack:
-    """Decode the listed image files and pack them, in this order."""
-    if on_error not in ("refuse", "skip"):
-        raise unknown("on_error", on_error, ("refuse", "skip"))
-    if size < 1 or (workers is not None and workers < 1):
-        raise UserError(f"size and workers must be at least 1, not {size} and {workers}")
-    skipped: list[dict[str, str]] = []
+def pack_images(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: PackOptions) -> Pack:
+    """Decode the listed image files and pack them, in this order. `pack` describes the set, without splits."""
     total = sum(map(len, splits.values()))
-    if workers is None:
-        workers = min(os.cpu_count() or 1, 1 + total // 1000)  # starting a process costs about as much as 1000 images
+    enough = min(os.cpu_count() or 1, 1 + total // 1000)  # starting a process costs about as much as 1000 images
+    workers = enough if options.workers is None else options.workers
+    if pack.size < 1 or workers < 1:
+        raise UserError(f"size and workers must be at least 1, not {pack.size} and {workers}")
 
-    with decoders(workers) as pool:
+    with decoders(workers) as decode:
 
         def chunks(files: Sequence[ImageFile]) -> Iterator[Chunk]:
             seen: set[int] = set()
-            for images, labels, problems in decode_all(files, size, pool, workers):
-                if problems and on_error == "refuse":
+            for images, labels, problems in decode(files, pack.size):
+                if problems and options.on_error == "refuse":
                     file, why = problems[0]
                     raise UserError(f"{file} cannot be packed: {why}; repair or remove it, or give --on-error skip")
-                skipped.extend({"file": file, "why": why} for file, why in problems)
+                pack.skipped.extend({"file": file, "why": why} for file, why in problems)
                 seen.update(labels.tolist())
                 yield images, labels
             if empty := {file.label for file in files} - seen:
-                raise UserError(f"no readable image is left in {quoted(names[label] for label in sorted(empty))}")
+                raise UserError(f"no readable image is left in {quoted(pack.names[label] for label in sorted(empty))}")
 
-        pack = write_pack(
-            root,
-            name,
-            names=names,
-            folders=folders,
-            splits={split: (len(files), chunks(files)) for split, files in splits.items()},
-            size=size,
-            source=source,
-            skipped=skipped,
-            overwrite=overwrite,
-            progress=progress,
-        )
-    report_skipped(pack, total)
-    return pack
-
-
-def report_skipped(pack: Pack, total: int) -> None:
-    if not pack.skipped:
-        return
-    say(f"{pack.name}: skipped {len(pack.skipped)} of {total} images:")
-    for entry in pack.skipped[:SHOWN_SKIPS]:
-        say(f"  {entry['file']}: {entry['why']}")
-    if len(pack.skipped) > SHOWN_SKIPS:
-        say(f"  and {len(pack.skipped) - SHOWN_SKIPS} more, all named in {pack.path / 'pack.json'}")
-
-
-# ------------------------------------------------------------------------------------------------------- which files
+        streams = {split: (len(files), chunks(files)) for split, files in splits.items()}
+        made = write_pack(pack, streams, overwrite=options.overwrite, progress=options.progress)
+    if made.skipped:
+        warn(f"{made.name}: skipped {len(made.skipped)} of {total} images:")
+        for entry in made.skipped[:SHOWN_SKIPS]:
+            warn(f"  {entry['file']}: {entry['why']}")
+        if len(made.skipped) > SHOWN_SKIPS:
+            warn(f"  and {len(made.skipped) - SHOWN_SKIPS} more, all named in {made.path / 'pack.json'}")
+    return made
 
 
 def split_folders(source: Path) -> dict[str, Path]:
@@ -135,29 +107,27 @@ def split_folders(source: Path) -> dict[str, Path]:
     if not source.is_dir():
         raise UserError(f"{source} is no folder; give one that holds a folder per class or task")
     inside = subfolders(source)
-    if not inside:
-        raise UserError(f"{source} holds no folders; put the images into one folder per class or task")
-    if "train" not in inside or not subfolders(source / "train"):
-        if set(inside) <= {"train", "test", "val"}:
-            raise UserError(f"{source / inside[0]} holds no folders; put the images into one folder per class or task")
+    known = subfolders(source / "train") if "train" in inside else []
+    if not known and set(inside) <= {"train", "test", "val"}:
+        empty = source / inside[0] if inside else source
+        raise UserError(f"{empty} holds no folders; put the images into one folder per class or task")
+    if not known:
         note_unused(source, inside)
         return {"train": source}
-    trees, known = {"train": source / "train"}, set(subfolders(source / "train"))
-    candidates = [split for split in ("test", "val") if split in inside]
-    usable = [split for split in candidates if known & set(subfolders(source / split))]
-    if candidates and not usable:
-        raise UserError(f"{source / candidates[0]} holds none of the folders of {source / 'train'}")
-    if usable:
-        trees["test"] = source / usable[0]
-    note_unused(source, ["train", *usable[:1]])
-    note_unused(trees["train"], list(known))
+    tests = [source / split for split in ("test", "val") if split in inside]
+    usable = [test for test in tests if set(known) & set(subfolders(test))]
+    if tests and not usable:
+        raise UserError(f"{tests[0]} holds none of the folders of {source / 'train'}")
+    trees = dict(zip(("train", "test"), (source / "train", *usable), strict=False))
+    note_unused(source, [tree.name for tree in trees.values()])
+    note_unused(trees["train"], known)
     return trees
 
 
 def note_unused(folder: Path, used: Iterable[str]) -> None:
     unused = sorted({entry.name for entry in folder.iterdir() if not entry.name.startswith(".")} - set(used))
     if unused:
-        say(f"note: not packed from {folder}: {quoted(unused)}")
+        warn(f"note: not packed from {folder}: {quoted(unused)}")
 
 
 def subfolders(folder: Path) -> list[str]:
@@ -167,31 +137,16 @@ def subfolders(folder: Path) -> list[str]:
 def list_images(tree: Path, names: Sequence[str]) -> list[ImageFile]:
     if missing := [name for name in names if not (tree / name).is_dir()]:
         raise UserError(f"{tree} has no folder {quoted(missing)}")
-    listed = []
-    for label, name in enumerate(names):
-        files = files_below(tree / name)
-        if not files:
-            raise UserError(f"{tree / name} holds no files; fill it or remove it")
-        listed += [ImageFile(label, str(file)) for file in files]
-    return listed
-
-
-def check_test_names(trees: Mapping[str, Path]) -> None:
-    if "test" in trees and (extra := set(subfolders(trees["test"])) - set(subfolders(trees["train"]))):
-        raise UserError(f"{trees['test']} has folders that {trees['train']} lacks: {quoted(sorted(extra))}")
-
-
-def check_fraction(fraction: float, folders: str, has_test: bool) -> None:
-    if not 0 < fraction < 1:
-        raise UserError(f"test_fraction is {fraction}; it must lie between 0 and 1")
-    if folders == "tasks":
-        raise UserError("test_fraction needs folders='classes'; give tasks their own test/ folder")
-    if has_test:
-        raise UserError("test_fraction is given, but the source has a test folder; use one of them")
+    listed = [files_below(tree / name) for name in names]
+    if [] in listed:
+        raise UserError(f"{tree / names[listed.index([])]} holds no files; fill it or remove it")
+    return [ImageFile(label, str(file)) for label, files in enumerate(listed) for file in files]
 
 
 def hold_out(files: Sequence[ImageFile], names: Sequence[str], fraction: float) -> dict[str, list[ImageFile]]:
     """A fraction of 1/k holds out every k-th file of each class; other fractions are spaced as evenly as possible."""
+    if not 0 < fraction < 1:
+        raise UserError(f"test_fraction is {fraction}; it must lie between 0 and 1")
     share = Fraction(fraction).limit_denominator(1000)
     splits: dict[str, list[ImageFile]] = {"train": [], "test": []}
     position = [0] * len(names)

@@ -1,7 +1,5 @@
 """Batches of stored images on the device: indexed there if the whole set fits, else read ahead from the file."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import weakref
@@ -31,12 +29,14 @@ class ImageSource:
     def __init__(self, images: Images, device: torch.device, resident: bool | None = None) -> None:
         self.device = device
         self.labels = torch.from_numpy(np.ascontiguousarray(images.labels))
-        self.resident = fits(images.pixels.nbytes, device) if resident is None else resident
+        if resident is None:  # in half of the free GPU memory; a CPU uses the memory map
+            gpu = device.type == "cuda"
+            resident = gpu and images.pixels.nbytes < torch.cuda.mem_get_info(device)[0] // 2
         self._pixels = images.pixels
-        self._held = torch.from_numpy(np.array(images.pixels)).to(device) if self.resident else None
-        self._file = None if self.resident else open_file(images.pixels)
+        self._held = torch.from_numpy(np.array(images.pixels)).to(device) if resident else None
+        self._file = None if resident else open_file(images.pixels)
         # Copies run on their own CUDA stream. Created once: the caching allocator has a memory pool per stream.
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" and not self.resident else None
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" and not resident else None
 
     def gather(self, indices: Tensor) -> Tensor:
         if self._held is not None:
@@ -90,8 +90,8 @@ class ImageSource:
         return images
 
     def _empty(self, count: int) -> Tensor:
-        shape = (count, *self._pixels.shape[1:])
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        pinned = self.device.type == "cuda"
+        return torch.empty(count, *self._pixels.shape[1:], dtype=torch.uint8, pin_memory=pinned)
 
     def _read(self, indices: Tensor, out: Tensor) -> None:
         if self._file is not None:
@@ -117,10 +117,8 @@ class PixelFile:
                 while done < self.bytes and (read := os.preadv(self.descriptor, [buffer[done:]], offset + done)):
                     done += read
             if done < self.bytes:
-                raise UserError(
-                    f"{self.path} is truncated: it holds {done} of the {self.bytes} bytes of image {row}; "
-                    "`ptlf data verify` checks packed sets"
-                )
+                cut = f"{self.path} is truncated: it holds {done} of the {self.bytes} bytes of image {row}"
+                raise UserError(f"{cut}; `ptlf data verify` checks packed sets")
 
 
 def open_file(pixels: np.ndarray) -> PixelFile | None:
@@ -128,10 +126,3 @@ def open_file(pixels: np.ndarray) -> PixelFile | None:
     if not isinstance(pixels, np.memmap) or not isinstance(pixels.base, mmap.mmap) or pixels.mode != "r":
         return None
     return PixelFile(pixels) if pixels.flags.c_contiguous and hasattr(os, "preadv") else None
-
-
-def fits(size: int, device: torch.device) -> bool:
-    """Images may take half of the free GPU memory. On a CPU the memory map is used, so there is nothing to hold."""
-    if device.type != "cuda":
-        return False
-    return size < torch.cuda.mem_get_info(device)[0] // 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class Stream:
     tasks: tuple[Task, ...]
     eval_splits: tuple[EvalSplit, ...]
     eval_data: Dataset | None  # the images that the eval_splits index
-    class_order: tuple[str, ...] = field(default=())
+    class_order: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -84,16 +84,10 @@ class Stream:
 
     def joint(self) -> Stream:
         """All tasks' images as one task, evaluated on every split: the upper bound of continual learning."""
-        everything = Task(
-            "all tasks",
-            np.sort(np.concatenate([task.train for task in self.tasks])),
-            tuple(c for task in self.tasks for c in task.classes),
-        )
-        return replace(
-            self,
-            tasks=(everything,),
-            eval_splits=tuple(replace(eval_split, since=0) for eval_split in self.eval_splits),
-        )
+        train = np.sort(np.concatenate([task.train for task in self.tasks]))
+        everything = Task("all tasks", train, tuple(c for task in self.tasks for c in task.classes))
+        splits = tuple(replace(eval_split, since=0) for eval_split in self.eval_splits)
+        return replace(self, tasks=(everything,), eval_splits=splits)
 
 
 def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
@@ -101,33 +95,31 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
     if config.groups is not None:
         if config.tasks is not None or config.classes is not None or config.class_order != "natural":
             raise UserError("stream.groups is given; leave out stream.tasks, stream.classes and stream.class_order")
+        if not config.groups or not all(config.groups):
+            raise UserError(f"stream.groups must name at least one class per task, not {config.groups}")
         groups = [tuple(class_number(c, data.names, "groups") for c in group) for group in config.groups]
         order = [c for group in groups for c in group]
-        if not groups or not all(groups):
-            raise UserError(f"stream.groups must name at least one class per task, not {config.groups}")
-        if len(set(order)) != len(order):
-            raise UserError(f"stream.groups names {_repeated(order, data.names)} more than once; name each class once")
+        if repeated := repeats(order, data.names):
+            raise UserError(f"stream.groups names {repeated} more than once; name each class once")
     else:
-        order = class_order(data.names, config, seed)
-        tasks = config.tasks or 1
-        if len(order) % tasks:
-            raise UserError(
-                f"{tasks} tasks do not divide the {len(order)} classes of {data.name}; choose stream.tasks from "
-                f"{_divisors(len(order))}, or name the classes of each task in stream.groups"
-            )
-        per_task = len(order) // tasks
+        order, tasks = class_order(data.names, config, seed), config.tasks or 1
+        per_task, left_over = divmod(len(order), tasks)
+        if left_over:
+            divisors = ", ".join(str(d) for d in range(1, len(order) + 1) if len(order) % d == 0)
+            ways = f"choose stream.tasks from {divisors}, or name the classes of each task in stream.groups"
+            raise UserError(f"{tasks} tasks do not divide the {len(order)} classes of {data.name}; {ways}")
         groups = [tuple(order[start : start + per_task]) for start in range(0, len(order), per_task)]
-    tasks_, eval_splits = [], []
+    made, eval_splits = [], []
     for index, group in enumerate(groups):
         name = ", ".join(data.names[c] for c in group)
-        train = _of(data.train, group, config.per_class)
+        train = indices(data.train, group, config.per_class)
         if len(train) == 0:
             raise UserError(f"task {index + 1} ({name}) of {data.name} has no training images")
-        tasks_.append(Task(name, train, group))
+        made.append(Task(name, train, group))
         if data.test is not None:
-            eval_splits.append(EvalSplit(name, train, _of(data.test, group, config.per_class), since=index))
+            eval_splits.append(EvalSplit(name, train, indices(data.test, group, config.per_class), since=index))
     ordered = tuple(data.names[c] for c in order)
-    return Stream(config.name, data, tuple(tasks_), tuple(eval_splits), data if eval_splits else None, ordered)
+    return Stream(config.name, data, tuple(made), tuple(eval_splits), data if eval_splits else None, ordered)
 
 
 def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:
@@ -135,44 +127,36 @@ def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) ->
     if config.tasks is not None and config.tasks != len(data.names):
         raise UserError(f"stream.tasks is {config.tasks}, but {data.name} has {len(data.names)} task folders")
     if config.classes is not None or config.groups is not None or config.class_order != "natural":
-        raise UserError(
-            f"{data.name} has a folder per task and no classes; leave out stream.classes, stream.groups and "
-            "stream.class_order"
-        )
-    tasks = tuple(Task(name, _of(data.train, (index,), config.per_class)) for index, name in enumerate(data.names))
-    eval_splits: tuple[EvalSplit, ...] = ()
-    if labelled is not None:
-        if labelled.test is None:
-            raise UserError(f"{labelled.name} has no test images; pack it with a test folder or with --test-fraction")
-        if labelled.size != data.size:
-            raise UserError(
-                f"{labelled.name} has images of {labelled.size} px and {data.name} of {data.size} px; "
-                "pack both at one size"
-            )
-        everything = np.arange(len(labelled.train)), np.arange(len(labelled.test))
-        eval_splits = (EvalSplit(labelled.name, *everything, since=0),)
-    return Stream(config.name, data, tasks, eval_splits, labelled)
+        unused = "stream.classes, stream.groups and stream.class_order"
+        raise UserError(f"{data.name} has a folder per task and no classes; leave out {unused}")
+    tasks = tuple(Task(name, indices(data.train, (i,), config.per_class)) for i, name in enumerate(data.names))
+    if labelled is None:
+        return Stream(config.name, data, tasks, (), None)
+    if labelled.test is None:
+        raise UserError(f"{labelled.name} has no test images; pack it with a test folder or with --test-fraction")
+    if labelled.size != data.size:
+        sizes = f"{labelled.name} has images of {labelled.size} px and {data.name} of {data.size} px"
+        raise UserError(f"{sizes}; pack both at one size")
+    exam = EvalSplit(labelled.name, np.arange(len(labelled.train)), np.arange(len(labelled.test)), since=0)
+    return Stream(config.name, data, tasks, (exam,), labelled)
 
 
 def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[int]:
-    count = config.classes or len(names)
+    given, count = config.class_order, config.classes or len(names)
     if count > len(names):
         raise UserError(f"stream.classes is {count}, the data set has {len(names)}")
-    if config.class_order == "natural":
+    if given == "natural":
         return list(range(count))
-    if config.class_order == "seeded":
-        return [int(c) for c in np.random.default_rng(seed).permutation(count)]
-    if isinstance(config.class_order, str):
-        raise UserError(f"stream.class_order must be natural, seeded or a list of classes, not {config.class_order!r}")
-    order = [class_number(c, names, "class_order") for c in config.class_order]
-    if len(set(order)) != len(order):
-        raise UserError(f"stream.class_order repeats {_repeated(order, names)}; name each class once")
+    if given == "seeded":
+        return np.random.default_rng(seed).permutation(count).tolist()
+    if isinstance(given, str):
+        raise UserError(f"stream.class_order must be natural, seeded or a list of classes, not {given!r}")
+    order = [class_number(c, names, "class_order") for c in given]
+    if repeated := repeats(order, names):
+        raise UserError(f"stream.class_order repeats {repeated}; name each class once")
     if config.classes is None and len(order) != len(names):
-        missing = [name for c, name in enumerate(names) if c not in order]
-        raise UserError(
-            f"stream.class_order has {len(order)} classes, the stream has {len(names)}; "
-            f"missing: {', '.join(missing[:8])}"
-        )
+        missing = ", ".join([name for c, name in enumerate(names) if c not in order][:8])
+        raise UserError(f"stream.class_order has {len(order)} classes, the stream has {len(names)}; missing: {missing}")
     if len(order) < count:
         raise UserError(f"stream.class_order names {len(order)} classes, the stream takes {count}")
     return order[:count]
@@ -188,14 +172,10 @@ def class_number(value: str | int, names: Sequence[str], where: str) -> int:
     raise UserError(f"stream.{where} names {value!r}, which is not a class of this stream ({shown})")
 
 
-def _of(images: Images, labels: Sequence[int], per_class: int | None = None) -> np.ndarray:
+def indices(images: Images, labels: Sequence[int], per_class: int | None) -> np.ndarray:
     """Sorted indices of the images with these labels, at most the first `per_class` of each."""
     return np.sort(np.concatenate([np.flatnonzero(images.labels == label)[:per_class] for label in labels]))
 
 
-def _repeated(order: list[int], names: Sequence[str]) -> str:
+def repeats(order: list[int], names: Sequence[str]) -> str:
     return ", ".join(names[c] for c in sorted({c for c in order if order.count(c) > 1}))
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -1,7 +1,5 @@
 """Views by name. To add one: a function of the image size that returns `View`s, in named.py, and a line here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ptlf.core.errors import unknown
@@ -26,16 +24,5 @@ def named_views(name: str, size: int) -> tuple[View, ...]:
     return VIEWS[name](size)
 
 
-__all__ = [
-    "CIFAR_MEAN",
-    "CIFAR_STD",
-    "UNIFORMS_PER_VIEW",
-    "VIEWS",
-    "View",
-    "ViewsConfig",
-    "apply_view",
-    "draw",
-    "make_views",
-    "named_views",
-    "normalise",
-]
+__all__ = ["CIFAR_MEAN", "CIFAR_STD", "UNIFORMS_PER_VIEW", "VIEWS", "View", "ViewsConfig"]
+__all__ += ["apply_view", "draw", "make_views", "named_views", "normalise"]

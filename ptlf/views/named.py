@@ -1,7 +1,5 @@
 """The views of published protocols, as functions of the image size in pixels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from ptlf.core.settings import key
@@ -18,12 +16,15 @@ class ViewsConfig:
     size: int | None = key(None, "side of the views in pixels; null = that of the stored images", least=1)
 
 
+# SimCLR's colours, without its blur.
+COLOURED = View(jitter=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, grey=0.2)
+# CaSSLe's ImageNet-100 views. CaSSLe applies the colour jitter in a fixed order; here it is random, as in torchvision.
+LARGE = replace(COLOURED, crop_scale=(0.08, 1.0), interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
 def lump(size: int) -> tuple[View, ...]:
     """LUMP's two equal views; blur only above 32 px."""
-    view = View(
-        jitter=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, grey=0.2, blur=0.5 if size > 32 else 0.0
-    )
-    return view, view
+    return (replace(COLOURED, blur=0.5 if size > 32 else 0.0),) * 2
 
 
 def memory(size: int) -> tuple[View, ...]:
@@ -33,37 +34,20 @@ def memory(size: int) -> tuple[View, ...]:
 
 
 def supervised(size: int) -> tuple[View, ...]:
-    view = View(padding=4)
-    return view, view
-
-
-# CaSSLe's ImageNet-100 views. CaSSLe applies the colour jitter in a fixed order; here it is random, as in torchvision.
-CASSLE = View(
-    crop_scale=(0.08, 1.0),
-    interpolation="bicubic",
-    jitter=0.8,
-    brightness=0.4,
-    contrast=0.4,
-    saturation=0.2,
-    hue=0.1,
-    grey=0.2,
-    mean=IMAGENET_MEAN,
-    std=IMAGENET_STD,
-)
+    return (View(padding=4),) * 2
 
 
 def cassle_barlow(size: int) -> tuple[View, ...]:
-    return replace(CASSLE, blur=1.0), replace(CASSLE, blur=0.1, solarise=0.2)
+    view = replace(LARGE, saturation=0.2)
+    return replace(view, blur=1.0), replace(view, blur=0.1, solarise=0.2)
 
 
 def cassle_moco(size: int) -> tuple[View, ...]:
     """MoCo v2+: two equal views, without solarisation."""
-    view = replace(CASSLE, saturation=0.4, blur=0.5)
-    return view, view
+    return (replace(LARGE, blur=0.5),) * 2
 
 
 def digits(size: int) -> tuple[View, ...]:
     """For grey digits of 8 to 16 px: no flip, because a mirrored digit is no digit, and no hue."""
     half = (0.5, 0.5, 0.5)
-    view = View(crop_scale=(0.5, 1.0), flip=0.0, jitter=0.8, brightness=0.4, contrast=0.4, mean=half, std=half)
-    return view, view
+    return (View(crop_scale=(0.5, 1.0), flip=0.0, jitter=0.8, brightness=0.4, contrast=0.4, mean=half, std=half),) * 2

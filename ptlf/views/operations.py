@@ -5,8 +5,6 @@ flip, colour jitter, grey, blur, solarise, normalise. Values stay float32 after 
 to 8 bits between steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -15,31 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ptlf.core.errors import UserError
-from ptlf.views.view import ATTEMPTS, COLUMNS, UNIFORMS_PER_VIEW, Triple, View
+from ptlf.views.view import ATTEMPTS, COLUMNS, UNIFORMS_PER_VIEW, Pair, Triple, View
 
+Augment = Callable[[Tensor, Tensor, View, int], Tensor]
 BRIGHTNESS, CONTRAST, SATURATION = 0, 1, 2  # kinds of `blend`
-
-
-def make_views(
-    images: Tensor,
-    uniforms: Tensor,
-    specs: Sequence[View],
-    size: int,
-    augment: Callable[[Tensor, Tensor, View, int], Tensor] | None = None,
-    *,
-    at_once: bool = False,
-) -> list[Tensor]:
-    """images (B, H, W, 3) uint8, uniforms (V, B, UNIFORMS_PER_VIEW) -> V tensors (B, 3, size, size).
-
-    augment: `apply_view`, or a compiled version of it. at_once: views with equal settings are computed in one call.
-    """
-    if len(uniforms) != len(specs):
-        raise ValueError(f"there are {len(specs)} views, uniforms were drawn for {len(uniforms)}")
-    augment = augment or apply_view
-    if at_once and all(view == specs[0] for view in specs):
-        copies = images.repeat(len(specs), 1, 1, 1)
-        return list(augment(copies, uniforms.flatten(0, 1), specs[0], size).chunk(len(specs)))
-    return [augment(images, u, view, size) for u, view in zip(uniforms, specs, strict=True)]
 
 
 @torch.no_grad()
@@ -58,8 +35,23 @@ def apply_view(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
     if view.blur and kernel > 1:
         x = torch.where(happens(u, "blur", view.blur), blur(x, between(u, "sigma", *view.blur_sigma), kernel), x)
     if view.solarise:
-        x = torch.where(happens(u, "solarise", view.solarise), solarise(x), x)
+        x = torch.where(happens(u, "solarise", view.solarise) & (x >= 0.5), 1 - x, x)
     return standardise(x, view.mean, view.std)
+
+
+def make_views(
+    images: Tensor, u: Tensor, specs: Sequence[View], size: int, augment: Augment = apply_view, *, at_once: bool = False
+) -> list[Tensor]:
+    """images (B, H, W, 3) uint8, u (V, B, UNIFORMS_PER_VIEW) -> V tensors (B, 3, size, size).
+
+    augment: `apply_view`, or a compiled version of it. at_once: views with equal settings are computed in one call.
+    """
+    if len(u) != len(specs):
+        raise ValueError(f"there are {len(specs)} views, uniforms were drawn for {len(u)}")
+    if at_once and all(view == specs[0] for view in specs):
+        copies = images.repeat(len(specs), 1, 1, 1)
+        return list(augment(copies, u.flatten(0, 1), specs[0], size).chunk(len(specs)))
+    return [augment(images, row, view, size) for row, view in zip(u, specs, strict=True)]
 
 
 @torch.no_grad()
@@ -111,22 +103,19 @@ def pick(uniform: Tensor, choices: Tensor | int) -> Tensor:
 def crop(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
     """(B, H, W, 3) uint8 -> (B, 3, size, size) in [0, 1]: cropped, resized and flipped."""
     height, width = images.shape[1:3]
-    flip = column(u, "flip") < view.flip
     if view.padding:
         top, left = padded_corner(u, height, width, view.padding, size)
-        rows, columns = shift_matrix(top, height, size), shift_matrix(left, width, size, flip)
+        h = w = torch.full_like(top, size)
     else:
         top, left, h, w = crop_boxes(u, height, width, view.crop_scale, view.crop_ratio)
-        rows = resample_matrix(top, h, height, size, view.interpolation)
-        columns = resample_matrix(left, w, width, size, view.interpolation, flip)
+    rows = resample_matrix(top, h, height, size, view.interpolation)
+    columns = resample_matrix(left, w, width, size, view.interpolation, column(u, "flip") < view.flip)
     # Scaled to [0, 1] only afterwards: levels 0..255 are exact inputs, also where the GPU multiplies in TF32.
     x = separable(images.permute(0, 3, 1, 2), rows, columns, clamp=view.interpolation == "bicubic")
     return torch.mul(x, 1 / 255).contiguous()
 
 
-def crop_boxes(
-    u: Tensor, height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def crop_boxes(u: Tensor, height: int, width: int, scale: Pair, ratio: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """top, left, height, width of each crop: (B,) integers as floats.
 
     Like torchvision's RandomResizedCrop: the first of ten attempts that fits into the image, else the largest centred
@@ -135,7 +124,7 @@ def crop_boxes(
     area = height * width * (scale[0] + (scale[1] - scale[0]) * u[:, :ATTEMPTS])
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
     aspect = torch.exp(log_low + (log_high - log_low) * u[:, ATTEMPTS : 2 * ATTEMPTS])
-    last_h, last_w = fallback_box(height, width, ratio)
+    last_h, last_w = min(height, round(width / ratio[0])), min(width, round(height * ratio[1]))
     h = F.pad((area / aspect).sqrt().round(), (0, 1), value=last_h)  # (B, 11), the last column is the fallback
     w = F.pad((area * aspect).sqrt().round(), (0, 1), value=last_w)
     fits = (h > 0) & (h <= height) & (w > 0) & (w <= width)
@@ -147,24 +136,12 @@ def crop_boxes(
     return top, left, h, w
 
 
-def fallback_box(height: int, width: int, ratio: tuple[float, float]) -> tuple[int, int]:
-    if width / height < ratio[0]:
-        return round(width / ratio[0]), width
-    if width / height > ratio[1]:
-        return height, round(height * ratio[1])
-    return height, width
-
-
 def padded_corner(u: Tensor, height: int, width: int, padding: int, size: int) -> tuple[Tensor, Tensor]:
     """Top and left of a `size` crop from the padded image, in coordinates of the unpadded image (may be negative)."""
     slack = [side + 2 * padding - size for side in (height, width)]
     if min(slack) < 0:
         raise UserError(f"{height}x{width} images padded by {padding} hold no crop of {size}: lower the size")
     return pick(column(u, "top"), slack[0] + 1) - padding, pick(column(u, "left"), slack[1] + 1) - padding
-
-
-def triangle(t: Tensor) -> Tensor:
-    return (1 - t.abs()).clamp_min(0)
 
 
 def cubic(t: Tensor) -> Tensor:
@@ -175,7 +152,7 @@ def cubic(t: Tensor) -> Tensor:
     return torch.where(t < 1, near, far * (t < 2))
 
 
-KERNELS: dict[str, Callable[[Tensor], Tensor]] = {"bilinear": triangle, "bicubic": cubic}
+KERNELS: dict[str, Callable[[Tensor], Tensor]] = {"bilinear": lambda t: (1 - t.abs()).clamp_min(0), "bicubic": cubic}
 
 
 def resample_matrix(
@@ -184,27 +161,17 @@ def resample_matrix(
     """(B, size_out, size_in) weights that resize the pixels [start, start + length) to size_out, mirrored where `flip`.
 
     Pillow's weights for a crop followed by a resize: half-pixel centres, a kernel widened when shrinking, no pixels
-    from outside the crop, rows that sum to 1.
+    from outside the crop, rows that sum to 1. Rows outside the image, where it is padded, are 0.
     """
     step = (length / size_out)[:, None, None]
-    centre = (positions(size_out, flip, start) + 0.5)[:, :, None] * step  # pixels from the crop's edge
+    position = torch.arange(size_out, device=start.device, dtype=torch.float32)[None]  # (B or 1, size_out)
+    if flip is not None:
+        position = torch.where(flip[:, None], size_out - 1 - position, position)
+    centre = (position + 0.5)[:, :, None] * step  # pixels from the crop's edge
     pixel = (torch.arange(size_in, device=start.device) + 0.5 - start[:, None])[:, None, :]
     weight = KERNELS[interpolation]((pixel - centre) / step.clamp_min(1))
     weight = weight * ((pixel > 0) & (pixel < length[:, None, None]))
-    return weight / weight.sum(dim=2, keepdim=True)
-
-
-def shift_matrix(start: Tensor, size_in: int, size_out: int, flip: Tensor | None = None) -> Tensor:
-    """(B, size_out, size_in) 0/1 matrix that selects the pixels [start, start + size_out); zero outside the image."""
-    source = positions(size_out, flip, start) + start[:, None]
-    pixel = torch.arange(size_in, device=start.device)
-    return (source[:, :, None] == pixel).float()
-
-
-def positions(size: int, flip: Tensor | None, like: Tensor) -> Tensor:
-    """(B or 1, size): 0 .. size - 1, reversed where `flip`."""
-    forward = torch.arange(size, device=like.device, dtype=torch.float32)[None]
-    return forward if flip is None else torch.where(flip[:, None], size - 1 - forward, forward)
+    return weight / weight.sum(dim=2, keepdim=True).clamp_min(1e-6)
 
 
 def separable(x: Tensor, rows: Tensor, columns: Tensor, clamp: bool = False) -> Tensor:
@@ -225,13 +192,10 @@ def separable(x: Tensor, rows: Tensor, columns: Tensor, clamp: bool = False) -> 
 
 def enlarge(x: Tensor, size: int) -> Tensor:
     """(B, C, H, W) resized bilinearly so that the short side is `size`; the aspect ratio is kept."""
-    matrices = []
-    for side in x.shape[2:]:
-        length = torch.full((1,), float(side), device=x.device)
-        side_out = side * size // min(x.shape[2:])
-        matrix = resample_matrix(length * 0, length, side, side_out, "bilinear")
-        matrices.append(matrix.expand(len(x), -1, -1))
-    return separable(x, matrices[0], matrices[1])
+    start, short = torch.zeros(len(x), device=x.device), min(x.shape[2:])
+    sides = [(side, side * size // short) for side in x.shape[2:]]
+    rows, columns = (resample_matrix(start, start + old, old, new, "bilinear") for old, new in sides)
+    return separable(x, rows, columns)
 
 
 # ---------------------------------------------------------------- colour
@@ -264,14 +228,15 @@ def jitter_in_order(x: Tensor, factors: Tensor, shift: Tensor | None, hue_positi
     """
     factors = factors.gather(1, kinds)
     if shift is None:
-        for slot in range(3):
-            x = blend(x, factors[:, slot], kinds[:, slot])
-        return x
+        return blends(x, factors, kinds)
+    before = torch.arange(3, device=x.device) < hue_position[:, None]  # (B, 3)
+    x = shift_hue(blends(x, torch.where(before, factors, 1.0), kinds), shift)
+    return blends(x, torch.where(before, 1.0, factors), kinds)
+
+
+def blends(x: Tensor, factors: Tensor, kinds: Tensor) -> Tensor:
     for slot in range(3):
-        x = blend(x, torch.where(slot < hue_position, factors[:, slot], 1.0), kinds[:, slot])
-    x = shift_hue(x, shift)
-    for slot in range(3):
-        x = blend(x, torch.where(slot >= hue_position, factors[:, slot], 1.0), kinds[:, slot])
+        x = blend(x, factors[:, slot], kinds[:, slot])
     return x
 
 
@@ -296,28 +261,18 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     chroma = high - low
     scale = 1 / torch.where(chroma > 0, chroma, 1.0)
     # Hue in sixths of a turn: 0 red, 2 green, 4 blue.
-    from_red, from_green, from_blue = green - blue, blue - red, red - green
-    hue = torch.where(high == green, from_green * scale + 2, from_blue * scale + 4)
-    hue = torch.where(high == red, from_red * scale, hue) + 6 * shift[:, None, None]
+    hue = torch.where(high == green, (blue - red) * scale + 2, (red - green) * scale + 4)
+    hue = torch.where(high == red, (green - blue) * scale, hue) + 6 * shift[:, None, None]
     hue = hue - 6 * (hue / 6).floor()
-    red = ((hue - 3).abs_() - 1).clamp_(0, 1)
-    green = (2 - (hue - 2).abs_()).clamp_(0, 1)
-    blue = (2 - (hue - 4).abs_()).clamp_(0, 1)
-    return torch.addcmul(low[:, None], torch.stack((red, green, blue), dim=1), chroma[:, None])
-
-
-def solarise(x: Tensor) -> Tensor:
-    return torch.where(x >= 0.5, 1 - x, x)
+    channels = ((hue - 3).abs_() - 1, 2 - (hue - 2).abs_(), 2 - (hue - 4).abs_())
+    return torch.addcmul(low[:, None], torch.stack(channels, dim=1).clamp_(0, 1), chroma[:, None])
 
 
 def standardise(x: Tensor, mean: Triple, std: Triple) -> Tensor:
-    scale = constant([1 / s for s in std], x)
-    return torch.addcmul(constant([-m / s for m, s in zip(mean, std, strict=True)], x), x, scale)
-
-
-def constant(values: Sequence[float], like: Tensor) -> Tensor:
-    """(C, 1, 1), filled on the device: a copy from the host cannot be captured in a CUDA graph."""
-    return torch.cat([torch.full((1, 1, 1), value, device=like.device) for value in values])
+    """(x - mean) / std per channel. Filled on the device: a copy from the host cannot be captured in a CUDA graph."""
+    offsets = [torch.full((1, 1, 1), -m / s, device=x.device) for m, s in zip(mean, std, strict=True)]
+    scales = [torch.full((1, 1, 1), 1 / s, device=x.device) for s in std]
+    return torch.addcmul(torch.cat(offsets), x, torch.cat(scales))
 
 
 # ---------------------------------------------------------------- blur
@@ -343,6 +298,6 @@ def blur_matrix(sigma: Tensor, size: int, kernel: int) -> Tensor:
     i, j, last = pixel[:, None], pixel[None, :], size - 1
     zero = radius + 1  # index of the tap that is 0
     direct = (i - j).abs().clamp_max(zero)
-    mirrored_start = torch.where(j > 0, i + j, zero).clamp_max(zero)
-    mirrored_end = torch.where(j < last, 2 * last - i - j, zero).clamp_max(zero)
-    return taps[:, direct] + taps[:, mirrored_start] + taps[:, mirrored_end]
+    at_start = torch.where(j > 0, i + j, zero).clamp_max(zero)
+    at_end = torch.where(j < last, 2 * last - i - j, zero).clamp_max(zero)
+    return taps[:, direct] + taps[:, at_start] + taps[:, at_end]

@@ -1,15 +1,15 @@
 """View, the settings of one augmentation, and the uniforms from which it is computed."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ptlf.core.errors import UserError, unknown
 
+Pair = tuple[float, float]
 Triple = tuple[float, float, float]
 Interpolation = Literal["bilinear", "bicubic"]
 
@@ -17,9 +17,8 @@ CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2615)
 
 # Columns of one row of uniforms: the areas of all crop attempts, their aspect ratios, then one column per name.
 ATTEMPTS = 10
-CROP = ("top", "left", "flip")
-COLOUR = ("jitter", "order", "brightness", "contrast", "saturation", "hue", "grey")
-NAMES = (*CROP, *COLOUR, "blur", "sigma", "solarise")
+JITTER = ("jitter", "order", "brightness", "contrast", "saturation", "hue")
+NAMES = ("top", "left", "flip", *JITTER, "grey", "blur", "sigma", "solarise")
 COLUMNS = {name: 2 * ATTEMPTS + i for i, name in enumerate(NAMES)}
 UNIFORMS_PER_VIEW = 2 * ATTEMPTS + len(NAMES)
 
@@ -28,8 +27,8 @@ UNIFORMS_PER_VIEW = 2 * ATTEMPTS + len(NAMES)
 class View:
     """Settings of one view. A probability or strength of 0 skips the step."""
 
-    crop_scale: tuple[float, float] = (0.2, 1.0)  # fraction of the image's area
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
+    crop_scale: Pair = (0.2, 1.0)  # fraction of the image's area
+    crop_ratio: Pair = (3 / 4, 4 / 3)  # width / height
     interpolation: Interpolation = "bilinear"
     padding: int = 0  # pixels; > 0: crop `size` from the zero-padded image instead of a random resized crop
     flip: float = 0.5  # probability
@@ -40,29 +39,28 @@ class View:
     hue: float = 0.0  # in turns of the colour circle
     grey: float = 0.0  # probability
     blur: float = 0.0  # probability
-    blur_sigma: tuple[float, float] = (0.1, 2.0)  # pixels
+    blur_sigma: Pair = (0.1, 2.0)  # pixels
     blur_kernel: int | None = None  # taps; None: size // 20 * 2 + 1
     solarise: float = 0.0  # probability
     mean: Triple = CIFAR_MEAN
     std: Triple = CIFAR_STD
 
     def __post_init__(self) -> None:
-        for name in ("flip", "jitter", "grey", "blur", "solarise"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name} is a probability, between 0 and 1; got {getattr(self, name)}")
-        for name in ("crop_scale", "crop_ratio", "blur_sigma"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high:
-                raise UserError(f"{name} is a range (low, high) with 0 < low <= high; got ({low}, {high})")
-        for name in ("brightness", "contrast", "saturation", "padding"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} must not be negative; got {getattr(self, name)}")
-        if not 0 <= self.hue <= 0.5:
-            raise UserError(f"hue is a strength between 0 and 0.5 turns; got {self.hue}")
+        for names, valid, rule in RULES:
+            for name in names.split():
+                if not valid(getattr(self, name)):
+                    raise UserError(f"{name} {rule}; got {getattr(self, name)}")
         if self.interpolation not in get_args(Interpolation):
             raise unknown("interpolation", self.interpolation, get_args(Interpolation))
-        if self.blur_kernel is not None and (self.blur_kernel < 1 or self.blur_kernel % 2 == 0):
-            raise UserError(f"blur_kernel must be odd and positive, or left out; got {self.blur_kernel}")
+
+
+RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("flip jitter grey blur solarise", lambda p: 0 <= p <= 1, "is a probability, between 0 and 1"),
+    ("crop_scale crop_ratio blur_sigma", lambda r: 0 < r[0] <= r[1], "is a range (low, high) with 0 < low <= high"),
+    ("brightness contrast saturation padding", lambda value: value >= 0, "must not be negative"),
+    ("hue", lambda hue: 0 <= hue <= 0.5, "is a strength between 0 and 0.5 turns"),
+    ("blur_kernel", lambda k: k is None or (k > 0 and k % 2 == 1), "must be odd and positive, or left out"),
+)
 
 
 def draw(batch: int, generator: torch.Generator, views: int = 2) -> Tensor:

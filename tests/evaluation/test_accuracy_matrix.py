@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ptlf import evaluation as e
+from ptlf.evaluation import accuracy_matrix as e
 
 HAND = [[90, None, None], [85, 80, None], [88, 70, 95]]
 

@@ -14,8 +14,7 @@ from PIL import Image
 from torch import nn
 
 from ptlf.evaluation import gallery as module
-from ptlf.evaluation.gallery import Gallery, pick_queries, spread
-from ptlf.evaluation.sprite import sprite
+from ptlf.evaluation.gallery import Gallery, pick_queries, spread, sprite
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, Task

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ptlf.core.errors import UserError
-from ptlf.evaluation import knn_accuracy, knn_predict
+from ptlf.evaluation.knn import knn_accuracy, knn_predict
 
 
 def naive(bank, labels, queries, k, temperature, classes):

@@ -6,8 +6,7 @@ import torch
 from sklearn.linear_model import LogisticRegression, Ridge
 
 from ptlf.cli import main
-from ptlf.evaluation.linear import LinearConfig, linear_fit
-from ptlf.evaluation.ridge import RidgeConfig, ridge_fit
+from ptlf.evaluation.linear import LinearConfig, RidgeConfig, linear_fit, ridge_fit
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.loop import Run
 

@@ -6,7 +6,7 @@ import torch
 
 from ptlf.core.errors import UserError
 from ptlf.encoders.resnet import BasicBlock, ResNet
-from ptlf.evaluation import knn_accuracy
+from ptlf.evaluation.knn import knn_accuracy
 from ptlf.methods.pnn import Columns
 from ptlf.run.loop import Run
 

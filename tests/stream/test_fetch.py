@@ -20,10 +20,9 @@ import pytest
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.archives import CIFAR10_NAMES, cifar_batch, unpickle
+from ptlf.stream.archives import CIFAR10_NAMES, IMAGENET100_WNIDS, SOURCES, cifar_batch, unpickle
 from ptlf.stream.fetch import get
 from ptlf.stream.pack import data_root, list_packs, open_pack
-from ptlf.stream.sources import IMAGENET100_WNIDS, SOURCES
 
 RNG = np.random.default_rng(0)
 PER_BATCH = 4
@@ -121,7 +120,7 @@ def put_archive(name: str, content: bytes, monkeypatch: pytest.MonkeyPatch, url:
     """Make `content` the official archive of the data set `name`."""
     archive = SOURCES[name].archive
     assert archive is not None
-    archive = replace(archive, url=url or archive.url, md5=hashlib.md5(content).hexdigest())
+    archive = replace(archive, at=url or archive.at, checksum=hashlib.md5(content).hexdigest())
     monkeypatch.setitem(SOURCES, name, replace(SOURCES[name], archive=archive, **changes))  # type: ignore[arg-type]
 
 
@@ -134,7 +133,7 @@ def cifar(server: Server, monkeypatch: pytest.MonkeyPatch) -> Cifar:
     integrity = "sha512-" + base64.b64encode(hashlib.sha512(made.npm()).digest()).decode()
     npm = SOURCES["cifar10"].npm
     assert npm is not None
-    monkeypatch.setitem(SOURCES, "cifar10", replace(SOURCES["cifar10"], npm=replace(npm, integrity=integrity)))
+    monkeypatch.setitem(SOURCES, "cifar10", replace(SOURCES["cifar10"], npm=replace(npm, checksum=integrity)))
     put_archive("cifar10", archive, monkeypatch, url=f"http://127.0.0.1:{server.server_port}/cifar-10-python.tar.gz")
     for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(variable, raising=False)
@@ -224,7 +223,7 @@ def test_wrong_checksum(tmp_path: Path, cifar: Cifar, server: Server, start: byt
         put_part(tmp_path, start)
     else:
         server.files["/cifar-10-python.tar.gz"] += b"x"
-    with pytest.raises(UserError, match=f"has md5 [0-9a-f]{{32}}, {SOURCES['cifar10'].archive.md5} is expected"):
+    with pytest.raises(UserError, match=f"has md5 [0-9a-f]{{32}}, {SOURCES['cifar10'].archive.checksum} is expected"):
         get("cifar10", tmp_path, via="archive", progress=False)
     assert os.listdir(tmp_path) == []
 

@@ -17,7 +17,7 @@ from ptlf.run.loop import Run
 from ptlf.stream import loading
 from ptlf.stream.datasets import digits
 from ptlf.stream.loading import AHEAD, ImageSource
-from ptlf.stream.pack import write_pack
+from ptlf.stream.pack import Pack, write_pack
 from ptlf.stream.task import Images
 from ptlf.training.process import Stopped
 
@@ -191,8 +191,9 @@ def packed_run(root: Path, resident: bool, out: Path | None = None, **more) -> R
 @pytest.fixture
 def numbers(tmp_path) -> Path:
     data = digits()
-    splits = {"train": (data.train.pixels, data.train.labels), "test": (data.test.pixels, data.test.labels)}
-    write_pack(tmp_path, "numbers", names=data.names, folders="classes", splits=splits, size=data.size)
+    parts = {"train": data.train, "test": data.test}
+    chunks = {split: (len(part), [(part.pixels, part.labels)]) for split, part in parts.items()}
+    write_pack(Pack(tmp_path / "numbers", data.size, "classes", data.names), chunks)
     return tmp_path
 
 

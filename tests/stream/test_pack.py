@@ -15,6 +15,7 @@ import pytest
 
 from ptlf.core.errors import UserError
 from ptlf.stream import pack as packing
+from ptlf.stream.folders import pack_folder
 from ptlf.stream.pack import list_packs, natural, open_pack, verify_pack, write_pack
 
 RNG = np.random.default_rng(0)
@@ -25,15 +26,18 @@ def arrays(count: int = 6, size: int = 4) -> tuple[np.ndarray, np.ndarray]:
 
 
 def small_pack(root: Path, name: str = "set", **options: object) -> packing.Pack:
-    return write_pack(root, name, names=["a", "b"], folders="classes", splits={"train": arrays()}, size=4, **options)
+    return write_pack(described(root / name), {"train": (6, [arrays()])}, **options)
 
 
-def test_arrays_and_streams_give_the_same_files(tmp_path: Path) -> None:
+def described(path: Path) -> packing.Pack:
+    return packing.Pack(path, size=4, folders="classes", names=("a", "b"))
+
+
+def test_one_chunk_and_several_give_the_same_files(tmp_path: Path) -> None:
     images, labels = arrays(7)
     chunks = ((images[i : i + 3], labels[i : i + 3]) for i in (0, 3, 6))
-    common = {"names": ["a", "b"], "folders": "classes", "size": 4}
-    whole = write_pack(tmp_path, "whole", splits={"train": (images, labels)}, **common)
-    streamed = write_pack(tmp_path, "streamed", splits={"train": (7, chunks)}, **common)
+    whole = write_pack(described(tmp_path / "whole"), {"train": (7, [(images, labels)])})
+    streamed = write_pack(described(tmp_path / "streamed"), {"train": (7, chunks)})
     assert whole.splits == streamed.splits
     assert np.array_equal(streamed.images("train"), images) and isinstance(streamed.images("train"), np.memmap)
     assert np.array_equal(streamed.labels("train"), labels) and streamed.labels("train").dtype == np.int64
@@ -44,7 +48,7 @@ def test_arrays_and_streams_give_the_same_files(tmp_path: Path) -> None:
 
 def test_count_must_be_kept(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="announced 9 images, but 6 arrived"):
-        write_pack(tmp_path, "s", names=["a", "b"], folders="classes", size=4, splits={"train": (9, iter([arrays()]))})
+        write_pack(described(tmp_path / "s"), {"train": (9, iter([arrays()]))})
     assert os.listdir(tmp_path) == []
 
 
@@ -69,7 +73,9 @@ def test_a_folder_that_is_no_pack_is_never_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "../up", ".hidden", "a/b"])
 def test_bad_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="cannot name"):
-        small_pack(tmp_path, name)
+        pack_folder(tmp_path, tmp_path, name, size=4)
+    with pytest.raises(UserError, match="cannot name"):
+        open_pack(tmp_path, name)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -80,17 +86,18 @@ def test_interrupted_pack_leaves_nothing(tmp_path: Path, error: type[BaseExcepti
         raise error
 
     with pytest.raises(error):
-        write_pack(tmp_path, "s", names=["a", "b"], folders="classes", size=4, splits={"train": (12, chunks())})
+        write_pack(described(tmp_path / "s"), {"train": (12, chunks())})
     assert os.listdir(tmp_path) == []
 
 
 KILLED = """
 import os, signal, sys, numpy as np
-from ptlf.stream.pack import write_pack
+from pathlib import Path
+from ptlf.stream.pack import Pack, write_pack
 def chunks():
     yield np.zeros((6, 4, 4, 3), np.uint8), np.zeros(6, np.int64)
     os.kill(os.getpid(), signal.SIGKILL)
-write_pack(sys.argv[1], "set", names=["a"], folders="classes", size=4, splits={"train": (12, chunks())})
+write_pack(Pack(Path(sys.argv[1], "set"), 4, "classes", ("a",)), {"train": (12, chunks())})
 """
 
 
@@ -120,7 +127,7 @@ def test_two_packs_of_one_name_at_once(tmp_path: Path) -> None:
         small_pack(tmp_path, "other")
         yield arrays()
 
-    write_pack(tmp_path, "set", names=["a", "b"], folders="classes", size=4, splits={"train": (6, chunks())})
+    write_pack(described(tmp_path / "set"), {"train": (6, chunks())})
     assert sorted(os.listdir(tmp_path)) == ["other", "set"]
 
 
