@@ -16,6 +16,7 @@ from test_every_key import another, cases, outcome
 from ptlf.cli import keys_help, main
 from ptlf.core.errors import UserError
 from ptlf.core.registry import Registry
+from ptlf.core.settings import nested
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.freezing import POLICIES
@@ -60,6 +61,14 @@ CHOSEN = {
     "device": "cpu",
 }
 RECIPE = "stripes/align/shrink"
+QUICK = {
+    "encoder": "conftest:tiny_encoder",
+    "stream.groups": [[0, 1], [2, 3]],
+    "stream.per_class": 20,
+    "training.epochs": 1,
+    "training.batch": 16,
+    "device": "cpu",
+}
 
 
 def words(settings: dict[str, Any]) -> list[str]:
@@ -115,6 +124,14 @@ def test_registered_members_are_listed_with_their_keys(capsys) -> None:
     for key in KEYS:
         assert f"\n  --{key} " in helped
     assert "align: weight of the term that keeps features apart" in helped
+
+
+def test_a_probe_may_be_named_by_its_module(tmp_path, capsys) -> None:
+    run = ["train", "--recipe", "digits/simsiam/finetune", "--out", str(tmp_path / "run"), *words(QUICK)]
+    assert main([*run, "--probes.plugin_members:Centroid.enabled", "true"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--probe", "plugin_members:Centroid"]) == 0
+    assert "centroid: accuracy in %" in capsys.readouterr().out
+    assert nested("probes.a.b:C.k", 1) == {"probes": {"a.b:C": {"k": 1}}}
 
 
 @pytest.mark.usefixtures("registered")

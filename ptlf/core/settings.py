@@ -164,8 +164,13 @@ def _merge_section(meta: Mapping[str, Any], old: Any, new: Any) -> Any:
 
 
 def nested(dotted: str, value: Any) -> dict[str, Any]:
-    """`nested("a.b", 1)` -> {"a": {"b": 1}}."""
-    for name in reversed(dotted.split(".")):
+    """`nested("a.b", 1)` -> {"a": {"b": 1}}. A member such as "package.module:Name" is one name."""
+    section, dot, module = dotted.partition(":")[0].partition(".")
+    names = dotted.split(".")
+    if ":" in dotted and dot:
+        member, *rest = dotted.removeprefix(f"{section}.{module}:").split(".")
+        names = [section, f"{module}:{member}", *rest]
+    for name in reversed(names):
         value = {name: value}
     return typing.cast("dict[str, Any]", value)
 

@@ -57,7 +57,8 @@ class Prober:
 
     def choose(self, names: Sequence[str]) -> None:
         """Use only these probes, enabled or not."""
-        self.probes = [PROBES.find(name)(self.settings_by_name[name]) for name in names]
+        kinds = {name: PROBES.find(name) for name in names}
+        self.probes = [kind(self.settings_by_name.get(name) or kind.Config()) for name, kind in kinds.items()]
         banks = [(len(split.bank), split.since) for split in self.stream.eval_splits]
         smallest = {OWN: min(size for size, _ in banks), SEEN: sum(size for size, since in banks if since == 0)}
         for probe in self.probes:
