@@ -18,7 +18,7 @@ from ptlf.core.batch import Batch
 from ptlf.core.errors import UserError
 from ptlf.core.randomness import Randomness
 from ptlf.core.settings import key, section
-from ptlf.freezing.correlation import unchanged
+from ptlf.freezing.units import unchanged
 from ptlf.methods import Method
 from ptlf.model import Model
 from ptlf.stream.loading import ImageSource
