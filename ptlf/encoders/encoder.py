@@ -5,8 +5,6 @@ One with the attribute `segmented` takes a second argument, `call`, and runs its
 they are then compiled one by one, with few variants each, however units freeze.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +46,8 @@ def feature_dim(encoder: nn.Module, image_size: int) -> int:
     with torch.no_grad():
         features = encoder(image)
     encoder.train(was_training)
-    if not isinstance(features, torch.Tensor) or features.ndim != 2:
-        shape = tuple(features.shape) if isinstance(features, torch.Tensor) else type(features).__name__
+    if not isinstance(features, Tensor) or features.ndim != 2:
+        shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise ValueError(f"an encoder must map images to vectors (B, dim); {type(encoder).__name__} gave {shape}")
     return features.shape[1]
 

@@ -1,7 +1,5 @@
 """Finetune: the objective alone, task after task. Multitask: the objective alone, on all tasks at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ptlf.methods.method import Method, MethodConfig

@@ -6,8 +6,6 @@ the model's. Everything that a method needs to go on after a break is in its `st
 again for a task that goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +39,8 @@ class Method(nn.Module):
     def __init__(self, config: MethodConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         """`memory` is there when the method or the freezing needs one; `generator` is the method's own randomness."""
         super().__init__()
-        self.memory = memory
-        self.generator = generator
+        self.config: Any = config
+        self.memory, self.generator = memory, generator
         self.task = 0
 
     @staticmethod

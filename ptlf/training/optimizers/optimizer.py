@@ -1,7 +1,5 @@
 """The optimizer's contract: settings, and the `torch.optim.Optimizer` made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
