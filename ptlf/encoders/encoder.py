@@ -50,7 +50,3 @@ def feature_dim(encoder: nn.Module, image_size: int) -> int:
         shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise ValueError(f"an encoder must map images to vectors (B, dim); {type(encoder).__name__} gave {shape}")
     return features.shape[1]
-
-
-def call_module(module: nn.Module, x: Tensor) -> Tensor:
-    return module(x)

@@ -31,8 +31,10 @@ class _FrozenConv2d(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-        return F.conv2d(x, weight, bias, *settings)
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, dilation: Pair, groups: int
+    ) -> Tensor:
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

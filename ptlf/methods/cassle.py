@@ -27,6 +27,7 @@ class Cassle(Method):
 
     Config = CassleConfig
     distills = True
+    step_kinds = 2
 
     def __init__(self, config: CassleConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)
@@ -41,9 +42,6 @@ class Cassle(Method):
         super().begin_task(index, model)
         self.previous.copy(model.encoder, model.objective.projector)
 
-    def branch(self) -> str:
-        return "later task" if self.task else "first task"
-
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         projected = model.project(model.encode(batch.mixed))
         losses = {"ssl": model.compare(projected, batch)}
@@ -56,15 +54,9 @@ class Cassle(Method):
         return model.objective.distill(each_view(self.predictor, projected), old)
 
 
-@dataclass
-class PFRConfig(CassleConfig):
-    name: str = "pfr"
-
-
 class PFR(Cassle):
     """PFR: predicted features against the previous encoder's, by negative cosine, whatever the objective."""
 
-    Config = PFRConfig
     distills = False
 
     def width(self, model: Model) -> int:

@@ -24,6 +24,7 @@ class DER(Method):
 
     Config = DERConfig
     needs_memory = True
+    step_kinds = 1
     needs_outputs = True
 
     memory: Memory
@@ -31,9 +32,6 @@ class DER(Method):
     def draw(self, batch: int) -> dict[str, Tensor]:
         filled = torch.tensor(len(self.memory) > 0)
         return {**self.memory.draw(batch, self.generator), "filled": filled, **super().draw(batch)}
-
-    def branch(self) -> str:
-        return "every task"
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         picks, filled = batch.draws["picks"], batch.draws["filled"]

@@ -23,13 +23,11 @@ class Lump(Method):
 
     Config = LumpConfig
     needs_memory = True
+    step_kinds = 1  # whether a step mixes is in lam
     mixes_images = True
     baseline = True
 
     memory: Memory
-
-    def branch(self) -> str:
-        return "every task"  # whether a step mixes is in lam
 
     def draw(self, batch: int) -> dict[str, Tensor]:
         draws, lam = self.memory.draw(batch, self.generator), beta(self.config.alpha, self.generator)

@@ -29,15 +29,13 @@ class SI(Method):
     """
 
     Config = SIConfig
+    step_kinds = 2
 
     def __init__(self, config: SIConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)
         self.path = state_like(model.encoder, torch.zeros_like)  # this task's sum of lr * grad^2
         self.importance = state_like(model.encoder, torch.zeros_like)
         self.anchor = state_like(model.encoder, torch.clone)
-
-    def branch(self) -> str:
-        return "later task" if self.task else "first task"
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         losses = super().losses(model, batch)

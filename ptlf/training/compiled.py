@@ -5,8 +5,6 @@ encoders are compiled once for every set of frozen units; the compiled code is r
 by the compiler's own cache on disk.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import MethodType

@@ -5,8 +5,6 @@ equal parts, each normalised by its own statistics. Reductions start at the end 
 before has left its last rows in the cache. They add in a fixed order, so that a repeated step gives the same bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -294,9 +292,16 @@ def pack(x: Tensor) -> Tensor:
     return bits
 
 
+def arrived(grad: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the two consumers, of which one may have sent none: the first is always there."""
+    if grad is None:
+        grad, other = other, None
+    assert grad is not None
+    return channels_last(grad), None if other is None else channels_last(other)
+
+
 def masked(grad: Tensor, other: Tensor | None, source: Tensor, mask: int) -> Tensor:
     """grad, or grad + other, where the ReLU's output is positive, else 0."""
-    grad, other = channels_last(grad), None if other is None else channels_last(other)
     out = torch.empty_like(grad)
     grid = (blocks_of(grad.numel(), 4096),)
     _mask[grid](grad, grad if other is None else other, source, out, grad.numel(), mask, other is not None, BLOCK=4096)
@@ -347,17 +352,9 @@ class _NormReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        residual: Tensor | None,
-        extra: Tensor | None,
-        norm: nn.BatchNorm2d,
-        views: int,
-        relu: bool,
-        as_bits: bool,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, extra: Tensor | None,
+        norm: nn.BatchNorm2d, views: int, relu: bool, as_bits: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, residual = channels_last(x), None if residual is None else channels_last(residual)
         tiles, small = Tiles(x, views, 4096), Tiles(x, views, 2048)
         mean, inv_std = torch.empty(2, views, tiles.channels, device=x.device)
@@ -384,10 +381,7 @@ class _NormReLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, inv_std, source = ctx.saved_tensors
-        if grad is None:
-            grad, other = other, None
-        assert grad is not None
-        grad, other = channels_last(grad), None if other is None else channels_last(other)
+        grad, other = arrived(grad, other)
         summed = other is not None or ctx.mask > BY_INPUT
         tiles, small = Tiles(x, ctx.views, 4096 if summed else 2048), Tiles(x, ctx.views, 2048)
         total, grad_input = torch.empty_like(grad) if summed else grad, torch.empty_like(x)
@@ -408,14 +402,9 @@ class _NormReLU(torch.autograd.Function):
 
 
 def norm_relu(
-    x: Tensor,
-    norm: nn.BatchNorm2d,
-    residual: Tensor | None = None,
-    extra: Tensor | None = None,
-    *,
-    relu: bool = True,
-    as_bits: bool = False,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, extra: Tensor | None = None,
+    *, relu: bool = True, as_bits: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """relu(norm(x) + extra + residual) in train mode, twice. `extra` (C,) gets no gradient, and needs a residual.
 
     as_bits: save the ReLU mask as bits, for an output that no other layer saves.
@@ -452,10 +441,7 @@ class _FrozenConvReLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, source = ctx.saved_tensors
-        if grad is None:
-            grad, other = other, None
-        assert grad is not None
-        total, grad_input = masked(grad, other, source, ctx.mask), None
+        total, grad_input = masked(*arrived(grad, other), source, ctx.mask), None
         if ctx.needs_input_grad[0]:
             grad_input = input_gradient(total, weight, ctx.size, *ctx.settings)
         return grad_input, None, None, total if ctx.needs_input_grad[3] else None, None, None
