@@ -98,9 +98,7 @@ class _MaskedReLU(torch.autograd.Function):
 
 
 def masked_relu(x: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _MaskedReLU.apply(x)
-    return torch.relu(x)
+    return _MaskedReLU.apply(x) if torch.is_grad_enabled() and x.requires_grad else torch.relu(x)
 
 
 def is_channels_last(x: Tensor) -> bool:

@@ -97,7 +97,3 @@ class Memory(nn.Module):
     def past(self) -> Tensor:
         """The images held when the task began, (len, H, W, 3) uint8: none of the task's own."""
         return self.old_images[: min(int(self.old_seen), self.size)]
-
-    def stored(self) -> Tensor:
-        """The images held, (len, H, W, 3) uint8."""
-        return self.images[: len(self)]

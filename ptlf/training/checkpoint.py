@@ -194,8 +194,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Mapping[str, 
 
 
 def like(parameter: Tensor, value: Any) -> Any:
-    """The value on the parameter's device. A buffer of the parameter's shape also gets its memory layout, which fused
-    optimizers need."""
+    """The value on the parameter's device, and in its layout if it has its shape, which fused optimizers need."""
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return value.to(parameter.device) if isinstance(value, Tensor) else value

@@ -55,8 +55,7 @@ class Engine:
             return self.body(batch.to(self.device))
 
     def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
-        """The body's operations have changed: a unit froze or thawed, or a task began. A graph is reused only if
-        variant and tensor addresses match."""
+        """The body's operations have changed. A graph is reused only if variant and tensor addresses match."""
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -183,7 +182,3 @@ def is_scarce(device: torch.device) -> bool:
 def capturing_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all engines: libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device)
-
-
-def make_engine(kind: str, body: Body, device: torch.device, full: int) -> Engine:
-    return CapturedEngine(body, device, full) if kind == "captured" else Engine(body, device)

@@ -166,7 +166,7 @@ class Forward:
         if layer not in self.biases:
             return self.norm_relu(self.convolve(layer, x), norm, residual, extra, as_bits=as_bits)
         bias = self.cast_biases[layer] if extra is None else (self.biases[layer] + extra).to(self.dtype)
-        return self.kernels.frozen_conv_relu(x, self.weights[layer], bias, layer, residual, as_bits=as_bits)
+        return self.kernels.FrozenConvReLU.apply(x, self.weights[layer], bias, residual, layer, as_bits)
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
         """Without the bias. A FrozenLayer saves only its weight for backward."""

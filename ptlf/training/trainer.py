@@ -23,7 +23,7 @@ from ptlf.stream.loading import ImageSource
 from ptlf.training.compiled import variant
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import Parallel, average_statistics
-from ptlf.training.engine import ENGINES, choose_engine, make_engine
+from ptlf.training.engine import ENGINES, CapturedEngine, Engine, choose_engine
 from ptlf.training.fused_resnet import folded
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
 from ptlf.training.rate import RateConfig, learning_rate, set_rate
@@ -103,7 +103,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.engine_kind = choose_engine(self.config.engine, self.device)
-        self.engine = make_engine(self.engine_kind, self.step, self.device, self.config.batch)
+        self.engine = Engine(self.step, self.device)
+        if self.engine_kind == "captured":
+            self.engine = CapturedEngine(self.step, self.device, self.config.batch)
         self.update_rule = OPTIMIZERS.find(self.config.optimizer.name)
         self.kept_state: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter that ever trained, see prepare_state
         self.rebuilds = 0
@@ -132,8 +134,7 @@ class Trainer:
         return EpochState(self.random["order"].get_state())
 
     def epoch(self, indices: np.ndarray, epoch: int, state: EpochState) -> Generator[None]:
-        """One pass over the images with these indices, or the rest of one. Yields after every step. `state` has the
-        losses on the device."""
+        """One pass over the images with these indices, or the rest of one. Yields after every step."""
         self.model.train()
         self.random["order"].set_state(state.order)
         order = list(self.batches(indices, self.random["order"]))
@@ -156,8 +157,7 @@ class Trainer:
         return [view.contiguous(memory_format=torch.channels_last) for view in views] if self.channels_last else views
 
     def rebuild(self) -> str:
-        """A unit froze or thawed, or a task began: the engine captures the step again, or reuses a kept graph. Returns
-        the key of the step's operations."""
+        """The step's operations changed (a freeze, a thaw, a new task): the engine is told. Returns their key."""
         self.optimizer.zero_grad(set_to_none=True)
         self.rebuilds += 1
         kept = self.kept_state if self.engine_kind == "captured" else {}

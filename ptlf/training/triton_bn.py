@@ -300,14 +300,6 @@ def arrived(grad: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor |
     return channels_last(grad), None if other is None else channels_last(other)
 
 
-def masked(grad: Tensor, other: Tensor | None, source: Tensor, mask: int) -> Tensor:
-    """grad, or grad + other, where the ReLU's output is positive, else 0."""
-    out = torch.empty_like(grad)
-    grid = (blocks_of(grad.numel(), 4096),)
-    _mask[grid](grad, grad if other is None else other, source, out, grad.numel(), mask, other is not None, BLOCK=4096)
-    return out
-
-
 def patches(images: Tensor, dtype: torch.dtype) -> Tensor:
     """(N, 3, H, W) of any layout -> (N * H * W, 32): im2col for a 3 x 3 convolution as a matrix product."""
     n, channels, height, width = images.shape
@@ -413,8 +405,8 @@ def norm_relu(
     return _NormReLU.apply(x, norm.weight, norm.bias, residual, extra, norm, views, relu, as_bits)
 
 
-class _FrozenConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + residual) with a frozen weight, one kernel in forward. Twice, as in _NormReLU."""
+class FrozenConvReLU(torch.autograd.Function):
+    """relu(conv(x) + bias + residual) in one kernel, with frozen weights instead of `layer`'s. Twice, as in _NormReLU."""
 
     @staticmethod
     def forward(
@@ -441,14 +433,10 @@ class _FrozenConvReLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, source = ctx.saved_tensors
-        total, grad_input = masked(*arrived(grad, other), source, ctx.mask), None
+        grad, other = arrived(grad, other)
+        total, grad_input, size = torch.empty_like(grad), None, grad.numel()
+        given = (grad, grad if other is None else other, source)  # grad stands for a pointer that is not read
+        _mask[(blocks_of(size, 4096),)](*given, total, size, ctx.mask, other is not None, BLOCK=4096)
         if ctx.needs_input_grad[0]:
             grad_input = input_gradient(total, weight, ctx.size, *ctx.settings)
         return grad_input, None, None, total if ctx.needs_input_grad[3] else None, None, None
-
-
-def frozen_conv_relu(
-    x: Tensor, weight: Tensor, bias: Tensor, layer: nn.Conv2d, residual: Tensor | None = None, *, as_bits: bool = False
-) -> tuple[Tensor, Tensor]:
-    """relu(layer(x) + residual), twice, with `weight` and `bias` instead of the layer's; they get no gradient."""
-    return _FrozenConvReLU.apply(x, weight, bias, residual, layer, as_bits)

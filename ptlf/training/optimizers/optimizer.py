@@ -38,6 +38,7 @@ class UpdateRule:
         return None
 
 
+@torch.no_grad()
 def prepare_state(rule: type[UpdateRule], optimizer: Optimizer, kept: dict[Tensor, State]) -> bool:
     """Give parameters that train and have no state their first one, before a step that may be captured. Returns
     whether all of them have one.
@@ -56,12 +57,8 @@ def prepare_state(rule: type[UpdateRule], optimizer: Optimizer, kept: dict[Tenso
                 if not first:
                     complete = complete and first is not None
                     continue
-                state = optimizer.state[parameter] = reused(kept.get(parameter, {}), first)
+                old = kept.get(parameter, {})
+                state = {name: old[name].copy_(value) if name in old else value for name, value in first.items()}
+                optimizer.state[parameter] = state
             kept[parameter] = state
     return complete
-
-
-@torch.no_grad()
-def reused(old: State, first: State) -> State:
-    """`first`, written into the tensors of `old` where there are such."""
-    return {name: old[name].copy_(value) if name in old else value for name, value in first.items()}
