@@ -291,9 +291,6 @@ def is_plain_layer(layer: nn.Module) -> bool:
 
 def is_plain_batch_norm(norm: nn.Module | None) -> bool:
     """Whether the norm is a standard BatchNorm with running statistics; a subclass may add an activation."""
-    return (
-        isinstance(norm, BATCH_NORMS)
-        and type(norm).forward in PLAIN_FORWARDS
-        and "forward" not in norm.__dict__
-        and norm.running_mean is not None
-    )
+    if not isinstance(norm, BATCH_NORMS) or norm.running_mean is None:
+        return False
+    return type(norm).forward in PLAIN_FORWARDS and "forward" not in norm.__dict__

@@ -61,9 +61,8 @@ class Columns(nn.Module):
         shape = {**template.shape, "width": max(1, round(width * template.shape["width"]))}
         self.columns = nn.ModuleList([ResNet(**shape) for _ in range(tasks)])
         channels = [shape["width"] * 2**stage * shape["block"].expansion for stage in range(len(shape["blocks"]))]
-        self.laterals = nn.ModuleList(
-            [nn.ModuleList([Lateral(older, c) for c in channels[:-1]] if older else []) for older in range(tasks)]
-        )
+        laterals = [[Lateral(older, c) for c in channels[:-1]] if older else [] for older in range(tasks)]
+        self.laterals = nn.ModuleList([nn.ModuleList(connections) for connections in laterals])
         self.feature_dim = channels[-1]
         self.current = 0
         self.register_buffer("newest", torch.zeros((), dtype=torch.int64))  # `current`, for the state

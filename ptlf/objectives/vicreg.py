@@ -39,11 +39,9 @@ class VICReg(Objective):
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         z1, z2 = (all_gather_rows(z) for z in projected)
-        return (
-            self.config.invariance * F.mse_loss(z1, z2)
-            + self.config.variance * (variance_loss(z1) + variance_loss(z2)) / 2
-            + self.config.covariance * (covariance_loss(z1) + covariance_loss(z2))
-        )
+        invariance, variance, covariance = self.config.invariance, self.config.variance, self.config.covariance
+        loss = invariance * F.mse_loss(z1, z2) + variance * (variance_loss(z1) + variance_loss(z2)) / 2
+        return loss + covariance * (covariance_loss(z1) + covariance_loss(z2))
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
         """Invariance alone, as in CaSSLe: the earlier model's projections have their variance already."""

@@ -17,9 +17,7 @@ from ptlf.model import Model
 
 @dataclass
 class DistributedConfig:
-    sync_batch_norm: bool = key(
-        True, "under torchrun, batch norms use the global batch (true) or each process's share of it (false)"
-    )
+    sync_batch_norm: bool = key(True, "under torchrun, batch norms use the global batch, not each process's share")
 
 
 class Losses(nn.Module):

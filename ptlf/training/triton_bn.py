@@ -385,9 +385,8 @@ class _NormReLU(torch.autograd.Function):
         coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
         grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
         results = (coefficients, grad_weight, grad_bias)
-        _coefficients[tiles.channel_grid](
-            partial, mean, inv_std, weight, *results, *tiles.sum_size, VIEWS=tiles.views, **tiles.channel_block
-        )
+        flags = {"VIEWS": tiles.views, **tiles.channel_block}
+        _coefficients[tiles.channel_grid](partial, mean, inv_std, weight, *results, *tiles.sum_size, **flags)
         flags = {"BY_INPUT": ctx.mask == BY_INPUT and not summed, "num_warps": 2}
         _input_gradient[small.grid](total, x, *affine, coefficients, grad_input, *small.size, **small.block, **flags)
         return grad_input, grad_weight, grad_bias, total if ctx.has_residual else None, None, None, None, None, None
@@ -406,7 +405,7 @@ def norm_relu(
 
 
 class FrozenConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + residual) in one kernel, with frozen weights instead of `layer`'s. Twice, as in _NormReLU."""
+    """relu(conv(x) + bias + residual) in one kernel, with frozen weights for `layer`'s. Twice, as in _NormReLU."""
 
     @staticmethod
     def forward(

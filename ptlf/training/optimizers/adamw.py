@@ -25,11 +25,9 @@ class AdamW(UpdateRule):
 
     @staticmethod
     def make(config: AdamWConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> torch.optim.AdamW:
-        on_device = isinstance(lr, Tensor)
-        betas, fused = (config.beta1, config.beta2), on_device or None
-        return torch.optim.AdamW(
-            parameters, lr, betas, config.eps, config.weight_decay, fused=fused, capturable=on_device
-        )
+        on_device, betas = isinstance(lr, Tensor), (config.beta1, config.beta2)
+        flags = {"fused": on_device or None, "capturable": on_device}
+        return torch.optim.AdamW(parameters, lr, betas, config.eps, config.weight_decay, **flags)  # type: ignore[arg-type]
 
     @staticmethod
     def first_state(group: dict[str, Any], parameter: Tensor) -> State:
