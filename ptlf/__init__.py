@@ -1,7 +1,5 @@
 """Self-supervised continual learning, made cheap by progressive task-correlated layer freezing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 __version__ = "0.2.0.dev0"

@@ -1,8 +1,6 @@
 """The command `ptlf`: reads the words and calls the function they name. Bad input ends with one sentence on stderr and
 exit code 2."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """What the commands do: a function for each, which takes the command's options by name, calls, and prints."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Encoder and objective together. In a training step `Model` is the one door to them: acceleration happens here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +28,9 @@ class Accelerator:
         return function(*arguments)
 
 
+PLAIN = Accelerator()
+
+
 class Model(nn.Module):
     """What the optimizer trains and what a method sees.
 
@@ -42,13 +43,11 @@ class Model(nn.Module):
         encoder: nn.Module,
         objective: Objective,
         dtype: torch.dtype = torch.float32,
-        accelerator: Accelerator | None = None,
+        accelerator: Accelerator = PLAIN,
     ) -> None:
         super().__init__()
-        self.encoder = encoder
-        self.objective = objective
-        self.dtype = dtype
-        self.accelerator = accelerator or Accelerator()
+        self.encoder, self.objective = encoder, objective
+        self.dtype, self.accelerator = dtype, accelerator
 
     def encode(self, views: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
         """Features (B, feature_dim) of each view; every view has its own batch statistics."""

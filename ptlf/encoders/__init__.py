@@ -1,29 +1,21 @@
 """Encoders by name. To add one: a function that makes an `nn.Module` of its settings, and a line here."""
 
-from __future__ import annotations
-
 from ptlf.core.registry import Registry
 from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, feature_dim, from_function
-from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, ResNetConfig, resnet
+from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, resnet
 
 SMALL, LARGE = "3x3 stem, for 32 to 64 px", "7x7 stem and max-pool, for 224 px"
+MINI = "three blocks, 16 channels, 3x3 stem, for 16 px"
 
-ENCODERS: Registry[EncoderEntry] = Registry(
-    "encoder",
-    "ptlf.encoders",
-    EncoderEntry,
-    {
-        "resnet18": EncoderEntry(resnet(BasicBlock, (2, 2, 2, 2)), ResNetConfig, SMALL),
-        "resnet34": EncoderEntry(resnet(BasicBlock, (3, 4, 6, 3)), ResNetConfig, SMALL),
-        "resnet50": EncoderEntry(resnet(Bottleneck, (3, 4, 6, 3)), ResNetConfig, SMALL),
-        "resnet18-imagenet": EncoderEntry(resnet(BasicBlock, (2, 2, 2, 2), stem="imagenet"), ResNetConfig, LARGE),
-        "resnet34-imagenet": EncoderEntry(resnet(BasicBlock, (3, 4, 6, 3), stem="imagenet"), ResNetConfig, LARGE),
-        "resnet50-imagenet": EncoderEntry(resnet(Bottleneck, (3, 4, 6, 3), stem="imagenet"), ResNetConfig, LARGE),
-        "resnet18-mini": EncoderEntry(
-            resnet(BasicBlock, (1, 1, 1), width=16), ResNetConfig, "three blocks, 16 channels, 3x3 stem, for 16 px"
-        ),
-    },
-    wrap=from_function,
-)
+MEMBERS = {
+    "resnet18": resnet(SMALL, BasicBlock, (2, 2, 2, 2)),
+    "resnet34": resnet(SMALL, BasicBlock, (3, 4, 6, 3)),
+    "resnet50": resnet(SMALL, Bottleneck, (3, 4, 6, 3)),
+    "resnet18-imagenet": resnet(LARGE, BasicBlock, (2, 2, 2, 2), stem="imagenet"),
+    "resnet34-imagenet": resnet(LARGE, BasicBlock, (3, 4, 6, 3), stem="imagenet"),
+    "resnet50-imagenet": resnet(LARGE, Bottleneck, (3, 4, 6, 3), stem="imagenet"),
+    "resnet18-mini": resnet(MINI, BasicBlock, (1, 1, 1), width=16),
+}
+ENCODERS: Registry[EncoderEntry] = Registry("encoder", "ptlf.encoders", EncoderEntry, MEMBERS, wrap=from_function)
 
 __all__ = ["ENCODERS", "EncoderConfig", "EncoderEntry", "ResNet", "feature_dim"]

@@ -5,8 +5,7 @@ One with the attribute `segmented` takes a second argument, `call`, and runs its
 they are then compiled one by one, with few variants each, however units freeze.
 """
 
-from __future__ import annotations
-
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +30,11 @@ class EncoderEntry:
     about: str = ""
 
 
-def from_function(make: Callable[[], nn.Module]) -> EncoderEntry:
-    """The entry of a function (or class) that takes no settings."""
-    return EncoderEntry(lambda config: make())
+def from_function(make: Callable[..., nn.Module]) -> EncoderEntry:
+    """The entry of a function (or class), which may take the configuration or nothing."""
+    parameters = inspect.signature(make).parameters.values()
+    required = any(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters)
+    return EncoderEntry(make if required else lambda config: make())
 
 
 def feature_dim(encoder: nn.Module, image_size: int) -> int:
@@ -48,11 +49,7 @@ def feature_dim(encoder: nn.Module, image_size: int) -> int:
     with torch.no_grad():
         features = encoder(image)
     encoder.train(was_training)
-    if not isinstance(features, torch.Tensor) or features.ndim != 2:
-        shape = tuple(features.shape) if isinstance(features, torch.Tensor) else type(features).__name__
+    if not isinstance(features, Tensor) or features.ndim != 2:
+        shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise ValueError(f"an encoder must map images to vectors (B, dim); {type(encoder).__name__} gave {shape}")
     return features.shape[1]
-
-
-def call_module(module: nn.Module, x: Tensor) -> Tensor:
-    return module(x)

@@ -1,7 +1,5 @@
 """BatchNorm with separate statistics per view of a batch, and BatchNorm over the batch of all processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -55,21 +53,18 @@ class SharedStatistics(nn.modules.batchnorm._BatchNorm):
         mean = means.mean(0)
         var = variances.mean(0) + (means - mean).square().mean(0)
         if self.track_running_stats:
-            self._update_running(mean.detach(), var.detach(), processes.world_size() * input.numel() // input.shape[1])
+            assert self.num_batches_tracked is not None
+            assert self.running_mean is not None and self.running_var is not None
+            values = processes.world_size() * input.numel() // input.shape[1]  # per channel
+            self.num_batches_tracked += 1
+            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.detach(), momentum)
+            self.running_var.lerp_(var.detach() * values / (values - 1), momentum)
         scale = torch.rsqrt(var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         shape = (1, -1, *[1] * (input.ndim - 2))
         return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
-
-    def _update_running(self, mean: Tensor, var: Tensor, values: int) -> None:
-        """values: number of values per channel in the batch."""
-        assert self.num_batches_tracked is not None
-        assert self.running_mean is not None and self.running_var is not None
-        self.num_batches_tracked += 1
-        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, momentum)
-        self.running_var.lerp_(var * values / (values - 1), momentum)
 
 
 class SharedBatchNorm1d(SharedStatistics, nn.BatchNorm1d):
@@ -86,10 +81,8 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
         nn.SyncBatchNorm.convert_sync_batchnorm(module)
         return
     for norm in module.modules():
-        if isinstance(norm, nn.BatchNorm1d):
-            norm.__class__ = SharedBatchNorm1d
-        elif isinstance(norm, nn.BatchNorm2d):
-            norm.__class__ = SharedBatchNorm2d
+        if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d):
+            norm.__class__ = SharedBatchNorm1d if isinstance(norm, nn.BatchNorm1d) else SharedBatchNorm2d
 
 
 def is_synchronised(norm: nn.Module) -> bool:

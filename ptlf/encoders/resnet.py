@@ -1,8 +1,6 @@
 """Residual networks with a CIFAR stem (3x3, stride 1, no pooling) or an ImageNet stem (7x7, stride 2, max-pool)."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core.settings import key
-from ptlf.encoders.encoder import Call, EncoderConfig
+from ptlf.encoders.encoder import Call, EncoderConfig, EncoderEntry
 from ptlf.encoders.norm import ViewBatchNorm2d
 
 
@@ -82,19 +80,15 @@ class Stem(nn.Module):
         return self.pool(self.relu(self.bn(self.conv(images))))
 
 
+Block = type[BasicBlock] | type[Bottleneck]
+
+
 class ResNet(nn.Module):
     """Images (B, 3, H, W) to vectors (B, feature_dim): stem, stages of residual blocks, average pool, no classifier."""
 
     segmented = True
 
-    def __init__(
-        self,
-        block: type[BasicBlock] | type[Bottleneck],
-        blocks: Sequence[int],
-        *,
-        width: int = 64,
-        stem: str = "cifar",
-    ) -> None:
+    def __init__(self, block: Block, blocks: Sequence[int], *, width: int = 64, stem: str = "cifar") -> None:
         super().__init__()
         self.shape: dict[str, Any] = {"block": block, "blocks": tuple(blocks), "width": width, "stem": stem}
         self.stem = Stem(width, stem)
@@ -126,8 +120,6 @@ class ResNet(nn.Module):
         return [self.stem, *(block for stage in self.stages.children() for block in stage.children())]
 
 
-def resnet(
-    block: type[BasicBlock] | type[Bottleneck], blocks: Sequence[int], *, width: int = 64, stem: str = "cifar"
-) -> Callable[[ResNetConfig], ResNet]:
-    """Makes ResNets of this shape, `width` channels wide where the settings name no other width."""
-    return lambda config: ResNet(block, blocks, width=config.width or width, stem=stem)
+def resnet(about: str, block: Block, blocks: Sequence[int], *, width: int = 64, stem: str = "cifar") -> EncoderEntry:
+    """The entry of ResNets of this shape, `width` channels wide where the settings name no other width."""
+    return EncoderEntry(lambda c: ResNet(block, blocks, width=c.width or width, stem=stem), ResNetConfig, about)

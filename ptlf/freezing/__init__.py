@@ -1,7 +1,5 @@
 """Layer freezing for any PyTorch module: find units, rank them by task correlation, freeze and thaw them."""
 
-from __future__ import annotations
-
 from ptlf.freezing.correlation import correlation_ratios
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.policies import POLICIES

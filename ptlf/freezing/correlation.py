@@ -5,10 +5,9 @@ convolution, vectors for a linear layer. B (m x k) are the leading left singular
 new task's weight gradient, and the ratio is ||G B||_F / ||G||_F in [0, 1].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ptlf.freezing.units import Unit, trained_units
-
-Layer = nn.Conv2d | nn.Linear
+from ptlf.freezing.kernels import pad
+from ptlf.freezing.units import Layer, Unit, trained_units, unchanged
 
 COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image needs more
 
@@ -29,29 +27,22 @@ def correlation_ratios(
     loss_fn: Callable[[], Tensor],
     threshold: float = 0.99,
     *,
-    batches: int = 8,
     units: Sequence[Unit] | None = None,
     example: Any = None,
-    chunk: int = 64,
-    keep: Sequence[nn.Module] = (),
-    at_once: bool | None = None,
+    **options: Any,
 ) -> dict[str, float]:
     """Ratio by unit name, at the module's current weights.
 
     units: trainable units; by default all trainable units of the module, found by a forward of `example`, or of the
     first replay inputs. The other arguments are those of `TaskCorrelation`.
     """
-    if isinstance(replay, Iterator):
-        replay = list(replay)
+    replay = list(replay) if isinstance(replay, Iterator) else replay
     if units is None:
         if example is None:
             device = next(module.parameters()).device
             example = next((inputs[:2].to(device) for inputs in inputs_of(replay)), None)
         units = trained_units(module, example)
-    correlation = TaskCorrelation(
-        module, replay, loss_fn, threshold, units=units, batches=batches, chunk=chunk, keep=keep, at_once=at_once
-    )
-    return correlation([unit.name for unit in units])
+    return TaskCorrelation(module, replay, loss_fn, threshold, units=units, **options)([unit.name for unit in units])
 
 
 class TaskCorrelation:
@@ -105,10 +96,8 @@ class TaskCorrelation:
         self.module, self.replay, self.threshold = module, replay, threshold
         self.units, self.chunk, self.at_once = {unit.name: unit for unit in units}, chunk, at_once
         self.directions: dict[str, int] = {}
-        with (
-            unchanged(module, *keep),
-            parametrize.cached(),
-        ):  # uncached, a parametrised weight is a new tensor at every access
+        # Uncached, a parametrised weight is a new tensor at every access.
+        with unchanged(module, *keep), parametrize.cached():
             self.gradients = mean_gradients(units, loss_fn, batches)
             combine(list(self.gradients.values()))
 
@@ -130,55 +119,60 @@ class TaskCorrelation:
 
 def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches: int) -> dict[str, Tensor]:
     """Weight gradient (groups, C_out / groups, m) by unit name, float64, averaged over `batches` calls of `loss_fn`."""
-    for unit in units:
-        if not unit.layer.weight.requires_grad:
-            raise ValueError(f"unit {unit.name!r} is frozen and has no gradient; leave it out of the units")
-    weights = [unit.layer.weight for unit in units]
-    sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
+    weights = {unit.name: unit.layer.weight for unit in units}
+    for name, weight in weights.items():
+        if not weight.requires_grad:
+            raise ValueError(f"unit {name!r} is frozen and has no gradient; leave it out of the units")
+    sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
     for _ in range(batches if units else 0):
         with torch.enable_grad():
             loss = loss_fn()
             if not isinstance(loss, Tensor):
                 raise TypeError(f"loss_fn must return the loss, a tensor, and returned a {type(loss).__name__}")
-            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-        for unit, weight, total, gradient in zip(units, weights, sums, gradients, strict=True):
+            gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        for name, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
-                total += gradient
-            elif not weight.is_leaf:
+                sums[name] += gradient
+            elif not weights[name].is_leaf:
                 raise ValueError(
-                    f"the weight of unit {unit.name!r} is computed anew in every forward, so it has no gradient; use "
+                    f"the weight of unit {name!r} is computed anew in every forward, so it has no gradient; use "
                     "torch.nn.utils.parametrizations instead of hooks such as weight_norm or prune"
                 )
-    for name in not_finite({unit.name: total for unit, total in zip(units, sums, strict=True)}):
-        raise ValueError(f"the new task's gradient for unit {name!r} is not finite")
-    return {
-        unit.name: (total / batches).reshape(groups(unit.layer), -1, fan_in(unit.layer))
-        for unit, total in zip(units, sums, strict=True)
-    }
+    check_finite(sums, "the new task's gradient for unit {!r} is not finite")
+    return {u.name: (sums[u.name] / batches).reshape(groups(u.layer), -1, fan_in(u.layer)) for u in units}
 
 
 def replay_grams(module: nn.Module, units: Sequence[Unit], replay: Iterable[Tensor], chunk: int) -> dict[str, Tensor]:
     """Gram matrix (groups, m, m) by unit name, summed over the replay and over all calls of the layer in a forward."""
     grams = {unit.name: empty_gram(unit.layer) for unit in units}
-    for part in module.modules():
-        part.training = False
-    handles = [unit.layer.register_forward_pre_hook(gram_hook(grams[unit.name]), with_kwargs=True) for unit in units]
     device = units[0].layer.weight.device
     count = 0
-    try:
-        with torch.compiler.set_stance("force_eager"):  # a compiled module may have been traced without the hooks
-            for images in inputs_of(replay):
-                for piece in images.split(chunk) if len(images) else ():
-                    module(piece.to(device))
-                    count += len(piece)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watched(module, units, lambda unit, inputs, output: add_gram(grams[unit.name], unit.layer, inputs)):
+        for images in inputs_of(replay):
+            for piece in images.split(chunk) if len(images) else ():
+                module(piece.to(device))
+                count += len(piece)
     if count == 0:
         raise ValueError("the replay is empty; it must hold at least one input")
-    for name in not_finite(grams):
-        raise ValueError(f"the replay's inputs to unit {name!r} are not finite")
+    check_finite(grams, "the replay's inputs to unit {!r} are not finite")
     return grams
+
+
+@contextmanager
+def watched(module: nn.Module, units: Sequence[Unit], see: Callable[[Unit, Tensor, Tensor], object]) -> Iterator[None]:
+    """Puts the module in eval mode. Inside, `see(unit, input, output)` is called after every call of a unit's layer."""
+
+    def hook(unit: Unit, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        see(unit, args[0] if args else kwargs["input"], output)
+
+    with ExitStack() as stack:
+        for part in module.modules():
+            part.training = False
+        for unit in units:
+            stack.callback(unit.layer.register_forward_hook(partial(hook, unit), with_kwargs=True).remove)
+        # A compiled module may have been traced without the hooks.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def inputs_of(replay: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
@@ -191,17 +185,12 @@ def inputs_of(replay: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
         yield inputs
 
 
-def not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors with a NaN or infinity, with one device synchronisation."""
+def check_finite(tensors: dict[str, Tensor], message: str) -> None:
+    """Raise for the first tensor with a NaN or infinity. Waits for the device once."""
     finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).tolist() if tensors else []
-    return [name for name, fine in zip(tensors, finite, strict=True) if not fine]
-
-
-def gram_hook(total: Tensor) -> Callable[..., None]:
-    def hook(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        add_gram(total, layer, args[0] if args else kwargs["input"])
-
-    return hook
+    for name, fine in zip(tensors, finite, strict=True):
+        if not fine:
+            raise ValueError(message.format(name))
 
 
 def empty_gram(layer: Layer) -> Tensor:
@@ -228,34 +217,15 @@ def columns(layer: Layer, inputs: Tensor) -> Iterator[Tensor]:
     height, width = pad(layer, images[:1]).shape[2:]
     positions = -(-height // layer.stride[0]) * -(-width // layer.stride[1])  # of one image, at most
     step = max(1, COLUMN_BYTES // (8 * groups(layer) * fan_in(layer) * positions))
+    spans = [d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
     for part in images.split(step):
-        patches = windows(layer, pad(layer, part.double()).contiguous())  # rows ordered as in weight.reshape(C_out, -1)
-        yield patches.permute(1, 2, 3, 0, 4, 5).reshape(groups(layer), fan_in(layer), -1)
-
-
-def windows(layer: nn.Conv2d, padded: Tensor) -> Tensor:
-    """(b, C_in, kh, kw, rows, columns): the input patch at each output position, as a strided view. Copying it is one
-    GPU kernel; `F.unfold` launches one per image."""
-    kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
-    reach = [dilation[axis] * (kernel[axis] - 1) for axis in (0, 1)]
-    rows, cols = ((padded.shape[2 + axis] - 1 - reach[axis]) // stride[axis] + 1 for axis in (0, 1))
-    image, channel, down, right = padded.stride()
-    return padded.as_strided(
-        (*padded.shape[:2], *kernel, rows, cols),
-        (image, channel, down * dilation[0], right * dilation[1], down * stride[0], right * stride[1]),
-    )
-
-
-def pad(layer: nn.Conv2d, images: Tensor) -> Tensor:
-    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    amounts: list[int] = []  # left, right, top, bottom
-    for axis in (1, 0):
-        if layer.padding == "same":
-            total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
-            amounts += [total // 2, total - total // 2]
-        else:
-            amounts += [0, 0] if layer.padding == "valid" else [int(layer.padding[axis])] * 2
-    return F.pad(images, amounts, mode=mode) if any(amounts) else images
+        # The input patches as a strided view (b, C_in, rows, columns, kh, kw). Copying it is one GPU kernel; `F.unfold`
+        # launches one per image.
+        padded = pad(layer, part.double()).contiguous()
+        patches = padded.unfold(2, spans[0], layer.stride[0]).unfold(3, spans[1], layer.stride[1])
+        patches = patches[..., :: layer.dilation[0], :: layer.dilation[1]]
+        # Rows are ordered as in weight.reshape(C_out, -1).
+        yield patches.permute(1, 4, 5, 0, 2, 3).reshape(groups(layer), fan_in(layer), -1)
 
 
 def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
@@ -292,15 +262,13 @@ def projection_ratio(gradient: Tensor, basis: Tensor) -> Tensor:
 
 def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     """Groups of consecutive units whose Gram matrices together are no larger than the largest single one."""
-    sizes = [gram_size(unit) for unit in units]
+    largest = max(map(gram_size, units), default=0)
     group: list[Unit] = []
-    used = 0
-    for unit, size in zip(units, sizes, strict=True):
-        if group and used + size > max(sizes):
+    for unit in units:
+        if group and sum(map(gram_size, [*group, unit])) > largest:
             yield group
-            group, used = [], 0
+            group = []
         group.append(unit)
-        used += size
     if group:
         yield group
 
@@ -317,26 +285,3 @@ def groups(layer: Layer) -> int:
 def fan_in(layer: Layer) -> int:
     """m, the length of a column of R."""
     return layer.weight.shape[1:].numel()
-
-
-@contextmanager
-def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """Restore parameters, buffers, modes and torch's global random state on exit, even after an exception."""
-    parts = list({part: None for module in modules for part in module.modules()})
-    modes = [part.training for part in parts]
-    tensors = [
-        (part, name, tensor, tensor.detach().clone())
-        for part in parts
-        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-    ]
-    devices = {tensor.device.index for _, _, tensor, _ in tensors if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        try:
-            yield
-        finally:
-            for part, mode in zip(parts, modes, strict=True):
-                part.training = mode
-            with torch.no_grad():
-                for part, name, tensor, saved in tensors:
-                    setattr(part, name, tensor)  # a buffer may have been replaced rather than written to
-                    tensor.copy_(saved)

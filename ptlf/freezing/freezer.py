@@ -1,9 +1,6 @@
 """Freeze and thaw the units of a module: weights, norms, optimizer state, and tensors saved for backward."""
 
-from __future__ import annotations
-
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,18 +8,9 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from ptlf.core.errors import unknown
-from ptlf.freezing.kernels import (
-    EvalMode,
-    ForwardPatch,
-    FrozenLayer,
-    MaskedReLU,
-    PassThrough,
-    is_plain_batch_norm,
-    is_plain_layer,
-)
-from ptlf.freezing.units import Relu, Trace, Unit, trace
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+from ptlf.freezing import kernels
+from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough
+from ptlf.freezing.units import Trace, Unit, trace
 
 
 class Freezer:
@@ -87,8 +75,10 @@ class Freezer:
         for name in names:
             if name not in self._frozen:
                 self._freeze(self._by_name[name])
-        if self.save_memory:
-            self._mask_relus()
+        for relu in self._relus if self.save_memory and self._frozen else ():
+            # If a trainable layer saves the output too, a mask saves nothing.
+            if relu.keepers <= self._frozen.keys() and "forward" not in relu.module.__dict__:
+                self._replace(relu.module, MaskedReLU)
 
     def thaw(self) -> None:
         """Make all units trainable again, as they were before. Their optimizer state starts empty."""
@@ -97,10 +87,13 @@ class Freezer:
                 parameter.requires_grad_(True)
         for norm in self._tracked:
             norm.track_running_stats = True  # type: ignore[assignment]
-        for module in list(self._replaced):
-            self._restore(module)
-        self._frozen.clear()
-        self._tracked.clear()
+        for module, before in self._replaced.items():
+            if before is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = before
+        for record in (self._frozen, self._tracked, self._replaced):
+            record.clear()
 
     def refresh(self) -> None:
         """Fold the norms again: needed if weights were changed from outside and the code is compiled or captured."""
@@ -128,59 +121,29 @@ class Freezer:
             if self.optimizer is not None:
                 self.optimizer.state.pop(parameter, None)
         for parametrization in parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
-            self._replace(parametrization, EvalMode, functools.partial(EvalMode, parametrization))
-        fold = self._can_fold(unit)
-        if self.save_memory and is_plain_layer(unit.layer):
-            norm = unit.norm if fold else None
-            self._replace(unit.layer, FrozenLayer, lambda: FrozenLayer(unit.layer, norm))
-        if fold and unit.norm is not None:
-            self._replace(unit.norm, PassThrough, PassThrough)
-        elif isinstance(unit.norm, BATCH_NORMS):
-            self._hold_statistics(unit.norm)
-
-    def _can_fold(self, unit: Unit) -> bool:
-        return (
-            self.save_memory
-            and not self.batch_statistics
-            and unit.name in self._foldable
-            and is_plain_layer(unit.layer)
-            and is_plain_batch_norm(unit.norm)
-        )
-
-    def _hold_statistics(self, norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm) -> None:
-        if norm.running_mean is None:
+            self._replace(parametrization, EvalMode)
+        layer, norm = unit.layer, unit.norm
+        patched = self.save_memory and kernels.is_plain_layer(layer)
+        fold = patched and not self.batch_statistics and unit.name in self._foldable
+        fold = fold and kernels.is_plain_batch_norm(norm)
+        if patched:
+            self._replace(layer, FrozenLayer, norm if fold else None)
+        if not isinstance(norm, kernels.BATCH_NORMS) or norm.running_mean is None:
             return
         if not self.batch_statistics:
-            self._replace(norm, EvalMode, lambda: EvalMode(norm))
+            self._replace(norm, PassThrough if fold else EvalMode)
         elif norm.track_running_stats:
             # PyTorch then uses batch statistics in train mode and running statistics in eval mode, updating neither.
             norm.track_running_stats = False
             self._tracked.append(norm)
 
-    def _mask_relus(self) -> None:
-        for relu in self._relus:
-            if self._saves_memory(relu) and "forward" not in relu.module.__dict__:
-                self._replace(relu.module, MaskedReLU, functools.partial(MaskedReLU, relu.module))
-
-    def _saves_memory(self, relu: Relu) -> bool:
-        """Whether only the ReLU itself saves its output. If a trainable layer saves it too, a mask saves nothing."""
-        return bool(self._frozen) and relu.keepers <= self._frozen.keys()
-
-    def _replace(self, module: nn.Module, kind: type[ForwardPatch], make: Callable[[], ForwardPatch]) -> None:
-        if module not in self._replaced:
-            self._replaced[module] = module.__dict__.get("forward")
+    def _replace(self, module: nn.Module, kind: type[ForwardPatch], *arguments: Any) -> None:
+        self._replaced.setdefault(module, module.__dict__.get("forward"))
         if (module, kind) not in self._patches:
-            self._patches[module, kind] = make()
+            self._patches[module, kind] = kind(module, *arguments)
         patch = module.__dict__["forward"] = self._patches[module, kind]
         if isinstance(patch, FrozenLayer):
             patch.refresh()
-
-    def _restore(self, module: nn.Module) -> None:
-        before = self._replaced.pop(module)
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
 
     def _layers(self) -> list[FrozenLayer]:
         patches = (module.__dict__["forward"] for module in self._replaced)

@@ -4,11 +4,9 @@ A frozen convolution needs its weight, not its input. A frozen BatchNorm on runn
 is folded into the layer before it. A ReLU needs one bit per element if nothing else saves its output.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -17,14 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptlf.encoders.norm import SharedStatistics, ViewBatchNorm2d
+from ptlf.freezing.units import Layer
 
 Pair = tuple[int, int]
-PLAIN_FORWARDS = (
-    nn.BatchNorm2d.forward,
-    nn.SyncBatchNorm.forward,
-    SharedStatistics.forward,
-    ViewBatchNorm2d.forward,
-)
+BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm
+PLAIN_FORWARDS = (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward, SharedStatistics.forward, ViewBatchNorm2d.forward)
 
 
 class _FrozenConv2d(torch.autograd.Function):
@@ -60,15 +55,10 @@ def input_gradient(
     # With a stride, the last rows and columns of the input may be in no window: their gradient is zero.
     reach = [size[i] + 2 * padding[i] - dilation[i] * (weight.shape[2 + i] - 1) - 1 for i in range(2)]
     unused = [reach[i] % stride[i] for i in range(2)]
-    with _no_autocast(grad.device.type):
+    # Without autocast, so that the gradients keep their dtype if backward runs under it.
+    device = grad.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         return F.conv_transpose2d(grad, weight, None, stride, padding, unused, groups, dilation)
-
-
-def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Keeps the gradients' dtype if backward runs under autocast."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
 
 
 def frozen_conv2d(
@@ -108,13 +98,17 @@ class _MaskedReLU(torch.autograd.Function):
 
 
 def masked_relu(x: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _MaskedReLU.apply(x)
-    return torch.relu(x)
+    return _MaskedReLU.apply(x) if torch.is_grad_enabled() and x.requires_grad else torch.relu(x)
 
 
 def is_channels_last(x: Tensor) -> bool:
     return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+# Eager code packs with two operations: eight booleans, one byte each, are read as one little-endian 64-bit word, whose
+# product with _GATHER has boolean i in bit 56 + i. In compiled code bit i of the bytes holds the i-th eighth of the
+# elements: elementwise operations, which the compiler can fuse.
+_GATHER = 0x0102040810204080
 
 
 def pack(mask: Tensor) -> Tensor:
@@ -123,20 +117,8 @@ def pack(mask: Tensor) -> Tensor:
     flat = (mask.permute(0, 2, 3, 1) if is_channels_last(mask) else mask).reshape(-1)
     if flat.numel() % 8:
         flat = F.pad(flat, (0, -flat.numel() % 8))
-    return _pack_planes(flat) if torch.compiler.is_compiling() else _pack_words(flat)
-
-
-def unpack(bits: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
-    """Inverse of `pack`: booleans of `shape`, in the original layout."""
-    flat = (_unpack_planes if torch.compiler.is_compiling() else _unpack_words)(bits)[: math.prod(shape)]
-    if channels_last:
-        batch, channels, height, width = shape
-        return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
-    return flat.view(shape)
-
-
-def _pack_planes(flat: Tensor) -> Tensor:
-    """Bit i of the bytes holds the i-th eighth of the elements: elementwise operations, which the compiler can fuse."""
+    if not torch.compiler.is_compiling():
+        return (flat.view(torch.int64) * _GATHER >> 56).to(torch.uint8)
     planes = flat.view(8, -1).to(torch.uint8)
     bits = planes[0]
     for i in range(1, 8):
@@ -144,22 +126,18 @@ def _pack_planes(flat: Tensor) -> Tensor:
     return bits
 
 
-def _unpack_planes(bits: Tensor) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)[:, None]
-    return ((bits >> shifts) & 1).to(torch.bool).view(-1)
-
-
-# Eager code packs with two operations: eight booleans, one byte each, are read as one little-endian 64-bit word, whose
-# product with _GATHER has boolean i in bit 56 + i.
-_GATHER = 0x0102040810204080
-
-
-def _pack_words(flat: Tensor) -> Tensor:
-    return (flat.view(torch.int64) * _GATHER >> 56).to(torch.uint8)
-
-
-def _unpack_words(bits: Tensor) -> Tensor:
-    return _words(bits.device).index_select(0, bits.to(torch.int32)).view(torch.bool)
+def unpack(bits: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
+    """Inverse of `pack`: booleans of `shape`, in the original layout."""
+    if torch.compiler.is_compiling():
+        shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)[:, None]
+        flat = ((bits >> shifts) & 1).to(torch.bool).view(-1)
+    else:
+        flat = _words(bits.device).index_select(0, bits.to(torch.int32)).view(torch.bool)
+    flat = flat[: math.prod(shape)]
+    if channels_last:
+        batch, channels, height, width = shape
+        return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
+    return flat.view(shape)
 
 
 @cache
@@ -170,10 +148,9 @@ def _words(device: torch.device) -> Tensor:
         return bits.to(torch.bool).view(torch.int64).view(-1).to(device)
 
 
-def fold(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def fold(layer: Layer, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Weight and bias of the layer that computes norm(layer(x)) with the norm's running statistics."""
-    assert isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
-    assert norm.running_mean is not None and norm.running_var is not None
+    assert isinstance(norm, BATCH_NORMS) and norm.running_mean is not None and norm.running_var is not None
     precise = torch.promote_types(norm.running_var.dtype, torch.float32)
     scale = torch.rsqrt(norm.running_var.to(precise) + norm.eps)  # (C_out,)
     if norm.weight is not None:
@@ -188,10 +165,13 @@ def fold(layer: nn.Conv2d | nn.Linear, norm: nn.Module) -> tuple[Tensor, Tensor]
 
 
 class ForwardPatch:
-    """A callable that replaces `forward` in a module's `__dict__`.
+    """A callable that replaces `forward` in the `__dict__` of `module`.
 
     An object rather than a closure, because copy.deepcopy and pickle must copy it with its module.
     """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
 
 class FrozenLayer(ForwardPatch):
@@ -202,8 +182,11 @@ class FrozenLayer(ForwardPatch):
     a captured graph may still read it.
     """
 
-    def __init__(self, layer: nn.Conv2d | nn.Linear, norm: nn.Module | None = None) -> None:
-        self.layer, self.norm = layer, norm
+    module: Layer
+
+    def __init__(self, layer: Layer, norm: nn.Module | None = None) -> None:
+        super().__init__(layer)
+        self.norm = norm
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.versions: list[tuple[int, int]] = []
@@ -212,11 +195,14 @@ class FrozenLayer(ForwardPatch):
     def __call__(self, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and self.norm is not None and self.versions != self._versions():
             self.refresh()
-        weight = self.layer.weight if self.weight is None else self.weight
-        bias = self.layer.bias if self.weight is None else self.bias
-        if isinstance(self.layer, nn.Linear):
+        layer = self.module
+        weight, bias = (layer.weight, layer.bias) if self.weight is None else (self.weight, self.bias)
+        if isinstance(layer, nn.Linear):
             return F.linear(input, weight, bias)
-        return _convolve(self.layer, input, weight, bias)
+        padding: Any = layer.padding
+        if isinstance(padding, str) or layer.padding_mode != "zeros":
+            input, padding = pad(layer, input), (0, 0)
+        return frozen_conv2d(input, weight, bias, layer.stride, padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -224,8 +210,8 @@ class FrozenLayer(ForwardPatch):
         """Fold again, into the same memory if shape and layout match: a captured graph reads from there."""
         if self.norm is None:
             return
-        weight, bias = fold(self.layer, self.norm)
-        if self.weight is not None and self.bias is not None and _same_layout(self.weight, weight):
+        weight, bias = fold(self.module, self.norm)
+        if self.weight is not None and self.bias is not None and _layout(self.weight) == _layout(weight):
             self.weight.copy_(weight)
             self.bias.copy_(bias)
         else:
@@ -237,26 +223,22 @@ class FrozenLayer(ForwardPatch):
 
     def _versions(self) -> list[tuple[int, int]]:
         """Address and version of every source tensor: detects in-place changes and replaced data."""
-        modules = [self.layer] if self.norm is None else [self.layer, self.norm]
-        sources = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        modules = [self.module] if self.norm is None else [self.module, self.norm]
+        sources = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
         return [(source.data_ptr(), source._version) for source in sources]
 
 
-def _same_layout(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+def _layout(tensor: Tensor) -> object:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _convolve(layer: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    stride, dilation = _pair(layer.stride), _pair(layer.dilation)
-    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
-        return frozen_conv2d(x, weight, bias, stride, (0, 0), dilation, layer.groups)
-    return frozen_conv2d(x, weight, bias, stride, _pair(layer.padding), dilation, layer.groups)
-
-
-def _pair(value: tuple[int, ...]) -> Pair:
-    return (value[0], value[1])
+def pad(layer: nn.Conv2d, images: Tensor) -> Tensor:
+    """The images with the convolution's padding, of any mode, around them."""
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    amounts = layer._reversed_padding_repeated_twice  # left, right, top, bottom
+    if not isinstance(layer.padding, str):  # it may have been changed since the layer was made
+        amounts = [amount for amount in reversed(layer.padding) for _ in range(2)]
+    return F.pad(images, amounts, mode=mode) if any(amounts) else images
 
 
 class PassThrough(ForwardPatch):
@@ -270,13 +252,14 @@ class EvalMode(ForwardPatch):
     """Forward of a frozen norm that cannot be folded, or of a frozen weight's parametrization: always in eval mode."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.plain = module, is_plain_batch_norm(module)
+        super().__init__(module)
+        self.plain = is_plain_batch_norm(module)
         self.forward: Callable[..., Any] = module.forward
 
     def __call__(self, input: Tensor, *others: Tensor) -> Any:
         module = self.module
         if self.plain:
-            assert isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
+            assert isinstance(module, BATCH_NORMS)
             statistics = module.running_mean, module.running_var
             return F.batch_norm(input, *statistics, module.weight, module.bias, False, 0.0, module.eps)
         was_training, module.training = module.training, False
@@ -289,13 +272,12 @@ class EvalMode(ForwardPatch):
 class MaskedReLU(ForwardPatch):
     """Forward of an nn.ReLU whose output is not saved for any other backward."""
 
-    def __init__(self, relu: nn.ReLU) -> None:
-        self.inplace = relu.inplace
+    module: nn.ReLU
 
     def __call__(self, input: Tensor) -> Tensor:
         output = masked_relu(input)
         # Other code may hold the input and expect the in-place change. The copy saves nothing for backward.
-        return input.copy_(output) if self.inplace else output
+        return input.copy_(output) if self.module.inplace else output
 
 
 def is_plain_layer(layer: nn.Module) -> bool:
@@ -309,9 +291,6 @@ def is_plain_layer(layer: nn.Module) -> bool:
 
 def is_plain_batch_norm(norm: nn.Module | None) -> bool:
     """Whether the norm is a standard BatchNorm with running statistics; a subclass may add an activation."""
-    return (
-        isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm)
-        and type(norm).forward in PLAIN_FORWARDS
-        and "forward" not in norm.__dict__
-        and norm.running_mean is not None
-    )
+    if not isinstance(norm, BATCH_NORMS) or norm.running_mean is None:
+        return False
+    return type(norm).forward in PLAIN_FORWARDS and "forward" not in norm.__dict__

@@ -1,14 +1,12 @@
 """Policies by name. To add one: a subclass of `Policy`, and a line in `POLICIES`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
 
 from ptlf.core.registry import Registry
 from ptlf.core.settings import key
-from ptlf.freezing.policy import Context, Policy, PolicyConfig, Ratios, at_least_zero
+from ptlf.freezing.policy import Context, Names, Policy, PolicyConfig, Ratios, at_least_zero
 from ptlf.freezing.savings import relief
 
 
@@ -17,7 +15,7 @@ class Correlation(Policy):
 
     needs_ratios = True
 
-    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+    def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
         by_ratio = sorted(candidates, key=lambda name: -context.ratio(name))  # stable: ties stay in data order
         return by_ratio[: at_least_zero(count)]
 
@@ -25,21 +23,20 @@ class Correlation(Policy):
 class Ascending(Policy):
     """From the input upwards."""
 
-    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+    def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
         return candidates[: at_least_zero(count)]
 
 
 class Random(Policy):
     """Any unit, each as likely as the other, drawn from the context's generator."""
 
-    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+    def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
         if context.generator is None:
             raise ValueError("the random policy draws from the context's generator, and none was given")
         if at_least_zero(count) == 0:
             return []
-        device = context.generator.device
-        order = torch.randperm(len(candidates), generator=context.generator, device=device).tolist()
-        return [candidates[index] for index in order[:count]]
+        order = torch.randperm(len(candidates), generator=context.generator, device=context.generator.device)
+        return [candidates[index] for index in order.tolist()[:count]]
 
 
 class Never(Policy):
@@ -47,7 +44,7 @@ class Never(Policy):
 
     freezes = False
 
-    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+    def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
         return []
 
 
@@ -77,9 +74,7 @@ class CostAware(Policy):
             raise ValueError(f"sharpness must not be negative, and is {self.config.sharpness}")
         self.savings_by = self.config.savings
 
-    def ratios_needed(
-        self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios
-    ) -> dict[str, float]:
+    def ratios_needed(self, candidates: Names, frozen: Names, context: Context, ratios: Ratios) -> dict[str, float]:
         """No ratio is above 1: a unit that is not among the next even so need not be looked at. Those left out are
         mostly the last and widest ones, whose ratios take the longest and which save the least."""
         known: dict[str, float] = {}
@@ -91,7 +86,7 @@ class CostAware(Policy):
             found = ratios(missing)
             known |= {name: found[name] for name in missing}
 
-    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+    def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
         if context.savings is None:
             raise ValueError("the cost_aware policy needs the savings of measure_savings, and none were given")
         chosen: list[str] = []
@@ -118,15 +113,11 @@ class CostAware(Policy):
         return scores
 
 
-POLICIES: Registry[type[Policy]] = Registry(
-    "freezing policy",
-    "ptlf.policies",
-    Policy,
-    {
-        "correlation": Correlation,
-        "cost_aware": CostAware,
-        "ascending": Ascending,
-        "random": Random,
-        "none": Never,
-    },
-)
+MEMBERS = {
+    "correlation": Correlation,
+    "cost_aware": CostAware,
+    "ascending": Ascending,
+    "random": Random,
+    "none": Never,
+}
+POLICIES: Registry[type[Policy]] = Registry("freezing policy", "ptlf.policies", Policy, MEMBERS)

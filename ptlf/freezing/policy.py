@@ -1,7 +1,5 @@
 """The policy's contract: which units freeze next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,6 +27,7 @@ class Context:
         return found
 
 
+Names = list[str]
 Ratios = Callable[[Sequence[str]], dict[str, float]]  # computes them for the units it is given
 
 
@@ -47,13 +46,11 @@ class Policy:
         """`config` is an instance of `Config`; without it, its defaults."""
         self.config: Any = self.Config() if config is None else config
 
-    def ratios_needed(
-        self, candidates: list[str], frozen: list[str], context: Context, ratios: Ratios
-    ) -> dict[str, float]:
+    def ratios_needed(self, candidates: Names, frozen: Names, context: Context, ratios: Ratios) -> dict[str, float]:
         """The ratios that the choice depends on, by unit name."""
         return ratios(candidates)
 
-    def choose(self, count: int, candidates: list[str], frozen: list[str], context: Context) -> list[str]:
+    def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
         """The next `count` units to freeze, or all candidates if there are fewer, in the order they freeze.
 
         `candidates` are the units not frozen yet, in data order; `frozen` are those that are.

@@ -1,7 +1,5 @@
 """Progressive freezing over a task's epochs: how much (schedule), which (policy), made so (freezer), written down."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

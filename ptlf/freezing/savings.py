@@ -1,19 +1,18 @@
 """What freezing a unit saves: FLOPs or seconds of its backward, and bytes kept for it."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ptlf.core.errors import unknown
-from ptlf.freezing.correlation import Layer, groups, pad, unchanged
-from ptlf.freezing.units import Unit
+from ptlf.freezing.correlation import groups, watched
+from ptlf.freezing.kernels import pad
+from ptlf.freezing.units import Layer, Unit, unchanged
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,11 @@ def relief(savings: Sequence[Saving], frozen: Sequence[bool]) -> float:
     input that two units share counts for each.
     """
     first = frozen.index(False) if False in frozen else len(frozen)
-    weights = [saving.weight_cost for saving in savings]
+    off = [saving for saving, is_frozen in zip(savings, frozen, strict=True) if is_frozen]
     inputs = [saving.input_cost for saving in savings]
-    cost = sum(weights) + sum(inputs[1:])  # the first unit's input is the data
-    saved = sum(weight for weight, off in zip(weights, frozen, strict=True) if off) + sum(inputs[1 : first + 1])
-    kept = sum(saving.bytes for saving in savings)
-    freed = sum(saving.bytes for saving, off in zip(savings, frozen, strict=True) if off)
+    cost = sum(saving.weight_cost for saving in savings) + sum(inputs[1:])  # the first unit's input is the data
+    saved = sum(saving.weight_cost for saving in off) + sum(inputs[1 : first + 1])
+    kept, freed = (sum(saving.bytes for saving in some) for some in (savings, off))
     return (saved / cost if cost else 0.0) / 2 + (freed / kept if kept else 0.0) / 2
 
 
@@ -53,30 +51,16 @@ def measure_savings(
     """
     if by not in MEASURES:
         raise ValueError(str(unknown("measure of savings", by, MEASURES)))
-    measure = MEASURES[by]
     savings = {unit.name: Saving(0, 0, 0) for unit in units}
 
-    def hook_for(unit: Unit) -> Callable[..., None]:
-        def hook(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            given = args[0] if args else kwargs["input"]
-            weight, by_input = measure(layer, given, output, repeats)
-            kept = sum(
-                tensor.numel() * tensor.element_size() for tensor in ([given] if unit.norm is None else [given, output])
-            )
-            old = savings[unit.name]
-            savings[unit.name] = Saving(old.weight_cost + weight, old.input_cost + by_input, old.bytes + kept)
+    def add(unit: Unit, given: Tensor, output: Tensor) -> None:
+        by_weight, by_input = MEASURES[by](unit.layer, given, output, repeats)
+        kept = given.nbytes + (output.nbytes if unit.norm is not None else 0)
+        old = savings[unit.name]
+        savings[unit.name] = Saving(old.weight_cost + by_weight, old.input_cost + by_input, old.bytes + kept)
 
-        return hook
-
-    with unchanged(module), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        for part in module.modules():
-            part.training = False
-        handles = [unit.layer.register_forward_hook(hook_for(unit), with_kwargs=True) for unit in units]
-        try:
-            module(example)
-        finally:
-            for handle in handles:
-                handle.remove()
+    with unchanged(module), torch.no_grad(), watched(module, units, add):
+        module(example)
     return savings
 
 
@@ -86,8 +70,7 @@ def flops(layer: Layer, given: Tensor, output: Tensor, repeats: int) -> tuple[in
     Counted here because torch.utils.flop_counter (2.13) counts the weight gradient of a grouped convolution `groups`
     times.
     """
-    channels = layer.weight.shape[0]
-    product = 2 * layer.weight.numel() * (output.numel() // channels)
+    product = 2 * layer.weight.numel() * (output.numel() // layer.weight.shape[0])
     return product, product
 
 
@@ -95,23 +78,16 @@ def seconds(layer: Layer, given: Tensor, output: Tensor, repeats: int) -> tuple[
     """Seconds of the weight and of the input gradient, each the median of `repeats`."""
     weight, gradient = layer.weight.to(output.dtype), torch.randn_like(output)
     given = given.to(output.dtype)
+    by_weight: Callable[[], object]
+    by_input: Callable[[], object]
     if isinstance(layer, nn.Linear):
         rows, columns = gradient.flatten(0, -2), given.flatten(0, -2)
-        return (
-            median_seconds(lambda: rows.mT @ columns, output.device, repeats),
-            median_seconds(lambda: rows @ weight, output.device, repeats),
-        )
-    padded, stride, dilation = pad(layer, given), list(layer.stride), list(layer.dilation)
-
-    def backward(mask: list[bool]) -> Callable[[], object]:
-        return lambda: torch.ops.aten.convolution_backward(
-            gradient, padded, weight, None, stride, [0, 0], dilation, False, [0, 0], groups(layer), mask
-        )
-
-    return (
-        median_seconds(backward([False, True, False]), output.device, repeats),
-        median_seconds(backward([True, False, False]), output.device, repeats),
-    )
+        by_weight, by_input = lambda: rows.mT @ columns, lambda: rows @ weight
+    else:
+        settings = (list(layer.stride), [0, 0], list(layer.dilation), False, [0, 0], groups(layer))
+        backward = partial(torch.ops.aten.convolution_backward, gradient, pad(layer, given), weight, None, *settings)
+        by_weight, by_input = (partial(backward, mask) for mask in ([False, True, False], [True, False, False]))
+    return median_seconds(by_weight, output.device, repeats), median_seconds(by_input, output.device, repeats)
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -1,7 +1,5 @@
 """The freeze ratio by epoch of one task."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -45,9 +43,8 @@ class FreezeSchedule:
             if not 0 <= ratio <= 1:
                 raise ValueError(f"the {name} freeze ratio must lie in [0, 1], not {ratio}")
         if self.shape in RISING and self.final < self.initial:
-            raise ValueError(
-                f"a {self.shape} freeze schedule rises: final {self.final} is below initial {self.initial}"
-            )
+            limits = f"final {self.final} is below initial {self.initial}"
+            raise ValueError(f"a {self.shape} freeze schedule rises: {limits}")
 
     def __call__(self, epoch: int) -> float:
         """Freeze ratio of `epoch`, counted from 0."""

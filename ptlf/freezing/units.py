@@ -3,8 +3,6 @@
 A unit is what freezes: a convolution or linear layer together with the norm that directly consumes its output.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from collections import Counter, defaultdict
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LAYERS = (nn.Conv2d, nn.Linear)
+Layer = nn.Conv2d | nn.Linear
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
 IMAGE_SIZES = (32, 64, 96, 128, 224)
 
@@ -28,13 +26,12 @@ class Unit:
     """A layer and its norm. `name` is the layer's module path."""
 
     name: str
-    layer: nn.Conv2d | nn.Linear
+    layer: Layer
     norm: nn.Module | None = None
     norm_name: str | None = None
 
     def parameters(self) -> list[nn.Parameter]:
-        norm = [] if self.norm is None else list(self.norm.parameters())
-        return [*self.layer.parameters(), *norm]
+        return [*self.layer.parameters(), *(self.norm.parameters() if self.norm is not None else ())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,27 +74,23 @@ def find_units(module: nn.Module, example: Any = None) -> list[Unit]:
 
 def trace(module: nn.Module, example: Any = None) -> Trace:
     """Trace one forward in eval mode and one in train mode. The module is left unchanged."""
-    if example is not None:
-        return _check_folds(module, example, _analyse(module, *_run(module, example)))
     errors = []
-    for guess in _guesses(module):
+    for guess in _guesses(module) if example is None else [example]:
         try:
             record, output = _run(module, guess)
         except Exception as error:
-            errors.append(f"{tuple(guess.shape)}: {error}")
+            if example is not None:
+                raise
+            errors.append(f"{tuple(guess.shape)}: {error}".splitlines()[0])
             continue
-        return _check_folds(module, guess, _analyse(module, record, output))
-    tried = "; ".join(message.splitlines()[0] for message in errors) or "no convolution or linear layer to guess from"
+        seen = _analyse(module, record, output)
+        try:
+            in_train = _analyse(module, *_run(module, guess, train=True)).foldable if seen.foldable else seen.foldable
+        except Exception:
+            in_train = frozenset()
+        return dataclasses.replace(seen, foldable=seen.foldable & in_train)
+    tried = "; ".join(errors) or "no convolution or linear layer to guess from"
     raise ValueError(f"found no input that {type(module).__name__} accepts; pass example=<a batch> ({tried})")
-
-
-def _check_folds(module: nn.Module, example: Any, seen: Trace) -> Trace:
-    """Remove from `foldable` the units that are not foldable in train mode; all of them if that forward fails."""
-    try:
-        in_train = _analyse(module, *_run(module, example, train=True)).foldable if seen.foldable else frozenset[str]()
-    except Exception:
-        in_train = frozenset()
-    return dataclasses.replace(seen, foldable=seen.foldable & in_train)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -115,18 +108,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _guesses(module: nn.Module) -> Iterator[Tensor]:
     parameter = next(module.parameters(), torch.empty(0))
-    first = next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
-    if first is not None:
-        declared = getattr(getattr(module, "config", None), "image_size", None)
+    if (conv := next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)) is not None:
         sizes = [(size, size) for size in IMAGE_SIZES]
+        declared = getattr(getattr(module, "config", None), "image_size", None)
         if isinstance(declared, int):
             sizes.insert(0, (declared, declared))
         elif isinstance(declared, Sequence) and len(declared) == 2:
             sizes.insert(0, (declared[0], declared[1]))
         for height, width in sizes:
-            yield parameter.new_zeros(2, first.in_channels, height, width)
-    linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
-    if linear is not None:
+            yield parameter.new_zeros(2, conv.in_channels, height, width)
+    if (linear := next((m for m in module.modules() if isinstance(m, nn.Linear)), None)) is not None:
         yield parameter.new_zeros(2, linear.in_features)
 
 
@@ -138,23 +129,24 @@ class _LayerCall:
     node: Node | None
 
 
-class _Record:
+class _Record(TorchDispatchMode):
     """What the hooks record. All tensors are held until the end, so that ids and storages are not reused."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: dict[int, _LayerCall] = {}  # by id of the output tensor
-        self.layers: dict[nn.Module, list[_LayerCall]] = {}  # in order of first execution
+        self.layers: dict[Layer, list[_LayerCall]] = {}  # in order of first execution
         self.norms: dict[nn.Module, list[tuple[_LayerCall | None, Node | None]]] = defaultdict(list)
         self.relus: dict[nn.ReLU, list[int]] = defaultdict(list)  # storages of the outputs
         # Modules that save a storage for backward, and modules that read a layer's output; None: not a hooked module.
         self.keepers: dict[int, set[nn.Module | None]] = defaultdict(set)
         self.readers: dict[int, set[nn.Module | None]] = {}
         self.held: list[Tensor] = []
-        self.inside: list[nn.Module] = []  # stack of the hooked modules being executed
+        self.inside: list[nn.Module | None] = [None]  # stack of the hooked modules being executed
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
         self.inside.append(module)
-        if isinstance(module, nn.Conv2d | nn.Linear):
+        if isinstance(module, Layer):
             self.layers.setdefault(module, [])
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -162,40 +154,30 @@ class _Record:
         if not isinstance(output, Tensor):
             return
         self.held.append(output)
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            call = _LayerCall(module, output, output._version, output.grad_fn)
-            self.calls[id(output)] = call
+        if isinstance(module, Layer):
+            call = self.calls[id(output)] = _LayerCall(module, output, output._version, output.grad_fn)
             self.readers[_storage(output)] = set()
             self.layers[module].append(call)
         elif isinstance(module, nn.ReLU):
             self.relus[module].append(_storage(output))
         else:
-            source = next(tensors_in([args, kwargs]), None)
-            call_or_none = self.calls.get(id(source))
+            source = next(tensors_in([args, kwargs]), output)
+            found = self.calls.get(id(source))
             # The version may be read after the norm has run: none of NORMS writes to its input.
-            direct = call_or_none is not None and source is not None and call_or_none.version == source._version
-            self.norms[module].append((call_or_none if direct else None, output.grad_fn))
+            direct = found if found is not None and found.version == source._version else None
+            self.norms[module].append((direct, output.grad_fn))
 
     def keep(self, tensor: Tensor) -> Tensor:
-        inside = self.inside[-1] if self.inside else None
-        if not isinstance(inside, nn.ReLU):
-            self.keepers[_storage(tensor)].add(inside)
+        if not isinstance(self.inside[-1], nn.ReLU):
+            self.keepers[_storage(tensor)].add(self.inside[-1])
             self.held.append(tensor)
         return tensor.detach()
 
-
-class _Readers(TorchDispatchMode):
-    """Records which modules read a layer's output, also in operations without a gradient."""
-
-    def __init__(self, record: _Record) -> None:
-        super().__init__()
-        self.record = record
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inside = self.record.inside[-1] if self.record.inside else None
+        """Records which modules read a layer's output, also in operations without a gradient."""
         for tensor in tensors_in([args, kwargs]):
-            if tensor.layout is torch.strided and (readers := self.record.readers.get(_storage(tensor))) is not None:
-                readers.add(inside)
+            if tensor.layout is torch.strided and (readers := self.readers.get(_storage(tensor))) is not None:
+                readers.add(self.inside[-1])
         return function(*args, **(kwargs or {}))
 
 
@@ -204,15 +186,15 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _run(module: nn.Module, example: Any, *, train: bool = False) -> tuple[_Record, Any]:
+    """A forward in eval mode, or in train mode except for norms, which may need a larger batch."""
     record = _Record()
     with ExitStack() as stack:
-        stack.enter_context(_undisturbed(module, train))
-        for watched in module.modules():
-            if isinstance(watched, LAYERS + NORMS) or type(watched) is nn.ReLU:
-                enter = watched.register_forward_pre_hook(record.enter, with_kwargs=True)
-                leave = watched.register_forward_hook(record.leave, with_kwargs=True)
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
+        stack.enter_context(unchanged(module))
+        for part in module.modules():
+            part.training = train and not isinstance(part, NORMS)
+            if isinstance(part, (Layer, *NORMS)) or type(part) is nn.ReLU:
+                stack.callback(part.register_forward_pre_hook(record.enter).remove)
+                stack.callback(part.register_forward_hook(record.leave, with_kwargs=True).remove)
         args, kwargs = _arguments(example)
         device = next(tensors_in([args, kwargs]), torch.empty(0)).device.type
         stack.enter_context(torch.inference_mode(False))
@@ -221,11 +203,11 @@ def _run(module: nn.Module, example: Any, *, train: bool = False) -> tuple[_Reco
         # Weak: the graph holds the hooks and the record holds the graph, which would be a reference cycle.
         weak = weakref.proxy(record)
         stack.enter_context(saved_tensors_hooks(lambda tensor: weak.keep(tensor), lambda tensor: tensor))
-        stack.enter_context(_Readers(record))
+        stack.enter_context(record)
         return record, module(*args, **kwargs)
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(example: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     """Positional and keyword arguments. Float tensors require a gradient, so that every operation is in the graph."""
 
     def prepare(value: Any) -> Any:
@@ -235,41 +217,39 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     if isinstance(example, Mapping):
         return (), {key: prepare(value) for key, value in example.items()}
-    if isinstance(example, tuple):
-        return tuple(prepare(value) for value in example), {}
-    return (prepare(example),), {}
+    return [prepare(value) for value in (example if isinstance(example, tuple) else (example,))], {}
 
 
 @contextmanager
-def _undisturbed(module: nn.Module, train: bool = False) -> Iterator[None]:
-    """Inside: eval mode, or train mode except for norms, which may need a larger batch. Modes, buffers and random state
-    are restored afterwards."""
-    modes = [(m, m.training) for m in module.modules()]
-    buffers = [
-        (m, name, buffer, buffer._version, buffer.clone())
-        for m in module.modules()
-        for name, buffer in m._buffers.items()
-        if buffer is not None
+def unchanged(*modules: nn.Module) -> Iterator[None]:
+    """Restore parameters, buffers, modes and torch's global random state on exit, even after an exception."""
+    parts = list({part: None for module in modules for part in module.modules()})
+    modes = [part.training for part in parts]
+    tensors = [
+        (part, name, tensor, tensor.detach().clone())
+        for part in parts
+        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
     ]
-    cuda = {tensor.device.index for tensor in module.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(cuda)):
+    devices = {tensor.device.index for _, _, tensor, _ in tensors if tensor.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)):
         try:
-            for m, _ in modes:
-                m.training = train and not isinstance(m, NORMS)
             yield
         finally:
-            for m, training in modes:
-                m.training = training
-            for m, name, buffer, version, content in buffers:
-                m._buffers[name] = buffer
-                if buffer._version != version:
-                    with torch.no_grad():
-                        buffer.copy_(content)
+            for part, mode in zip(parts, modes, strict=True):
+                part.training = mode
+            with torch.no_grad():
+                for part, name, tensor, saved in tensors:
+                    setattr(part, name, tensor)  # a buffer may have been replaced rather than written to
+                    tensor.copy_(saved)
 
 
 def _analyse(module: nn.Module, record: _Record, output: Any) -> Trace:
-    names = {m: name for name, m in module.named_modules()}
-    units = _units(record, names)
+    names: dict[nn.Module | None, str] = {m: name for name, m in module.named_modules()}
+    norm_of: dict[nn.Module, nn.Module] = {}
+    for norm, calls in record.norms.items():
+        if (first := calls[0][0]) is not None:
+            norm_of.setdefault(first.layer, norm)
+    units = [Unit(names[m], m, norm_of.get(m), names.get(norm_of.get(m))) for m in record.layers]
     _refuse_shared_parameters(module, units)
     unit_names: dict[nn.Module | None, str] = {unit.layer: unit.name for unit in units}
     uses = _uses(output)
@@ -282,49 +262,27 @@ def _analyse(module: nn.Module, record: _Record, output: Any) -> Trace:
     return Trace(units, foldable, relus)
 
 
-def _units(record: _Record, names: Mapping[nn.Module, str]) -> list[Unit]:
-    norm_of: dict[nn.Module, nn.Module] = {}
-    for norm, calls in record.norms.items():
-        first = calls[0][0]
-        if first is not None:
-            norm_of.setdefault(first.layer, norm)
-    units = []
-    for layer in record.layers:
-        assert isinstance(layer, nn.Conv2d | nn.Linear)
-        norm_or_none = norm_of.get(layer)
-        norm_name = None if norm_or_none is None else names[norm_or_none]
-        units.append(Unit(names[layer], layer, norm_or_none, norm_name))
-    return units
-
-
 def _refuse_shared_parameters(module: nn.Module, units: Sequence[Unit]) -> None:
     owners: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, m in module.named_modules():
-        for key, parameter in m._parameters.items():
-            if parameter is not None:
-                owners[parameter].append(f"{name}.{key}" if name else key)
-    for unit in units:
-        for parameter in unit.parameters():
-            if len(owners[parameter]) > 1:
-                shared = " and ".join(owners[parameter])
-                raise ValueError(
-                    f"{shared} are the same parameter, which cannot be frozen in one place and trained in the other"
-                )
+    for prefix, m in module.named_modules():
+        for name, parameter in m.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            owners[parameter].append(name)
+    for shared in (owners[parameter] for unit in units for parameter in unit.parameters()):
+        if len(shared) > 1:
+            same = f"{' and '.join(shared)} are the same parameter"
+            raise ValueError(f"{same}, which cannot be frozen in one place and trained in the other")
 
 
 def _uses(output: Any) -> Counter[Node]:
     """How often the result of each node is used, by other nodes or as an output of the module."""
     waiting = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
     uses: Counter[Node] = Counter(waiting)
-    seen = set(waiting)
     while waiting:
         for node, _ in waiting.pop().next_functions:
-            if node is None:
-                continue
-            uses[node] += 1
-            if node not in seen:
-                seen.add(node)
-                waiting.append(node)
+            if node is not None:
+                if node not in uses:
+                    waiting.append(node)
+                uses[node] += 1
     return uses
 
 

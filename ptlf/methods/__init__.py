@@ -1,7 +1,5 @@
 """Methods by name. To add one: a file with a subclass of `Method`, and a line here."""
 
-from __future__ import annotations
-
 from ptlf.core.registry import Registry
 from ptlf.methods.cassle import PFR, Cassle
 from ptlf.methods.der import DER
@@ -12,20 +10,16 @@ from ptlf.methods.method import Method, MethodConfig
 from ptlf.methods.pnn import PNN
 from ptlf.methods.si import SI
 
-METHODS: Registry[type[Method]] = Registry(
-    "method",
-    "ptlf.methods",
-    Method,
-    {
-        "finetune": Finetune,
-        "multitask": Multitask,
-        "lump": Lump,
-        "si": SI,
-        "der": DER,
-        "pnn": PNN,
-        "cassle": Cassle,
-        "pfr": PFR,
-    },
-)
+MEMBERS = {
+    "finetune": Finetune,
+    "multitask": Multitask,
+    "lump": Lump,
+    "si": SI,
+    "der": DER,
+    "pnn": PNN,
+    "cassle": Cassle,
+    "pfr": PFR,
+}
+METHODS: Registry[type[Method]] = Registry("method", "ptlf.methods", Method, MEMBERS)
 
 __all__ = ["METHODS", "Memory", "MemoryConfig", "Method", "MethodConfig"]

@@ -1,7 +1,5 @@
 """CaSSLe and PFR: a predictor must find the previous model's vectors in the new ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +11,7 @@ from ptlf.core.settings import key
 from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
-from ptlf.objectives.objective import each_view, mean_over_views, negative_cosine, predictor
+from ptlf.objectives.objective import each_view, mean_over_views, mlp, negative_cosine
 from ptlf.objectives.teacher import PreviousModel
 
 
@@ -29,11 +27,12 @@ class Cassle(Method):
 
     Config = CassleConfig
     distills = True
+    step_kinds = 2
 
     def __init__(self, config: CassleConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)
-        self.config = config
-        self.predictor = predictor(self.width(model), config.hidden)
+        width = self.width(model)
+        self.predictor = mlp(width, config.hidden, width)
         self.previous = PreviousModel(model.encoder, model.objective.projector)
 
     def width(self, model: Model) -> int:
@@ -42,9 +41,6 @@ class Cassle(Method):
     def begin_task(self, index: int, model: Model) -> None:
         super().begin_task(index, model)
         self.previous.copy(model.encoder, model.objective.projector)
-
-    def branch(self) -> str:
-        return "later task" if self.task else "first task"
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         projected = model.project(model.encode(batch.mixed))
@@ -58,15 +54,9 @@ class Cassle(Method):
         return model.objective.distill(each_view(self.predictor, projected), old)
 
 
-@dataclass
-class PFRConfig(CassleConfig):
-    name: str = "pfr"
-
-
 class PFR(Cassle):
     """PFR: predicted features against the previous encoder's, by negative cosine, whatever the objective."""
 
-    Config = PFRConfig
     distills = False
 
     def width(self, model: Model) -> int:
@@ -81,5 +71,4 @@ class PFR(Cassle):
         return losses
 
     def distill(self, model: Model, projected: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        pairs = zip(each_view(self.predictor, projected), old, strict=True)
-        return mean_over_views([negative_cosine(p, z) for p, z in pairs])
+        return mean_over_views(negative_cosine, each_view(self.predictor, projected), old)

@@ -1,7 +1,5 @@
 """DER: the encoder's vectors of memory images are held near those stored when the images were seen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -26,21 +24,14 @@ class DER(Method):
 
     Config = DERConfig
     needs_memory = True
+    step_kinds = 1
     needs_outputs = True
 
     memory: Memory
 
-    def __init__(self, config: DERConfig, model: Model, memory: Memory, generator: torch.Generator) -> None:
-        super().__init__(config, model, memory, generator)
-        self.config = config
-
     def draw(self, batch: int) -> dict[str, Tensor]:
-        draws = self.memory.draw(batch, self.generator)
-        draws["filled"] = torch.tensor(len(self.memory) > 0)
-        return {**draws, **super().draw(batch)}
-
-    def branch(self) -> str:
-        return "every task"
+        filled = torch.tensor(len(self.memory) > 0)
+        return {**self.memory.draw(batch, self.generator), "filled": filled, **super().draw(batch)}
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         picks, filled = batch.draws["picks"], batch.draws["filled"]

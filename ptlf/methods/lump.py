@@ -1,7 +1,5 @@
 """LUMP: every batch is mixed with images from the replay memory, and the objective sees the mixture."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +9,6 @@ from ptlf.core.batch import Batch
 from ptlf.core.settings import key
 from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
-from ptlf.model import Model
 
 
 @dataclass
@@ -26,25 +23,16 @@ class Lump(Method):
 
     Config = LumpConfig
     needs_memory = True
+    step_kinds = 1  # whether a step mixes is in lam
     mixes_images = True
     baseline = True
 
     memory: Memory
 
-    def __init__(self, config: LumpConfig, model: Model, memory: Memory, generator: torch.Generator) -> None:
-        super().__init__(config, model, memory, generator)
-        self.config = config
-
-    def branch(self) -> str:
-        return "every task"  # whether a step mixes is in lam
-
     def draw(self, batch: int) -> dict[str, Tensor]:
-        draws = self.memory.draw(batch, self.generator)
-        draws["lam"] = beta(self.config.alpha, self.generator)
-        mixing = self.task > 0 or self.config.mix_first_task
-        if not mixing or len(self.memory) == 0:
-            draws["lam"] = torch.ones(())
-        return {**draws, **super().draw(batch)}
+        draws, lam = self.memory.draw(batch, self.generator), beta(self.config.alpha, self.generator)
+        mixing = (self.task > 0 or self.config.mix_first_task) and len(self.memory) > 0
+        return {**draws, "lam": lam if mixing else torch.ones(()), **super().draw(batch)}
 
     def mix(self, batch: Batch) -> list[Tensor]:
         draws, lam = batch.draws, batch.draws["lam"]

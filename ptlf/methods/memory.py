@@ -1,7 +1,5 @@
 """Replay memory on the device: a reservoir over every image seen, each with the second view it was trained with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.core.batch import Batch
 from ptlf.core.settings import key
-from ptlf.model import Accelerator
+from ptlf.model import PLAIN, Accelerator
 from ptlf.views import UNIFORMS_PER_VIEW, View, apply_view
 
 
@@ -27,27 +25,18 @@ class Memory(nn.Module):
     """
 
     images: Tensor
-    old_images: Tensor
-    old_seen: Tensor
     views: Tensor
     outputs: Tensor
     seen: Tensor
+    old_images: Tensor
+    old_seen: Tensor
 
     def __init__(
-        self,
-        size: int,
-        image_size: int,
-        view_size: int,
-        view: View,
-        outputs: int = 0,
-        accelerator: Accelerator | None = None,
+        self, size: int, image_size: int, view_size: int, view: View, outputs: int = 0, accelerator: Accelerator = PLAIN
     ) -> None:
-        """view: the augmentation of `fresh`.
-        outputs: length of a vector to store with each image.
-        """
+        """`view` is the augmentation of `fresh`; `outputs` the length of a vector to store with each image."""
         super().__init__()
-        self.size, self.view, self.view_size = size, view, view_size
-        self.accelerator = accelerator or Accelerator()
+        self.size, self.view, self.view_size, self.accelerator = size, view, view_size, accelerator
         self.register_buffer("images", torch.zeros(size + 1, image_size, image_size, 3, dtype=torch.uint8))
         self.register_buffer("views", torch.zeros(size + 1, 3, view_size, view_size))
         self.register_buffer("outputs", torch.zeros(size + 1, outputs))
@@ -55,7 +44,7 @@ class Memory(nn.Module):
         self.register_buffer("old_images", torch.zeros_like(self.images))
         self.register_buffer("old_seen", torch.zeros_like(self.seen))
         self.count = 0  # `seen` on the host: asking the device would make it wait
-        self.register_load_state_dict_post_hook(lambda memory, _: memory.recount())
+        self.register_load_state_dict_post_hook(lambda memory, _: setattr(memory, "count", int(memory.seen)))
 
     def __len__(self) -> int:
         return min(self.count, self.size)
@@ -108,10 +97,3 @@ class Memory(nn.Module):
     def past(self) -> Tensor:
         """The images held when the task began, (len, H, W, 3) uint8: none of the task's own."""
         return self.old_images[: min(int(self.old_seen), self.size)]
-
-    def stored(self) -> Tensor:
-        """The images held, (len, H, W, 3) uint8."""
-        return self.images[: len(self)]
-
-    def recount(self) -> None:
-        self.count = int(self.seen)

@@ -6,8 +6,6 @@ the model's. Everything that a method needs to go on after a break is in its `st
 again for a task that goes on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +31,8 @@ class Method(nn.Module):
     needs_memory = False
     needs_outputs = False  # the memory stores the encoder's vectors too
     freezable = True
+    # 1: the steps of all tasks are the same operations; 2: those of the first task differ; None: each task has its own.
+    step_kinds: int | None = None
     mixes_images = False  # so that a label per image says nothing
     distills = False  # compares projections with an earlier model's: the objective must know how
     presets: ClassVar[Presets] = {}
@@ -41,8 +41,8 @@ class Method(nn.Module):
     def __init__(self, config: MethodConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         """`memory` is there when the method or the freezing needs one; `generator` is the method's own randomness."""
         super().__init__()
-        self.memory = memory
-        self.generator = generator
+        self.config: Any = config
+        self.memory, self.generator = memory, generator
         self.task = 0
 
     @staticmethod
@@ -56,9 +56,8 @@ class Method(nn.Module):
 
     def branch(self) -> str:
         """What a step's operations depend on, beside which units are frozen. A graph captured in an earlier task is
-        replayed in this one only if its branch was the same: a method whose steps do not depend on the task's number
-        says so here."""
-        return f"task {self.task}"
+        replayed in this one only if its branch was the same."""
+        return f"task {self.task if self.step_kinds is None else min(self.task, self.step_kinds - 1)}"
 
     def draw(self, batch: int) -> dict[str, Tensor]:
         """The randomness of one step as host tensors; they reach the step as `batch.draws`."""

@@ -1,9 +1,7 @@
 """PNN: a new column for every task, fed by the columns before it, which are never touched again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from torch.nn import functional as F
 from ptlf.core.errors import UserError
 from ptlf.core.settings import Presets, key
 from ptlf.encoders import ResNet
-from ptlf.encoders.encoder import Call, call_module
+from ptlf.encoders.encoder import Call
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
 
@@ -63,9 +61,8 @@ class Columns(nn.Module):
         shape = {**template.shape, "width": max(1, round(width * template.shape["width"]))}
         self.columns = nn.ModuleList([ResNet(**shape) for _ in range(tasks)])
         channels = [shape["width"] * 2**stage * shape["block"].expansion for stage in range(len(shape["blocks"]))]
-        self.laterals = nn.ModuleList(
-            [nn.ModuleList([Lateral(older, c) for c in channels[:-1]] if older else []) for older in range(tasks)]
-        )
+        laterals = [[Lateral(older, c) for c in channels[:-1]] if older else [] for older in range(tasks)]
+        self.laterals = nn.ModuleList([nn.ModuleList(connections) for connections in laterals])
         self.feature_dim = channels[-1]
         self.current = 0
         self.register_buffer("newest", torch.zeros((), dtype=torch.int64))  # `current`, for the state
@@ -79,13 +76,13 @@ class Columns(nn.Module):
             self.laterals[older].requires_grad_(False)
         self.train(self.training)
 
-    def train(self, mode: bool = True) -> Columns:
+    def train(self, mode: bool = True) -> Self:
         super().train(mode)
         for column in self.columns[: self.current]:
             column.eval()
         return self
 
-    def forward(self, images: Tensor, call: Call = call_module) -> Tensor:
+    def forward(self, images: Tensor, call: Call = nn.Module.__call__) -> Tensor:
         maps: list[list[Tensor]] = []  # by column, by stage
         for index in range(self.current + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and index == self.current):

@@ -1,7 +1,6 @@
 """SI: weights that earned much of the past tasks' progress are held near where those tasks left them."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,17 +29,13 @@ class SI(Method):
     """
 
     Config = SIConfig
+    step_kinds = 2
 
     def __init__(self, config: SIConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)
-        self.config = config
-        zeros = [torch.zeros_like(p) for p in model.encoder.parameters()]
-        self.path = state_list(zeros)  # this task's sum of lr * grad^2
-        self.importance = state_list(zeros)
-        self.anchor = state_list([p.detach() for p in model.encoder.parameters()])
-
-    def branch(self) -> str:
-        return "later task" if self.task else "first task"
+        self.path = state_like(model.encoder, torch.zeros_like)  # this task's sum of lr * grad^2
+        self.importance = state_like(model.encoder, torch.zeros_like)
+        self.anchor = state_like(model.encoder, torch.clone)
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         losses = super().losses(model, batch)
@@ -68,6 +63,7 @@ class SI(Method):
             path.zero_()
 
 
-def state_list(tensors: list[Tensor]) -> nn.ParameterList:
-    """Copies that are state (saved, moved to the device) but never trained."""
-    return nn.ParameterList([nn.Parameter(tensor.clone(), requires_grad=False) for tensor in tensors])
+def state_like(encoder: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.ParameterList:
+    """A tensor per encoder parameter that is state (saved, moved to the device) but never trained."""
+    made = [make(parameter.detach()) for parameter in encoder.parameters()]
+    return nn.ParameterList([nn.Parameter(tensor, requires_grad=False) for tensor in made])

@@ -1,7 +1,5 @@
 """Barlow Twins: the cross-correlation of the two views' projections is driven to the identity."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, projector
+from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, mlp
 
 
 @dataclass
@@ -32,18 +30,17 @@ class BarlowTwins(Objective):
 
     def __init__(self, config: BarlowTwinsConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
-        self.config = config
         self.projection_dim = config.projection
-        self.projector = projector(feature_dim, config.projection, config.projection)
+        self.projector = mlp(feature_dim, config.projection, config.projection, last_norm=True)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
-        z1, z2 = projected
-        return self.config.scale * cross_correlation_loss(z1, z2, self.config.redundancy)
+        return self.config.scale * self.decorrelate(*projected)
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        pairs = zip(predicted, old, strict=True)
-        losses = [cross_correlation_loss(p, z, self.config.redundancy) for p, z in pairs]
-        return self.config.distill_scale * mean_over_views(losses)
+        return self.config.distill_scale * mean_over_views(self.decorrelate, predicted, old)
+
+    def decorrelate(self, z1: Tensor, z2: Tensor) -> Tensor:
+        return cross_correlation_loss(z1, z2, self.config.redundancy)
 
 
 def cross_correlation_loss(z1: Tensor, z2: Tensor, redundancy: float) -> Tensor:

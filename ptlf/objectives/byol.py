@@ -1,7 +1,5 @@
 """BYOL: each view predicts the other's projection by a momentum network."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,14 +8,7 @@ from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import (
-    Objective,
-    ObjectiveConfig,
-    each_view,
-    mean_over_views,
-    negative_cosine,
-    predictor,
-)
+from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, mean_over_views, mlp, negative_cosine
 from ptlf.objectives.teacher import MomentumTeacher
 
 
@@ -35,28 +26,15 @@ class BYOL(Objective):
     Config = BYOLConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64, "momentum_start": 0.9}},
-        "cassle": {
-            "objective": {"momentum_start": 0.99},
-            "training": {"optimizer": {"weight_decay": 1e-5}, "lr": 0.6},
-        },
+        "cassle": {"objective": {"momentum_start": 0.99}, "training": {"optimizer": {"weight_decay": 1e-5}, "lr": 0.6}},
     }
-
-    teacher: MomentumTeacher
 
     def __init__(self, config: BYOLConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
         self.projection_dim = config.projection
-        self.projector = nn.Sequential(
-            nn.Linear(feature_dim, config.hidden),
-            nn.BatchNorm1d(config.hidden),
-            nn.ReLU(),
-            nn.Linear(config.hidden, config.projection),
-        )
-        self.predictor = predictor(config.projection, config.hidden)
+        self.projector = mlp(feature_dim, config.hidden, config.projection)
+        self.predictor = mlp(config.projection, config.hidden, config.projection)
         self.teacher = MomentumTeacher(encoder, self.projector, config.momentum_start, config.momentum_end)
-
-    def begin_task(self, steps: int) -> None:
-        self.teacher.begin_task(steps)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         p1, p2 = each_view(self.predictor, projected)
@@ -64,10 +42,7 @@ class BYOL(Objective):
         return distance(p1, t2) + distance(p2, t1)
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        return mean_over_views([distance(p, z) for p, z in zip(predicted, old, strict=True)])
-
-    def after_step(self, encoder: nn.Module, batch: Batch) -> None:
-        self.teacher.follow(encoder, self.projector)
+        return mean_over_views(distance, predicted, old)
 
 
 def distance(prediction: Tensor, target: Tensor) -> Tensor:

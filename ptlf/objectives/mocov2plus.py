@@ -1,7 +1,5 @@
 """MoCo v2+: each view must find the other's momentum key among those of many earlier images (symmetric loss)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +11,7 @@ from torch.nn import functional as F
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
+from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation, mlp
 from ptlf.objectives.teacher import MomentumTeacher
 
 
@@ -41,46 +39,37 @@ class MoCoV2Plus(Objective):
         },
     }
 
-    teacher: MomentumTeacher
     queue: Tensor
     pointer: Tensor
 
     def __init__(self, config: MoCoV2PlusConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
-        self.config = config
         self.projection_dim = config.projection
-        self.projector = nn.Sequential(
-            nn.Linear(feature_dim, config.hidden), nn.ReLU(), nn.Linear(config.hidden, config.projection)
-        )
+        self.projector = mlp(feature_dim, config.hidden, config.projection, norm=False)
         self.teacher = MomentumTeacher(encoder, self.projector, config.momentum_start, config.momentum_end)
         self.register_buffer("queue", F.normalize(torch.randn(2, config.queue, config.projection), dim=2))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))  # the row that is overwritten next
-
-    def begin_task(self, steps: int) -> None:
-        self.teacher.begin_task(steps)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         q1, q2 = (F.normalize(z, dim=1) for z in projected)
         k1, k2 = (F.normalize(z, dim=1) for z in batch.targets)
         first, second = self.queue
-        temperature = self.config.temperature
-        return (key_loss(q1, k2, second, temperature) + key_loss(q2, k1, first, temperature)) / 2
+        return (self.key_loss(q1, k2, second) + self.key_loss(q2, k1, first)) / 2
+
+    def key_loss(self, queries: Tensor, keys: Tensor, queue: Tensor) -> Tensor:
+        """Cross-entropy of picking each query's own key (B, D) among it and the queue's (K, D)."""
+        own = (queries * keys).sum(dim=1, keepdim=True)
+        logits = torch.cat((own, queries @ queue.T), dim=1) / self.config.temperature
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
         return contrastive_distillation(predicted, old, self.config.distill_temperature)
 
     @torch.no_grad()
     def after_step(self, encoder: nn.Module, batch: Batch) -> None:
-        self.teacher.follow(encoder, self.projector)
+        super().after_step(encoder, batch)
         keys = torch.stack([F.normalize(all_gather_rows(z), dim=1) for z in batch.targets])  # (2, B, D)
         keys = keys[:, -self.config.queue :]
         rows = (self.pointer + torch.arange(keys.shape[1], device=keys.device)) % self.config.queue
         self.queue.index_copy_(1, rows, keys)
         self.pointer.copy_((self.pointer + keys.shape[1]) % self.config.queue)
-
-
-def key_loss(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy of picking each query's own key (B, D) among it and the queue's (K, D)."""
-    own = (queries * keys).sum(dim=1, keepdim=True)
-    logits = torch.cat((own, queries @ queue.T), dim=1) / temperature
-    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))

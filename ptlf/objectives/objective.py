@@ -9,11 +9,10 @@ Where several processes share a run, each has its share of the batch. A loss tha
 nothing of it; one that compares images, or takes statistics over them, asks for the `whole` batch first.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +41,7 @@ class Objective(nn.Module):
     def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         """`encoder` is there for objectives that keep a copy of it; `classes` for those that use labels."""
         super().__init__()
+        self.config: Any = config
         self.feature_dim = feature_dim
         self.projector = nn.Identity()
         self.projection_dim = feature_dim
@@ -66,9 +66,13 @@ class Objective(nn.Module):
     def begin_task(self, steps: int) -> None:
         """Called before the first of a task's `steps` steps. What differs from task to task must be in a buffer: a
         graph captured in an earlier task may be replayed."""
+        if self.teacher is not None:
+            self.teacher.begin_task(steps)
 
     def after_step(self, encoder: nn.Module, batch: Batch) -> None:
         """Called after the optimizer's step on this batch, for what moves without a gradient."""
+        if self.teacher is not None:
+            self.teacher.follow(encoder, self.projector)
 
 
 def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
@@ -83,33 +87,25 @@ def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
     return list(x.chunk(len(views)))
 
 
-def projector(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
-    """Linear-BN-ReLU-Linear-BN, the projection head of SimSiam and Barlow Twins in the LUMP protocol."""
-    return nn.Sequential(
-        nn.Linear(inputs, hidden),
-        nn.BatchNorm1d(hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, outputs),
-        nn.BatchNorm1d(outputs),
-    )
+def mlp(*widths: int, norm: bool = True, last_norm: bool = False) -> nn.Sequential:
+    """Linear layers from each width to the next, ReLU between them.
 
-
-def predictor(width: int, hidden: int) -> nn.Sequential:
-    """Linear-BN-ReLU-Linear, from `width` back to `width`."""
-    return nn.Sequential(
-        nn.Linear(width, hidden),
-        nn.BatchNorm1d(hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, width),
-    )
+    norm: a BatchNorm before each ReLU. last_norm: one after the last layer too, as in the projectors of SimSiam and
+    Barlow Twins in the LUMP protocol.
+    """
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), *([nn.BatchNorm1d(outputs)] if norm else []), nn.ReLU()]
+    return nn.Sequential(*layers[: -1 if last_norm or not norm else -2])
 
 
 def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
     return -torch.cosine_similarity(prediction, target, dim=1).mean()
 
 
-def mean_over_views(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(values)).mean()
+def mean_over_views(loss: Callable[..., Tensor], first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+    """The mean of loss(a, b) over the pairs of the two sequences."""
+    return torch.stack([loss(a, b) for a, b in zip(first, second, strict=True)]).mean()
 
 
 def contrastive_distillation(predicted: Sequence[Tensor], old: Sequence[Tensor], temperature: float) -> Tensor:

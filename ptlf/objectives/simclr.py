@@ -1,7 +1,5 @@
 """SimCLR: each view must find the other among all views of the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +11,7 @@ from torch.nn import functional as F
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
+from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation, mlp
 
 
 # Settings of Chen et al. 2020: a head with one hidden layer as wide as ResNet-50's vectors, output 128; temperature 0.5
@@ -36,11 +34,8 @@ class SimCLR(Objective):
 
     def __init__(self, config: SimCLRConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
-        self.config = config
         self.projection_dim = config.projection
-        self.projector = nn.Sequential(
-            nn.Linear(feature_dim, config.hidden), nn.ReLU(), nn.Linear(config.hidden, config.projection)
-        )
+        self.projector = mlp(feature_dim, config.hidden, config.projection, norm=False)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         z = F.normalize(torch.cat([all_gather_rows(z) for z in projected]), dim=1)  # (2B, D)

@@ -1,7 +1,5 @@
 """SimSiam: each view predicts the other's projection; the target passes no gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,15 +8,7 @@ from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import (
-    Objective,
-    ObjectiveConfig,
-    each_view,
-    mean_over_views,
-    negative_cosine,
-    predictor,
-    projector,
-)
+from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, mean_over_views, mlp, negative_cosine
 
 
 @dataclass
@@ -41,8 +31,8 @@ class SimSiam(Objective):
     def __init__(self, config: SimSiamConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
         self.projection_dim = config.projection
-        self.projector = projector(feature_dim, config.projection, config.projection)
-        self.predictor = predictor(config.projection, config.bottleneck)
+        self.projector = mlp(feature_dim, config.projection, config.projection, last_norm=True)
+        self.predictor = mlp(config.projection, config.bottleneck, config.projection)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         z1, z2 = projected
@@ -50,4 +40,4 @@ class SimSiam(Objective):
         return (negative_cosine(p1, z2.detach()) + negative_cosine(p2, z1.detach())) / 2
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        return mean_over_views([negative_cosine(p, z) for p, z in zip(predicted, old, strict=True)])
+        return mean_over_views(negative_cosine, predicted, old)

@@ -1,7 +1,5 @@
 """Supervised cross-entropy over all classes of the stream, for the rows that learn with labels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -35,4 +33,4 @@ class Supervised(Objective):
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
         """Negative cosine between features: an earlier model's logits know nothing of the new classes."""
-        return mean_over_views([negative_cosine(p, z) for p, z in zip(predicted, old, strict=True)])
+        return mean_over_views(negative_cosine, predicted, old)

@@ -1,7 +1,5 @@
 """Copies of encoder and projector that take no gradient: the targets of some objectives, the past of some methods."""
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 
@@ -16,6 +14,12 @@ class Teacher(nn.Module):
         super().__init__()
         self.encoder, self.projector = deepcopy(encoder), deepcopy(projector)
         self.requires_grad_(False)
+
+    def begin_task(self, steps: int) -> None:
+        """Called before the first of a task's `steps` steps."""
+
+    def follow(self, encoder: nn.Module, projector: nn.Module) -> None:
+        """Called after each step with the trained modules."""
 
 
 class MomentumTeacher(Teacher):
@@ -44,7 +48,7 @@ class MomentumTeacher(Teacher):
     @torch.no_grad()
     def follow(self, encoder: nn.Module, projector: nn.Module) -> None:
         """teacher <- kept * teacher + (1 - kept) * student, for every parameter."""
-        teacher: list[Tensor] = [*self.encoder.parameters(), *self.projector.parameters()]
+        teacher: list[Tensor] = list(self.parameters())
         student: list[Tensor] = [*encoder.parameters(), *projector.parameters()]
         kept = self.kept()
         torch._foreach_mul_(teacher, kept)

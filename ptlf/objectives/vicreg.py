@@ -1,7 +1,5 @@
 """VICReg: the views' projections are drawn together while every dimension keeps its variance and says its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +10,7 @@ from torch.nn import functional as F
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
+from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, mlp
 
 
 # Settings of Bardes et al. 2022. As in their code, the invariance term is the mean over images and dimensions, and the
@@ -36,30 +34,18 @@ class VICReg(Objective):
 
     def __init__(self, config: VICRegConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
-        self.config = config
         self.projection_dim = config.projection
-        self.projector = nn.Sequential(
-            nn.Linear(feature_dim, config.projection),
-            nn.BatchNorm1d(config.projection),
-            nn.ReLU(),
-            nn.Linear(config.projection, config.projection),
-            nn.BatchNorm1d(config.projection),
-            nn.ReLU(),
-            nn.Linear(config.projection, config.projection),
-        )
+        self.projector = mlp(feature_dim, *[config.projection] * 3)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         z1, z2 = (all_gather_rows(z) for z in projected)
-        return (
-            self.config.invariance * F.mse_loss(z1, z2)
-            + self.config.variance * (variance_loss(z1) + variance_loss(z2)) / 2
-            + self.config.covariance * (covariance_loss(z1) + covariance_loss(z2))
-        )
+        invariance, variance, covariance = self.config.invariance, self.config.variance, self.config.covariance
+        loss = invariance * F.mse_loss(z1, z2) + variance * (variance_loss(z1) + variance_loss(z2)) / 2
+        return loss + covariance * (covariance_loss(z1) + covariance_loss(z2))
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
         """Invariance alone, as in CaSSLe: the earlier model's projections have their variance already."""
-        pairs = zip(predicted, old, strict=True)
-        return self.config.invariance * mean_over_views([F.mse_loss(p, z) for p, z in pairs])
+        return self.config.invariance * mean_over_views(F.mse_loss, predicted, old)
 
 
 def variance_loss(z: Tensor) -> Tensor:

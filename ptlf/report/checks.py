@@ -1,7 +1,5 @@
 """What a report reads of a run's files is there and of its type, before anything is drawn."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

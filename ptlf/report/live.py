@@ -1,7 +1,5 @@
 """A run as it goes: a progress bar in a terminal, a line per task everywhere else."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

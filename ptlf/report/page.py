@@ -1,7 +1,5 @@
 """The report: one HTML file that needs nothing else, and the same pictures as files."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator, Sequence

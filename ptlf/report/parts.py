@@ -1,7 +1,5 @@
 """The report's pictures in reading order, each with the sentence that says how to read it, and what is missing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

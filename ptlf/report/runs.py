@@ -1,7 +1,5 @@
 """Runs read from their folders and checked; seeds of one configuration grouped; what cannot be compared refused."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import Counter

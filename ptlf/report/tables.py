@@ -1,7 +1,5 @@
 """Results as tables in the terminal."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

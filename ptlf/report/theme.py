@@ -1,7 +1,5 @@
 """Colours by role, for a light and a dark page. Runs differ by hue, dash and marker; ordered things by lightness."""
 
-from __future__ import annotations
-
 Theme = dict[str, str]
 
 # The baseline is grey; the others keep their distance for the three kinds of colour blindness.

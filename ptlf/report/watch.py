@@ -1,7 +1,5 @@
 """A run watched from its files alone, so it may be on another machine: loss, speed, frozen units, time left."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

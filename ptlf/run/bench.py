@@ -1,7 +1,5 @@
 """Benchmarks: what freezing saves, measured beside nothing frozen in the same run."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import statistics

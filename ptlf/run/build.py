@@ -1,7 +1,5 @@
 """The pieces of a run, made from its configuration and checked against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

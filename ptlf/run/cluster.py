@@ -1,7 +1,5 @@
 """Several runs at once, each a job on this machine or on a SLURM cluster, through submitit."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

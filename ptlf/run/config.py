@@ -1,7 +1,5 @@
 """The complete configuration of a run, assembled from the sections that sit beside what they configure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

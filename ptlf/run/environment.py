@@ -1,7 +1,5 @@
 """The environment of a run: Python, torch, device, and the commit of the source tree."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A finished run's encoder, tested again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The folder of a run: claimed by one process at a time, finished or not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run looks at between its steps: correlation, cost, accuracy, and whether going on makes sense."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,11 +43,13 @@ class Looks(State):
                 keep=[self.model],
                 combine=processes.all_reduce_mean_,
             )
-        self.freezing.log[-1].setdefault("directions", correlation.directions)  # at the task's start
 
         def ratios(names: Sequence[str]) -> dict[str, float]:
             with self.clock("correlation"):
-                return processes.broadcast_object(correlation(names))
+                found = processes.broadcast_object(correlation(names))
+            entry = self.freezing.log[-1]
+            entry["directions"] = correlation.directions | entry.get("directions", {})  # those of the task's start stay
+            return found
 
         return ratios
 

@@ -1,7 +1,5 @@
 """The loop of a run: task after task, epoch after epoch, evaluated after every task, saved so that it can go on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All that a run is made of, built from its settings and checked, before anything is trained or written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

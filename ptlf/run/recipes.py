@@ -4,8 +4,6 @@ the method need there (`presets`). METHOD is a method or one of `VARIANTS`.
 `EXPECTED` says what a recipe takes and gives, for those that were run; the runs are kept in `results/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run writes down as it goes, and what that comes to: the `probes` and `cost` of its results.json."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The files of a run's record: `results.json`, written whole or not at all, and `metrics.jsonl`, a line per epoch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Checks after every epoch that stop a run or warn: values that are not finite, processes whose weights differ, a
 collapsed representation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What changes while a run goes, as one dictionary of plain values and tensors: a checkpoint, and `results.json`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

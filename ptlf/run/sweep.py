@@ -1,7 +1,5 @@
 """Several runs, one after the other: recipes with seeds, in a folder each; what is finished is kept."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

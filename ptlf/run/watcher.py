@@ -1,7 +1,5 @@
 """What a run tells while it goes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

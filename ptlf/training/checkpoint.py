@@ -4,8 +4,6 @@ A file is one line with the SHA-256 of the rest, followed by safetensors data: t
 as JSON in the metadata.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -14,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -62,9 +60,8 @@ class Position:
         return f"task{self.task + 1:02}-epoch{self.epoch:03}-step{self.step:05}.ckpt"
 
     @classmethod
-    def of_file(cls, name: str) -> Position | None:
-        found = NAME.fullmatch(name)
-        if found is None:
+    def of_file(cls, name: str) -> Self | None:
+        if (found := NAME.fullmatch(name)) is None:
             return None
         after, task, epoch, step = found.groups()
         return cls(int(after)) if after else cls(int(task) - 1, int(epoch), int(step))
@@ -84,15 +81,11 @@ class Checkpoints:
 
     def due(self, position: Position) -> bool:
         """Whether to save at this position."""
-        config = self.config
-        if position.between_tasks:
+        steps, epochs, minutes = self.config.every_steps, self.config.every_epochs, self.config.every_minutes
+        every, done = (steps, position.step) if position.step else (epochs, position.epoch)
+        if position.between_tasks or (every and done % every == 0):
             return True
-        every, done = config.every_steps, position.step
-        if position.step == 0:
-            every, done = config.every_epochs, position.epoch
-        if every and done % every == 0:
-            return True
-        return bool(config.every_minutes) and time.monotonic() - self._saved_at >= 60 * config.every_minutes
+        return bool(minutes) and time.monotonic() - self._saved_at >= 60 * minutes
 
     def save(self, position: Position, state: Mapping[str, Any]) -> None:
         path = self.folder / position.file
@@ -104,10 +97,14 @@ class Checkpoints:
         try:
             write_whole(path, sealed(serialise(state)))
         except UserError as error:
-            problem = str(error).partition(";")[0]
-            raise UserError(f"{problem}; {self._how_to_continue()}") from error
+            rest = "nothing of this run is saved yet"
+            if self.last is not None:
+                rest = f"put that right, and `ptlf train --resume {self.run}` goes on from {self.last.name}"
+            raise UserError(f"{str(error).partition(';')[0]}; {rest}") from error
         self.last, self._saved_at = path, time.monotonic()
-        self._prune()
+        within_tasks = [path for path in self.files() if not path.name.startswith("after-")]
+        for old in within_tasks[: -self.config.keep]:
+            old.unlink(missing_ok=True)
 
     def load(self) -> dict[str, Any] | None:
         """The newest intact state. A damaged file is reported on stderr and renamed to *.damaged."""
@@ -128,16 +125,6 @@ class Checkpoints:
         """Oldest first."""
         found = [(Position.of_file(path.name), path) for path in self.folder.glob("*.ckpt")]
         return [path for position, path in sorted((p, path) for p, path in found if p is not None)]
-
-    def _how_to_continue(self) -> str:
-        if self.last is None:
-            return "nothing of this run is saved yet"
-        return f"put that right, and `ptlf train --resume {self.run}` goes on from {self.last.name}"
-
-    def _prune(self) -> None:
-        within_tasks = [path for path in self.files() if not path.name.startswith("after-")]
-        for path in within_tasks[: -self.config.keep]:
-            path.unlink(missing_ok=True)
 
 
 def serialise(state: Mapping[str, Any]) -> bytes:
@@ -188,14 +175,18 @@ def unsealed(path: Path) -> bytes:
     return data
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def optimizer_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """State by parameter number. Hyperparameters such as learning rates come from the settings and are left out."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {str(number): dict(optimizer.state[p]) for number, p in enumerate(parameters) if p in optimizer.state}
+    numbered = enumerate(parameters_of(optimizer))
+    return {str(number): dict(optimizer.state[p]) for number, p in numbered if p in optimizer.state}
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     optimizer.state.clear()
     for number, values in state.items():
         parameter = parameters[int(number)]
@@ -203,10 +194,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Mapping[str, 
 
 
 def like(parameter: Tensor, value: Any) -> Any:
-    """The value on the parameter's device. A buffer of the parameter's shape also gets its memory layout, which fused
-    optimizers need."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape != parameter.shape:
-        return value.to(parameter.device)
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    """The value on the parameter's device, and in its layout if it has its shape, which fused optimizers need."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.to(parameter.device) if isinstance(value, Tensor) else value

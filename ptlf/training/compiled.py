@@ -5,8 +5,6 @@ encoders are compiled once for every set of frozen units; the compiled code is r
 by the compiler's own cache on disk.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import MethodType
@@ -28,6 +26,8 @@ class CompiledParts(Accelerator):
     """Compiles what is called with full batches: a multiple of `batch` rows. An epoch's last, smaller batch runs as it
     is: it would be compiled again for every size."""
 
+    takes_views_in_one_pass = staticmethod(norm.takes_views_in_one_pass)
+
     def __init__(self, batch: int) -> None:
         self.batch = batch
         # A part has a variant per frozen set. Running out of variants must be an error, not a silent eager run.
@@ -35,9 +35,6 @@ class CompiledParts(Accelerator):
         config.recompile_limit = max(config.recompile_limit, 1024)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8192)
         config.fail_on_recompile_limit_hit = True
-
-    def takes_views_in_one_pass(self, encoder: nn.Module) -> bool:
-        return norm.takes_views_in_one_pass(encoder)
 
     def encode(self, encoder: nn.Module, images: Tensor) -> Tensor:
         if images.is_cuda and has_triton() and fused_resnet.can_fuse(encoder):

@@ -1,7 +1,5 @@
 """Cost of training: bytes saved for backward, backward FLOPs, seconds by purpose, peak memory."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
+
+from ptlf.freezing.savings import wait_for
 
 
 class _Saved:
@@ -29,8 +29,7 @@ def kept_bytes(function: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> i
     saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _Saved:
-        item = _Saved(tensor)
-        saved.add(item)
+        saved.add(item := _Saved(tensor))
         return item
 
     with saved_tensors_hooks(pack, lambda item: item.tensor):
@@ -88,10 +87,8 @@ class Stopwatch:
 
     def _charge(self) -> None:
         """Add the time since the last call to the innermost running purpose."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)
         now = time.perf_counter()
         if self._running:
-            purpose = self._running[-1]
-            self.seconds[purpose] = self.seconds.get(purpose, 0.0) + now - self._since
+            self.seconds[self._running[-1]] = self.seconds.get(self._running[-1], 0.0) + now - self._since
         self._since = now

@@ -1,7 +1,5 @@
 """Data-parallel training: gradients averaged by DistributedDataParallel, batch norm over the global batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,9 +17,7 @@ from ptlf.model import Model
 
 @dataclass
 class DistributedConfig:
-    sync_batch_norm: bool = key(
-        True, "under torchrun, batch norms use the global batch (true) or each process's share of it (false)"
-    )
+    sync_batch_norm: bool = key(True, "under torchrun, batch norms use the global batch, not each process's share")
 
 
 class Losses(nn.Module):
@@ -35,7 +31,7 @@ class Losses(nn.Module):
         return self.method.losses(self.model, batch)
 
 
-class Parallel:
+class Parallel(DistributedDataParallel):
     """`Losses` whose backward averages the gradients over the processes.
 
     Only the parameters in `used` are exchanged: not frozen units, nor heads of a later task. When a unit freezes or a
@@ -47,12 +43,9 @@ class Parallel:
         unused = [name for name, parameter in losses.named_parameters() if parameter not in used]
         # Buffers (norms, memory, queue) need no exchange: the code that writes them keeps them equal on all processes.
         buffers = [name for name, _ in losses.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(losses, [*unused, *buffers])
-        self.wrapped = DistributedDataParallel(losses, init_sync=False)  # `make_alike` has synchronised the weights
-        self.bytes = sum(parameter.numel() * parameter.element_size() for parameter in used)
-
-    def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        return self.wrapped(batch)
+        self._set_params_and_buffers_to_ignore_for_model(losses, [*unused, *buffers])
+        super().__init__(losses, init_sync=False)  # `make_alike` has synchronised the weights
+        self.bytes = sum(parameter.nbytes for parameter in used)
 
 
 def make_alike(modules: Iterable[nn.Module], config: DistributedConfig, device: torch.device) -> None:
@@ -66,19 +59,9 @@ def make_alike(modules: Iterable[nn.Module], config: DistributedConfig, device: 
 
 
 def average_statistics(*modules: nn.Module) -> None:
-    """Average the running statistics of batch norms that are not synchronised over the processes."""
-    norms = [part for module in modules for part in module.modules() if is_local(part)]
-    processes.all_reduce_mean_(
-        buffer for norm in norms for name, buffer in norm.named_buffers() if name.startswith("running_")
-    )
-
-
-def is_local(norm: nn.Module) -> bool:
-    """Whether the module is a BatchNorm that updates its running statistics from this process's share of the batch."""
-    return (
-        isinstance(norm, nn.modules.batchnorm._BatchNorm)
-        and not is_synchronised(norm)
-        and norm.training
-        and norm.track_running_stats
-        and "forward" not in norm.__dict__
-    )
+    """Average the running statistics of batch norms that each process updates from its own share of the batch."""
+    parts = (part for module in modules for part in module.modules())
+    norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._BatchNorm) and not is_synchronised(part)]
+    local = [n for n in norms if n.training and n.track_running_stats and "forward" not in n.__dict__]
+    running = (buffer for norm in local for name, buffer in norm.named_buffers() if name.startswith("running_"))
+    processes.all_reduce_mean_(running)

@@ -4,8 +4,6 @@ The body of the step is the same in all three: it reads fixed tensors and draws 
 captured again, unless a graph of the same step with the same units frozen was kept.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,9 +31,8 @@ def choose_engine(wanted: str, device: torch.device) -> str:
         raise UserError("training.engine captured needs a GPU; use eager or compiled here")
     if wanted not in ("auto", "eager") and processes.world_size() > 1:
         raise UserError(f"training.engine {wanted} is for one process; under torchrun use eager or auto")
-    if wanted != "auto":
-        return wanted
-    return "captured" if device.type == "cuda" and why_not_captured(wanted, device) is None else "eager"
+    fast = device.type == "cuda" and why_not_captured(wanted, device) is None
+    return wanted if wanted != "auto" else "captured" if fast else "eager"
 
 
 def why_not_captured(wanted: str, device: torch.device) -> str | None:
@@ -58,8 +55,7 @@ class Engine:
             return self.body(batch.to(self.device))
 
     def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
-        """The body's operations have changed: a unit froze or thawed, or a task began. A graph is reused only if
-        variant and tensor addresses match."""
+        """The body's operations have changed. A graph is reused only if variant and tensor addresses match."""
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -141,12 +137,11 @@ class CapturedEngine(Engine):
 
     def fixed(self, batch: Batch) -> Batch:
         """What this batch holds, where graphs read it: one place for all batches of a layout."""
-        mine = self.batches.get(layout := batch.layout())
-        if mine is None:
-            mine = self.batches[layout] = batch.to(self.device)
+        if (layout := batch.layout()) in self.batches:
+            self.batches[layout].fill(batch)
         else:
-            mine.fill(batch)
-        return mine
+            self.batches[layout] = batch.to(self.device)
+        return self.batches[layout]
 
     def uncaptured(self, batch: Batch) -> dict[str, Tensor]:
         """On the stream that capturing will use, so that its allocations are ready."""
@@ -187,7 +182,3 @@ def is_scarce(device: torch.device) -> bool:
 def capturing_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all engines: libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device)
-
-
-def make_engine(kind: str, body: Body, device: torch.device, full: int) -> Engine:
-    return CapturedEngine(body, device, full) if kind == "captured" else Engine(body, device)

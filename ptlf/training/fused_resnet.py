@@ -3,8 +3,6 @@
 Compared with torch.compile it makes fewer passes over memory, and compiles nothing when a unit freezes or thaws.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -13,10 +11,11 @@ from torch import Tensor, nn
 
 from ptlf.encoders.norm import ViewBatchNorm2d
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
-from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, frozen_conv2d
+from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, fold, frozen_conv2d
 from ptlf.methods.pnn import Columns
 
 Twice = tuple[Tensor, Tensor]  # the same activations twice: for the next layer and for the shortcut
+Term = Tensor | None  # (N, C, H, W) or (C,), added before the ReLU
 Block = BasicBlock | Bottleneck
 Layers = tuple[nn.Conv2d, ViewBatchNorm2d]
 
@@ -35,17 +34,15 @@ def used_columns(encoder: Columns) -> list[nn.Module]:
 def is_plain(network: nn.Module, *, training: bool) -> bool:
     if type(network) is not ResNet or not all(type(block) in (BasicBlock, Bottleneck) for block in blocks(network)):
         return False
-    return all(
-        isinstance(norm, ViewBatchNorm2d) and norm.training is training and is_standard(layer, norm)
-        for layer, norm in units(network)
-    )
+    return all(norm.training is training and is_standard(layer, norm) for layer, norm in units(network))
 
 
-def is_standard(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> bool:
+def is_standard(layer: nn.Conv2d, norm: nn.Module) -> bool:
+    if not isinstance(norm, ViewBatchNorm2d) or layer.bias is not None or layer.weight.dtype is not torch.float32:
+        return False
     patches = [module.__dict__["forward"] for module in (layer, norm) if "forward" in module.__dict__]
-    as_built = norm.affine and norm.running_mean is not None and norm.momentum is not None and layer.bias is None
-    known = all(isinstance(patch, ForwardPatch) for patch in patches)
-    return as_built and known and layer.weight.dtype is torch.float32
+    as_built = norm.affine and norm.running_mean is not None and norm.momentum is not None
+    return as_built and all(isinstance(patch, ForwardPatch) for patch in patches)
 
 
 def blocks(encoder: ResNet) -> list[Block]:
@@ -73,13 +70,6 @@ def folded(layer: nn.Module) -> FrozenLayer | None:
     return patch if isinstance(patch, FrozenLayer) and patch.weight is not None else None
 
 
-def fold(layer: nn.Conv2d, norm: ViewBatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the convolution followed by the norm in eval mode."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
-    return layer.weight * scale.view(-1, 1, 1, 1), norm.bias - norm.running_mean * scale
-
-
 def forward(encoder: nn.Module, images: Tensor) -> Tensor:
     """`encoder(images)` in train mode."""
     dtype = images.dtype
@@ -87,7 +77,7 @@ def forward(encoder: nn.Module, images: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(images.device.type)
     with torch.autocast(images.device.type, enabled=False):
         if not isinstance(encoder, Columns):
-            return Forward(encoder, dtype)(images)  # type: ignore[arg-type]
+            return torch.mean(Forward(encoder, dtype).stages(images)[-1], dim=(2, 3))  # type: ignore[arg-type]
         maps: list[list[Tensor]] = []  # by column, by stage
         for index, column in enumerate(used_columns(encoder)):
             with torch.set_grad_enabled(torch.is_grad_enabled() and index == encoder.current):
@@ -125,9 +115,6 @@ class Forward:
             made.update(zip(some, self.kernels.cast_all(list(some.values()), self.dtype), strict=True))
         return made
 
-    def __call__(self, images: Tensor) -> Tensor:
-        return torch.mean(self.stages(images)[-1], dim=(2, 3))
-
     def stages(
         self, images: Tensor, laterals: Sequence[nn.Module] = (), older: Sequence[list[Tensor]] = ()
     ) -> list[Tensor]:
@@ -146,14 +133,11 @@ class Forward:
         return maps
 
     def stem(self, stem: Stem, images: Tensor) -> Twice:
-        if stem.conv.kernel_size == (3, 3):
-            return self.small_stem(stem, images)
-        x, _ = self.unit((stem.conv, stem.bn), stem.relu, images.to(self.dtype, memory_format=torch.channels_last))
-        pooled = stem.pool(x)
-        return pooled, pooled
-
-    def small_stem(self, stem: Stem, images: Tensor) -> Twice:
-        """The 3x3 convolution as a matrix product: with three input channels it takes half the time of cuDNN."""
+        """A 3x3 convolution is computed as a matrix product: with three input channels it takes half cuDNN's time."""
+        if stem.conv.kernel_size != (3, 3):
+            x, _ = self.unit((stem.conv, stem.bn), stem.relu, images.to(self.dtype, memory_format=torch.channels_last))
+            pooled = stem.pool(x)
+            return pooled, pooled
         n, _, height, width = images.shape
         rows, bias = self.kernels.patches(images, self.dtype), self.cast_biases.get(stem.conv)
         weight = F.pad(self.weights[stem.conv].flatten(1), (0, rows.shape[1] - 27))
@@ -169,25 +153,20 @@ class Forward:
             y, _ = self.unit(layers, relu, y)
         extra = None
         if isinstance(block.shortcut, nn.Sequential):
-            skip, extra = self.shortcut(block.shortcut, skip)
+            layer, norm = block.shortcut
+            skip, extra = self.convolve(layer, skip), self.biases.get(layer)  # type: ignore[arg-type, call-overload]
+            if extra is None:  # else its norm is folded, and the bias (C,) is added with the sum
+                skip, _ = self.norm_relu(skip, norm, relu=False)  # type: ignore[arg-type]
         return self.unit(last, last_relu, y, skip, extra)
 
-    def shortcut(self, shortcut: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The output of the shortcut without its folded bias, and that bias (C,), if there is one."""
-        layer, norm = shortcut
-        y, bias = self.convolve(layer, x), self.biases.get(layer)  # type: ignore[arg-type, call-overload]
-        return (y, bias) if bias is not None else (self.norm_relu(y, norm, relu=False)[0], None)  # type: ignore[arg-type]
-
-    def unit(
-        self, layers: Layers, relu: nn.ReLU, x: Tensor, residual: Tensor | None = None, extra: Tensor | None = None
-    ) -> Twice:
+    def unit(self, layers: Layers, relu: nn.ReLU, x: Tensor, residual: Term = None, extra: Term = None) -> Twice:
         """relu(norm(layer(x)) + extra + residual)"""
         layer, norm = layers
         as_bits = isinstance(relu.__dict__.get("forward"), MaskedReLU)
         if layer not in self.biases:
             return self.norm_relu(self.convolve(layer, x), norm, residual, extra, as_bits=as_bits)
         bias = self.cast_biases[layer] if extra is None else (self.biases[layer] + extra).to(self.dtype)
-        return self.kernels.frozen_conv_relu(x, self.weights[layer], bias, layer, residual, as_bits=as_bits)
+        return self.kernels.FrozenConvReLU.apply(x, self.weights[layer], bias, residual, layer, as_bits)
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
         """Without the bias. A FrozenLayer saves only its weight for backward."""
@@ -195,15 +174,9 @@ class Forward:
         return (frozen_conv2d if saves_memory else F.conv2d)(x, self.weights[layer], None, layer.stride, layer.padding)  # type: ignore[arg-type]
 
     def norm_relu(
-        self,
-        x: Tensor,
-        norm: ViewBatchNorm2d,
-        residual: Tensor | None = None,
-        extra: Tensor | None = None,
-        *,
-        relu: bool = True,
-        as_bits: bool = False,
-    ) -> Twice:
+        self, x: Tensor, norm: ViewBatchNorm2d, residual: Term = None, extra: Term = None,
+        *, relu: bool = True, as_bits: bool = False,
+    ) -> Twice:  # fmt: skip
         if not isinstance(norm.__dict__.get("forward"), EvalMode):
             return self.kernels.norm_relu(x, norm, residual, extra, relu=relu, as_bits=as_bits)
         x = norm(x)  # frozen but not folded: plain PyTorch

@@ -1,13 +1,11 @@
 """Stopping a run by a signal."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 
 class Stopped(Exception):
@@ -17,7 +15,7 @@ class Stopped(Exception):
         super().__init__(f"stopped; {advice or f'go on with `ptlf train --resume {folder}`'}")
         self.folder, self.number = folder, number
 
-    def again(self, advice: str) -> Stopped:
+    def again(self, advice: str) -> "Stopped":
         """The same with another advice, for a command that trains several runs."""
         return Stopped(self.folder, self.number, advice)
 
@@ -31,7 +29,7 @@ class StopSignals:
         self.asked: int | None = None
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> Self:
         if self.active and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # shells ignore SIGINT for background jobs

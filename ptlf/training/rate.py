@@ -1,7 +1,5 @@
 """The learning rate over a task's epochs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

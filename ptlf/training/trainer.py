@@ -1,9 +1,7 @@
 """One task: epochs of steps over its images. `Trainer.step` is the whole of training, read from top to bottom."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,14 +16,14 @@ from ptlf.core.batch import Batch
 from ptlf.core.errors import UserError
 from ptlf.core.randomness import Randomness
 from ptlf.core.settings import key, section
-from ptlf.freezing.correlation import unchanged
+from ptlf.freezing.units import unchanged
 from ptlf.methods import Method
 from ptlf.model import Model
 from ptlf.stream.loading import ImageSource
 from ptlf.training.compiled import variant
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import Parallel, average_statistics
-from ptlf.training.engine import ENGINES, choose_engine, make_engine
+from ptlf.training.engine import ENGINES, CapturedEngine, Engine, choose_engine
 from ptlf.training.fused_resnet import folded
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
 from ptlf.training.rate import RateConfig, learning_rate, set_rate
@@ -69,7 +67,7 @@ class EpochState:
     def fit(self, of: int) -> None:
         """The epoch has so many steps; before, with other processes, it may have had one more or less."""
         for name, values in self.losses.items():
-            self.losses[name] = torch.cat([values, values.new_zeros(max(0, of - len(values)))])[:of]
+            self.losses[name] = torch.cat([values, values.new_zeros(of)])[:of]
 
     def result(self) -> EpochResult:
         """Waits for the device."""
@@ -78,11 +76,16 @@ class EpochState:
 
     def first_bad(self) -> tuple[int, float] | None:
         """The first step (from 0) with a loss that is not finite, and that loss. Waits for the device."""
-        for step, values in enumerate(zip(*(values.tolist() for values in self.losses.values()), strict=True)):
-            for value in values:
-                if not math.isfinite(value):
-                    return step, value
-        return None
+        steps = enumerate(zip(*(values.tolist() for values in self.losses.values()), strict=True))
+        bad = ((step, value) for step, values in steps for value in values if not math.isfinite(value))
+        return next(bad, None)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    kept_bytes: int
+    backward_flops_per_view: float
+    peak_memory_bytes: int | None  # of forward and backward, uncaptured: a captured graph's memory is not counted
 
 
 @dataclass
@@ -100,7 +103,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.engine_kind = choose_engine(self.config.engine, self.device)
-        self.engine = make_engine(self.engine_kind, self.step, self.device, self.config.batch)
+        self.engine = Engine(self.step, self.device)
+        if self.engine_kind == "captured":
+            self.engine = CapturedEngine(self.step, self.device, self.config.batch)
         self.update_rule = OPTIMIZERS.find(self.config.optimizer.name)
         self.kept_state: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter that ever trained, see prepare_state
         self.rebuilds = 0
@@ -129,12 +134,12 @@ class Trainer:
         return EpochState(self.random["order"].get_state())
 
     def epoch(self, indices: np.ndarray, epoch: int, state: EpochState) -> Generator[None]:
-        """One pass over the images with these indices, or the rest of one. Yields after every step. `state` has the
-        losses on the device."""
+        """One pass over the images with these indices, or the rest of one. Yields after every step."""
         self.model.train()
         self.random["order"].set_state(state.order)
         order = list(self.batches(indices, self.random["order"]))
-        self.join_processes(indices)
+        if processes.world_size() > 1 and self.parallel is None:
+            self.parallel = Parallel(self.model, self.method, self.reached(indices))
         state.fit(len(order))
         rest = order[state.steps :]
         with self.source.batches([chosen[processes.shard(len(chosen))] for chosen in rest]) as loaded:
@@ -147,16 +152,12 @@ class Trainer:
                 yield
 
     def views(self, batch: Batch) -> list[Tensor]:
-        at_once = self.engine_kind != "eager"
-        augment = partial(self.model.accelerator, apply_view)
+        augment, at_once = partial(self.model.accelerator, apply_view), self.engine_kind != "eager"
         views = make_views(batch.images, batch.uniforms, self.view_specs, self.view_size, augment, at_once=at_once)
-        if self.channels_last:
-            views = [view.contiguous(memory_format=torch.channels_last) for view in views]
-        return views
+        return [view.contiguous(memory_format=torch.channels_last) for view in views] if self.channels_last else views
 
     def rebuild(self) -> str:
-        """A unit froze or thawed, or a task began: the engine captures the step again, or reuses a kept graph. Returns
-        the key of the step's operations."""
+        """The step's operations changed (a freeze, a thaw, a new task): the engine is told. Returns their key."""
         self.optimizer.zero_grad(set_to_none=True)
         self.rebuilds += 1
         kept = self.kept_state if self.engine_kind == "captured" else {}
@@ -172,18 +173,12 @@ class Trainer:
         """All that a step reads or writes beside its batch."""
         tensors = [*tensors_of(self.model), *tensors_of(self.method)]
         for module in self.model.modules():
-            if (layer := folded(module)) is not None:
-                tensors += layer.tensors()
+            tensors += layer.tensors() if (layer := folded(module)) is not None else []
         for group in self.optimizer.param_groups:
             states = [self.optimizer.state.get(parameter, {}) for parameter in group["params"]]
             found = [group["lr"], *(value for state in states for value in state.values())]
             tensors += [value for value in found if isinstance(value, Tensor)]
         return tensors
-
-    def join_processes(self, indices: np.ndarray) -> None:
-        """Before an epoch's steps: gradients of the parameters that the loss reaches by now are averaged."""
-        if processes.world_size() > 1 and self.parallel is None:
-            self.parallel = Parallel(self.model, self.method, self.reached(indices))
 
     def reached(self, indices: np.ndarray) -> list[nn.Parameter]:
         """The parameters that get a gradient in a step as things stand. Trains nothing, leaves no trace."""
@@ -205,11 +200,7 @@ class Trainer:
             yield batch
 
     def load(
-        self,
-        chosen: Tensor,
-        generator: torch.Generator,
-        draws: dict[str, Tensor] | None = None,
-        images: Tensor | None = None,
+        self, chosen: Tensor, generator: torch.Generator, draws: Mapping[str, Tensor], images: Tensor | None = None
     ) -> Batch:
         """The images with these indices (this process's share may be there already), on the device, and the labels and
         the step's randomness, on the host.
@@ -218,13 +209,10 @@ class Trainer:
         image, or a single one for the step.
         """
         mine = processes.shard(len(chosen))
-        shared = {name: value[mine] if value.ndim else value for name, value in (draws or {}).items()}
-        return Batch(
-            images=self.source.gather(chosen[mine]) if images is None else images,
-            labels=self.source.labels[chosen[mine]],
-            uniforms=draw(len(chosen), generator, len(self.view_specs))[:, mine],
-            draws=shared,
-        )
+        images = self.source.gather(chosen[mine]) if images is None else images
+        uniforms = draw(len(chosen), generator, len(self.view_specs))[:, mine]
+        shared = {name: value[mine] if value.ndim else value for name, value in draws.items()}
+        return Batch(images, self.source.labels[chosen[mine]], uniforms, shared)
 
     def batches(self, indices: np.ndarray, generator: torch.Generator) -> Iterator[Tensor]:
         """Shuffled batches of indices. The last one is cut to what the processes can share equally."""
@@ -254,10 +242,7 @@ class Trainer:
         with self.dry_step(indices) as batch:
             losses: list[Tensor] = []
             reset_peak_memory(self.device)
-            kept = kept_bytes(
-                lambda: losses.append(total(self.method.losses(self.model, batch))),
-                exclude=self.held(),
-            )
+            kept = kept_bytes(lambda: losses.append(total(self.method.losses(self.model, batch))), exclude=self.held())
             flops = backward_flops(losses.pop())
             peak = peak_memory_bytes(self.device)
             if peak is not None:  # without what the rehearsal itself keeps, to put things back
@@ -268,16 +253,9 @@ class Trainer:
     def sample_loss(self, indices: np.ndarray, generator: torch.Generator) -> Tensor:
         """The objective on a random batch of these images, unmixed: the gradient a new task asks for."""
         chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[: self.config.batch]]
-        batch = self.load(chosen, generator).to(self.device)
+        batch = self.load(chosen, generator, {}).to(self.device)
         batch.views = batch.mixed = self.views(batch)
         return self.model.loss(self.model.encode(batch.mixed), batch)
-
-
-@dataclass(frozen=True)
-class StepCost:
-    kept_bytes: int
-    backward_flops_per_view: float
-    peak_memory_bytes: int | None  # of forward and backward, uncaptured: a captured graph's memory is not counted
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
@@ -289,18 +267,14 @@ def total(losses: dict[str, Tensor]) -> Tensor:
 
 
 def check_batch(config: TrainingConfig, sizes: list[int]) -> None:
-    count = processes.world_size()
-    if config.batch % count or config.batch < 2 * count:
-        raise UserError(
-            f"training.batch is {config.batch}, the images of one step of all {count} processes; "
-            f"choose a multiple of {count}, at least {2 * count}"
-        )
+    count, batch = processes.world_size(), config.batch
+    if batch % count or batch < 2 * count:
+        advice = f"choose a multiple of {count}, at least {2 * count}"
+        raise UserError(f"training.batch is {batch}, the images of one step of all {count} processes; {advice}")
     for number, size in enumerate(sizes, start=1):
         if size < 2 * count:
             raise UserError(f"task {number} has {size} image{'s' * (size != 1)}; a batch needs at least {2 * count}")
     for number, size in enumerate(sizes, start=1):
-        if config.batch > size:
-            raise UserError(
-                f"training.batch is {config.batch}, but task {number} has only {size} images; "
-                f"choose a batch of at most {min(sizes)}"
-            )
+        if batch > size:
+            problem = f"training.batch is {batch}, but task {number} has only {size} images"
+            raise UserError(f"{problem}; choose a batch of at most {min(sizes)}")

@@ -5,8 +5,6 @@ equal parts, each normalised by its own statistics. Reductions start at the end 
 before has left its last rows in the cache. They add in a fixed order, so that a repeated step gives the same bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -294,13 +292,12 @@ def pack(x: Tensor) -> Tensor:
     return bits
 
 
-def masked(grad: Tensor, other: Tensor | None, source: Tensor, mask: int) -> Tensor:
-    """grad, or grad + other, where the ReLU's output is positive, else 0."""
-    grad, other = channels_last(grad), None if other is None else channels_last(other)
-    out = torch.empty_like(grad)
-    grid = (blocks_of(grad.numel(), 4096),)
-    _mask[grid](grad, grad if other is None else other, source, out, grad.numel(), mask, other is not None, BLOCK=4096)
-    return out
+def arrived(grad: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the two consumers, of which one may have sent none: the first is always there."""
+    if grad is None:
+        grad, other = other, None
+    assert grad is not None
+    return channels_last(grad), None if other is None else channels_last(other)
 
 
 def patches(images: Tensor, dtype: torch.dtype) -> Tensor:
@@ -347,17 +344,9 @@ class _NormReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        residual: Tensor | None,
-        extra: Tensor | None,
-        norm: nn.BatchNorm2d,
-        views: int,
-        relu: bool,
-        as_bits: bool,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, extra: Tensor | None,
+        norm: nn.BatchNorm2d, views: int, relu: bool, as_bits: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, residual = channels_last(x), None if residual is None else channels_last(residual)
         tiles, small = Tiles(x, views, 4096), Tiles(x, views, 2048)
         mean, inv_std = torch.empty(2, views, tiles.channels, device=x.device)
@@ -384,10 +373,7 @@ class _NormReLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, inv_std, source = ctx.saved_tensors
-        if grad is None:
-            grad, other = other, None
-        assert grad is not None
-        grad, other = channels_last(grad), None if other is None else channels_last(other)
+        grad, other = arrived(grad, other)
         summed = other is not None or ctx.mask > BY_INPUT
         tiles, small = Tiles(x, ctx.views, 4096 if summed else 2048), Tiles(x, ctx.views, 2048)
         total, grad_input = torch.empty_like(grad) if summed else grad, torch.empty_like(x)
@@ -399,23 +385,17 @@ class _NormReLU(torch.autograd.Function):
         coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
         grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
         results = (coefficients, grad_weight, grad_bias)
-        _coefficients[tiles.channel_grid](
-            partial, mean, inv_std, weight, *results, *tiles.sum_size, VIEWS=tiles.views, **tiles.channel_block
-        )
+        flags = {"VIEWS": tiles.views, **tiles.channel_block}
+        _coefficients[tiles.channel_grid](partial, mean, inv_std, weight, *results, *tiles.sum_size, **flags)
         flags = {"BY_INPUT": ctx.mask == BY_INPUT and not summed, "num_warps": 2}
         _input_gradient[small.grid](total, x, *affine, coefficients, grad_input, *small.size, **small.block, **flags)
         return grad_input, grad_weight, grad_bias, total if ctx.has_residual else None, None, None, None, None, None
 
 
 def norm_relu(
-    x: Tensor,
-    norm: nn.BatchNorm2d,
-    residual: Tensor | None = None,
-    extra: Tensor | None = None,
-    *,
-    relu: bool = True,
-    as_bits: bool = False,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, extra: Tensor | None = None,
+    *, relu: bool = True, as_bits: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """relu(norm(x) + extra + residual) in train mode, twice. `extra` (C,) gets no gradient, and needs a residual.
 
     as_bits: save the ReLU mask as bits, for an output that no other layer saves.
@@ -424,8 +404,8 @@ def norm_relu(
     return _NormReLU.apply(x, norm.weight, norm.bias, residual, extra, norm, views, relu, as_bits)
 
 
-class _FrozenConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + residual) with a frozen weight, one kernel in forward. Twice, as in _NormReLU."""
+class FrozenConvReLU(torch.autograd.Function):
+    """relu(conv(x) + bias + residual) in one kernel, with frozen weights for `layer`'s. Twice, as in _NormReLU."""
 
     @staticmethod
     def forward(
@@ -452,17 +432,10 @@ class _FrozenConvReLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, source = ctx.saved_tensors
-        if grad is None:
-            grad, other = other, None
-        assert grad is not None
-        total, grad_input = masked(grad, other, source, ctx.mask), None
+        grad, other = arrived(grad, other)
+        total, grad_input, size = torch.empty_like(grad), None, grad.numel()
+        given = (grad, grad if other is None else other, source)  # grad stands for a pointer that is not read
+        _mask[(blocks_of(size, 4096),)](*given, total, size, ctx.mask, other is not None, BLOCK=4096)
         if ctx.needs_input_grad[0]:
             grad_input = input_gradient(total, weight, ctx.size, *ctx.settings)
         return grad_input, None, None, total if ctx.needs_input_grad[3] else None, None, None
-
-
-def frozen_conv_relu(
-    x: Tensor, weight: Tensor, bias: Tensor, layer: nn.Conv2d, residual: Tensor | None = None, *, as_bits: bool = False
-) -> tuple[Tensor, Tensor]:
-    """relu(layer(x) + residual), twice, with `weight` and `bias` instead of the layer's; they get no gradient."""
-    return _FrozenConvReLU.apply(x, weight, bias, residual, layer, as_bits)

@@ -29,10 +29,10 @@ def test_reservoir_keeps_the_first_images_then_replaces_by_chance() -> None:
     generator = torch.Generator().manual_seed(0)
     memory = Memory(20, 8, 8, VIEW)
     fill(memory, 20, generator)
-    assert memory.stored()[:, 0, 0, 0].tolist() == list(range(20))
+    assert memory.images[: len(memory)][:, 0, 0, 0].tolist() == list(range(20))
     assert memory.views[:20, 0, 0, 0].tolist() == list(range(20))
     fill(memory, 200, generator)
-    kept = memory.stored()[:, 0, 0, 0]
+    kept = memory.images[: len(memory)][:, 0, 0, 0]
     assert (memory.views[:20, 0, 0, 0] == kept).all()
     assert len(memory) == 20
     assert int(memory.seen) == memory.count == 220
@@ -53,7 +53,7 @@ def test_reservoir_follows_the_sequential_algorithm() -> None:
                 reservoir.append(number)
             elif (slot := int(chance * (number + 1))) < 7:
                 reservoir[slot] = number
-    assert memory.stored()[:, 0, 0, 0].tolist() == reservoir
+    assert memory.images[: len(memory)][:, 0, 0, 0].tolist() == reservoir
 
 
 def test_reservoir_is_uniform_over_everything_seen() -> None:
@@ -61,7 +61,7 @@ def test_reservoir_is_uniform_over_everything_seen() -> None:
     for seed in range(300):
         memory = Memory(10, 8, 8, VIEW)
         fill(memory, 100, torch.Generator().manual_seed(seed), batch=25)
-        hits[memory.stored()[:, 0, 0, 0].numpy()] += 1
+        hits[memory.images[: len(memory)][:, 0, 0, 0].numpy()] += 1
     assert abs(hits.mean() - 30) < 1e-9
     assert hits.min() > 10  # 30 expected, deviation 5.2
     assert hits.max() < 52
@@ -98,7 +98,7 @@ def test_the_past_is_what_was_held_when_the_task_began() -> None:
     memory.begin_task()
     fill(memory, 200, torch.Generator().manual_seed(1))
     assert memory.past()[:, 0, 0, 0].tolist() == list(range(12))
-    assert memory.stored()[:, 0, 0, 0].tolist() != memory.past()[:, 0, 0, 0].tolist()
+    assert memory.images[: len(memory)][:, 0, 0, 0].tolist() != memory.past()[:, 0, 0, 0].tolist()
 
 
 def lump(memory: Memory, **settings):

@@ -86,7 +86,7 @@ def test_si_by_hand() -> None:
 def test_si_leaves_frozen_parameters_alone(tiny) -> None:
     run = Run(tiny("digits/simsiam/finetune", method__name="si"))
     run.freezing.freezer.freeze(["0"])
-    batch = run.trainer.load(torch.arange(32), torch.Generator().manual_seed(0))
+    batch = run.trainer.load(torch.arange(32), torch.Generator().manual_seed(0), {})
     run.trainer.step(batch)
     by_name = dict(zip(dict(run.model.encoder.named_parameters()), run.method.path, strict=True))
     assert not by_name["0.weight"].any()
@@ -195,7 +195,7 @@ def test_distillation_trains_encoder_and_predictor(tiny, name: str) -> None:
     run.model.objective.compare = lambda projected, batch: torch.zeros(())
     trained = [*run.model.encoder.parameters(), *run.method.predictor.parameters()]
     before = [p.clone() for p in trained]
-    run.trainer.step(run.trainer.load(torch.arange(64), torch.Generator().manual_seed(0)))
+    run.trainer.step(run.trainer.load(torch.arange(64), torch.Generator().manual_seed(0), {}))
     assert not any(torch.equal(p, start) for p, start in zip(trained, before, strict=True))
 
 

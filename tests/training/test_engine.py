@@ -21,9 +21,9 @@ from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import Freezer, correlation, kernels
 from ptlf.methods import METHODS, Method
-from ptlf.model import Accelerator, Model
+from ptlf.model import PLAIN, Accelerator, Model
 from ptlf.objectives import OBJECTIVES
-from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, predictor
+from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, mlp
 from ptlf.run import parts
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
@@ -43,11 +43,11 @@ class OnePass(Accelerator):
         return True
 
 
-def model_of(encoder: nn.Module, accelerator: Accelerator | None = None) -> Model:
+def model_of(encoder: nn.Module, accelerator: Accelerator = PLAIN) -> Model:
     return Model(encoder, Objective(ObjectiveConfig(), encoder, 16, 0), accelerator=accelerator)
 
 
-def gradients(encoder: nn.Module, views: list[torch.Tensor], accelerator=None) -> list[torch.Tensor]:
+def gradients(encoder: nn.Module, views: list[torch.Tensor], accelerator=PLAIN) -> list[torch.Tensor]:
     encoder.zero_grad()
     first, second = model_of(encoder, accelerator).encode(views)
     (first.square().sum() + (first * second).sum() + second.sin().sum()).backward()
@@ -116,7 +116,7 @@ def test_compiled_parts_follow_freezing_and_thawing(light_compiler) -> None:
 
 def test_compiled_heads_keep_the_views_apart(light_compiler) -> None:
     torch.manual_seed(0)
-    head = predictor(6, 4).double()
+    head = mlp(6, 4, 6).double()
     views = [torch.randn(5, 6, dtype=torch.float64), 3 * torch.randn(5, 6, dtype=torch.float64) + 1]
     expected, found = each_view(head, views), compiled.compiled(each_view)(copy.deepcopy(head), views)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -141,7 +141,7 @@ def test_only_full_batches_are_compiled(monkeypatch) -> None:
     gradients(encoder, list(torch.randn(2, 3, 3, 8, 8, dtype=torch.float64)), parts)  # a smaller last batch
     encoder.eval()(torch.randn(8, 3, 8, 8, dtype=torch.float64))
     assert called == segments
-    head = predictor(6, 4)
+    head = mlp(6, 4, 6)
     for rows in (4, 3):
         assert len(parts(each_view, head, list(torch.randn(2, rows, 6)))) == 2
     assert called == [*segments, ("each_view", 4)]
@@ -526,7 +526,7 @@ def test_replayed_graphs_train_like_the_step_itself(tiny, recording, monkeypatch
     if METHODS[method].joint:
         assert recorded == {0}
     else:  # in the third task nothing runs but what was recorded before, unless steps depend on the task's number
-        assert recorded == ({0, 1, 2} if METHODS[method].branch is Method.branch else {0, 1})
+        assert recorded == ({0, 1, 2} if METHODS[method].step_kinds is None else {0, 1})
 
 
 @pytest.mark.parametrize("optimizer", ["lars", "adamw"])

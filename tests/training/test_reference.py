@@ -284,7 +284,7 @@ def test_ratios_of_a_run_equal_those_by_hand(tiny, batch_statistics: bool) -> No
     expected: list[dict[str, float]] = []
 
     def correlate(indices: np.ndarray):
-        past.append(run.method.memory.stored().clone())
+        past.append(run.method.memory.images[: len(run.method.memory)].clone())
         twin.load_state_dict(run.model.state_dict())
         generator = torch.Generator()
         generator.set_state(run.random["correlation"].get_state())

@@ -131,7 +131,7 @@ def count_sent_bytes() -> None:
             self.sent += bucket.buffer().nbytes
             return allreduce_hook(group, bucket)
 
-        self.wrapped.register_comm_hook(None, counted)
+        self.register_comm_hook(None, counted)
 
     Parallel.__init__ = made  # type: ignore[method-assign]
 

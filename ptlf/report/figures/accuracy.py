@@ -1,7 +1,5 @@
 """How good and how lasting: the answer at a glance, accuracy matrices, accuracy and forgetting over tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ptlf.report.drawing import Drawing

@@ -1,7 +1,5 @@
 """What the figures share: scales, ticks, legends, and how wide words are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

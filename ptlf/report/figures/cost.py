@@ -1,7 +1,5 @@
 """What it cost while it ran: seconds, memory and FLOPs of every epoch, with the freeze events."""
 
-from __future__ import annotations
-
 import statistics
 
 from ptlf.report.drawing import Drawing

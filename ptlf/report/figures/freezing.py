@@ -1,7 +1,5 @@
 """What froze when: correlation ratios by unit, the freezing map, and how much selections overlap."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """What the encoder learned: nearest images and a map of the features, before and after the stream."""
 
-from __future__ import annotations
-
 import math
 
 from ptlf.report.drawing import Drawing, Point

@@ -1,22 +1,16 @@
 """Optimizers by name. To add one: a file with a subclass of `UpdateRule`, and a line here."""
 
-from __future__ import annotations
-
 from ptlf.core.registry import Registry
 from ptlf.training.optimizers.adamw import AdamW
 from ptlf.training.optimizers.lars import LARS, Lars
 from ptlf.training.optimizers.optimizer import OptimizerConfig, UpdateRule, prepare_state
 from ptlf.training.optimizers.sgd import SGD
 
-OPTIMIZERS: Registry[type[UpdateRule]] = Registry(
-    "optimizer",
-    "ptlf.optimizers",
-    UpdateRule,
-    {
-        "sgd": SGD,
-        "lars": Lars,
-        "adamw": AdamW,
-    },
-)
+MEMBERS = {
+    "sgd": SGD,
+    "lars": Lars,
+    "adamw": AdamW,
+}
+OPTIMIZERS: Registry[type[UpdateRule]] = Registry("optimizer", "ptlf.optimizers", UpdateRule, MEMBERS)
 
 __all__ = ["LARS", "OPTIMIZERS", "OptimizerConfig", "UpdateRule", "prepare_state"]

@@ -1,7 +1,5 @@
 """AdamW: steps scaled by running moments of the gradient, weight decay apart from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,16 +26,9 @@ class AdamW(UpdateRule):
 
     @staticmethod
     def make(config: AdamWConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> torch.optim.AdamW:
-        on_device = isinstance(lr, Tensor)
-        return torch.optim.AdamW(
-            parameters,
-            lr=lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True if on_device else None,
-            capturable=on_device,
-        )
+        on_device, betas = isinstance(lr, Tensor), (config.beta1, config.beta2)
+        flags = {"fused": on_device or None, "capturable": on_device}
+        return torch.optim.AdamW(parameters, lr, betas, config.eps, config.weight_decay, **flags)  # type: ignore[arg-type]
 
     @staticmethod
     def first_state(group: dict[str, Any], parameter: Tensor) -> State:

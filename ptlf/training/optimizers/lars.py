@@ -1,10 +1,8 @@
 """LARS: SGD with momentum, each layer's step in proportion to its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ptlf.core.settings import key
-from ptlf.training.optimizers.optimizer import OptimizerConfig, State, UpdateRule
-from ptlf.training.optimizers.sgd import momentum_buffer
+from ptlf.training.optimizers.optimizer import OptimizerConfig, UpdateRule
+from ptlf.training.optimizers.sgd import SGD
 
 
 @dataclass
@@ -27,14 +25,11 @@ class LarsConfig(OptimizerConfig):
 class Lars(UpdateRule):
     Config = LarsConfig
     lr = 0.3
+    first_state = staticmethod(SGD.first_state)
 
     @staticmethod
     def make(config: LarsConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> Optimizer:
         return LARS(parameters, lr, config.momentum, config.weight_decay, eta=config.eta)
-
-    @staticmethod
-    def first_state(group: dict[str, Any], parameter: Tensor) -> State:
-        return momentum_buffer(group, parameter)
 
 
 class LARS(Optimizer):
@@ -61,33 +56,18 @@ class LARS(Optimizer):
         for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta}.items():
             if not isinstance(value, Tensor) and value < 0:
                 raise ValueError(f"LARS: {name} must not be negative, got {value}")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "eta": eta,
-            "eps": eps,
-            "clip": clip,
-            "decay_vectors": decay_vectors,
-        }
-        super().__init__(params, defaults)
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "eps": eps}
+        super().__init__(params, {**defaults, "clip": clip, "decay_vectors": decay_vectors})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             moving = [p for p in group["params"] if p.grad is not None]
-            matrices = [p for p in moving if p.ndim > 1]
-            vectors = [p for p in moving if p.ndim <= 1]
+            matrices, vectors = [p for p in moving if p.ndim > 1], [p for p in moving if p.ndim <= 1]
             if matrices:
                 self._move(matrices, self._adapted(matrices, group), group)
             if vectors:
@@ -109,17 +89,14 @@ class LARS(Optimizer):
 
     def _move(self, params: list[Tensor], direction: list[Tensor], group: dict[str, Any]) -> None:
         if group["momentum"]:
-            buffers = [self._buffer(p) for p in params]
+            for p in params:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            buffers = [self.state[p]["momentum_buffer"] for p in params]
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, direction)
             direction = buffers
         torch._foreach_sub_(params, torch._foreach_mul(direction, group["lr"]))
-
-    def _buffer(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]
 
 
 def _decayed(params: list[Tensor], weight_decay: float) -> list[Tensor]:

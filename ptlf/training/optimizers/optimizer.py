@@ -1,7 +1,5 @@
 """The optimizer's contract: settings, and the `torch.optim.Optimizer` made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -41,6 +39,7 @@ class UpdateRule:
         return None
 
 
+@torch.no_grad()
 def prepare_state(rule: type[UpdateRule], optimizer: Optimizer, kept: dict[Tensor, State]) -> bool:
     """Give parameters that train and have no state their first one, before a step that may be captured. Returns
     whether all of them have one.
@@ -59,12 +58,8 @@ def prepare_state(rule: type[UpdateRule], optimizer: Optimizer, kept: dict[Tenso
                 if not first:
                     complete = complete and first is not None
                     continue
-                state = optimizer.state[parameter] = reused(kept.get(parameter, {}), first)
+                old = kept.get(parameter, {})
+                state = {name: old[name].copy_(value) if name in old else value for name, value in first.items()}
+                optimizer.state[parameter] = state
             kept[parameter] = state
     return complete
-
-
-@torch.no_grad()
-def reused(old: State, first: State) -> State:
-    """`first`, written into the tensors of `old` where there are such."""
-    return {name: old[name].copy_(value) if name in old else value for name, value in first.items()}

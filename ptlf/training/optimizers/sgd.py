@@ -1,7 +1,5 @@
 """SGD with momentum."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,19 +23,10 @@ class SGD(UpdateRule):
 
     @staticmethod
     def make(config: SGDConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> torch.optim.SGD:
-        return torch.optim.SGD(
-            parameters,
-            lr=lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            fused=True if isinstance(lr, Tensor) else None,
-        )
+        fused = True if isinstance(lr, Tensor) else None
+        return torch.optim.SGD(parameters, lr, config.momentum, weight_decay=config.weight_decay, fused=fused)
 
     @staticmethod
     def first_state(group: dict[str, Any], parameter: Tensor) -> State:
         """torch's fused SGD also needs it uncaptured: it takes momentum for all parameters or for none."""
-        return momentum_buffer(group, parameter)
-
-
-def momentum_buffer(group: dict[str, Any], parameter: Tensor) -> State:
-    return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
+        return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
