@@ -1,8 +1,6 @@
 """What a run looks at between its steps: correlation, cost, accuracy, and whether going on makes sense."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,22 +8,14 @@ import torch
 from ptlf.core import processes
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
-from ptlf.run.config import Config
-from ptlf.run.folder import RunFiles
+from ptlf.run.results import write_json
 from ptlf.run.sanity import check_numbers, warn_of_collapse
 from ptlf.run.state import State
-from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.trainer import StepCost
 
 
 class Looks(State):
     """None of these changes what is trained. Each is charged to its own purpose on the clock."""
-
-    def __init__(self, config: Config, out: Path | str | None = None, **given: Any) -> None:
-        super().__init__(config, out, **given)
-        self.files = RunFiles(self.out)
-        self.resumable = out is not None and config.checkpoint.enabled
-        self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
 
     def correlate(self, indices: np.ndarray) -> Ratios:
         """Computes ratios of units not yet frozen: the past is the memory, the gradient the new task's."""
@@ -77,10 +67,10 @@ class Looks(State):
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""
-        if self.gallery:
+        if self.gallery and self.out:
             with self.clock("evaluation"):
                 self.gallery.look(moment, self.model.encoder)
-                self.files.json("gallery.json", self.gallery.as_dict())
+                write_json(self.out / "gallery.json", self.gallery.as_dict())
 
     def check_numbers(self) -> None:
         """Nothing goes on, and nothing is saved, with losses or weights that are not finite."""
