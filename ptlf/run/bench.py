@@ -18,7 +18,6 @@ from ptlf.core.errors import UserError
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.freezing.savings import measure_savings, wait_for
 from ptlf.methods import METHODS
-from ptlf.run.build import make_stream
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.run.results import check_alike, epoch_lines, ratio
@@ -89,15 +88,19 @@ def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats:
     }
 
 
-def random_stream(size: int, images: int, tasks: int = 1, file: Path | None = None) -> Stream:
-    """Noise in place of images, in memory or in a file: the time of a step does not depend on what they show."""
+def noise_for(config: Config, images: int, size: int, tasks: int | None = None, file: Path | None = None) -> Stream:
+    """Noise of `size` px, in memory or in a file, in as many tasks as the configuration has, with nothing to test on:
+    the time of a step does not depend on what the images show."""
     pixels = np.random.default_rng(0).integers(0, 256, (images, size, size, 3), dtype=np.uint8)
     if file:
         np.save(file, pixels)
         pixels = np.load(file, mmap_mode="r")
     data = Dataset("noise", ("noise",), Images(pixels, np.zeros(images, np.int64)), None)
+    wanted = config.stream
+    tasks = tasks or len(wanted.groups or ()) or wanted.tasks or STREAMS.find(wanted.name).tasks or 1
     parts = np.array_split(np.arange(images), tasks)
-    return Stream("noise", data, tuple(Task("noise", part) for part in parts), (), None)
+    stream = Stream("noise", data, tuple(Task("noise", part) for part in parts), (), None)
+    return stream.joint() if METHODS.find(config.method.name).joint else stream
 
 
 def step(
@@ -123,7 +126,7 @@ def step(
     config.stream.resident = False if streamed else config.stream.resident
     with TemporaryDirectory() as folder:  # the run holds the file open
         file = Path(folder) / "noise.npy" if streamed else None
-        run = Run(config, stream=random_stream(size, 4 * config.training.batch, file=file))
+        run = Run(config, stream=noise_for(config, 4 * config.training.batch, size, 1, file))
     names = [unit.name for unit in run.freezing.freezer.units]
     for frozen in stages:
         if not 0 <= frozen <= len(names):
@@ -144,9 +147,8 @@ def methods(configs: Sequence[Config], size: int, steps: int, task: int) -> list
     rows = []
     for config in configs:
         gc.collect()  # the run before is in reference cycles
-        (stream,) = streams_for([config], 4 * task * config.training.batch, size, task)
-        run = Run(config, stream=stream)
-        for index in range(len(stream.tasks)):
+        run = Run(config, stream=noise_for(config, 4 * task * config.training.batch, size, task))
+        for index in range(len(run.stream.tasks)):
             if index > 0:
                 run.method.end_task(index - 1, run.model)
             run.method.begin_task(index, run.model)
@@ -225,20 +227,6 @@ def per_call(work: Callable[[], Any], times: int, device: torch.device) -> float
         work()
     wait_for(device)
     return (time.perf_counter() - started) / times
-
-
-def streams_for(configs: Sequence[Config], noise: int | None, size: int, tasks: int | None = None) -> list[Stream]:
-    """What each configuration trains on, or `noise` images of `size` px in as many tasks, with nothing to test on."""
-
-    def noise_for(config: Config, images: int) -> Stream:
-        wanted = config.stream
-        count = tasks or len(wanted.groups or ()) or wanted.tasks or STREAMS.find(wanted.name).tasks or 1
-        made = random_stream(size, images, count)
-        return made.joint() if METHODS.find(config.method.name).joint else made
-
-    streams = [noise_for(config, noise) if noise else make_stream(config) for config in configs]
-    check_tasks([len(stream.tasks) for stream in streams])
-    return streams
 
 
 def check_tasks(counts: Sequence[int]) -> None:

@@ -1,15 +1,15 @@
 """The pieces of a run, made from its configuration and checked against each other."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.core.randomness import derived_seed, seeded
+from ptlf.core.randomness import seeded
 from ptlf.encoders import ENCODERS, EncoderConfig, feature_dim
-from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
@@ -19,7 +19,6 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.recipes import conflict
 from ptlf.stream import STREAMS, Stream, open_stream
-from ptlf.stream.loading import ImageSource
 from ptlf.stream.pack import data_root
 from ptlf.training.compiled import CompiledParts
 from ptlf.training.engine import choose_engine
@@ -32,12 +31,9 @@ from ptlf.views import named_views
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device must be auto, cpu or cuda, not {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", name):
         raise UserError(f"device must be auto, cpu or cuda, not {name!r}")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is {name!r}, but torch sees no GPU here; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -49,24 +45,6 @@ def make_stream(config: Config) -> Stream:
     source = STREAMS.find(config.stream.name)
     stream = open_stream(config.stream, source, data_root(config.data_root), config.seed)
     return stream.joint() if METHODS.find(config.method.name).joint else stream
-
-
-def make_prober(
-    stream: Stream, config: Config, prepare: Callable[[Tensor], Tensor], source: ImageSource
-) -> Prober | None:
-    """`source` holds the stream's training images."""
-    if not config.evaluation.enabled or not stream.eval_splits:
-        return None
-    return Prober(stream, config.evaluation, config.probes, prepare, source.device, source)
-
-
-def make_gallery(
-    stream: Stream, config: Config, prepare: Callable[[Tensor], Tensor], device: torch.device
-) -> Gallery | None:
-    if not config.evaluation.enabled or not config.evaluation.gallery:
-        return None
-    seed = derived_seed(config.seed, "gallery")
-    return Gallery(stream, prepare, device, batch=config.evaluation.batch, seed=seed)
 
 
 def make_method(config: Config, stream: Stream, model: Model, view_size: int, generator: torch.Generator) -> Method:

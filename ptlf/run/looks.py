@@ -6,10 +6,11 @@ import numpy as np
 import torch
 
 from ptlf.core import processes
+from ptlf.core.errors import UserError
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
 from ptlf.run.results import write_json
-from ptlf.run.sanity import check_numbers, warn_of_collapse
+from ptlf.run.sanity import are_finite, warn_of_collapse
 from ptlf.run.state import State
 from ptlf.training.trainer import StepCost
 
@@ -74,8 +75,17 @@ class Looks(State):
 
     def check_numbers(self) -> None:
         """Nothing goes on, and nothing is saved, with losses or weights that are not finite."""
+        bad = self.epoch_state.first_bad() if self.epoch_state else None
+        if bad is None and are_finite([self.model, self.method]):
+            return
+        step = bad[0] + 1 if bad else self.position.step
+        what = f"loss became {bad[1]}" if bad else "weights are no longer finite"
         last = self.checkpoints.last if self.checkpoints else None
-        check_numbers([self.model, self.method], self.epoch_state, self.position, last)
+        raise UserError(
+            f"the {what} in task {self.task + 1}, epoch {self.epoch + 1}, step {step}; "
+            f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}; "
+            "try a lower --training.lr or --training.precision fp32"
+        )
 
     def check_spread(self, indices: np.ndarray) -> None:
         """Warn once of a collapse. Checked after 1, 2, 4, 8... epochs of a task and after its last: on a GPU an epoch

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.randomness import Randomness
+from ptlf.core.randomness import Randomness, derived_seed
+from ptlf.evaluation import Gallery, Prober
 from ptlf.run import build
 from ptlf.run.config import Config
 from ptlf.stream import Stream
@@ -41,8 +42,13 @@ class Parts:
         check_warmup(config.training, config.training.epochs)
         check_batch(config.training, [len(task.train) for task in self.stream.tasks])
         source = ImageSource(self.stream.data.train, self.device, config.stream.resident)
-        self.prober = build.make_prober(self.stream, config, self.prepare, source)
-        self.gallery = build.make_gallery(self.stream, config, self.prepare, self.device) if self.out else None
+        tests = config.evaluation
+        self.prober = self.gallery = None
+        if tests.enabled and self.stream.eval_splits:
+            self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, source)
+        if tests.enabled and tests.gallery and self.out:
+            seed = derived_seed(config.seed, "gallery")
+            self.gallery = Gallery(self.stream, self.prepare, self.device, batch=tests.batch, seed=seed)
         self.model = build.make_model(config, self.stream, self.view_size, self.device, encoder)
         self.channels_last = build.on_gpu(config.training.channels_last, self.device)
         if self.channels_last:

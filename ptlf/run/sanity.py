@@ -2,31 +2,13 @@
 collapsed representation."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import UserError
 from ptlf.evaluation.spread import COLLAPSED, feature_spread
 from ptlf.training.checkpoint import Position
-from ptlf.training.trainer import EpochState
-
-
-def check_numbers(
-    modules: Iterable[nn.Module], progress: EpochState | None, position: Position, last: Path | None
-) -> None:
-    """Raise if a loss or weight is not finite. `last` is the newest checkpoint."""
-    bad = progress.first_bad() if progress else None
-    if bad is None and are_finite(modules):
-        return
-    what, step = (f"loss became {bad[1]}", bad[0] + 1) if bad else ("weights are no longer finite", position.step)
-    raise UserError(
-        f"the {what} in task {position.task + 1}, epoch {position.epoch + 1}, step {step}; "
-        f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}; "
-        "try a lower --training.lr or --training.precision fp32"
-    )
 
 
 def are_finite(modules: Iterable[nn.Module]) -> bool:

@@ -9,10 +9,9 @@ from typing import Any
 from ptlf.core.settings import as_dict
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
-from ptlf.run.folder import finished
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
-from ptlf.run.results import check_alike, read_results
+from ptlf.run.results import check_alike
 from ptlf.run.watcher import Watcher
 from ptlf.training.process import Stopped
 
@@ -22,10 +21,6 @@ class Planned:
     name: str
     config: Config
     folder: Path
-
-    @property
-    def finished(self) -> bool:
-        return finished(self.folder, self.config)
 
 
 def plan(recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> list[Planned]:
@@ -62,10 +57,3 @@ def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool =
     if run.signals.asked and run.folder:
         raise Stopped(run.folder, run.signals.asked, advice)
     return results
-
-
-def results_by_recipe(runs: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        groups.setdefault(run.config.recipe, []).append(read_results(run.folder))
-    return groups
