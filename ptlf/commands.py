@@ -171,18 +171,19 @@ def bench_freezing(encoder: str, batch: int, size: int, repeats: int, device: st
     save(json, encoder=encoder, batch=batch, size=size, environment=environment(place), rows=rows)
 
 
-def bench_step(recipe: str, json: Path | None, overrides: Words, **how: Any) -> None:
+def bench_step(recipe: str, plain: bool, json: Path | None, overrides: Words, **how: Any) -> None:
     """how: the arguments of `bench.step`."""
     config = resolve_config(recipe, None, overrides)
+    config.freezing.save_memory = not plain
     rows = bench.step(config, **how)
     where = environment(choose_device(config.device))
-    frozen = f"{'first' if how['first'] else 'middle'} units frozen{' as PyTorch does it' if how['plain'] else ''}"
+    frozen = f"{'first' if how['first'] else 'middle'} units frozen{' as PyTorch does it' if plain else ''}"
     what = f"{config.training.batch} images of {how['size']} px on {where['device_name']}, {frozen}"
     title = f"{recipe}, {what}, {how['steps']} steps each; ±: half the range of fifths of them"
     show_rows(console, "step", title, rows)
     show_kernels(console, rows)
-    ways = {key: how[key] for key in ("first", "plain", "streamed", "size", "steps")}
-    save(json, commit=commit(), config=as_dict(config), environment=where, **ways, rows=rows)
+    ways = {key: how[key] for key in ("first", "streamed", "size", "steps")}
+    save(json, commit=commit(), config=as_dict(config), environment=where, plain=plain, **ways, rows=rows)
 
 
 def bench_methods(recipes: Words, task: int, size: int, steps: int, json: Path | None, overrides: Words) -> None:

@@ -77,15 +77,10 @@ def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats:
     kept = kept_bytes(loss, exclude=[*encoder.parameters(), *encoder.buffers(), *freezer.folded])
     flops = backward_flops(loss())
     reset_peak_memory(images.device)
-    # The first one warms up.
-    seconds = [per_call(lambda: loss().backward(), 1, images.device) for _ in range(repeats + 1)][1:]
+    timed = [per_call(lambda: loss().backward(), 1, images.device) for _ in range(repeats + 1)]
     encoder.zero_grad(set_to_none=True)
-    return {
-        "kept_bytes": kept,
-        "backward_flops": flops,
-        "seconds": statistics.median(seconds),
-        "peak_memory_bytes": peak_memory_bytes(images.device),
-    }
+    seconds, peak = statistics.median(timed[1:]), peak_memory_bytes(images.device)  # the first call warms up
+    return {"kept_bytes": kept, "backward_flops": flops, "seconds": seconds, "peak_memory_bytes": peak}
 
 
 def noise_for(config: Config, images: int, size: int, tasks: int | None = None, file: Path | None = None) -> Stream:
@@ -104,25 +99,16 @@ def noise_for(config: Config, images: int, size: int, tasks: int | None = None, 
 
 
 def step(
-    config: Config,
-    size: int,
-    steps: int,
-    stages: list[int],
-    first: bool,
-    plain: bool,
-    streamed: bool,
-    profile: Path | None,
+    config: Config, size: int, steps: int, stages: list[int], first: bool, streamed: bool, profile: Path | None
 ) -> list[Row]:
     """A row per stage of freezing (that many units around the middle, frozen one after the other): milliseconds of a
     step with everything in it, and its memory. Timed after warming up, over `steps` steps, the device synchronised;
     the spread is half of what lies between the fastest and the slowest fifth of them.
 
     first: the units nearest to the input instead, so that no gradient has to pass them.
-    plain: frozen with requires_grad=False alone.
     streamed: the images are read ahead from a file, not held on the device.
     profile: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
     """
-    config.freezing.save_memory = not plain
     config.stream.resident = False if streamed else config.stream.resident
     with TemporaryDirectory() as folder:  # the run holds the file open
         file = Path(folder) / "noise.npy" if streamed else None
@@ -171,9 +157,7 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> Row:
         trainer.engine(trainer.load(chosen, trainer.random["views"], draws, next(images)))
 
     with trainer.source.batches(itertools.cycle(order)) as images:
-        for _ in range(8):
-            one()
-        wait_for(device)
+        per_call(one, 8, device)
         rebuild = time.perf_counter() - started
         shares = [len(share) for share in np.array_split(np.arange(steps), min(5, steps))]
         parts = [per_call(one, share, device) for share in shares]
@@ -201,14 +185,8 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> Row:
 
 def kernels_of(work: Callable[[], Any], trace: Path, device: torch.device, times: int = 10) -> list[Row]:
     """Leave a trace of `times` calls, for chrome://tracing or Perfetto; what took the device's time, the most first."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    wait_for(device)
-    with torch.profiler.profile(activities=kinds) as profiler:
-        for _ in range(times):
-            work()
-        wait_for(device)
+    with torch.profiler.profile() as profiler:
+        per_call(work, times, device)
     trace.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(trace))
     used = []
@@ -276,8 +254,8 @@ def compare(results: Sequence[Row]) -> Row:
         own = overheads(result)
         own |= {f"{key}_ratio": ratio(own[key], first[key]) for key in ("later_learning_seconds", "wall_seconds")}
         what = {key: result[key] for key in ("config", "environment", "commit")}
-        figures = {"stages": stages(epoch_lines(result), lines), "overheads": own}
-        runs.append({"run": what["config"]["recipe"] or "run", **what, **figures})
+        name, by_stage = result["config"]["recipe"] or "run", stages(epoch_lines(result), lines)
+        runs.append({"run": name, **what, "stages": by_stage, "overheads": own})
     return {"runs": runs}
 
 

@@ -70,24 +70,17 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     encoder = trainer.model.encoder
     policy = POLICIES.find(config.freezing.policy.name)(config.freezing.policy)
     example = torch.zeros(2, 3, trainer.view_size, trainer.view_size, device=trainer.device)
+    how = {"batch_statistics": config.freezing.batch_statistics, "save_memory": config.freezing.save_memory}
     try:
-        freezer = Freezer(
-            encoder,
-            trainer.optimizer,
-            units=trained_units(encoder, example),
-            example=example,
-            batch_statistics=config.freezing.batch_statistics,
-            save_memory=config.freezing.save_memory,
-        )
+        units = trained_units(encoder, example)
+        freezer = Freezer(encoder, trainer.optimizer, units=units, example=example, **how)
     except ValueError as error:
         if policy.freezes:
             raise UserError(f"encoder {config.encoder.name!r} cannot freeze: {error}") from None
         freezer = Freezer(encoder, trainer.optimizer, units=[], save_memory=False)
     if policy.freezes and not freezer.units:
-        raise UserError(
-            f"encoder {config.encoder.name!r} has no convolution or linear layer that trains and could freeze; "
-            "use --freezing.policy none"
-        )
+        lacking = f"encoder {config.encoder.name!r} has no convolution or linear layer that trains and could freeze"
+        raise UserError(f"{lacking}; use --freezing.policy none")
     savings = None
     if policy.savings_by:
         if policy.savings_by == "seconds":  # which depend on the step's size, type and layout
@@ -100,10 +93,8 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
         savings = processes.broadcast_object(savings)  # each process would time others, and choose others
     freezing = ProgressiveFreezing(config.freezing, policy, freezer, config.training.epochs, generator, savings)
     if policy.freezes and freezing.schedule.most(len(freezer.units)) == 0:
-        processes.warn(
-            f"ptlf: warning: freezing.final {config.freezing.final} of {len(freezer.units)} units is less than one: "
-            "nothing will freeze"
-        )
+        share = f"freezing.final {config.freezing.final} of {len(freezer.units)} units"
+        processes.warn(f"ptlf: warning: {share} is less than one: nothing will freeze")
     return freezing
 
 
@@ -144,18 +135,15 @@ def on_gpu(setting: bool | None, device: torch.device) -> bool:
 
 def check_combination(config: Config, stream: Stream) -> None:
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
-    if config.freezing.initial > config.freezing.final:
-        raise UserError(
-            f"freezing.initial is {config.freezing.initial}, more than freezing.final, {config.freezing.final}; "
-            "what is frozen stays frozen, so the share can only rise"
-        )
+    initial, final = config.freezing.initial, config.freezing.final
+    if initial > final:
+        shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
+        raise UserError(f"{shares}; what is frozen stays frozen, so the share can only rise")
     if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
         raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")
     if why := conflict(objective, method):
         names = f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}"
         raise UserError(f"{names}: {why}")
     if objective.needs_labels and stream.data.folders == "tasks":
-        raise UserError(
-            f"objective {config.objective.name!r} needs labels, and a folder per task has none; "
-            "choose another objective"
-        )
+        lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
+        raise UserError(f"{lacking}; choose another objective")

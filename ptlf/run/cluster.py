@@ -31,20 +31,14 @@ class Job:
 
 
 def train_all(
-    runs: Sequence[Planned],
-    folder: Path,
-    *,
-    cluster: str,
-    jobs: int | None,
-    job_options: Sequence[str],
-    tell: Callable[[str], None],
+    runs: list[Planned], logs: Path, cluster: str, jobs: int | None, job_options: list[str], tell: Callable[[str], None]
 ) -> None:
     """Train the runs, at most `jobs` at a time, and wait for all of them.
 
-    folder: for the jobs' output and errors.
+    logs: folder for the jobs' output and errors.
     job_options: KEY=VALUE for submitit's `update_parameters`, such as slurm_partition=gpu.
     """
-    executor = make_executor(cluster, folder, job_options)
+    executor = make_executor(cluster, logs, job_options)
     waiting, failed = list(runs), []
     running: dict[str, Any] = {}  # name: submitit's job
     while waiting or running:

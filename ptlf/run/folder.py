@@ -17,11 +17,8 @@ ENCODER = "encoder.safetensors"
 
 
 @contextmanager
-def claimed(out: Path | None, resume: bool) -> Iterator[None]:
+def claimed(out: Path, resume: bool) -> Iterator[None]:
     """The output folder, made and locked. One that already holds a run is refused, unless that is to go on."""
-    if out is None:
-        yield
-        return
     with lock_of_run(out):
         if not resume and any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
             if has_finished(out):

@@ -1,16 +1,17 @@
 """What a run looks at between its steps: correlation, cost, accuracy, and whether going on makes sense."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
+from ptlf.evaluation.spread import COLLAPSED, feature_spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
 from ptlf.run.results import write_json
-from ptlf.run.sanity import are_finite, warn_of_collapse
 from ptlf.run.state import State
 from ptlf.training.trainer import StepCost
 
@@ -87,6 +88,10 @@ class Looks(State):
             "try a lower --training.lr or --training.precision fp32"
         )
 
+    def check_processes(self) -> None:
+        if not processes.all_equal(self.model.parameters()):
+            raise RuntimeError("the processes' weights differ; a parameter's gradient was not averaged over them")
+
     def check_spread(self, indices: np.ndarray) -> None:
         """Warn once of a collapse. Checked after 1, 2, 4, 8... epochs of a task and after its last: on a GPU an epoch
         may take less than a second."""
@@ -96,4 +101,28 @@ class Looks(State):
         with self.clock("evaluation"):
             chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
             images = self.prepare(self.trainer.source.gather(chosen))
-            self.record.warned = warn_of_collapse(self.model.encoder, images, self.position)
+            spread = feature_spread(self.model.encoder, images)
+        self.record.warned = spread < COLLAPSED
+        if self.record.warned:
+            processes.warn(
+                f"ptlf: warning: the representation has collapsed in task {self.task + 1}, epoch {done}: "
+                f"normalised features of {len(images)} images differ by {spread:.1e} (1 = spread evenly, 0 = all the "
+                "same); try a lower --training.lr or another objective"
+            )
+
+
+def are_finite(modules: Iterable[nn.Module]) -> bool:
+    """Whether parameters and running statistics are finite and other buffers, such as masks with -inf, have no NaN."""
+    trained: list[Tensor] = []
+    others: list[Tensor] = []
+    for module in modules:
+        trained += module.parameters()
+        for name, buffer in module.named_buffers():
+            (trained if "running_" in name else others).append(buffer)
+    return bool(norms(trained).isfinite().all()) and not bool(norms(others).isnan().any())
+
+
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """L1 norm of each float tensor, in one call: not finite if a value is not."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return torch.stack([value.float() for value in torch._foreach_norm(floats, 1)]) if floats else torch.zeros(1)

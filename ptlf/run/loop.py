@@ -14,8 +14,7 @@ from ptlf.run.config import to_yaml
 from ptlf.run.folder import claimed, save_encoder
 from ptlf.run.looks import Looks
 from ptlf.run.results import append_line, write_json
-from ptlf.run.sanity import check_processes
-from ptlf.run.watcher import Start, Watcher
+from ptlf.run.watcher import Watcher
 from ptlf.training.checkpoint import Position
 from ptlf.training.engine import why_not_captured
 from ptlf.training.process import Stopped
@@ -29,11 +28,12 @@ class Run(Looks):
         """The whole stream, or with `resume` what the run in the folder has left. Returns what `results.json` holds."""
         self.watcher = watcher if watcher and processes.is_first() else Watcher()
         global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
-        with claimed(self.out, resume), global_randomness, self.signals:
+        folder = claimed(self.out, resume) if self.out else contextlib.nullcontext()
+        with folder, global_randomness, self.signals:
             self.prepare_folder(resume)
             if why := why_not_captured(self.config.training.engine, self.device):
                 processes.warn(f"ptlf: {why}: the step runs eagerly, not captured")
-            self.watcher.begin(self.start())
+            self.tell_start()
             try:
                 self.train_stream()
                 if self.out:
@@ -92,7 +92,7 @@ class Run(Looks):
         if self.out:
             append_line(self.out / "metrics.jsonl", line)
         self.check_numbers()
-        check_processes(self.model)
+        self.check_processes()
         self.check_spread(indices)
 
     def begin_epoch(self, indices: np.ndarray) -> EpochState:
@@ -145,21 +145,15 @@ class Run(Looks):
         if self.out:  # else nobody needs them
             write_json(self.out / "results.json", self.results())
 
-    def start(self) -> Start:
-        tasks, freezer, resumed_at = self.stream.tasks, self.freezing.freezer, ""
+    def tell_start(self) -> None:
+        tasks, epochs, freezer = self.stream.tasks, self.config.training.epochs, self.freezing.freezer
+        units, frozen = len(freezer.units), len(freezer.frozen)
+        images = sum(len(task.train) for task in tasks)
+        data = f"{len(tasks)} tasks, {images} images of {self.stream.size} px, {epochs} epochs each"
+        about = [f"{data}, {self.config.encoder.name} with {units} units, on {self.device}"]
+        if self.trainer.engine_kind != "eager":
+            about.append("compiling the step: about a minute the first time on a machine, then seconds")
         if self.position != Position():
-            training = self.epoch < self.config.training.epochs
-            resumed_at = str(self.position) if training else f"testing after task {self.task + 1}"
-        return Start(
-            tasks=len(tasks),
-            epochs=self.config.training.epochs,
-            images=sum(len(task.train) for task in tasks),
-            size=self.stream.size,
-            encoder=self.config.encoder.name,
-            units=len(freezer.units),
-            frozen=len(freezer.frozen),
-            device=str(self.device),
-            compiles=self.trainer.engine_kind != "eager",
-            epochs_done=self.task * self.config.training.epochs + self.epoch,
-            resumed_at=resumed_at,
-        )
+            place = str(self.position) if self.epoch < epochs else f"testing after task {self.task + 1}"
+            about.append(f"going on with {place}")
+        self.watcher.begin(about, len(tasks), epochs, units, frozen, self.task * epochs + self.epoch)

@@ -78,7 +78,6 @@ class State(Parts):
 
     def results(self) -> dict[str, Any]:
         """What `results.json` holds."""
-        arithmetic = self.trainer.arithmetic() | {"processes": processes.world_size()}
         return {
             "schema": SCHEMA,
             "ptlf_version": ptlf.__version__,
@@ -87,7 +86,7 @@ class State(Parts):
             "baseline": type(self.method).baseline and not self.freezing.policy.freezes,
             "status": self.status,
             "config": as_dict(self.config),
-            "environment": environment(self.device) | arithmetic,
+            "environment": environment(self.device) | self.trainer.arithmetic() | {"processes": processes.world_size()},
             "seed": self.config.seed,
             "class_order": list(self.stream.class_order),
             "tasks": [task.name for task in self.stream.tasks],

@@ -1,6 +1,7 @@
 """Several runs, one after the other: recipes with seeds, in a folder each; what is finished is kept."""
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +26,11 @@ class Planned:
 
 def plan(recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> list[Planned]:
     """A run for every recipe and seed. Runs that could not be compared are refused."""
-    runs = [
-        Planned(
-            recipe if len(seeds) == 1 else f"{recipe} seed {seed}",
-            resolve_config(recipe, None, [*overrides, f"--seed={seed}"]),
-            out / f"{recipe.replace('/', '-')}-seed{seed}",
-        )
-        for recipe in recipes
-        for seed in seeds
-    ]
+    runs = []
+    for recipe, seed in itertools.product(recipes, seeds):
+        name = recipe if len(seeds) == 1 else f"{recipe} seed {seed}"
+        config = resolve_config(recipe, None, [*overrides, f"--seed={seed}"])
+        runs.append(Planned(name, config, out / f"{recipe.replace('/', '-')}-seed{seed}"))
     check_alike([as_dict(run.config) for run in runs])
     return runs
 
