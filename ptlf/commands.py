@@ -19,7 +19,7 @@ from ptlf.report.page import write_report
 from ptlf.report.tables import show_comparison, show_kernels, show_matrix, show_results, show_rows, show_runs
 from ptlf.run import bench
 from ptlf.run import sweep as sweeps
-from ptlf.run.build import choose_device, make_encoder
+from ptlf.run.build import choose_device, make_encoder, make_stream
 from ptlf.run.cluster import train_all as train_jobs
 from ptlf.run.config import Config
 from ptlf.run.environment import commit, environment
@@ -82,17 +82,19 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
     check_alone("sweep")
     runs = sweeps.plan(recipes, seeds, out, overrides)
-    missing = [run for run in runs if not run.finished]
+    missing = [run for run in runs if not finished(run.folder, run.config)]
     for run in runs:
         if run not in missing:
             tell(f"{run.name}: already finished in {run.folder}")
     if jobs["cluster"]:
-        train_jobs({run.name: (run.config, run.folder) for run in missing}, out / "jobs", **jobs, tell=tell)
+        train_jobs(missing, out / "jobs", **jobs, tell=tell)
     else:
         for run, results in sweeps.train_all(missing, Live):
             show_results(console, results, run.folder, brief=True)
     several = f", means of {len(set(seeds))} seeds" if len(set(seeds)) > 1 else ""
-    groups = sweeps.results_by_recipe(runs)
+    groups: dict[str, list[dict[str, Any]]] = {}  # by recipe
+    for run in runs:
+        groups.setdefault(run.config.recipe, []).append(read_results(run.folder))
     base = baseline or next((name for name, some in groups.items() if some[0]["baseline"]), None)
     show_runs(console, groups, base, f"What it came to{several}")
     write_page([run.folder for run in runs], out / "report.html", baseline)
@@ -169,18 +171,19 @@ def bench_freezing(encoder: str, batch: int, size: int, repeats: int, device: st
     save(json, encoder=encoder, batch=batch, size=size, environment=environment(place), rows=rows)
 
 
-def bench_step(recipe: str, json: Path | None, overrides: Words, **how: Any) -> None:
+def bench_step(recipe: str, plain: bool, json: Path | None, overrides: Words, **how: Any) -> None:
     """how: the arguments of `bench.step`."""
     config = resolve_config(recipe, None, overrides)
+    config.freezing.save_memory = not plain
     rows = bench.step(config, **how)
     where = environment(choose_device(config.device))
-    frozen = f"{'first' if how['first'] else 'middle'} units frozen{' as PyTorch does it' if how['plain'] else ''}"
+    frozen = f"{'first' if how['first'] else 'middle'} units frozen{' as PyTorch does it' if plain else ''}"
     what = f"{config.training.batch} images of {how['size']} px on {where['device_name']}, {frozen}"
     title = f"{recipe}, {what}, {how['steps']} steps each; ±: half the range of fifths of them"
     show_rows(console, "step", title, rows)
     show_kernels(console, rows)
-    ways = {key: how[key] for key in ("first", "plain", "streamed", "size", "steps")}
-    save(json, commit=commit(), config=as_dict(config), environment=where, **ways, rows=rows)
+    ways = {key: how[key] for key in ("first", "streamed", "size", "steps")}
+    save(json, commit=commit(), config=as_dict(config), environment=where, plain=plain, **ways, rows=rows)
 
 
 def bench_methods(recipes: Words, task: int, size: int, steps: int, json: Path | None, overrides: Words) -> None:
@@ -218,7 +221,9 @@ def timed_runs(
         raise UserError("--size is of --noise images; the size of a data set's is its own")
     configs = [resolve_config(recipe, None, overrides) for recipe in recipes or BENCH_PAIR]
     check_alike([as_dict(config) for config in configs])
-    pairs = list(zip(configs, bench.streams_for(configs, noise, size or 32), strict=True))
+    streams = [bench.noise_for(config, noise, size or 32) if noise else make_stream(config) for config in configs]
+    bench.check_tasks([len(stream.tasks) for stream in streams])
+    pairs = list(zip(configs, streams, strict=True))
     tell("warming up")
     for config, stream in pairs:
         bench.warm_up(config, stream)

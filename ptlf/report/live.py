@@ -1,13 +1,13 @@
 """A run as it goes: a progress bar in a terminal, a line per task everywhere else."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ptlf.report.tables import percent
-from ptlf.run.watcher import Start, Watcher
+from ptlf.run.watcher import Watcher
 
 # Names come from users and from files: what looks like markup or an emoji in them is text.
 console = Console(markup=False, emoji=False)
@@ -33,18 +33,12 @@ class Live(Watcher):
             disable=not console.is_terminal,
         )
 
-    def begin(self, start: Start) -> None:
-        self.tasks, self.epochs, self.units = start.tasks, start.epochs, start.units
-        data = f"{start.tasks} tasks, {start.images} images of {start.size} px, {start.epochs} epochs each"
-        console.print(f"{self.name}: {data}, {start.encoder} with {start.units} units, on {start.device}")
-        if start.compiles:
-            console.print("  compiling the step: about a minute the first time on a machine, then seconds")
-        if start.resumed_at:
-            console.print(f"  going on with {start.resumed_at}")
-        total = start.epochs * start.tasks
-        self.bar = self.progress.add_task(self.name, total=total, completed=start.epochs_done, figures="")
+    def begin(self, about: Sequence[str], tasks: int, epochs: int, units: int, frozen: int, done: int) -> None:
+        self.tasks, self.epochs, self.units, self.frozen = tasks, epochs, units, frozen
+        console.print(f"{self.name}: " + "\n  ".join(about))
+        self.bar = self.progress.add_task(self.name, total=tasks * epochs, completed=done, figures="")
         self.progress.start()
-        self.loss, self.frozen, self.started = "", start.frozen, time.perf_counter()
+        self.loss, self.started = "", time.perf_counter()
 
     def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None:
         self.frozen, self.steps, self.epoch_started = frozen, steps, time.perf_counter()

@@ -18,7 +18,6 @@ from ptlf.core.errors import UserError
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.freezing.savings import measure_savings, wait_for
 from ptlf.methods import METHODS
-from ptlf.run.build import make_stream
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.run.results import check_alike, epoch_lines, ratio
@@ -78,52 +77,42 @@ def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats:
     kept = kept_bytes(loss, exclude=[*encoder.parameters(), *encoder.buffers(), *freezer.folded])
     flops = backward_flops(loss())
     reset_peak_memory(images.device)
-    # The first one warms up.
-    seconds = [per_call(lambda: loss().backward(), 1, images.device) for _ in range(repeats + 1)][1:]
+    timed = [per_call(lambda: loss().backward(), 1, images.device) for _ in range(repeats + 1)]
     encoder.zero_grad(set_to_none=True)
-    return {
-        "kept_bytes": kept,
-        "backward_flops": flops,
-        "seconds": statistics.median(seconds),
-        "peak_memory_bytes": peak_memory_bytes(images.device),
-    }
+    seconds, peak = statistics.median(timed[1:]), peak_memory_bytes(images.device)  # the first call warms up
+    return {"kept_bytes": kept, "backward_flops": flops, "seconds": seconds, "peak_memory_bytes": peak}
 
 
-def random_stream(size: int, images: int, tasks: int = 1, file: Path | None = None) -> Stream:
-    """Noise in place of images, in memory or in a file: the time of a step does not depend on what they show."""
+def noise_for(config: Config, images: int, size: int, tasks: int | None = None, file: Path | None = None) -> Stream:
+    """Noise of `size` px, in memory or in a file, in as many tasks as the configuration has, with nothing to test on:
+    the time of a step does not depend on what the images show."""
     pixels = np.random.default_rng(0).integers(0, 256, (images, size, size, 3), dtype=np.uint8)
     if file:
         np.save(file, pixels)
         pixels = np.load(file, mmap_mode="r")
     data = Dataset("noise", ("noise",), Images(pixels, np.zeros(images, np.int64)), None)
+    wanted = config.stream
+    tasks = tasks or len(wanted.groups or ()) or wanted.tasks or STREAMS.find(wanted.name).tasks or 1
     parts = np.array_split(np.arange(images), tasks)
-    return Stream("noise", data, tuple(Task("noise", part) for part in parts), (), None)
+    stream = Stream("noise", data, tuple(Task("noise", part) for part in parts), (), None)
+    return stream.joint() if METHODS.find(config.method.name).joint else stream
 
 
 def step(
-    config: Config,
-    size: int,
-    steps: int,
-    stages: list[int],
-    first: bool,
-    plain: bool,
-    streamed: bool,
-    profile: Path | None,
+    config: Config, size: int, steps: int, stages: list[int], first: bool, streamed: bool, profile: Path | None
 ) -> list[Row]:
     """A row per stage of freezing (that many units around the middle, frozen one after the other): milliseconds of a
     step with everything in it, and its memory. Timed after warming up, over `steps` steps, the device synchronised;
     the spread is half of what lies between the fastest and the slowest fifth of them.
 
     first: the units nearest to the input instead, so that no gradient has to pass them.
-    plain: frozen with requires_grad=False alone.
     streamed: the images are read ahead from a file, not held on the device.
     profile: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
     """
-    config.freezing.save_memory = not plain
     config.stream.resident = False if streamed else config.stream.resident
     with TemporaryDirectory() as folder:  # the run holds the file open
         file = Path(folder) / "noise.npy" if streamed else None
-        run = Run(config, stream=random_stream(size, 4 * config.training.batch, file=file))
+        run = Run(config, stream=noise_for(config, 4 * config.training.batch, size, 1, file))
     names = [unit.name for unit in run.freezing.freezer.units]
     for frozen in stages:
         if not 0 <= frozen <= len(names):
@@ -144,9 +133,8 @@ def methods(configs: Sequence[Config], size: int, steps: int, task: int) -> list
     rows = []
     for config in configs:
         gc.collect()  # the run before is in reference cycles
-        (stream,) = streams_for([config], 4 * task * config.training.batch, size, task)
-        run = Run(config, stream=stream)
-        for index in range(len(stream.tasks)):
+        run = Run(config, stream=noise_for(config, 4 * task * config.training.batch, size, task))
+        for index in range(len(run.stream.tasks)):
             if index > 0:
                 run.method.end_task(index - 1, run.model)
             run.method.begin_task(index, run.model)
@@ -169,9 +157,7 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> Row:
         trainer.engine(trainer.load(chosen, trainer.random["views"], draws, next(images)))
 
     with trainer.source.batches(itertools.cycle(order)) as images:
-        for _ in range(8):
-            one()
-        wait_for(device)
+        per_call(one, 8, device)
         rebuild = time.perf_counter() - started
         shares = [len(share) for share in np.array_split(np.arange(steps), min(5, steps))]
         parts = [per_call(one, share, device) for share in shares]
@@ -199,14 +185,8 @@ def time_steps(run: Run, steps: int, trace: Path | None = None) -> Row:
 
 def kernels_of(work: Callable[[], Any], trace: Path, device: torch.device, times: int = 10) -> list[Row]:
     """Leave a trace of `times` calls, for chrome://tracing or Perfetto; what took the device's time, the most first."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    wait_for(device)
-    with torch.profiler.profile(activities=kinds) as profiler:
-        for _ in range(times):
-            work()
-        wait_for(device)
+    with torch.profiler.profile() as profiler:
+        per_call(work, times, device)
     trace.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(trace))
     used = []
@@ -225,20 +205,6 @@ def per_call(work: Callable[[], Any], times: int, device: torch.device) -> float
         work()
     wait_for(device)
     return (time.perf_counter() - started) / times
-
-
-def streams_for(configs: Sequence[Config], noise: int | None, size: int, tasks: int | None = None) -> list[Stream]:
-    """What each configuration trains on, or `noise` images of `size` px in as many tasks, with nothing to test on."""
-
-    def noise_for(config: Config, images: int) -> Stream:
-        wanted = config.stream
-        count = tasks or len(wanted.groups or ()) or wanted.tasks or STREAMS.find(wanted.name).tasks or 1
-        made = random_stream(size, images, count)
-        return made.joint() if METHODS.find(config.method.name).joint else made
-
-    streams = [noise_for(config, noise) if noise else make_stream(config) for config in configs]
-    check_tasks([len(stream.tasks) for stream in streams])
-    return streams
 
 
 def check_tasks(counts: Sequence[int]) -> None:
@@ -288,8 +254,8 @@ def compare(results: Sequence[Row]) -> Row:
         own = overheads(result)
         own |= {f"{key}_ratio": ratio(own[key], first[key]) for key in ("later_learning_seconds", "wall_seconds")}
         what = {key: result[key] for key in ("config", "environment", "commit")}
-        figures = {"stages": stages(epoch_lines(result), lines), "overheads": own}
-        runs.append({"run": what["config"]["recipe"] or "run", **what, **figures})
+        name, by_stage = result["config"]["recipe"] or "run", stages(epoch_lines(result), lines)
+        runs.append({"run": name, **what, "stages": by_stage, "overheads": own})
     return {"runs": runs}
 
 

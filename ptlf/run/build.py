@@ -1,15 +1,15 @@
 """The pieces of a run, made from its configuration and checked against each other."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.core.randomness import derived_seed, seeded
+from ptlf.core.randomness import seeded
 from ptlf.encoders import ENCODERS, EncoderConfig, feature_dim
-from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
@@ -19,7 +19,6 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.recipes import conflict
 from ptlf.stream import STREAMS, Stream, open_stream
-from ptlf.stream.loading import ImageSource
 from ptlf.stream.pack import data_root
 from ptlf.training.compiled import CompiledParts
 from ptlf.training.engine import choose_engine
@@ -32,12 +31,9 @@ from ptlf.views import named_views
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device must be auto, cpu or cuda, not {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", name):
         raise UserError(f"device must be auto, cpu or cuda, not {name!r}")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is {name!r}, but torch sees no GPU here; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -49,24 +45,6 @@ def make_stream(config: Config) -> Stream:
     source = STREAMS.find(config.stream.name)
     stream = open_stream(config.stream, source, data_root(config.data_root), config.seed)
     return stream.joint() if METHODS.find(config.method.name).joint else stream
-
-
-def make_prober(
-    stream: Stream, config: Config, prepare: Callable[[Tensor], Tensor], source: ImageSource
-) -> Prober | None:
-    """`source` holds the stream's training images."""
-    if not config.evaluation.enabled or not stream.eval_splits:
-        return None
-    return Prober(stream, config.evaluation, config.probes, prepare, source.device, source)
-
-
-def make_gallery(
-    stream: Stream, config: Config, prepare: Callable[[Tensor], Tensor], device: torch.device
-) -> Gallery | None:
-    if not config.evaluation.enabled or not config.evaluation.gallery:
-        return None
-    seed = derived_seed(config.seed, "gallery")
-    return Gallery(stream, prepare, device, batch=config.evaluation.batch, seed=seed)
 
 
 def make_method(config: Config, stream: Stream, model: Model, view_size: int, generator: torch.Generator) -> Method:
@@ -92,24 +70,17 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     encoder = trainer.model.encoder
     policy = POLICIES.find(config.freezing.policy.name)(config.freezing.policy)
     example = torch.zeros(2, 3, trainer.view_size, trainer.view_size, device=trainer.device)
+    how = {"batch_statistics": config.freezing.batch_statistics, "save_memory": config.freezing.save_memory}
     try:
-        freezer = Freezer(
-            encoder,
-            trainer.optimizer,
-            units=trained_units(encoder, example),
-            example=example,
-            batch_statistics=config.freezing.batch_statistics,
-            save_memory=config.freezing.save_memory,
-        )
+        units = trained_units(encoder, example)
+        freezer = Freezer(encoder, trainer.optimizer, units=units, example=example, **how)
     except ValueError as error:
         if policy.freezes:
             raise UserError(f"encoder {config.encoder.name!r} cannot freeze: {error}") from None
         freezer = Freezer(encoder, trainer.optimizer, units=[], save_memory=False)
     if policy.freezes and not freezer.units:
-        raise UserError(
-            f"encoder {config.encoder.name!r} has no convolution or linear layer that trains and could freeze; "
-            "use --freezing.policy none"
-        )
+        lacking = f"encoder {config.encoder.name!r} has no convolution or linear layer that trains and could freeze"
+        raise UserError(f"{lacking}; use --freezing.policy none")
     savings = None
     if policy.savings_by:
         if policy.savings_by == "seconds":  # which depend on the step's size, type and layout
@@ -122,10 +93,8 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
         savings = processes.broadcast_object(savings)  # each process would time others, and choose others
     freezing = ProgressiveFreezing(config.freezing, policy, freezer, config.training.epochs, generator, savings)
     if policy.freezes and freezing.schedule.most(len(freezer.units)) == 0:
-        processes.warn(
-            f"ptlf: warning: freezing.final {config.freezing.final} of {len(freezer.units)} units is less than one: "
-            "nothing will freeze"
-        )
+        share = f"freezing.final {config.freezing.final} of {len(freezer.units)} units"
+        processes.warn(f"ptlf: warning: {share} is less than one: nothing will freeze")
     return freezing
 
 
@@ -166,18 +135,15 @@ def on_gpu(setting: bool | None, device: torch.device) -> bool:
 
 def check_combination(config: Config, stream: Stream) -> None:
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
-    if config.freezing.initial > config.freezing.final:
-        raise UserError(
-            f"freezing.initial is {config.freezing.initial}, more than freezing.final, {config.freezing.final}; "
-            "what is frozen stays frozen, so the share can only rise"
-        )
+    initial, final = config.freezing.initial, config.freezing.final
+    if initial > final:
+        shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
+        raise UserError(f"{shares}; what is frozen stays frozen, so the share can only rise")
     if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
         raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")
     if why := conflict(objective, method):
         names = f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}"
         raise UserError(f"{names}: {why}")
     if objective.needs_labels and stream.data.folders == "tasks":
-        raise UserError(
-            f"objective {config.objective.name!r} needs labels, and a folder per task has none; "
-            "choose another objective"
-        )
+        lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
+        raise UserError(f"{lacking}; choose another objective")

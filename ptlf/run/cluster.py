@@ -1,7 +1,7 @@
 """Several runs at once, each a job on this machine or on a SLURM cluster, through submitit."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,8 @@ from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict, parse
 from ptlf.run.config import Config, from_dict
 from ptlf.run.loop import Run
+from ptlf.run.sweep import Planned
 
-Plan = Mapping[str, tuple[Config, Path]]  # by name: settings, folder
 TIMEOUT = 24 * 60  # minutes; the cluster then stops the job and queues it again
 
 
@@ -31,21 +31,21 @@ class Job:
 
 
 def train_all(
-    plan: Plan, folder: Path, *, cluster: str, jobs: int | None, job_options: Sequence[str], tell: Callable[[str], None]
+    runs: list[Planned], logs: Path, cluster: str, jobs: int | None, job_options: list[str], tell: Callable[[str], None]
 ) -> None:
-    """Train the runs of the plan, at most `jobs` at a time, and wait for all of them.
+    """Train the runs, at most `jobs` at a time, and wait for all of them.
 
-    folder: for the jobs' output and errors.
+    logs: folder for the jobs' output and errors.
     job_options: KEY=VALUE for submitit's `update_parameters`, such as slurm_partition=gpu.
     """
-    executor = make_executor(cluster, folder, job_options)
-    waiting, failed = list(plan.items()), []
+    executor = make_executor(cluster, logs, job_options)
+    waiting, failed = list(runs), []
     running: dict[str, Any] = {}  # name: submitit's job
     while waiting or running:
         while waiting and (jobs is None or len(running) < jobs):
-            name, (config, target) = waiting.pop(0)
-            running[name] = executor.submit(Job(config, target))
-            tell(f"{name}: job {running[name].job_id} in {target}")
+            run = waiting.pop(0)
+            running[run.name] = executor.submit(Job(run.config, run.folder))
+            tell(f"{run.name}: job {running[run.name].job_id} in {run.folder}")
         for name, job in [(name, job) for name, job in running.items() if job.done()]:
             del running[name]
             why = job.exception()

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
@@ -12,29 +11,20 @@ from torch import nn
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, write_error, write_whole
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.results import append_line, read_results, write_json
+from ptlf.run.results import read_results
 
 ENCODER = "encoder.safetensors"
 
 
 @contextmanager
-def claimed(out: Path | None, resume: bool) -> Iterator[None]:
+def claimed(out: Path, resume: bool) -> Iterator[None]:
     """The output folder, made and locked. One that already holds a run is refused, unless that is to go on."""
-    if out is None:
-        yield
-        return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(out, error) from error
     with lock_of_run(out):
         if not resume and any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
             if has_finished(out):
                 raise UserError(f"{out} already holds a run; choose another --out, or remove that folder")
-            raise UserError(
-                f"{out} already holds a run that has not finished; resume it with `ptlf train --resume {out}`, "
-                "or choose another --out"
-            )
+            advice = f"resume it with `ptlf train --resume {out}`, or choose another --out"
+            raise UserError(f"{out} already holds a run that has not finished; {advice}")
         if not resume and any(out.glob("*/config.yaml")):
             raise UserError(f"{out} holds other runs; choose a folder of its own as --out")
         yield
@@ -42,41 +32,20 @@ def claimed(out: Path | None, resume: bool) -> Iterator[None]:
 
 @contextmanager
 def lock_of_run(folder: Path) -> Iterator[None]:
-    """Held while a run uses its folder."""
+    """Held while a run uses its folder, which is made if it is not there."""
     with ExitStack() as held:
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(folder / ".lock", f"{folder} is in use", "wait for it, or choose another --out"))
         except OSError as error:
-            raise write_error(folder / ".lock", error) from error
+            raise write_error(folder, error) from error
         yield
 
 
-class RunFiles:
-    """Writes the files of a run into its folder; where there is none, nothing."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-
-    def text(self, name: str, text: str | bytes) -> None:
-        if self.folder:
-            write_whole(self.folder / name, text)
-
-    def json(self, name: str, value: Any) -> None:
-        if self.folder:
-            write_json(self.folder / name, value)
-
-    def line(self, name: str, value: dict[str, Any]) -> None:
-        if self.folder:
-            append_line(self.folder / name, value)
-
-    def encoder(self, encoder: nn.Module) -> None:
-        if self.folder:
-            state = encoder.state_dict()
-            # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
-            tensors = {
-                name: value.cpu().clone().contiguous() for name, value in state.items() if torch.is_tensor(value)
-            }
-            write_whole(self.folder / ENCODER, save(tensors))
+def save_encoder(folder: Path, encoder: nn.Module) -> None:
+    # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
+    tensors = {name: value.cpu().clone() for name, value in encoder.state_dict().items() if torch.is_tensor(value)}
+    write_whole(folder / ENCODER, save({name: value.contiguous() for name, value in tensors.items()}))
 
 
 def has_finished(folder: Path) -> bool:

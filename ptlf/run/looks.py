@@ -1,31 +1,23 @@
 """What a run looks at between its steps: correlation, cost, accuracy, and whether going on makes sense."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ptlf.core import processes
+from ptlf.core.errors import UserError
+from ptlf.evaluation.spread import COLLAPSED, feature_spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
-from ptlf.run.config import Config
-from ptlf.run.folder import RunFiles
-from ptlf.run.sanity import check_numbers, warn_of_collapse
+from ptlf.run.results import write_json
 from ptlf.run.state import State
-from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.trainer import StepCost
 
 
 class Looks(State):
     """None of these changes what is trained. Each is charged to its own purpose on the clock."""
-
-    def __init__(self, config: Config, out: Path | str | None = None, **given: Any) -> None:
-        super().__init__(config, out, **given)
-        self.files = RunFiles(self.out)
-        self.resumable = out is not None and config.checkpoint.enabled
-        self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
 
     def correlate(self, indices: np.ndarray) -> Ratios:
         """Computes ratios of units not yet frozen: the past is the memory, the gradient the new task's."""
@@ -77,15 +69,28 @@ class Looks(State):
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""
-        if self.gallery:
+        if self.gallery and self.out:
             with self.clock("evaluation"):
                 self.gallery.look(moment, self.model.encoder)
-                self.files.json("gallery.json", self.gallery.as_dict())
+                write_json(self.out / "gallery.json", self.gallery.as_dict())
 
     def check_numbers(self) -> None:
         """Nothing goes on, and nothing is saved, with losses or weights that are not finite."""
+        bad = self.epoch_state.first_bad() if self.epoch_state else None
+        if bad is None and are_finite([self.model, self.method]):
+            return
+        step = bad[0] + 1 if bad else self.position.step
+        what = f"loss became {bad[1]}" if bad else "weights are no longer finite"
         last = self.checkpoints.last if self.checkpoints else None
-        check_numbers([self.model, self.method], self.epoch_state, self.position, last)
+        raise UserError(
+            f"the {what} in task {self.task + 1}, epoch {self.epoch + 1}, step {step}; "
+            f"{f'the last good checkpoint is {last}' if last else 'there is no checkpoint yet'}; "
+            "try a lower --training.lr or --training.precision fp32"
+        )
+
+    def check_processes(self) -> None:
+        if not processes.all_equal(self.model.parameters()):
+            raise RuntimeError("the processes' weights differ; a parameter's gradient was not averaged over them")
 
     def check_spread(self, indices: np.ndarray) -> None:
         """Warn once of a collapse. Checked after 1, 2, 4, 8... epochs of a task and after its last: on a GPU an epoch
@@ -96,4 +101,28 @@ class Looks(State):
         with self.clock("evaluation"):
             chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
             images = self.prepare(self.trainer.source.gather(chosen))
-            self.record.warned = warn_of_collapse(self.model.encoder, images, self.position)
+            spread = feature_spread(self.model.encoder, images)
+        self.record.warned = spread < COLLAPSED
+        if self.record.warned:
+            processes.warn(
+                f"ptlf: warning: the representation has collapsed in task {self.task + 1}, epoch {done}: "
+                f"normalised features of {len(images)} images differ by {spread:.1e} (1 = spread evenly, 0 = all the "
+                "same); try a lower --training.lr or another objective"
+            )
+
+
+def are_finite(modules: Iterable[nn.Module]) -> bool:
+    """Whether parameters and running statistics are finite and other buffers, such as masks with -inf, have no NaN."""
+    trained: list[Tensor] = []
+    others: list[Tensor] = []
+    for module in modules:
+        trained += module.parameters()
+        for name, buffer in module.named_buffers():
+            (trained if "running_" in name else others).append(buffer)
+    return bool(norms(trained).isfinite().all()) and not bool(norms(others).isnan().any())
+
+
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """L1 norm of each float tensor, in one call: not finite if a value is not."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return torch.stack([value.float() for value in torch._foreach_norm(floats, 1)]) if floats else torch.zeros(1)

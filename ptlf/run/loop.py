@@ -2,46 +2,42 @@
 
 import contextlib
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
+from ptlf.core.files import write_whole
 from ptlf.core.randomness import seeded
-from ptlf.run.config import Config, to_yaml
-from ptlf.run.folder import claimed
+from ptlf.run.config import to_yaml
+from ptlf.run.folder import claimed, save_encoder
 from ptlf.run.looks import Looks
-from ptlf.run.sanity import check_processes
-from ptlf.run.watcher import Start, Watcher
+from ptlf.run.results import append_line, write_json
+from ptlf.run.watcher import Watcher
 from ptlf.training.checkpoint import Position
 from ptlf.training.engine import why_not_captured
-from ptlf.training.process import Stopped, StopSignals
+from ptlf.training.process import Stopped
 from ptlf.training.trainer import EpochState
 
 
 class Run(Looks):
     """Everything is built and checked in the constructor; nothing is written before `train`."""
 
-    def __init__(self, config: Config, out: Path | str | None = None, **given: Any) -> None:
-        """given: an `encoder` or a `stream` in place of those the configuration names."""
-        super().__init__(config, out, **given)
-        self.signals = StopSignals(self.resumable, tell=processes.is_first())
-        self.watcher = Watcher()
-
     def train(self, watcher: Watcher | None = None, *, resume: bool = False) -> dict[str, Any]:
         """The whole stream, or with `resume` what the run in the folder has left. Returns what `results.json` holds."""
         self.watcher = watcher if watcher and processes.is_first() else Watcher()
         global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
-        with claimed(self.out, resume), global_randomness, self.signals:
+        folder = claimed(self.out, resume) if self.out else contextlib.nullcontext()
+        with folder, global_randomness, self.signals:
             self.prepare_folder(resume)
             if why := why_not_captured(self.config.training.engine, self.device):
                 processes.warn(f"ptlf: {why}: the step runs eagerly, not captured")
-            self.watcher.begin(self.start())
+            self.tell_start()
             try:
                 self.train_stream()
-                self.files.encoder(self.model.encoder)
+                if self.out:
+                    save_encoder(self.out, self.model.encoder)
             except BaseException as error:
                 self.status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
                 with contextlib.suppress(Exception):  # best effort: the original error is re-raised
@@ -93,9 +89,10 @@ class Run(Looks):
         sent = self.trainer.parallel.bytes if self.trainer.parallel else 0
         cost = self.cost_of_step(indices)
         line = self.record.end_epoch(self.position, result, self.clock.seconds, cost, frozen, sent)
-        self.files.line("metrics.jsonl", line)
+        if self.out:
+            append_line(self.out / "metrics.jsonl", line)
         self.check_numbers()
-        check_processes(self.model)
+        self.check_processes()
         self.check_spread(indices)
 
     def begin_epoch(self, indices: np.ndarray) -> EpochState:
@@ -125,11 +122,12 @@ class Run(Looks):
     def prepare_folder(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""
         if self.out and not (self.out / "config.yaml").exists():
-            self.files.text("config.yaml", to_yaml(self.config))
-        if resume:
-            if self.resumable:
-                self.load_checkpoint()
-            self.files.text("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in self.record.per_epoch))
+            write_whole(self.out / "config.yaml", to_yaml(self.config))
+        if resume and self.resumable:
+            self.load_checkpoint()
+        if resume and self.out:
+            lines = [json.dumps(line) + "\n" for line in self.record.per_epoch]
+            write_whole(self.out / "metrics.jsonl", "".join(lines))
 
     def load_checkpoint(self) -> None:
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
@@ -145,27 +143,17 @@ class Run(Looks):
 
     def save_results(self) -> None:
         if self.out:  # else nobody needs them
-            self.files.json("results.json", self.results())
+            write_json(self.out / "results.json", self.results())
 
-    def start(self) -> Start:
-        tasks, freezer = self.stream.tasks, self.freezing.freezer
-        return Start(
-            tasks=len(tasks),
-            epochs=self.config.training.epochs,
-            images=sum(len(task.train) for task in tasks),
-            size=self.stream.size,
-            encoder=self.config.encoder.name,
-            units=len(freezer.units),
-            frozen=len(freezer.frozen),
-            device=str(self.device),
-            compiles=self.trainer.engine_kind != "eager",
-            epochs_done=self.task * self.config.training.epochs + self.epoch,
-            resumed_at=self.resumed_at(),
-        )
-
-    def resumed_at(self) -> str:
-        if self.position == Position():
-            return ""
-        return (
-            f"testing after task {self.task + 1}" if self.epoch == self.config.training.epochs else str(self.position)
-        )
+    def tell_start(self) -> None:
+        tasks, epochs, freezer = self.stream.tasks, self.config.training.epochs, self.freezing.freezer
+        units, frozen = len(freezer.units), len(freezer.frozen)
+        images = sum(len(task.train) for task in tasks)
+        data = f"{len(tasks)} tasks, {images} images of {self.stream.size} px, {epochs} epochs each"
+        about = [f"{data}, {self.config.encoder.name} with {units} units, on {self.device}"]
+        if self.trainer.engine_kind != "eager":
+            about.append("compiling the step: about a minute the first time on a machine, then seconds")
+        if self.position != Position():
+            place = str(self.position) if self.epoch < epochs else f"testing after task {self.task + 1}"
+            about.append(f"going on with {place}")
+        self.watcher.begin(about, len(tasks), epochs, units, frozen, self.task * epochs + self.epoch)

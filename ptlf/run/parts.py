@@ -6,19 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.randomness import Randomness
-from ptlf.run.build import (
-    check_combination,
-    choose_device,
-    make_freezing,
-    make_gallery,
-    make_method,
-    make_model,
-    make_optimizer,
-    make_prober,
-    make_stream,
-    on_gpu,
-)
+from ptlf.core.randomness import Randomness, derived_seed
+from ptlf.evaluation import Gallery, Prober
+from ptlf.run import build
 from ptlf.run.config import Config
 from ptlf.stream import Stream
 from ptlf.stream.loading import ImageSource
@@ -35,47 +25,52 @@ class Parts:
         self,
         config: Config,
         out: Path | str | None = None,
-        *,
         encoder: nn.Module | None = None,
         stream: Stream | None = None,
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
         self.config, self.folder = config, Path(out) if out else None
         self.out = self.folder if processes.is_first() else None  # where this process writes
-        self.device = processes.local_device(choose_device(config.device))
+        self.device = processes.local_device(build.choose_device(config.device))
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # streams, graphs and Triton kernels use the current device
         self.random = Randomness(config.seed)
-        self.stream = stream or make_stream(config)
+        self.stream = stream or build.make_stream(config)
         self.view_size = config.views.size or self.stream.size
         self.view_specs = named_views(config.views.name, self.view_size)
-        check_combination(config, self.stream)
+        build.check_combination(config, self.stream)
         check_warmup(config.training, config.training.epochs)
         check_batch(config.training, [len(task.train) for task in self.stream.tasks])
         source = ImageSource(self.stream.data.train, self.device, config.stream.resident)
-        self.prober = make_prober(self.stream, config, self.prepare, source)
-        self.gallery = make_gallery(self.stream, config, self.prepare, self.device) if self.out else None
-        self.model = make_model(config, self.stream, self.view_size, self.device, encoder)
-        self.channels_last = on_gpu(config.training.channels_last, self.device)
+        tests = config.evaluation
+        self.prober = self.gallery = None
+        if tests.enabled and self.stream.eval_splits:
+            self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, source)
+        if tests.enabled and tests.gallery and self.out:
+            seed = derived_seed(config.seed, "gallery")
+            self.gallery = Gallery(self.stream, self.prepare, self.device, batch=tests.batch, seed=seed)
+        self.model = build.make_model(config, self.stream, self.view_size, self.device, encoder)
+        self.channels_last = build.on_gpu(config.training.channels_last, self.device)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        method = make_method(config, self.stream, self.model, self.view_size, self.random["method"])
+        method = build.make_method(config, self.stream, self.model, self.view_size, self.random["method"])
         self.method = method.to(self.device)
         make_alike([self.model, self.method], config.distributed, self.device)
         parameters = [*self.model.parameters(), *self.method.parameters()]
+        optimizer = build.make_optimizer(config.training, [p for p in parameters if p.requires_grad])
         self.trainer = Trainer(
-            model=self.model,
-            method=self.method,
-            optimizer=make_optimizer(config.training, [p for p in parameters if p.requires_grad]),
-            source=source,
-            view_specs=self.view_specs,
-            view_size=self.view_size,
-            config=config.training,
-            random=self.random,
-            device=self.device,
-            channels_last=self.channels_last,
+            self.model,
+            self.method,
+            optimizer,
+            source,
+            self.view_specs,
+            self.view_size,
+            config.training,
+            self.random,
+            self.device,
+            self.channels_last,
         )
-        self.freezing = make_freezing(config, self.trainer, self.random["policy"])
+        self.freezing = build.make_freezing(config, self.trainer, self.random["policy"])
 
     def prepare(self, images: Tensor) -> Tensor:
         """Stored images (B, H, W, 3) uint8 as the encoder's input, without augmentation."""

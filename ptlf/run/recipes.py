@@ -22,16 +22,13 @@ Settings = Mapping[str, Any]
 
 # A checkpoint of ResNet-18 with its heads is 150 MB; writing one takes longer than an epoch of Split CIFAR-10 on a GPU.
 RARELY: Settings = {"every_epochs": 0, "every_minutes": 2}
+SGD: Settings = {"name": "sgd", "momentum": 0.9, "weight_decay": 5e-4}
+LARS: Settings = {"name": "lars", "momentum": 0.9, "weight_decay": 1e-4}
 PROTOCOLS: Mapping[str, Settings] = {
     "lump": {
         "views": {"name": "lump", "memory": "memory"},
         "encoder": {"name": "resnet18"},
-        "training": {
-            "epochs": 200,
-            "batch": 256,
-            "optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 5e-4},
-            "lr": 0.03,
-        },
+        "training": {"epochs": 200, "batch": 256, "optimizer": SGD, "lr": 0.03},
         "memory": {"size": 256},
         "checkpoint": RARELY,
     },
@@ -39,14 +36,7 @@ PROTOCOLS: Mapping[str, Settings] = {
         "stream": {"class_order": "seeded"},
         "views": {"name": "cassle-barlow", "memory": "cassle-moco", "size": 224},
         "encoder": {"name": "resnet18-imagenet"},
-        "training": {
-            "epochs": 400,
-            "batch": 256,
-            "optimizer": {"name": "lars", "momentum": 0.9, "weight_decay": 1e-4},
-            "lr": 0.4,
-            "schedule": "cosine",
-            "warmup": 10,
-        },
+        "training": {"epochs": 400, "batch": 256, "optimizer": LARS, "lr": 0.4, "schedule": "cosine", "warmup": 10},
         "memory": {"size": 256},
         "probes": {"linear": {"enabled": True}},
         "checkpoint": RARELY,
@@ -54,12 +44,7 @@ PROTOCOLS: Mapping[str, Settings] = {
     "digits": {
         "views": {"name": "digits", "memory": "digits"},
         "encoder": {"name": "resnet18-mini"},
-        "training": {
-            "epochs": 30,
-            "batch": 64,
-            "optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 5e-4},
-            "lr": 0.3,
-        },
+        "training": {"epochs": 30, "batch": 64, "optimizer": SGD, "lr": 0.3},
         "memory": {"size": 64},
         "probes": {"knn_class": {"k": 20}},
     },
@@ -141,9 +126,8 @@ def resolve_config(recipe_name: str | None, file: Path | None, overrides: Sequen
     """The configuration: command line over file over recipe (the one named, or the file's, or the default)."""
     values = read_yaml(file) if file is not None else {}
     if recipe_name and values.get("recipe") not in (None, recipe_name):
-        raise UserError(
-            f"{file} is of recipe {values['recipe']}, and --recipe says {recipe_name}; leave one of them out"
-        )
+        named = f"{file} is of recipe {values['recipe']}"
+        raise UserError(f"{named}, and --recipe says {recipe_name}; leave one of them out")
     given = merge(Config, values, parse_overrides(Config, overrides))
     base = recipe(adapted(recipe_name or values.get("recipe") or DEFAULT, given))
     rule = name_in(given.get("training"), "optimizer")

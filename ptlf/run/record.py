@@ -63,16 +63,14 @@ class Record:
             self.future.setdefault(probe, []).extend(row)
 
     def probes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """By probe."""
-        found = {}
+        found: dict[str, Any] = {}
         for probe in settings:
             before = self.untrained.get(probe, [])
-            values: dict[str, Any] = {"settings": settings[probe], "untrained": before}
-            values["untrained_accuracy"] = evaluation.accuracy([before]) if before else None
-            values |= evaluation.summary(self.matrices.get(probe, []))
+            accuracy = evaluation.accuracy([before]) if before else None
+            found[probe] = {"settings": settings[probe], "untrained": before, "untrained_accuracy": accuracy}
+            found[probe] |= evaluation.summary(self.matrices.get(probe, []))
             if future := self.future.get(probe):
-                values["forward_transfer"] = evaluation.forward_transfer(future, before[1 : 1 + len(future)])
-            found[probe] = values
+                found[probe]["forward_transfer"] = evaluation.forward_transfer(future, before[1 : 1 + len(future)])
         return found
 
     def cost(self, seconds: Mapping[str, float]) -> dict[str, Any]:
@@ -85,7 +83,7 @@ class Record:
             "backward_flops": sum(line["backward_flops"] for line in epochs),
             "kept_bytes": epochs[-1]["kept_bytes"] if epochs else None,
             "mean_kept_bytes": statistics.fmean(line["kept_bytes"] for line in epochs) if epochs else None,
-            "peak_memory_bytes": max(peaks) if peaks else None,
+            "peak_memory_bytes": max(peaks, default=None),
             "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
             "per_task": [cost_of_task(task, epochs) for task in sorted({line["task"] for line in epochs})],
             "per_epoch": to_columns([{k: v for k, v in line.items() if k != "newly_frozen"} for line in epochs]),

@@ -7,20 +7,24 @@ import ptlf
 from ptlf.core import processes
 from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.settings import as_dict
+from ptlf.run.config import Config
 from ptlf.run.environment import commit, environment
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.record import Record
 from ptlf.run.results import SCHEMA
-from ptlf.training.checkpoint import Position, load_optimizer_state, optimizer_state
+from ptlf.run.watcher import Watcher
+from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
+from ptlf.training.process import StopSignals
 from ptlf.training.trainer import EpochState, StepCost
 
 
 class State(Parts):
     """The parts of a run, and how far it has come."""
 
-    def __init__(self, config: Any, out: Path | str | None = None, **given: Any) -> None:
+    def __init__(self, config: Config, out: Path | str | None = None, **given: Any) -> None:
+        """given: an `encoder` or a `stream` in place of those the configuration names."""
         super().__init__(config, out, **given)
         self.task, self.epoch = 0, 0  # finished tasks, finished epochs of the next one
         self.epoch_state: EpochState | None = None  # of the epoch that runs
@@ -28,8 +32,11 @@ class State(Parts):
         self.record = Record()
         self.variant = ""  # key of the step's operations as units are frozen now
         self.step_costs: dict[str, StepCost] = {}  # by variant
-        self.commit = commit()
-        self.status = "running"
+        self.commit, self.status = commit(), "running"
+        self.resumable = self.folder is not None and config.checkpoint.enabled
+        self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
+        self.signals = StopSignals(self.resumable, tell=processes.is_first())
+        self.watcher = Watcher()
 
     @property
     def position(self) -> Position:
@@ -71,7 +78,6 @@ class State(Parts):
 
     def results(self) -> dict[str, Any]:
         """What `results.json` holds."""
-        arithmetic = self.trainer.arithmetic() | {"processes": processes.world_size()}
         return {
             "schema": SCHEMA,
             "ptlf_version": ptlf.__version__,
@@ -80,7 +86,7 @@ class State(Parts):
             "baseline": type(self.method).baseline and not self.freezing.policy.freezes,
             "status": self.status,
             "config": as_dict(self.config),
-            "environment": environment(self.device) | arithmetic,
+            "environment": environment(self.device) | self.trainer.arithmetic() | {"processes": processes.world_size()},
             "seed": self.config.seed,
             "class_order": list(self.stream.class_order),
             "tasks": [task.name for task in self.stream.tasks],

@@ -1,6 +1,7 @@
 """Several runs, one after the other: recipes with seeds, in a folder each; what is finished is kept."""
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,9 @@ from typing import Any
 from ptlf.core.settings import as_dict
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
-from ptlf.run.folder import finished
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
-from ptlf.run.results import check_alike, read_results
+from ptlf.run.results import check_alike
 from ptlf.run.watcher import Watcher
 from ptlf.training.process import Stopped
 
@@ -23,22 +23,14 @@ class Planned:
     config: Config
     folder: Path
 
-    @property
-    def finished(self) -> bool:
-        return finished(self.folder, self.config)
-
 
 def plan(recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> list[Planned]:
     """A run for every recipe and seed. Runs that could not be compared are refused."""
-    runs = [
-        Planned(
-            recipe if len(seeds) == 1 else f"{recipe} seed {seed}",
-            resolve_config(recipe, None, [*overrides, f"--seed={seed}"]),
-            out / f"{recipe.replace('/', '-')}-seed{seed}",
-        )
-        for recipe in recipes
-        for seed in seeds
-    ]
+    runs = []
+    for recipe, seed in itertools.product(recipes, seeds):
+        name = recipe if len(seeds) == 1 else f"{recipe} seed {seed}"
+        config = resolve_config(recipe, None, [*overrides, f"--seed={seed}"])
+        runs.append(Planned(name, config, out / f"{recipe.replace('/', '-')}-seed{seed}"))
     check_alike([as_dict(run.config) for run in runs])
     return runs
 
@@ -62,10 +54,3 @@ def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool =
     if run.signals.asked and run.folder:
         raise Stopped(run.folder, run.signals.asked, advice)
     return results
-
-
-def results_by_recipe(runs: Sequence[Planned]) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        groups.setdefault(run.config.recipe, []).append(read_results(run.folder))
-    return groups

@@ -1,30 +1,15 @@
 """What a run tells while it goes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Start:
-    """A run that begins or goes on."""
-
-    tasks: int
-    epochs: int  # of each task
-    images: int  # of all tasks
-    size: int  # of the images, in pixels
-    encoder: str
-    units: int  # that can freeze
-    frozen: int
-    device: str
-    compiles: bool
-    epochs_done: int
-    resumed_at: str  # "task 2, epoch 1, step 1", or empty
+from collections.abc import Mapping, Sequence
 
 
 class Watcher:
     """This one says nothing; `ptlf.report.live` shows a progress bar."""
 
-    def begin(self, start: Start) -> None: ...
+    def begin(self, about: Sequence[str], tasks: int, epochs: int, units: int, frozen: int, done: int) -> None:
+        """about: sentences on the run and its start. epochs: of each task. units: that can freeze. frozen: how many
+        of them are. done: epochs of all tasks that are already trained."""
+
     def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None: ...
     def step(self, views: int) -> None: ...
     def end_epoch(self, losses: Mapping[str, float]) -> None: ...

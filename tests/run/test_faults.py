@@ -67,7 +67,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, numb
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("ptlf.report.live.Live", lambda name: Signals(number, 8))
+        patch.setattr("ptlf.commands.Live", lambda name: Signals(number, 8))
         assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(folder), *QUICK]) == code
     told = capfd.readouterr().err
     assert "finishing the step" in told
@@ -83,7 +83,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, numb
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, capfd, monkeypatch) -> None:
-    monkeypatch.setattr("ptlf.report.live.Live", lambda name: Signals(signal.SIGINT, 8, times=2))
+    monkeypatch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, 8, times=2))
     assert main(["train", "--out", str(tmp_path / "run"), *QUICK]) == 130
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert "after-task01.ckpt" in names
@@ -214,7 +214,7 @@ class TestResume:
     def folder(self, tmp_path, monkeypatch, capsys) -> Path:
         """An unfinished run."""
         with monkeypatch.context() as patch:
-            patch.setattr("ptlf.report.live.Live", lambda name: Signals(signal.SIGINT, 4))
+            patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, 4))
             main(["train", "--recipe", "digits/simsiam/lump", "--out", str(tmp_path / "run"), *QUICK])
         capsys.readouterr()
         return tmp_path / "run"
@@ -270,7 +270,7 @@ class AtTheEnd(Watcher):
 
 def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path, capsys, monkeypatch) -> None:
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
-    monkeypatch.setattr("ptlf.report.live.Live", lambda name: AtTheEnd())
+    monkeypatch.setattr("ptlf.commands.Live", lambda name: AtTheEnd())
     assert main(words) == 130
     assert "the same `ptlf sweep` goes on from here" in capsys.readouterr().err
     assert [folder.name for folder in tmp_path.iterdir()] == ["digits-simsiam-lump-seed0"]
@@ -281,7 +281,7 @@ def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path, capsys
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> None:
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
     with monkeypatch.context() as patch:
-        patch.setattr("ptlf.report.live.Live", lambda name: Signals(signal.SIGTERM, 4))
+        patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGTERM, 4))
         assert main(words) == 143
     assert "stopped; the same `ptlf sweep` goes on from here" in capsys.readouterr().err
     assert main(words) == 0

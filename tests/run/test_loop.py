@@ -360,7 +360,7 @@ def test_a_run_whose_encoder_cannot_be_saved_has_failed(tiny, tmp_path, monkeypa
     def full(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("ptlf.run.folder.RunFiles.encoder", full)
+    monkeypatch.setattr("ptlf.run.loop.save_encoder", full)
     with pytest.raises(OSError, match="disk full"):
         Run(tiny(), tmp_path / "run").train()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"

@@ -24,7 +24,7 @@ from ptlf.methods import METHODS, Method
 from ptlf.model import PLAIN, Accelerator, Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, mlp
-from ptlf.run import parts
+from ptlf.run import build
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.training import compiled, engine
@@ -497,7 +497,7 @@ def small_config(tiny, objective: str, method: str, **settings):
 
 def trained_both_ways(config, monkeypatch) -> tuple[Run, Run]:
     """One run with its steps as they are, and one whose steps are recorded and replayed."""
-    monkeypatch.setattr(parts, "make_optimizer", optimizer_for_graphs)
+    monkeypatch.setattr(build, "make_optimizer", optimizer_for_graphs)
     plain, taped = Run(config), Run(config)
     for run in (plain, taped):
         run.trainer.engine_kind = "captured"  # the optimizer's state keeps its place
