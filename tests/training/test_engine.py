@@ -604,9 +604,9 @@ def test_every_forward_of_a_step_goes_through_the_accelerator(tiny, monkeypatch,
 
 @pytest.mark.gpu
 def test_captured_bf16_follows_eager_float32(tiny) -> None:
-    """The same loss curve within 0.02 over the 100 steps of the first task, and within 0.05 over those of the second, in
-    which units freeze. Their order is fixed: ratios lie so close that eager runs that begin 1e-6 apart order them
-    differently, and then part by 0.016 (results/bench/apart-h200.txt)."""
+    """The same loss curve within 0.02 over the 100 steps of the first task, and within 0.05 over a second with frozen
+    units. Their order is fixed: ratios lie so close that eager runs that begin 1e-6 apart order them differently, and
+    then part by 0.016 (results/bench/apart-h200.txt)."""
     settings = {"encoder__name": "resnet18-mini", "training__batch": 64, "training__lr": 0.03, "training__epochs": 20}
     settings["freezing__policy"] = "ascending"
     exact = Run(
