@@ -129,7 +129,7 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
         yield "", f"The runs are of different machines ({named}): their seconds and peaks do not compare."
     for group in comparison.groups:
         if group.doubt:
-            yield group.label, f": {group.doubt}."
+            yield group.label, f": {group.doubt}"
 
 
 def drawn(figure: Figure, sprites: dict[Markup, None]) -> dict[str, Any]:

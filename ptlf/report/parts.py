@@ -99,7 +99,7 @@ def ratio_part(comparison: Comparison) -> Part:
     part.add("Task-correlation ratio by unit", how, per_run("ratios", lines, groups), HALF)
     if not groups:
         part.notes.append("No run computed correlation ratios; a run with `--freezing.policy correlation` does.")
-    supervised = {group.config["objective"].get("name") == "supervised" for group in groups}
+    supervised = {group.first.get("uses_labels", False) for group in groups}
     if len(supervised) == 1:
         missing = "self-supervised" if supervised == {True} else "supervised"
         part.notes.append(f"A {missing} run with `--freezing.policy correlation` would stand beside it here.")

@@ -84,6 +84,7 @@ class State(Parts):
             "commit": self.commit,
             "name": name_of(as_dict(self.config)),
             "baseline": type(self.method).baseline and not self.freezing.policy.freezes,
+            "uses_labels": self.model.objective.needs_labels,
             "status": self.status,
             "config": as_dict(self.config),
             "environment": environment(self.device) | self.trainer.arithmetic() | {"processes": processes.world_size()},

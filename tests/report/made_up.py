@@ -37,6 +37,7 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
         "schema": SCHEMA,
         "ptlf_version": "0",
         "commit": "c0ffee",
+        "uses_labels": config["objective"]["name"] == "supervised",
         "status": "finished",
         "name": name_of(config),
         "baseline": config["method"]["name"] == "lump" and policy_of(config) == "none",
