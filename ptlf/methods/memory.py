@@ -18,7 +18,7 @@ class MemoryConfig:
 
 
 class Memory(nn.Module):
-    """Every image seen so far had the same chance to be here; the repeats of each epoch count as seen.
+    """A reservoir sample: every image seen so far is kept with equal probability; an epoch's repeats count as seen.
 
     The decisions are taken on the host (`slots`), the copies on the device: the buffers have one row more than `size`,
     where whatever is not kept goes, so that the copy has a fixed shape.

@@ -71,7 +71,7 @@ class Method(nn.Module):
         return {"ssl": model.loss(model.encode(batch.mixed), batch)}
 
     def after_backward(self, model: Model, lr: float | Tensor) -> None:
-        """Called when all gradients are there, before the optimizer uses them with this learning rate."""
+        """Called after backward and before the optimizer's step with this learning rate."""
 
     def remember(self, batch: Batch) -> None:
         if self.memory is not None:
@@ -79,7 +79,7 @@ class Method(nn.Module):
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """What is drawn inside is forgotten: generator and memory go on as if it had not happened."""
+        """Restores the generator and the memory's counter on exit: what was drawn inside has no effect."""
         state = self.generator.get_state()
         count = self.memory.count if self.memory is not None else 0
         try:

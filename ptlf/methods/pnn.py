@@ -91,7 +91,7 @@ class Columns(nn.Module):
         return vectors[-1] if self.training else torch.cat(vectors, dim=1)
 
     def run(self, index: int, images: Tensor, older: list[list[Tensor]], call: Call) -> list[Tensor]:
-        """What each stage of one column gives."""
+        """Feature maps after each stage of one column."""
         column = self.columns[index]
         assert isinstance(column, ResNet)
         given: list[Tensor] = []
@@ -105,7 +105,7 @@ class Columns(nn.Module):
         return given
 
     def feature_slice(self, task: int) -> slice:
-        """Where the task's column is in the joined vector; a task that has none yet is looked at with the newest."""
+        """Slice of the concatenated vector that is the task's column; the newest column for tasks not learned yet."""
         index = min(task, self.current)
         return slice(index * self.feature_dim, (index + 1) * self.feature_dim)
 

@@ -26,7 +26,7 @@ KEPT = 64  # variants whose graphs are kept
 
 
 def choose_engine(wanted: str, device: torch.device) -> str:
-    """`auto` is captured on a GPU that the compiler knows, and eager elsewhere and where processes share the run."""
+    """`auto` means captured on one GPU with a Triton compiler, eager otherwise."""
     if wanted == "captured" and device.type != "cuda":
         raise UserError("training.engine captured needs a GPU; use eager or compiled here")
     if wanted not in ("auto", "eager") and processes.world_size() > 1:
@@ -36,7 +36,7 @@ def choose_engine(wanted: str, device: torch.device) -> str:
 
 
 def why_not_captured(wanted: str, device: torch.device) -> str | None:
-    """What keeps `auto` from the fast way on this GPU, if anything does."""
+    """Why `auto` runs eagerly on this GPU, or None."""
     if wanted != "auto" or device.type != "cuda":
         return None
     if processes.world_size() > 1:
@@ -59,7 +59,7 @@ class Engine:
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Of a step, and of its parts that run outside of one: cuDNN keeps to algorithms that repeat themselves."""
+        """Backend flags for a step and for parts of it that run separately: deterministic cuDNN algorithms."""
         before = torch.backends.cudnn.deterministic
         torch.backends.cudnn.deterministic = True
         try:
@@ -70,7 +70,7 @@ class Engine:
 
 @dataclass
 class Captured:
-    """One batch size: the tensors the graph reads and writes."""
+    """The graph of one batch size, its input batch and its output losses."""
 
     steps: int = 0
     graph: torch.cuda.CUDAGraph | None = None
@@ -86,7 +86,7 @@ class CapturedEngine(Engine):
     """
 
     def __init__(self, body: Body, device: torch.device, full: int) -> None:
-        """`full` is the size of all batches but an epoch's last."""
+        """full: the batch size; the last batch of an epoch may be smaller."""
         super().__init__(body, device)
         self.full = full
         self.stream = capturing_stream(device)
@@ -136,7 +136,7 @@ class CapturedEngine(Engine):
         return mine.losses
 
     def fixed(self, batch: Batch) -> Batch:
-        """What this batch holds, where graphs read it: one place for all batches of a layout."""
+        """The batch copied into the static input tensors that all graphs of its layout read."""
         if (layout := batch.layout()) in self.batches:
             self.batches[layout].fill(batch)
         else:
@@ -144,7 +144,7 @@ class CapturedEngine(Engine):
         return self.batches[layout]
 
     def uncaptured(self, batch: Batch) -> dict[str, Tensor]:
-        """On the stream that capturing will use, so that its allocations are ready."""
+        """Warm-up on the capture stream, so that the allocator has blocks for it."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream), self.arithmetic(batch):
             losses = self.body(batch)
@@ -172,13 +172,13 @@ class CapturedEngine(Engine):
 
 
 def is_scarce(device: torch.device) -> bool:
-    """Whether what is left on the GPU may be too little for a step beside the memory that graphs hold, which is
-    reserved, and mostly in no tensor's use."""
+    """Whether free GPU memory is less than what graphs hold: reserved by the allocator and not allocated to tensors. An
+    uncaptured step beside them may then run out of memory."""
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] < held
 
 
 @functools.cache
 def capturing_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all engines: libraries keep a workspace for every stream they have seen."""
+    """Shared by all engines: cuBLAS and cuDNN keep a workspace per stream."""
     return torch.cuda.Stream(device)

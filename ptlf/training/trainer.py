@@ -49,7 +49,7 @@ class EpochResult:
 
 @dataclass
 class EpochState:
-    """How far an epoch has come, and what is needed to go on from there."""
+    """Progress of an epoch, and what is needed to resume it."""
 
     order: Tensor  # state of the generator that shuffles, before it did
     steps: int = 0
@@ -57,7 +57,7 @@ class EpochState:
     losses: dict[str, Tensor] = field(default_factory=dict)  # (steps of the epoch,) each, on the device
 
     def add(self, losses: dict[str, Tensor], views: int, of: int) -> None:
-        """A step is done, one `of` so many. Values are copied: a captured step writes its losses to one place."""
+        """Record a step's losses; the epoch has `of` steps. Values are copied: every replay writes to the same tensors."""
         for name, loss in losses.items():
             if name not in self.losses:
                 self.losses[name] = torch.zeros(of, device=loss.device)
@@ -65,7 +65,7 @@ class EpochState:
         self.steps, self.views = self.steps + 1, self.views + views
 
     def fit(self, of: int) -> None:
-        """The epoch has so many steps; before, with other processes, it may have had one more or less."""
+        """Resize to `of` steps: with another number of processes the epoch may have had one more or less."""
         for name, values in self.losses.items():
             self.losses[name] = torch.cat([values, values.new_zeros(of)])[:of]
 
@@ -181,7 +181,7 @@ class Trainer:
         return tensors
 
     def reached(self, indices: np.ndarray) -> list[nn.Parameter]:
-        """The parameters that get a gradient in a step as things stand. Trains nothing, leaves no trace."""
+        """The parameters that get a gradient in a step with the current frozen set. Changes no state."""
         trainable = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         with self.dry_step(indices) as batch:
             loss = total(self.method.losses(self.model, batch))
@@ -190,7 +190,7 @@ class Trainer:
 
     @contextmanager
     def dry_step(self, indices: np.ndarray) -> Iterator[Batch]:
-        """A batch ready for the losses of a training step, and all tensors as they were afterwards."""
+        """A batch with views, ready for `losses`. On exit all tensors and generators are restored."""
         chosen = torch.from_numpy(indices[: self.config.batch])
         self.model.train()
         with self.method.rehearsal(), unchanged(self.model, self.method), self.engine.arithmetic():
@@ -222,7 +222,7 @@ class Trainer:
                 yield part[:size]
 
     def usable(self, images: int) -> int:
-        """How many of a batch's images are trained on. A single one in a process has no batch statistics."""
+        """How many of a batch's images are trained on. One image per process would have no batch statistics."""
         if images == self.config.batch:
             return images
         each = images // processes.world_size()
@@ -233,7 +233,7 @@ class Trainer:
         return full + (self.usable(rest) > 0)
 
     def cost_of_step(self, indices: np.ndarray) -> StepCost:
-        """Bytes kept for backward and backward FLOPs of a step as things stand. Trains nothing, leaves no trace.
+        """Bytes kept for backward and backward FLOPs of a step with the current frozen set. Changes no state.
 
         What is there anyway (parameters, buffers, folded weights) does not count, nor do forwards without a backward
         such as a frozen copy's.
