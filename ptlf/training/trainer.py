@@ -57,7 +57,7 @@ class EpochState:
     losses: dict[str, Tensor] = field(default_factory=dict)  # (steps of the epoch,) each, on the device
 
     def add(self, losses: dict[str, Tensor], views: int, of: int) -> None:
-        """Record a step's losses; the epoch has `of` steps. Values are copied: every replay writes to the same tensors."""
+        """Record a step's losses; the epoch has `of` steps. Values are copied: replays write to the same tensors."""
         for name, loss in losses.items():
             if name not in self.losses:
                 self.losses[name] = torch.zeros(of, device=loss.device)
