@@ -49,9 +49,10 @@ PROTOCOLS: Mapping[str, Settings] = {
         "probes": {"knn_class": {"k": 20}},
     },
 }
-VARIANTS: Mapping[str, Mapping[str, str]] = {  # methods with freezing
+VARIANTS: Mapping[str, Mapping[str, Any]] = {  # methods with freezing; other keys are settings of `freezing`
     "ptlf": {"method": "lump", "policy": "correlation"},
     "ptlf-cost": {"method": "lump", "policy": "cost_aware"},
+    "ptlf-deep": {"method": "lump", "policy": "cost_aware", "initial": 0.2, "final": 0.6},
     "cassle-ptlf": {"method": "cassle", "policy": "correlation"},
     "layerwise": {"method": "finetune", "policy": "correlation"},
 }
@@ -105,8 +106,8 @@ def recipe(name: str) -> Settings:
         for member in (OBJECTIVES.find(objective), METHODS.find(method))
         for place in dict.fromkeys((protocol, stream))
     ]
-    policy = {"freezing": {"policy": variant["policy"]}} if "policy" in variant else {}
-    return merge(Config, PROTOCOLS[protocol], {"recipe": name, **chosen}, *presets, policy)
+    freezing = {"freezing": {key: value for key, value in variant.items() if key != "method"}}
+    return merge(Config, PROTOCOLS[protocol], {"recipe": name, **chosen}, *presets, freezing)
 
 
 def name_of(config: Settings) -> str:

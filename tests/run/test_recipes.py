@@ -102,6 +102,12 @@ def test_heads_and_rates_of_the_small_network() -> None:
         assert contains(settings, {"encoder": {"name": "resnet18-mini"}, "probes": {"knn_class": {"k": 20}}})
 
 
+def test_a_variant_sets_how_deep_it_freezes() -> None:
+    deep = {"freezing": {"policy": {"name": "cost_aware"}, "initial": 0.2, "final": 0.6}, "method": {"name": "lump"}}
+    assert contains(settings_of("split-cifar10/simsiam/ptlf-deep"), deep)
+    assert contains(settings_of("split-cifar10/simsiam/ptlf-cost"), {"freezing": {"initial": 0.0, "final": 0.4}})
+
+
 def test_which_recipes_there_are() -> None:
     """Every stream, objective, method and variant, but labels with mixed images."""
     wanted = {
@@ -109,7 +115,7 @@ def test_which_recipes_there_are() -> None:
         for stream in STREAMS
         for objective in OBJECTIVES
         for method in (*METHODS, *VARIANTS)
-        if objective != "supervised" or method not in ("lump", "ptlf", "ptlf-cost")
+        if objective != "supervised" or method not in ("lump", "ptlf", "ptlf-cost", "ptlf-deep")
     }
     assert set(names()) == wanted
     assert len(names()) == len(wanted)
