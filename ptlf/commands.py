@@ -39,7 +39,9 @@ BENCH_PAIR = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
 Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
 
-def train(recipe: str | None, config: Path | None, out: Path | None, resume: Path | None, overrides: Words) -> None:
+def train(
+    recipe: str | None, config: Path | None, out: Path | None, resume: Path | None, trust_code: bool, overrides: Words
+) -> None:
     with processes.process_group():
         if resume:
             named = [name for name, value in {"--out": out, "--recipe": recipe, "-c": config}.items() if value]
@@ -48,11 +50,14 @@ def train(recipe: str | None, config: Path | None, out: Path | None, resume: Pat
                 if word != "--device":  # it is the machine's, and may change
                     raise UserError(f"--resume takes the settings of {resume / 'config.yaml'}; leave out {word}")
             # Where several machines share the run, only the first has its folder.
-            settings: Any = resolve_config("", resume / "config.yaml", overrides) if processes.is_first() else None
+            settings: Any = None
+            if processes.is_first():
+                settings = resolve_config("", resume / "config.yaml", overrides, trust_code=trust_code)
             train_in(resume, processes.broadcast_object(settings), resume=True, strict=False)
         elif out:
             # After a restart by torchrun the command is the same, and the run is there already.
-            train_in(out, resolve_config(recipe, config, overrides), resume=processes.restarts() > 0)
+            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code)
+            train_in(out, chosen, resume=processes.restarts() > 0)
         else:
             raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
 
@@ -114,13 +119,13 @@ def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) 
         tell(f"no report: {error}")
 
 
-def evaluate(folder: Path, probe: Sequence[str] | None, overrides: Words) -> None:
+def evaluate(folder: Path, probe: Sequence[str] | None, trust_code: bool, overrides: Words) -> None:
     for word in overrides:
         if word.startswith("--") and not word.startswith(("--probes.", "--evaluation.", "--device", "--data-root")):
             raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
     for name in probe or ():
         PROBES.find(name)
-    config = resolve_config("", folder / "config.yaml", overrides)
+    config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
     probes, eval_splits = evaluate_run(folder, config, probe)
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits)

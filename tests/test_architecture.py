@@ -16,7 +16,7 @@ import ptlf
 PACKAGE = Path(ptlf.__file__).parent
 # Every module, in an order in which each imports only those before it. A room's own name is its __init__.
 ORDER = """
-core: core batch errors files processes randomness registry settings
+core: core words errors reading memory files processes batch randomness registry settings
 stream: decode disk archives pack task datasets stream folders fetch loading
 views: view named operations views
 encoders: encoder norm resnet encoders
@@ -42,7 +42,8 @@ FORBIDDEN = {
     "freezing": {"objectives", "model", "methods", "views", "stream"},
     "evaluation": {"training", "methods", "objectives", "freezing", "model"},
 }
-REPORT_MAY_USE = {"ptlf", "ptlf.core.errors", "ptlf.core.files", "ptlf.run.results", "ptlf.run.watcher"}
+REPORT_MAY_USE = {"ptlf", "ptlf.run.results", "ptlf.run.watcher"}
+REPORT_MAY_USE |= {f"ptlf.core.{name}" for name in ("errors", "files", "reading", "words")}
 
 
 def ordered() -> list[str]:

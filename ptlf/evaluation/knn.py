@@ -18,7 +18,7 @@ from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score
 class KnnTaskConfig(ProbeConfig):
     enabled: bool = key(True, "test the encoder with this probe after every task")
     k: int | None = key(None, "neighbours; null = min(200, tasks seen so far), as LUMP's code has it", least=1)
-    temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", above=0)
+    temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", least=1e-3)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ptlf.core.words import clipped
 from ptlf.report import measures
 from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures
 from ptlf.report.runs import Group, RunRecord
@@ -16,10 +17,6 @@ from ptlf.run.results import Json, ratio
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def clipped(words: str, most: int) -> str:
-    return words if len(words) <= most else words[: most - 1] + "…"
 
 
 def new_table(title: str, names: Sequence[str], figures: Iterable[str], **look: Any) -> Table:

@@ -1,8 +1,10 @@
 """The folder of a run: claimed by one process at a time, finished or not."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
@@ -10,6 +12,8 @@ from torch import nn
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, write_error, write_whole
+from ptlf.core.registry import settings_from
+from ptlf.core.settings import as_dict
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import read_results
 
@@ -56,9 +60,17 @@ def finished(folder: Path, config: Config) -> bool:
     """Whether this very run already lies finished in the folder; another run there is refused."""
     if not (folder / "config.yaml").exists():
         return False
-    if from_dict(read_yaml(folder / "config.yaml")) != config:
+    with settings_from(folder / "config.yaml", texts(as_dict(config))):
+        there = from_dict(read_yaml(folder / "config.yaml"))
+    if there != config:
         raise UserError(f"{folder} holds a run with other settings; choose another --out")
     return has_finished(folder)
+
+
+def texts(settings: Mapping[str, Any]) -> list[str]:
+    """All text in nested settings, names of sections included."""
+    below = [texts(value) if isinstance(value, Mapping) else [str(value)] for value in settings.values()]
+    return [*settings, *itertools.chain(*below)]
 
 
 def load_encoder(folder: Path, encoder: nn.Module) -> None:

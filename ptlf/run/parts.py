@@ -50,6 +50,7 @@ class Parts:
             seed = derived_seed(config.seed, "gallery")
             self.gallery = Gallery(self.stream, self.prepare, self.device, batch=tests.batch, seed=seed)
         self.model = build.make_model(config, self.stream, self.view_size, self.device, encoder)
+        build.check_memory(config, self.model.encoder, len(self.view_specs), self.view_size, self.device)
         self.channels_last = build.on_gpu(config.training.channels_last, self.device)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
