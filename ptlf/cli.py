@@ -157,6 +157,12 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+def new_page(text: str) -> Path:
+    if not text.strip() or Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must name a file, such as report.html, not {shown(text)}")
+    return Path(text)
+
+
 def new_file(text: str) -> Path:
     """Refused before the work it is for: a file in a folder that is not there."""
     path = Path(text)

@@ -100,7 +100,7 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
     groups: dict[str, list[dict[str, Any]]] = {}  # by recipe
     for run in runs:
         groups.setdefault(run.config.recipe, []).append(read_results(run.folder))
-    base = baseline or next((name for name, some in groups.items() if some[0]["baseline"]), None)
+    base = baseline or next((name for name, some in groups.items() if some[0].get("baseline")), None)
     show_runs(console, groups, base, f"What it came to{several}")
     write_page([run.folder for run in runs], out / "report.html", baseline)
 

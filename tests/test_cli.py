@@ -48,9 +48,9 @@ def test_train_evaluate_and_repeat(capsys, tmp_path) -> None:
         "results.json",
     ):
         assert words in shown
-    assert main(["evaluate", str(tmp_path / "a"), "--probes.knn_class.k", "7"]) == 0
+    assert main(["evaluate", "--trust-code", str(tmp_path / "a"), "--probes.knn_class.k", "7"]) == 0
     assert "k = 7" in capsys.readouterr().out
-    again = ["train", "-c", str(tmp_path / "a" / "config.yaml"), "--out", str(tmp_path / "b")]
+    again = ["train", "--trust-code", "-c", str(tmp_path / "a" / "config.yaml"), "--out", str(tmp_path / "b")]
     assert main(again) == 0
     first, second = (json.loads((tmp_path / run / "results.json").read_text()) for run in "ab")
     assert first["config"] == second["config"]

@@ -20,7 +20,13 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file syst
 def write_whole(path: Path, data: bytes | str | Iterable[bytes]) -> None:
     """Write to a temporary file, fsync, rename: a reader sees the old file or the new one, never a partial one."""
     # A name that is not UTF-8 has surrogates, which a page shows as escapes.
-    pieces = [data.encode(errors="backslashreplace")] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
+    pieces = (
+        [data.encode(errors="backslashreplace")]
+        if isinstance(data, str)
+        else [data]
+        if isinstance(data, bytes)
+        else data
+    )
     part = path.with_name(f".{path.name}.part")
     try:
         with open(part, "wb") as file:

@@ -57,7 +57,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_json(path: Path, way_out: str = "") -> Any:
-    """The value in a JSON file. Hidden characters of its strings are escaped. A missing file raises FileNotFoundError."""
+    """The value in a JSON file, with hidden characters escaped. A missing file raises FileNotFoundError."""
     try:
         return parse_json(read_text(path))
     except ValueError as error:

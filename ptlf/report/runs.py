@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ptlf.core.errors import UserError, unknown
-from ptlf.report.checks import DAMAGE, check_gallery, check_results
+from ptlf.core.reading import DAMAGE, damaged, read_json
+from ptlf.report.checks import check_gallery
 from ptlf.report.theme import DASHES, MARKERS, RUNS
 from ptlf.run.results import Json, difference, epoch_lines, read_results, shared_settings
 
@@ -152,22 +153,16 @@ def run_folders(folder: Path) -> list[Path]:
 
 def read_run(folder: Path) -> RunRecord:
     run = RunRecord(folder, read_results(folder))
-    try:
-        check_results(run.results)
-    except DAMAGE as error:
-        raise UserError(f"{folder / 'results.json'} is damaged: {describe(error)}") from None
     path = folder / "gallery.json"
     try:
-        run.gallery = check_gallery(json.loads(path.read_text()))
+        run.gallery = check_gallery(read_json(path))
     except FileNotFoundError:
         run.gallery_problem = "there is no gallery.json beside its results (`--evaluation.gallery true` makes one)"
-    except (OSError, *DAMAGE) as error:
-        run.gallery_problem = f"{path} is damaged: {describe(error)}"
+    except UserError as error:
+        run.gallery_problem = str(error)
+    except DAMAGE as error:
+        run.gallery_problem = str(damaged(path, error))
     return run
-
-
-def describe(error: Exception) -> str:
-    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:

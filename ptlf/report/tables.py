@@ -142,7 +142,7 @@ def show_comparison(console: Console, comparison: Json) -> None:
     runs, columns = comparison["runs"], measures.STAGE_COLUMNS
     common, names = shortened([run["run"] for run in runs])
     names = names if len(names) > 1 else [common.split("/")[-1]]
-    title = f"{common} on {runs[0]['environment']['device_name']}; x: relative to {names[0]} in the same tasks"
+    title = f"{common} on {runs[0]['environment'].get('device_name')}; x: relative to {names[0]} in the same tasks"
     table = new_table(title, ["run", "stage"], [column.heading for column in columns])
     for name, run in zip(names, runs, strict=True):
         table.add_section()

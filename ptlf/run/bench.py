@@ -249,12 +249,15 @@ def compare(results: Sequence[Row]) -> Row:
     check_tasks([len(result["tasks"]) for result in results])
     check_alike([result["config"] for result in results])
     lines, first = epoch_lines(results[0]), overheads(results[0])
+    for result in results:
+        if not {line["task"] for line in epoch_lines(result)} <= {line["task"] for line in lines}:
+            raise UserError("the runs have not written down epochs of the same tasks and cannot be compared")
     runs = []
     for result in results:
         own = overheads(result)
         own |= {f"{key}_ratio": ratio(own[key], first[key]) for key in ("later_learning_seconds", "wall_seconds")}
-        what = {key: result[key] for key in ("config", "environment", "commit")}
-        name, by_stage = result["config"]["recipe"] or "run", stages(epoch_lines(result), lines)
+        what = {key: result.get(key) for key in ("config", "environment", "commit")}
+        name, by_stage = result["config"].get("recipe") or "run", stages(epoch_lines(result), lines)
         runs.append({"run": name, **what, "stages": by_stage, "overheads": own})
     return {"runs": runs}
 
@@ -276,7 +279,7 @@ def stages(epochs: list[Row], first: list[Row]) -> list[Row]:
 def figures(lines: list[Row]) -> Row:
     """Of some epochs: the mean step and the median epoch's, the mean of the bytes kept, the highest peak."""
     seconds, steps = sum(line["seconds"] for line in lines), sum(line["steps"] for line in lines)
-    peaks = [line["peak_memory_bytes"] for line in lines if line["peak_memory_bytes"] is not None]
+    peaks = [peak for line in lines if (peak := line.get("peak_memory_bytes")) is not None]
     return {
         "steps": steps,
         "step_ms": 1000 * seconds / steps,

@@ -1,6 +1,7 @@
 """The pieces of a run, made from its configuration and checked against each other."""
 
 import contextlib
+import copy
 import re
 from collections.abc import Iterable
 
@@ -140,11 +141,9 @@ def check_memory(config: Config, encoder: nn.Module, views: int, view_size: int,
     rows = config.training.batch // processes.world_size() * views
     images = torch.empty(rows, 3, view_size, view_size, device="meta")
     needed = 2 * images.nbytes
-    state = {**dict(encoder.named_parameters()), **dict(encoder.named_buffers())}
-    light = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
-    with contextlib.suppress(Exception):  # an encoder that such tensors cannot pass is not estimated
-        light = {name: value.requires_grad_(state[name].requires_grad) for name, value in light.items()}
-        needed += kept_bytes(lambda: torch.func.functional_call(encoder, light, (images,)), exclude=light.values())
+    with contextlib.suppress(Exception):  # an encoder that cannot be copied, or be passed such images, is not estimated
+        light = copy.deepcopy(encoder).to("meta")
+        needed += kept_bytes(lambda: light(images), exclude=light.parameters())
     step = f"a step of {config.training.batch} images (training.batch) with views of {view_size} px"
     check_fits(step, needed, way_out="choose a smaller --training.batch or --views.size")
 

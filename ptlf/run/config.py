@@ -23,6 +23,7 @@ from ptlf.views import ViewsConfig
 
 MOST_SEED = 2**63 - 1  # what torch's generators take
 
+
 @dataclass
 class Config:
     recipe: str = key("", "where the defaults came from; for the record")
@@ -43,9 +44,32 @@ class Config:
     distributed: DistributedConfig = section(DistributedConfig)
 
 
+def resume_command(folder: Path, config: Config) -> str:
+    """What to type to go on with the run in the folder."""
+    sections = [config.stream, config.encoder, config.objective, config.method, config.freezing.policy]
+    names = [*config.probes, *(section.name for section in (*sections, config.training.optimizer))]
+    return f"ptlf train --resume {folder}{' --trust-code' if any(':' in name for name in names) else ''}"
+
+
 def from_dict(values: Mapping[str, Any]) -> Config:
     """A checked configuration."""
     return build(Config, values)
+
+
+# Settings that may change while a run goes: what it comes to is the same, but for rounding.
+MAY_CHANGE = ("device", "data_root", "stream.resident", "evaluation.batch", "checkpoint")
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of the settings that differ and may not."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in dict.fromkeys((*before, *now)):
+        where, old, new = f"{place}{name}", before.get(name), now.get(name)
+        if where in MAY_CHANGE or old == new:
+            continue
+        both = isinstance(old, Mapping) and isinstance(new, Mapping)
+        found += differing(old, new, f"{where}.") if both else [(where, old, new)]  # type: ignore[arg-type]
+    return found
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

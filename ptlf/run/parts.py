@@ -29,6 +29,7 @@ class Parts:
         stream: Stream | None = None,
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
+        self.own_encoder = encoder is not None or ":" in config.encoder.name  # which may come with weights
         self.config, self.folder = config, Path(out) if out else None
         self.out = self.folder if processes.is_first() else None  # where this process writes
         self.device = processes.local_device(build.choose_device(config.device))

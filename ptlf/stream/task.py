@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,7 @@ class Images:
 
     pixels: np.ndarray
     labels: np.ndarray
+    sha256: str | None = None  # of the file that holds the pixels, where it is known
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -77,6 +79,7 @@ class Stream:
     eval_splits: tuple[EvalSplit, ...]
     eval_data: Dataset | None  # the images that the eval_splits index
     class_order: tuple[str, ...] = ()
+    grows: bool = False  # a run goes on with tasks that were added at the end
 
     @property
     def size(self) -> int:
@@ -175,6 +178,19 @@ def class_number(value: str | int, names: Sequence[str], where: str) -> int:
 def indices(images: Images, labels: Sequence[int], per_class: int | None) -> np.ndarray:
     """Sorted indices of the images with these labels, at most the first `per_class` of each."""
     return np.sort(np.concatenate([np.flatnonzero(images.labels == label)[:per_class] for label in labels]))
+
+
+def digest(images: Images, chosen: np.ndarray) -> str:
+    """SHA-256 of the chosen images and their labels. Where the checksum of the file is known, it and the indices stand
+    for the pixels: a large set need not be read."""
+    found = hashlib.sha256(np.ascontiguousarray(images.labels[chosen], dtype="<i8").tobytes())
+    if images.sha256 is not None:
+        found.update(images.sha256.encode())
+        found.update(np.ascontiguousarray(chosen, dtype="<i8").tobytes())
+    else:
+        for part in np.array_split(chosen, max(1, len(chosen) // 1024)):
+            found.update(np.ascontiguousarray(images.pixels[part]).tobytes())
+    return found.hexdigest()
 
 
 def repeats(order: list[int], names: Sequence[str]) -> str:
