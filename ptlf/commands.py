@@ -128,7 +128,7 @@ def evaluate(folder: Path, probe: Sequence[str] | None, trust_code: bool, overri
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
     probes, eval_splits = evaluate_run(folder, config, probe)
     for name, values in probes.items():
-        show_matrix(console, name, values, eval_splits)
+        show_matrix(console, name, values, eval_splits, values["test_images"])
 
 
 def list_members(what: str | None) -> None:

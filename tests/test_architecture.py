@@ -30,7 +30,7 @@ training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
 run: run config recipes build results folder environment parts record watcher state looks
 run: loop sweep bench cluster evaluate
-report: report checks theme drawing runs measures tables live
+report: report checks intervals theme drawing runs measures tables live
 report.figures: figures axes accuracy cost freezing gallery
 report: parts page watch
 commands

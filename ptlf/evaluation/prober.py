@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.settings import key
-from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig
+from ptlf.evaluation.probe import OWN, Probe, ProbeConfig
 from ptlf.evaluation.probes import PROBES
 from ptlf.stream import EvalSplit, Stream
 from ptlf.stream.loading import ImageSource
@@ -59,10 +59,24 @@ class Prober:
         """Use only these probes, enabled or not."""
         kinds = {name: PROBES.find(name) for name in names}
         self.probes = [kind(self.settings_by_name.get(name) or kind.Config()) for name, kind in kinds.items()]
-        banks = [(len(split.bank), split.since) for split in self.stream.eval_splits]
-        smallest = {OWN: min(size for size, _ in banks), SEEN: sum(size for size, since in banks if since == 0)}
+        used = self.used(len(self.stream.tasks))
+        for name, probe in zip(kinds, self.probes, strict=True):
+            for setting, value in {pair for row in probe.rows for pair in used[row].items()}:
+                asked = getattr(probe.config, setting, None)
+                if asked is not None and asked != value:
+                    small = f"the smallest class has {value} images to compare with"
+                    warning = f"ptlf: warning: probes.{name}.{setting} is {asked}, but {small}: {value} is used"
+                    processes.warn(warning)
+
+    def used(self, task: int) -> dict[str, dict[str, Any]]:
+        """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""
+        seen = [self.bank.labels[torch.from_numpy(s.bank)] for s in self.stream.eval_splits if s.since <= task]
+        found = {}
         for probe in self.probes:
-            probe.check(smallest)
+            for name, bank in probe.rows.items():
+                own = [probe.used(labels, len(seen)) for labels in (seen if bank == OWN else [torch.cat(seen)])]
+                found[name] = {key: min(each[key] for each in own) for key in own[0]}
+        return found
 
     def rows(self, encoder: nn.Module, task: int) -> dict[str, Row]:
         """A row of each accuracy matrix after task number `task` (from 0)."""

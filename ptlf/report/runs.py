@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.reading import DAMAGE, damaged, read_json
 from ptlf.report.checks import check_gallery
+from ptlf.report.intervals import images_behind, start_of, wilson
 from ptlf.report.theme import DASHES, MARKERS, RUNS
 from ptlf.run.results import Json, difference, epoch_lines, read_results, shared_settings
 
@@ -97,6 +98,33 @@ class Group:
         """Sample standard deviation over seeds."""
         values = self.values(path)
         return statistics.stdev(values) if len(values) > 1 else None
+
+    @property
+    def start(self) -> str:
+        return start_of(self.first)
+
+    def interval(self, path: Sequence[str]) -> tuple[float, float] | None:
+        """Of a probe's mean accuracy, at 95 %, from the number of test images, which seeds share."""
+        mean = self.mean(path)
+        images = (
+            images_behind(self.first, path[1], path[-1]) if path[0] == "probes" and "accuracy" in path[-1] else None
+        )
+        return None if mean is None or images is None else wilson(mean, images)
+
+    def beside(self, path: Sequence[str]) -> str:
+        """What stands beside a probe's accuracy: its interval, and the accuracy before training."""
+        if path[0] != "probes" or path[-1] != "accuracy":
+            return ""
+        bounds, before = self.interval(path), self.mean((*path[:-1], "untrained_accuracy"))
+        words = [f"{bounds[0]:.1f} to {bounds[1]:.1f}"] if bounds else []
+        return "; ".join(words + ([f"{self.start} {before:.2f}"] if before is not None else []))
+
+    def worse(self) -> Iterator[str]:
+        """Of each probe by which the encoder was better before training."""
+        for probe in self.first["probes"]:
+            before, after = (self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy"))
+            if before is not None and after is not None and after < before:
+                yield f"training made {probe} worse: {before:.2f} % before ({self.start}), {after:.2f} % after"
 
     @property
     def doubt(self) -> str:

@@ -58,7 +58,8 @@ class Looks(State):
             return {}
         with self.clock("evaluation"):
             rows = self.prober.rows(self.model.encoder, self.task)
-            self.record.end_task(rows, self.prober.future(self.model.encoder, self.task))
+            future = self.prober.future(self.model.encoder, self.task)
+            self.record.end_task(rows, future, self.prober.used(self.task))
         return rows
 
     def look_before(self) -> None:

@@ -26,6 +26,7 @@ class Record:
     matrices: dict[str, list[Row]] = field(default_factory=dict)  # a row after every task, by probe
     untrained: dict[str, Row] = field(default_factory=dict)
     future: dict[str, Row] = field(default_factory=dict)  # accuracies on tasks yet to come, by probe
+    used: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # settings of each row of `matrices`
     newly_frozen: list[str] = field(default_factory=list)  # in the epoch that runs
     spent_before: dict[str, float] = field(default_factory=dict)  # seconds by purpose, when it began
     warned: bool = False  # of a collapse
@@ -56,9 +57,11 @@ class Record:
         self.per_epoch.append(line)
         return line
 
-    def end_task(self, rows: Mapping[str, Row], future: Mapping[str, Row]) -> None:
+    def end_task(self, rows: Mapping[str, Row], future: Mapping[str, Row], used: Mapping[str, dict[str, Any]]) -> None:
+        """used: the settings of each row that depend on the images seen by now."""
         for probe, row in rows.items():
             self.matrices.setdefault(probe, []).append(row)
+            self.used.setdefault(probe, []).append(used.get(probe, {}))
         for probe, row in future.items():
             self.future.setdefault(probe, []).extend(row)
 
@@ -69,6 +72,8 @@ class Record:
             accuracy = evaluation.accuracy([before]) if before else None
             found[probe] = {"settings": settings[probe], "untrained": before, "untrained_accuracy": accuracy}
             found[probe] |= evaluation.summary(self.matrices.get(probe, []))
+            if any(used := self.used.get(probe, [])):
+                found[probe]["used_by_task"] = used
             if future := self.future.get(probe):
                 found[probe]["forward_transfer"] = evaluation.forward_transfer(future, before[1 : 1 + len(future)])
         return found

@@ -29,6 +29,7 @@ SETTINGS = {name: {"name?": str} for name in ("stream", "objective", "encoder", 
 PROBE: Json = {
     "settings": {"bank?": str, "k?": (str, int)},
     "matrix": [[ACCURACY]],
+    "used_by_task?": [{"*": (str, *NUMBER)}],
     **dict.fromkeys(("accuracy?", "forgetting?", "untrained_accuracy?"), NUMBER),
     **{name: [ACCURACY] for name in ("untrained?", "accuracy_by_task?", "forgetting_by_task?")},
 }
@@ -129,6 +130,8 @@ def check_results(results: Json) -> None:
     check(results, RESULTS)
     check(epoch_lines(results), [EPOCH], "cost.per_epoch")
     splits, epochs = len(results["eval_splits"]), results["config"]["training"]["epochs"]
+    if len(results.get("test_images") or results["eval_splits"]) != splits:
+        raise ValueError(f"test_images is not of {splits} eval_splits")
     for probe, values in results["probes"].items():
         for name, rows in {"matrix": values["matrix"], "untrained": [values.get("untrained") or []]}.items():
             if any(len(row) not in ({splits} if name == "matrix" else {0, splits}) for row in rows):

@@ -34,6 +34,7 @@ STATE: Json = {
         "matrices": {"*": [[ACCURACY]]},
         "untrained": {"*": [ACCURACY]},
         "future": {"*": [ACCURACY]},
+        "used?": {"*": [{"*": (str, *NUMBER)}]},
         "newly_frozen": [str],
         "spent_before": {"*": NUMBER},
         "warned": bool,
