@@ -152,7 +152,7 @@ def number(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 Loader.add_constructor("tag:yaml.org,2002:int", number(yaml.SafeLoader.construct_yaml_int))
 Loader.add_constructor("tag:yaml.org,2002:float", number(yaml.SafeLoader.construct_yaml_float))
-Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
 
 
 def load_yaml(text: str) -> Any:

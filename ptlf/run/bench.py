@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from ptlf.core.errors import UserError
+from ptlf.core.memory import check_fits
+from ptlf.encoders import feature_dim
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.freezing.savings import measure_savings, wait_for
 from ptlf.methods import METHODS
@@ -35,11 +37,15 @@ def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, re
 
     The input needs no gradient, as in training; every ratio is to nothing frozen, measured first.
     """
+    check_fits(f"{batch} images of {size} px (--batch and --size)", 12 * batch * size**2, device)
     encoder = encoder.to(device).train()
     images = torch.randn(batch, 3, size, size, device=device, generator=torch.Generator(device).manual_seed(0))
     try:
+        feature_dim(encoder, size)
         units = find_units(encoder, images[:2])
-    except (RuntimeError, ValueError, AssertionError) as error:
+        if not units:
+            raise ValueError("it has no convolution or linear layer that could freeze")
+    except (RuntimeError, ValueError, AssertionError, TypeError, StopIteration) as error:
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"the encoder does not take images of {size} px, or cannot freeze: {reason}") from None
     rows = []
@@ -86,6 +92,7 @@ def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats:
 def noise_for(config: Config, images: int, size: int, tasks: int | None = None, file: Path | None = None) -> Stream:
     """Noise of `size` px, in memory or in a file, in as many tasks as the configuration has, with nothing to test on:
     the time of a step does not depend on what the images show."""
+    check_fits(f"{images} noise images of {size} px", 3 * images * size**2, way_out="choose fewer or smaller ones")
     pixels = np.random.default_rng(0).integers(0, 256, (images, size, size, 3), dtype=np.uint8)
     if file:
         np.save(file, pixels)

@@ -46,8 +46,8 @@ class Config:
 
 def resume_command(folder: Path, config: Config) -> str:
     """What to type to go on with the run in the folder."""
-    sections = [config.stream, config.encoder, config.objective, config.method, config.freezing.policy]
-    names = [*config.probes, *(section.name for section in (*sections, config.training.optimizer))]
+    names = [config.stream.name, config.encoder.name, config.objective.name, config.method.name, *config.probes]
+    names += [config.freezing.policy.name, config.training.optimizer.name]
     return f"ptlf train --resume {folder}{' --trust-code' if any(':' in name for name in names) else ''}"
 
 

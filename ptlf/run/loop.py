@@ -44,8 +44,8 @@ class Run(Looks):
                     self.encoder_sha256 = save_encoder(self.out, self.model.encoder)
             except BaseException as error:
                 if last := self.checkpoints.last if self.checkpoints else None:
-                    resume = resume_command(last.parent.parent, self.config)
-                    error.add_note(f"the last checkpoint is {last}; `{resume}` goes on from it")
+                    command = resume_command(last.parent.parent, self.config)
+                    error.add_note(f"the last checkpoint is {last}; `{command}` goes on from it")
                 self.status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
                 with contextlib.suppress(Exception):  # best effort: the original error is re-raised
                     self.save_results()
@@ -140,7 +140,7 @@ class Run(Looks):
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
         if state is None:
             return
-        last = self.checkpoints.last if self.checkpoints else "the checkpoint"
+        last = (self.checkpoints.last if self.checkpoints else None) or "the checkpoint"
         try:
             check(state, STATE)
         except ValueError as error:
