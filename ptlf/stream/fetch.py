@@ -174,9 +174,7 @@ def file_name(url: str, name: str) -> str:
     except ValueError as error:
         raise NotFetched(f"{shown(url)} is no address ({error})") from None
     if parts.scheme not in ("http", "https"):
-        raise NotFetched(
-            f"{shown(url)} is no address of http:// or https://; a file on this disk is given with --source"
-        )
+        raise NotFetched(f"{shown(url)} is no address of http:// or https://")
     return clipped(PurePosixPath(parts.path).name.replace("\0", ""), 100) or name
 
 
