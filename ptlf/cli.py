@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ptlf: stopped", file=sys.stderr)
         return 130
-    except (MemoryError, ArithmeticError, RuntimeError, ValueError) as error:
+    except (MemoryError, ArithmeticError, RuntimeError, ValueError, TypeError) as error:
         from ptlf.core.memory import too_large
 
         if (trouble := too_large(error)) is None:

@@ -48,7 +48,9 @@ def check_fits(what: str, needed: float, device: torch.device | str = "cpu", way
     free = free_bytes(device)
     if free is not None and needed > free:
         where = "GPU" if torch.device(device).type == "cuda" else "machine"
-        raise UserError(f"{what} needs {spoken(needed)} of memory, and this {where} has {spoken(free)} free; {way_out}")
+        raise UserError(
+            f"{what} would take {spoken(needed)} of memory, and this {where} has {spoken(free)} free; {way_out}"
+        )
 
 
 def spoken(amount: float) -> str:
@@ -63,7 +65,9 @@ def too_large(error: BaseException) -> str | None:
     words = " ".join(str(error).split())
     out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     if not out_of_memory and not (isinstance(error, RuntimeError) and any(p in words for p in PHRASES)):
-        number = isinstance(error, OverflowError | RuntimeError | ValueError) and any(p in words for p in OVERFLOWS)
+        number = isinstance(error, OverflowError | RuntimeError | ValueError | TypeError) and any(
+            p in words for p in OVERFLOWS
+        )
         return f"a number is too large for this machine ({words[:100]})" if number else None
     on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in words
     asked = re.search(r"(?:allocate|allocate:|tried to allocate) ([\d.]+ ?(?:bytes|[KMGTP]i?B))", words)

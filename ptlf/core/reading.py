@@ -19,10 +19,12 @@ from ptlf.core.words import printable, shown
 MOST_BYTES = 256 << 20  # of a JSON file; results of 200 tasks are 1 MB
 MOST_YAML = 256 << 10  # of a YAML file; a run's settings are 3 kB
 DEEPEST, MOST_NODES = 32, 20_000  # of a YAML text: nested collections; values, with those an alias repeats
-MOST_DIGITS = 30  # of a whole number in YAML
+MOST_DIGITS = 4000  # of a number in YAML; Python reads up to 4300
 LARGEST = 1e30  # of a number in a record
 
 NUMBER = (int, float)
+SPOKEN = {int: "a number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+SPOKEN |= {dict: "a dictionary", list: "a list"}
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # what using a damaged record raises
 
 
@@ -70,8 +72,13 @@ def parse_json(text: str) -> Any:
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no number of JSON")
 
+    def whole(digits: str) -> int:
+        if len(digits) > MOST_DIGITS:
+            raise ValueError("a number has too many digits")
+        return int(digits)
+
     try:
-        return clean(json.loads(text, parse_constant=refuse))
+        return clean(json.loads(text, parse_constant=refuse, parse_int=whole))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -86,8 +93,13 @@ def clean(value: Any) -> Any:
 
 def damaged(path: Path | str, error: Exception, way_out: str = "") -> UserError:
     """For a file whose content is not what it should be, as `error` found."""
-    why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else str(error)
-    return UserError(f"{path} is damaged: {' '.join(why.split())[:200]}{f'; {way_out}' if way_out else ''}")
+    return UserError(f"{path} is damaged: {reason(error)}{f'; {way_out}' if way_out else ''}")
+
+
+def reason(error: Exception) -> str:
+    """What an exception says, as a part of a sentence."""
+    words = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else str(error)
+    return " ".join(words.split())[:200] or type(error).__name__
 
 
 def check(value: Any, shape: Any, where: str = "") -> None:
@@ -126,8 +138,8 @@ def check(value: Any, shape: Any, where: str = "") -> None:
 
 def check_type(value: Any, kinds: tuple[type, ...], place: str) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        wanted = "number" if kinds == NUMBER else " or ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"{place} is {shown(value)}, not a {wanted.replace('NoneType', 'null')}")
+        wanted = " or ".join(dict.fromkeys(SPOKEN.get(kind, kind.__name__) for kind in kinds))
+        raise ValueError(f"{place} is {shown(value)}, not {wanted}")
     if isinstance(value, NUMBER) and not (math.isfinite(value) if isinstance(value, float) else True):
         raise ValueError(f"{place} is {value}, not a finite number")
     if isinstance(value, NUMBER) and abs(value) > LARGEST:

@@ -41,6 +41,8 @@ def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, re
     encoder = encoder.to(device).train()
     images = torch.randn(batch, 3, size, size, device=device, generator=torch.Generator(device).manual_seed(0))
     try:
+        if not any(True for _ in encoder.parameters()):
+            raise ValueError("it has no parameters")
         feature_dim(encoder, size)
         units = find_units(encoder, images[:2])
         if not units:

@@ -10,7 +10,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
 from ptlf.core.randomness import seeded
-from ptlf.core.reading import DAMAGE, check, damaged
+from ptlf.core.reading import DAMAGE, check, damaged, reason
 from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
 from ptlf.run.config import differing, resume_command, to_yaml
@@ -150,7 +150,7 @@ class Run(Looks):
             self.load_state_dict(state)
             self.results(), self.gallery and self.gallery.looks and self.gallery.as_dict()  # all they need is there
         except (RuntimeError, *DAMAGE) as error:
-            why = " ".join(str(error).split())[:200]
+            why = reason(error)
             raise UserError(f"{last} does not fit the settings in {self.folder}/config.yaml: {why}") from error
         self.save_results()
 

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from ptlf.core.errors import UserError
-from ptlf.core.reading import DAMAGE, check, parse_json, read_text
+from ptlf.core.reading import DAMAGE, check, parse_json, read_text, reason
 from ptlf.stream.archives import SOURCES, Chunk
 from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar, staged
 
@@ -138,7 +138,7 @@ def read_manifest(root: Path, name: str) -> Pack:
         names, skipped = tuple(data["names"]), list(data["skipped"])
         return Pack(file.parent, data["size"], data["folders"], names, splits, skipped, data["source"])
     except (UserError, OSError, *DAMAGE) as error:
-        raise UserError(f"{file} cannot be read ({type(error).__name__}: {error}); {way_out(name)}") from error
+        raise UserError(f"{file} cannot be read ({reason(error)}); {way_out(name)}") from error
 
 
 def file_problems(pack: Pack) -> dict[Path, str]:
