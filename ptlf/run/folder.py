@@ -12,6 +12,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.files import locked, write_error, write_whole
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import read_results
+from ptlf.stream.arrivals import arrivals
 
 ENCODER = "encoder.safetensors"
 
@@ -49,7 +50,11 @@ def save_encoder(folder: Path, encoder: nn.Module) -> None:
 
 
 def has_finished(folder: Path) -> bool:
-    return (folder / "results.json").exists() and read_results(folder)["status"] == "finished"
+    """Whether every task is learnt, those included that arrived since the results were written."""
+    if not (folder / "results.json").exists():
+        return False
+    results = read_results(folder)
+    return results["status"] == "finished" and results.get("arrived", 0) == len(arrivals(folder))
 
 
 def finished(folder: Path, config: Config) -> bool:
