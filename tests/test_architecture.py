@@ -33,6 +33,7 @@ run: loop sweep bench cluster evaluate
 report: report checks theme drawing runs measures tables live
 report.figures: figures axes accuracy cost freezing gallery
 report: parts page watch
+learner
 commands
 cli
 __main__
@@ -140,7 +141,7 @@ def test_digging_is_seen(own: set[str]) -> None:
 
 
 def test_public_names() -> None:
-    names = {"Config", "FreezeSchedule", "Freezer", "Run", "correlation_ratios", "find_units"}
+    names = {"Config", "FreezeSchedule", "Freezer", "Learner", "Run", "correlation_ratios", "find_units"}
     assert names == set(ptlf.__all__) - {"__version__"}
     assert names <= set(dir(ptlf))
     for name in ptlf.__all__:

@@ -141,6 +141,18 @@ def on_gpu(setting: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" if setting is None else setting
 
 
+def check_grows(config: Config) -> None:
+    """Refuse what cannot go on with a task that arrives later."""
+    if METHODS.find(config.method.name).joint:
+        alone = f"method {config.method.name!r} trains on all tasks at once"
+        raise UserError(f"{alone} and cannot go on with tasks that arrive later; choose another method")
+    if OBJECTIVES.find(config.objective.name).needs_labels:
+        needs = f"objective {config.objective.name!r} needs the classes of the whole stream from the start"
+        raise UserError(f"{needs} and cannot go on with tasks that arrive later; choose another objective")
+    if not config.checkpoint.enabled:
+        raise UserError("checkpoint.enabled is false, and without a checkpoint a run cannot go on; leave that out")
+
+
 def check_combination(config: Config, stream: Stream) -> None:
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
     initial, final = config.freezing.initial, config.freezing.final
@@ -149,12 +161,8 @@ def check_combination(config: Config, stream: Stream) -> None:
         raise UserError(f"{shares}; what is frozen stays frozen, so the share can only rise")
     if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
         raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")
-    if stream.arrived and method.joint:
-        alone = f"method {config.method.name!r} trains on all tasks at once"
-        raise UserError(f"{alone} and cannot go on with tasks that arrive later; choose another method")
-    if stream.arrived and objective.needs_labels:
-        needs = f"objective {config.objective.name!r} needs the classes of the whole stream from the start"
-        raise UserError(f"{needs}, and cannot go on with tasks that arrive later; choose another objective")
+    if stream.arrived:
+        check_grows(config)
     if why := conflict(objective, method):
         names = f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}"
         raise UserError(f"{names}: {why}")

@@ -15,6 +15,7 @@ from ptlf.run.results import read_results
 from ptlf.stream.arrivals import arrivals
 
 ENCODER = "encoder.safetensors"
+START = "start.safetensors"  # the weights that training began with, if no setting says how to make them
 
 
 @contextmanager
@@ -43,10 +44,10 @@ def lock_of_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def save_encoder(folder: Path, encoder: nn.Module) -> None:
+def save_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
     # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
     tensors = {name: value.cpu().clone() for name, value in encoder.state_dict().items() if torch.is_tensor(value)}
-    write_whole(folder / ENCODER, save({name: value.contiguous() for name, value in tensors.items()}))
+    write_whole(folder / name, save({name: value.contiguous() for name, value in tensors.items()}))
 
 
 def has_finished(folder: Path) -> bool:
@@ -66,11 +67,11 @@ def finished(folder: Path, config: Config) -> bool:
     return has_finished(folder)
 
 
-def load_encoder(folder: Path, encoder: nn.Module) -> None:
+def load_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
     """The weights of a finished run into a module like the one trained."""
-    path = folder / ENCODER
+    path = folder / name
     if not path.exists():
-        raise UserError(f"{folder} holds no {ENCODER}; the run there has not finished")
+        raise UserError(f"{folder} holds no {name}; the run there has not finished")
     state = {name: value for name, value in encoder.state_dict().items() if not torch.is_tensor(value)}
     try:
         encoder.load_state_dict(state | load_file(path))

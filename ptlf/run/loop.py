@@ -140,6 +140,7 @@ class Run(Looks):
         if known < len(self.stream.tasks):  # the model is still untrained
             self.look_before(known)
             before, looks = self.record, dict(self.gallery.looks) if self.gallery else {}
+            spent = self.clock.seconds
         try:
             self.load_state_dict(state)
         except (RuntimeError, LookupError, TypeError) as error:
@@ -148,6 +149,7 @@ class Run(Looks):
             raise UserError(f"{last} does not fit the settings in {self.folder}/config.yaml: {why}") from error
         if known < len(self.stream.tasks):
             self.record.begin(before.untrained, before.untrained_future)
+            self.clock.add(spent)
             if self.gallery:
                 self.gallery.looks = looks
             if self.task >= known:

@@ -76,7 +76,15 @@ def names() -> list[str]:
         for name, method in methods.items()
         if conflict(OBJECTIVES[objective], METHODS[method]) is None
     ]
-    return [f"{stream}/{pair}" for stream in STREAMS for pair in pairs]
+    growing = [
+        f"{objective}/{name}"  # without what needs the whole stream from the start
+        for objective in OBJECTIVES
+        for name, method in methods.items()
+        if not OBJECTIVES[objective].needs_labels and not METHODS[method].joint
+    ]
+    return [
+        f"{stream}/{pair}" for stream in STREAMS for pair in pairs if pair in growing or not STREAMS[stream].arriving
+    ]
 
 
 def conflict(objective: type[Objective], method: type[Method]) -> str | None:

@@ -17,7 +17,7 @@ from ptlf.stream.datasets import packed
 from ptlf.stream.decode import BATCH_BYTES, ImageFile, square
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.folders import PackOptions, pack_folder, pack_images, subfolders
-from ptlf.stream.pack import Pack, open_pack, read_manifest, write_pack
+from ptlf.stream.pack import Pack, natural, open_pack, read_manifest, write_pack
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, exam
 
 TASKS, INCOMING = "tasks", ".incoming"
@@ -183,6 +183,28 @@ def clear(folder: Path, everything: bool = False) -> None:
         shutil.rmtree(pack.path)
     if root.is_dir() and not any(root.iterdir()):
         root.rmdir()
+
+
+def settled(folder: Path, settle: float, now: float) -> list[Path]:
+    """Subfolders in which nothing has changed for `settle` seconds before `now`, oldest first.
+
+    A folder is as old as its newest file. What counts as a change is also one that leaves the file's date alone, as a
+    copy that keeps dates does.
+    """
+    if not folder.is_dir():
+        raise UserError(f"the folder to watch, {folder}, is not there (any more); the run is as it was")
+    found = []
+    for name in subfolders(folder):
+        path = folder / name
+        try:
+            stats = [path.stat(), *(file.stat() for file in files_below(path))]
+        except OSError:  # a file went away: somebody is at work
+            continue
+        changed = max(max(stat.st_mtime, stat.st_ctime) for stat in stats)
+        if settle <= 0 or now - changed >= settle:
+            newest = max(stat.st_mtime for stat in stats[1:] or stats)
+            found.append((newest, natural(name), path))
+    return [path for _, _, path in sorted(found)]
 
 
 def file_name(name: str) -> str:

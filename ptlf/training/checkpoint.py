@@ -125,6 +125,12 @@ class Checkpoints:
             return state
         return None
 
+    def check_version(self) -> None:
+        """Refuse to go on from a checkpoint of another version of ptlf. Only the newest file's first bytes are read."""
+        for path in self.files()[-1:]:
+            with open(path, "rb") as file:
+                check_head(path, file.read(len(MAGIC)))
+
     def files(self) -> list[Path]:
         """Oldest first."""
         found = [(Position.of_file(path.name), path) for path in self.folder.glob("*.ckpt")]
@@ -166,14 +172,18 @@ def sealed(data: bytes) -> list[bytes]:
     return [MAGIC, hashlib.sha256(data).hexdigest().encode(), b"\n", data]
 
 
+def check_head(path: Path, head: bytes) -> None:
+    if re.match(KIND + rb"\d+ ", head) and not head.startswith(MAGIC):
+        raise UserError(f"{path} is a checkpoint of another version of ptlf; go on with that version")
+
+
 def unsealed(path: Path) -> bytes:
     try:
         with open(path, "rb") as file:
             head, data = file.read(len(MAGIC) + 65), file.read()
     except OSError as error:
         raise DamagedCheckpoint(error.strerror or str(error)) from None
-    if head.startswith(KIND) and re.match(rb"\d+ ", head[len(KIND) :]) and not head.startswith(MAGIC):
-        raise UserError(f"{path} is a checkpoint of another version of ptlf; go on with that version")
+    check_head(path, head)
     if not head.startswith(MAGIC):
         raise DamagedCheckpoint("its first line is not that of a checkpoint of this version")
     if head != b"".join(sealed(data)[:3]):
