@@ -101,7 +101,7 @@ def with_arrivals(stream: Stream, packs: Sequence[Pack]) -> Stream:
         classes: tuple[int, ...] = ()
         numbers = np.zeros(len(pack.names), np.int64)
         if pack.folders == "classes":
-            order += [name for name in pack.names if name not in labels]
+            order += [name for name in pack.names if name not in order]
             numbers = np.array([labels.setdefault(name, len(labels)) for name in pack.names])
             classes = tuple(numbers.tolist())
         name, images = task_name(pack), PackedImages(pack, "train", numbers)
