@@ -81,6 +81,8 @@ class Prober:
         self.probes = [kind(self.settings_by_name.get(name) or kind.Config()) for name, kind in kinds.items()]
         splits = self.stream.eval_splits
         moments = sorted({split.since for split in splits})
+        if self.stream.arrived:  # those between were looked at when they came
+            moments = [moments[0], moments[-1]]
         together = [sum(len(split.bank) for split in self.config.tested(splits, moment)) for moment in moments]
         smallest = {OWN: min(len(split.bank) for split in splits), SEEN: min(together)}
         for probe in self.probes:

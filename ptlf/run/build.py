@@ -161,11 +161,11 @@ def check_combination(config: Config, stream: Stream) -> None:
         raise UserError(f"{shares}; what is frozen stays frozen, so the share can only rise")
     if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
         raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")
-    if stream.arrived:
-        check_grows(config)
     if why := conflict(objective, method):
         names = f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}"
         raise UserError(f"{names}: {why}")
+    if stream.arrived:
+        check_grows(config)
     if objective.needs_labels and stream.data.folders == "tasks":
         lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
         raise UserError(f"{lacking}; choose another objective")

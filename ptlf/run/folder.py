@@ -12,7 +12,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.files import locked, write_error, write_whole
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import read_results
-from ptlf.stream.arrivals import arrivals
+from ptlf.stream.arrivals import arrived_names
 
 ENCODER = "encoder.safetensors"
 START = "start.safetensors"  # the weights that training began with, if no setting says how to make them
@@ -55,7 +55,7 @@ def has_finished(folder: Path) -> bool:
     if not (folder / "results.json").exists():
         return False
     results = read_results(folder)
-    return results["status"] == "finished" and results.get("arrived", 0) == len(arrivals(folder))
+    return results["status"] == "finished" and results.get("arrived", 0) == len(arrived_names(folder))
 
 
 def finished(folder: Path, config: Config) -> bool:

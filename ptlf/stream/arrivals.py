@@ -1,5 +1,7 @@
 """Tasks that arrive while a run goes on. Each is a packed set in `RUN/tasks/NUMBER-NAME`, in the order of arrival."""
 
+import functools
+import os
 import re
 import shutil
 import zipfile
@@ -53,11 +55,26 @@ class PackedImages(Images):
 
 
 def arrivals(folder: Path) -> list[Pack]:
-    """The tasks that arrived in this run, in order. Only their pack.json is read."""
+    """The tasks that arrived in this run, in order. Only their pack.json is read, once in this process."""
     root = folder / TASKS
-    found = [NUMBERED.fullmatch(path.name) for path in root.iterdir()] if root.is_dir() else []
-    ordered = sorted((int(match[1]), match[0]) for match in found if match)
-    return [read_manifest(root, name) for _, name in ordered]
+    return [manifest(root, name, identity(root / name / "pack.json")) for name in arrived_names(folder)]
+
+
+def arrived_names(folder: Path) -> list[str]:
+    root = folder / TASKS
+    found = [NUMBERED.fullmatch(name) for name in os.listdir(root)] if root.is_dir() else []
+    return [name for _, name in sorted((int(match[1]), match[0]) for match in found if match)]
+
+
+@functools.lru_cache(maxsize=4096)
+def manifest(root: Path, name: str, identity: tuple[int, int]) -> Pack:
+    return read_manifest(root, name)
+
+
+def identity(file: Path) -> tuple[int, int]:
+    """Inode and date: another file has others."""
+    stat = file.stat() if file.exists() else None
+    return (stat.st_ino, stat.st_mtime_ns) if stat else (0, 0)
 
 
 def task_name(pack: Pack) -> str:

@@ -54,7 +54,7 @@ class Dataset:
         return self.train.size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     """One step of the stream: indices of its training images in `images`, and their classes (none: unlabelled)."""
 
@@ -64,7 +64,7 @@ class Task:
     classes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EvalSplit:
     """Indices of labelled training images (the kNN bank) and test images. Evaluated from task number `since` on."""
 
