@@ -321,7 +321,7 @@ class Learner:
         if self.module is None:
             return None
         start = deepcopy(self.module)
-        if (self.folder / START).exists():
+        if self.exists and (self.folder / START).exists():
             load_encoder(self.folder, start, START)
         return start
 
@@ -331,7 +331,7 @@ class Learner:
         return Run(self.config, self.folder, encoder=self._start())
 
     def _train(self, run: Run, watcher: Watcher) -> None:
-        if self.module is not None and not (self.folder / START).exists():
+        if self.module is not None and not self.exists:
             save_encoder(self.folder, self.module, START)
         if self.exists:
             stored = from_dict(read_yaml(self.folder / "config.yaml"))

@@ -12,7 +12,6 @@ from ptlf.core.randomness import seeded
 from ptlf.run.config import to_yaml
 from ptlf.run.folder import claimed, save_encoder
 from ptlf.run.looks import Looks
-from ptlf.run.record import Record
 from ptlf.run.results import append_line, keep_lines, write_json
 from ptlf.run.watcher import Watcher
 from ptlf.training.checkpoint import Position
@@ -136,18 +135,18 @@ class Run(Looks):
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
         if state is None:
             return
-        known, before = state.get("tasks", len(self.stream.tasks)), Record()
-        if known < len(self.stream.tasks):  # the model is still untrained
+        known = state.get("tasks", len(self.stream.tasks))
+        grown = known < len(self.stream.tasks)
+        if grown:  # here the model is still untrained
             self.look_before(known)
-            before, looks = self.record, dict(self.gallery.looks) if self.gallery else {}
-            spent = self.clock.seconds
+        before, looks, spent = self.record, self.gallery.looks if self.gallery else {}, self.clock.seconds
         try:
             self.load_state_dict(state)
         except (RuntimeError, LookupError, TypeError) as error:
             why = " ".join(str(error).split())[:200]
             last = self.checkpoints.last if self.checkpoints else "the checkpoint"
             raise UserError(f"{last} does not fit the settings in {self.folder}/config.yaml: {why}") from error
-        if known < len(self.stream.tasks):
+        if grown:
             self.record.begin(before.untrained, before.untrained_future)
             self.clock.add(spent)
             if self.gallery:
