@@ -1,5 +1,7 @@
 """The pieces of a run, made from its configuration and checked against each other."""
 
+import contextlib
+import copy
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +11,9 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
+from ptlf.core.memory import check_fits
 from ptlf.core.randomness import seeded
+from ptlf.core.words import shown
 from ptlf.encoders import ENCODERS, EncoderConfig, feature_dim
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.savings import measure_savings
@@ -23,6 +27,7 @@ from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
 from ptlf.training.compiled import CompiledParts
+from ptlf.training.cost import kept_bytes
 from ptlf.training.engine import choose_engine
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.rate import peak_rate
@@ -33,8 +38,8 @@ from ptlf.views import named_views
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", name):
-        raise UserError(f"device must be auto, cpu or cuda, not {name!r}")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
+        raise UserError(f"device must be auto, cpu, cuda or cuda:NUMBER, not {shown(name)}")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is {name!r}, but torch sees no GPU here; use --device cpu")
@@ -134,6 +139,21 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
     fast = choose_engine(config.training.engine, device) != "eager"
     accelerator = CompiledParts(config.training.batch) if fast else Accelerator()
     return Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
+
+
+def check_memory(config: Config, encoder: nn.Module, views: int, view_size: int, device: torch.device) -> None:
+    """Refuse a step that cannot fit in the machine's memory: the system might kill the process without a word. A GPU
+    says so itself. What the encoder keeps for backward is found by a forward of tensors without values."""
+    if device.type != "cpu":
+        return
+    rows = config.training.batch // processes.world_size() * views
+    images = torch.empty(rows, 3, view_size, view_size, device="meta")
+    needed = 2 * images.nbytes
+    with contextlib.suppress(Exception):  # an encoder that cannot be copied, or be passed such images, is not estimated
+        light = copy.deepcopy(encoder).to("meta")
+        needed += kept_bytes(lambda: light(images), exclude=light.parameters())
+    step = f"a step of {config.training.batch} images (training.batch) with views of {view_size} px"
+    check_fits(step, needed, way_out="choose a smaller --training.batch or --views.size")
 
 
 def on_gpu(setting: bool | None, device: torch.device) -> bool:

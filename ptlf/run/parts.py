@@ -29,6 +29,7 @@ class Parts:
         stream: Stream | None = None,
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
+        self.own_encoder = encoder is not None or ":" in config.encoder.name  # which may come with weights
         self.config, self.folder = config, Path(out) if out else None
         self.out = self.folder if processes.is_first() else None  # where this process writes
         self.device = processes.local_device(build.choose_device(config.device))
@@ -50,6 +51,7 @@ class Parts:
             seed = derived_seed(config.seed, "gallery")
             self.gallery = Gallery(self.stream, self.prepare, self.device, config=tests, seed=seed)
         self.model = build.make_model(config, self.stream, self.view_size, self.device, encoder)
+        build.check_memory(config, self.model.encoder, len(self.view_specs), self.view_size, self.device)
         self.channels_last = build.on_gpu(config.training.channels_last, self.device)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
