@@ -151,7 +151,7 @@ class Loader(yaml.SafeLoader):
 
 
 def number(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def construct(loader: Any, node: Any) -> Any:
+    def construct(loader: Any, node: yaml.ScalarNode) -> Any:
         if len(node.value) > MOST_DIGITS:
             raise yaml.constructor.ConstructorError(None, None, "a number has too many digits", node.start_mark)
         try:

@@ -20,9 +20,11 @@ from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import AGAIN, read_results
+from ptlf.stream.arrivals import arrived_names
 from ptlf.stream.disk import file_digest
 
 ENCODER = "encoder.safetensors"
+START = "start.safetensors"  # the weights that training began with, if no setting says how to make them
 
 
 @contextmanager
@@ -51,17 +53,21 @@ def lock_of_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def save_encoder(folder: Path, encoder: nn.Module) -> str:
+def save_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> str:
     """The file's SHA-256."""
     # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
-    tensors = {name: value.cpu().clone() for name, value in encoder.state_dict().items() if torch.is_tensor(value)}
-    data = save({name: value.contiguous() for name, value in tensors.items()})
-    write_whole(folder / ENCODER, data)
+    tensors = {key: value.cpu().clone() for key, value in encoder.state_dict().items() if torch.is_tensor(value)}
+    data = save({key: value.contiguous() for key, value in tensors.items()})
+    write_whole(folder / name, data)
     return hashlib.sha256(data).hexdigest()
 
 
 def has_finished(folder: Path) -> bool:
-    return (folder / "results.json").exists() and read_results(folder)["status"] == "finished"
+    """Whether every task is learnt, those included that arrived since the results were written."""
+    if not (folder / "results.json").exists():
+        return False
+    results = read_results(folder)
+    return results["status"] == "finished" and results.get("arrived", 0) == len(arrived_names(folder))
 
 
 def finished(folder: Path, config: Config) -> bool:
@@ -81,12 +87,13 @@ def texts(settings: Mapping[str, Any]) -> list[str]:
     return [*settings, *itertools.chain(*below)]
 
 
-def load_encoder(folder: Path, encoder: nn.Module) -> None:
+def load_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
     """The weights of a finished run into a module like the one trained."""
-    path = folder / ENCODER
+    path = folder / name
     if not path.is_file():
-        raise UserError(f"{folder} holds no {ENCODER}; the run there has not finished")
-    check_checksum(folder, path)
+        raise UserError(f"{folder} holds no {name}; the run there has not finished")
+    if name == ENCODER:
+        check_checksum(folder, path)
     own = encoder.state_dict()
     try:
         tensors = load_file(path)

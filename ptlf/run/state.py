@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import ptlf
 from ptlf.core import processes
 from ptlf.core.randomness import global_state, set_global_state
@@ -34,6 +36,7 @@ STATE: Json = {
         "matrices": {"*": [[ACCURACY]]},
         "untrained": {"*": [ACCURACY]},
         "future": {"*": [ACCURACY]},
+        "untrained_future?": {"*": [ACCURACY]},
         "used?": {"*": [{"*": (str, *NUMBER)}]},
         "newly_frozen": [str],
         "spent_before": {"*": NUMBER},
@@ -73,9 +76,10 @@ class State(Parts):
         """All that has changed since the constructor, for a checkpoint."""
         return {
             "position": vars(self.position),
+            "tasks": len(self.stream.tasks),
             "model": self.model.state_dict(),
             "method": self.method.state_dict(),
-            "optimizer": optimizer_state(self.trainer.optimizer),
+            "optimizer": optimizer_state(self.trainer.optimizer, self.parameter_names()),
             "freezing": self.freezing.state_dict(),
             "random": self.random.state_dict(),
             "torch_random": global_state(self.device),
@@ -84,7 +88,6 @@ class State(Parts):
             "looks": self.gallery.looks if self.gallery else {},
             "record": vars(self.record),
             "settings": as_dict(self.config),
-            "tasks": len(self.stream.tasks),
             "images": self.images_begun(self.task),
         }
 
@@ -92,22 +95,23 @@ class State(Parts):
         """What identifies the images of the tasks up to this one (from 0), and of the splits tested by then."""
         stream = self.stream
         for number in range(len(self.begun), min(task + 1, len(stream.tasks))):
-            parts = [(f"task {number + 1}, {stream.tasks[number].name}", stream.data.train, stream.tasks[number].train)]
-            if (data := stream.eval_data) and data.test:
-                splits = [split for split in stream.eval_splits if split.since == number]
-                parts += [(f"the test images of {split.name}", data.test, split.test) for split in splits]
+            new, splits = stream.tasks[number], [split for split in stream.eval_splits if split.since == number]
+            parts = [(f"task {number + 1}, {new.name}", new.images, new.train)]
+            parts += [(f"the test images of {split.name}", split.test_images, split.test) for split in splits]
             made = [{"name": name, "count": len(rows), "sha256": digest(images, rows)} for name, images, rows in parts]
             self.begun.append(made)
         return [entry for made in self.begun[: task + 1] for entry in made]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Into a run as the constructor made it, with the same settings."""
+        """Into a run as the constructor made it, with the same settings, and maybe more tasks."""
         self.task, self.epoch = state["position"]["task"], state["position"]["epoch"]
         if self.task > len(self.stream.tasks) or self.epoch > self.config.training.epochs:
             raise ValueError(f"its position, {self.position}, is beyond the run's end")
-        self.model.load_state_dict(state["model"])
+        missing, unknown = self.model.load_state_dict(state["model"], strict=False)
+        if unknown or (missing and not self.method.grows):
+            raise RuntimeError(f"it lacks {missing[:3]} and has {unknown[:3]}")
         self.method.load_state_dict(state["method"])
-        load_optimizer_state(self.trainer.optimizer, state["optimizer"])
+        load_optimizer_state(self.trainer.optimizer, state["optimizer"], self.parameter_names())
         self.freezing.load_state_dict(state["freezing"])
         self.random.load_state_dict(state["random"])
         set_global_state(state["torch_random"], self.device)
@@ -118,7 +122,12 @@ class State(Parts):
         if self.gallery:
             self.gallery.looks = state["looks"]
         self.record = Record(**state["record"])
+        self.record.widen(len(self.stream.eval_splits))
         self.variant = self.trainer.rebuild()
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        parts = {"model": self.model, "method": self.method}
+        return {parameter: name for part in parts for name, parameter in parts[part].named_parameters(part)}
 
     def results(self) -> dict[str, Any]:
         """What `results.json` holds."""
@@ -135,6 +144,7 @@ class State(Parts):
             "seed": self.config.seed,
             "class_order": list(self.stream.class_order),
             "tasks": [task.name for task in self.stream.tasks],
+            "arrived": self.stream.arrived,
             "eval_splits": [split.name for split in self.stream.eval_splits],
             "test_images": [len(split.test) for split in self.stream.eval_splits],
             "own_encoder": self.own_encoder,

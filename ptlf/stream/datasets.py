@@ -24,6 +24,7 @@ class StreamEntry:
     embedded: Callable[[Any], Dataset] | None = None  # makes the images, from an instance of Config
     Config: type[StreamConfig] = StreamConfig
     protocol: str = "lump"  # the settings its recipes start from
+    arriving: bool = False  # has no tasks of its own: `ptlf learn` brings them
 
 
 def from_function(make: Callable[[], Dataset], about: str = "", **more: Any) -> StreamEntry:
@@ -33,7 +34,7 @@ def from_function(make: Callable[[], Dataset], about: str = "", **more: Any) -> 
 
 def packed(root: Path, name: str) -> Dataset:
     pack = open_pack(root, name)
-    splits = {name: Images(pack.images(name), pack.labels(name), split.sha256) for name, split in pack.splits.items()}
+    splits = {name: Images(pack.images(name), pack.labels(name), pack.split(name).checksum) for name in pack.splits}
     if "train" not in splits:
         raise UserError(f"{name} has no training images; pack it again with a train folder")
     return Dataset(name, pack.names, splits["train"], splits.get("test"), pack.folders)

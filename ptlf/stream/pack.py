@@ -47,6 +47,11 @@ class Split:
     labels: str  # file name
     labels_sha256: str
 
+    @property
+    def checksum(self) -> str:
+        """Of pixels and labels."""
+        return f"{self.sha256}-{self.labels_sha256}"
+
 
 @dataclass(frozen=True)
 class Pack:
