@@ -217,7 +217,7 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--training.warmup", "40"], "training.warmup is 40 epochs, but a task has only 30"),
         (["--method.name", "[1]"], "unknown method '[1]'"),
         (["--encoder.name", "os:getcwd"], "encoder 'os:getcwd' gives str, not a torch module"),
-        (["--encoder.name", "conftest:maps"], "encoder 'conftest:maps' does not take images of 16 px: an encoder must"),
+        (["--encoder.name", "conftest:maps"], "encoder 'conftest:maps' cannot be trained: an encoder must"),
         (["--encoder.name", "conftest:nothing_to_freeze"], "encoder 'conftest:nothing_to_freeze' has no convolution"),
         (["--stream.pack", "photos"], "stream 'digits' is embedded and reads no stream.pack"),
         (["--stream.groups", "[[0]]", "--stream.tasks", "1"], "stream.groups is given; leave out stream.tasks"),

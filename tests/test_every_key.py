@@ -93,6 +93,7 @@ VALUES: Settings = {
     "freezing.initial": 0.34,
     "freezing.shape": "constant",
     "lars training.optimizer.eta": 1e-4,
+    "training.clip": 0.01,
     "training.precision": "bf16",
     "checkpoint.every_minutes": 1e-9,
     "checkpoint.keep": 1,

@@ -272,7 +272,7 @@ def watched(
         if attention:
             stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)  # it runs in one kernel, without the hooks' layers
-            torch.clear_autocast_cache()  # so that casts of the weights are seen, and those made here are not used later
+            torch.clear_autocast_cache()  # the mode must see the casts; those made here have no gradient
             stack.callback(torch.clear_autocast_cache)
             stack.enter_context(products)
         yield
