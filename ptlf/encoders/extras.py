@@ -73,9 +73,10 @@ def hf_entry(path: str) -> EncoderEntry:
 def needed(module: str, encoder: str) -> Any:
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # a build for another torch fails with other errors than ImportError
         package = module.partition(".")[0]
-        lacking = "is not installed" if error.name == package else f"cannot be imported ({error})"
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        lacking = "is not installed" if missing else f"cannot be imported ({error})"
         raise UserError(f"encoder {encoder!r} needs {package}, which {lacking}: pip install 'ptlf[encoders]'") from None
 
 
