@@ -96,8 +96,8 @@ def normalised(model: nn.Module, mean: Any, std: Any) -> nn.Module:
 
 def as_encoder(model: nn.Module) -> nn.Module:
     """The module itself, or a Hugging Face model's pooled output."""
-    hugging = any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
-    return Pooled(model) if hugging else model
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
+    return Pooled(model) if "transformers.modeling_utils.PreTrainedModel" in kinds else model
 
 
 class Pooled(nn.Module):

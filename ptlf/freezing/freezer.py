@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ptlf.core.errors import unknown
 from ptlf.freezing import kernels
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough
-from ptlf.freezing.units import BATCH_NORMS, Trace, Unit, trace
+from ptlf.freezing.units import BATCH_NORMS, INSTANCE_NORMS, Trace, Unit, trace
 
 
 class Freezer:
@@ -129,9 +129,10 @@ class Freezer:
         if patched:
             self._replace(layer, FrozenLayer, norm if fold else None)
         for held in unit.norms:
-            if not isinstance(held, BATCH_NORMS) or held.running_mean is None:
+            if not isinstance(held, BATCH_NORMS | INSTANCE_NORMS) or held.running_mean is None:
                 continue
-            if not self.batch_statistics:
+            # An InstanceNorm has no mode that normalises by its input and leaves its statistics alone.
+            if not self.batch_statistics or isinstance(held, INSTANCE_NORMS):
                 self._replace(held, PassThrough if fold and held is norm else EvalMode)
             elif held.track_running_stats:
                 # PyTorch then uses batch statistics in train mode and running ones in eval mode, updating neither.

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 Layer = Convolution | nn.Linear | nn.MultiheadAttention
 BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
-NORMS = (BATCH_NORMS, nn.LayerNorm, nn.GroupNorm)
+INSTANCE_NORMS = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+NORMS = (BATCH_NORMS, INSTANCE_NORMS, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 # Frozen, these save no input for backward; the other layers do, as in plain PyTorch.
 SPARING = (nn.Conv2d, nn.Linear, nn.MultiheadAttention)
 IMAGE_SIZES = (32, 64, 96, 128, 224)

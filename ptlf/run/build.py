@@ -118,7 +118,7 @@ def make_encoder(config: EncoderConfig, seed: int, size: int | None = None) -> n
 
 
 def make_model(config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module | None) -> Model:
-    encoder = as_encoder(encoder) if encoder else make_encoder(config.encoder, config.seed, size)
+    encoder = make_encoder(config.encoder, config.seed, size) if encoder is None else as_encoder(encoder)
     with seeded(config.seed, "adapted encoder"):
         encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, len(stream.tasks))
     objective = OBJECTIVES.find(config.objective.name)

@@ -134,6 +134,20 @@ def test_statistics_of_a_norm_that_feeds_a_frozen_layer_stay():
     assert not torch.equal(before[1], model.blocks[1][0].running_mean)
 
 
+@pytest.mark.parametrize("batch_statistics", [False, True])
+def test_statistics_of_an_instance_norm_stay(batch_statistics):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)).train()
+    freezer = Freezer(model, example=torch.randn(2, 3, 8, 8), batch_statistics=batch_statistics)
+    freezer.freeze("0")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model(torch.randn(2, 3, 8, 8))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    freezer.thaw()
+    model(torch.randn(2, 3, 8, 8))
+    assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+
+
 def bytes_of(model: nn.Module, example: Tensor, freezer: Freezer | None = None) -> int:
     held = [*model.parameters(), *model.buffers(), *(freezer.folded if freezer else ())]
     return kept_bytes(lambda: model(example).square().mean(), exclude=[*held, example])
