@@ -1,7 +1,7 @@
 """Encoders by name. To add one: a function that makes an `nn.Module` of its settings, and a line here."""
 
 from ptlf.core.registry import Registry
-from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, feature_dim, from_function
+from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, ask_for_module, feature_dim, from_function
 from ptlf.encoders.extras import as_encoder, hf_entry, timm_entry, torchvision_entry
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, resnet
 from ptlf.encoders.vit import ViT, vit
@@ -19,6 +19,7 @@ MEMBERS = {
     "resnet18-mini": resnet(MINI, BasicBlock, (1, 1, 1), width=16),
     "vit-tiny": vit("vision transformer, 12 blocks, 192 wide, patches by image size", 192, 12),
     "vit-small": vit("vision transformer, 12 blocks, 384 wide, patches by image size", 384, 12),
+    "given": EncoderEntry(ask_for_module, about="a module of your own, given in Python to `ptlf.Learner`"),
 }
 ENCODERS: Registry[EncoderEntry] = Registry(
     "encoder",
