@@ -31,7 +31,7 @@ evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation sp
 run: run config recipes build results folder environment parts record watcher state looks
 run: loop sweep bench cluster evaluate
 report: report checks theme drawing runs measures tables live
-report.figures: figures axes accuracy cost freezing gallery
+report.figures: figures axes accuracy cost freezing frontier gallery
 report: parts page watch
 learner
 commands
