@@ -361,7 +361,8 @@ def appearance(folder: Path) -> list[tuple[str, int, int]]:
 def refuse_twin(incoming: Pack, learnt: Sequence[Pack]) -> None:
     for number, pack in enumerate(learnt, start=1):
         if checksum(pack) == checksum(incoming):
-            same = f"{task_name(incoming)} holds the very images of task {task_name(pack)} (number {number} of those that arrived)"
+            place = f"task {task_name(pack)}, number {number} of those that arrived"
+            same = f"{task_name(incoming)} holds the very images of {place}"
             raise UserError(f"{same}; give --again (again=True) to learn them once more")
 
 

@@ -17,7 +17,9 @@ from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score
 @dataclass
 class KnnTaskConfig(ProbeConfig):
     enabled: bool = key(True, "test the encoder with this probe after every task")
-    k: int | None = key(None, "neighbours; null = min(200, tasks seen so far), as LUMP's code has it", least=1)
+    k: int | None = key(
+        None, "neighbours; null = as many as tasks were seen, at most 200, as LUMP's code has it", least=1
+    )
     temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", above=0)
 
 
@@ -38,7 +40,7 @@ class KnnTask(Probe):
             raise UserError(f"probes.knn_task.k is {self.config.k}, but a task's kNN bank holds {smallest[OWN]} images")
 
     def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
-        k, classes = self.config.k or min(200, seen_tasks), int(labels.max()) + 1
+        k, classes = self.config.k or min(200, seen_tasks, len(features)), int(labels.max()) + 1
         return partial(knn_accuracy, features, labels, k=k, temperature=self.config.temperature, classes=classes)
 
     def settings(self) -> dict[str, Any]:
