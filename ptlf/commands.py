@@ -235,7 +235,7 @@ def summaries(family: Mapping[str, type]) -> dict[str, str]:
 
 
 def bench_freezing(encoder: str, batch: int, size: int, repeats: int, device: str, json: Path | None) -> None:
-    place, made = choose_device(device), make_encoder(ENCODERS.find(encoder).Config(name=encoder), 0)
+    place, made = choose_device(device), make_encoder(ENCODERS.find(encoder).Config(name=encoder), 0, size)
     rows = bench.freezing(made, batch, size, place, repeats)
     title = f"{encoder}, {batch} images of {size} px, float32, eager, {place.type}"
     show_rows(console, "freezing", title, rows)

@@ -19,7 +19,7 @@ ORDER = """
 core: core words errors reading memory files processes batch randomness registry settings
 stream: decode disk archives pack task datasets stream folders arrivals fetch loading
 views: view named operations views
-encoders: encoder norm resnet encoders
+encoders: encoder extras norm resnet vit encoders
 objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
 model
 methods: memory method cassle der finetune lump pnn si methods

@@ -217,7 +217,7 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--method.name", "[1]"], "unknown method '[1]'"),
         (["--encoder.name", "os:getcwd"], "encoder 'os:getcwd' must be an instance of EncoderEntry or a function in"),
         (["--encoder.name", "platform:node"], "encoder 'platform:node' gives str, not a torch module"),
-        (["--encoder.name", "conftest:maps"], "encoder 'conftest:maps' does not take images of 16 px: an encoder must"),
+        (["--encoder.name", "conftest:maps"], "encoder 'conftest:maps' cannot be trained: an encoder must"),
         (["--encoder.name", "conftest:nothing_to_freeze"], "encoder 'conftest:nothing_to_freeze' has no convolution"),
         (["--stream.pack", "photos"], "stream 'digits' is embedded and reads no stream.pack"),
         (["--stream.groups", "[[0]]", "--stream.tasks", "1"], "stream.groups is given; leave out stream.tasks"),

@@ -51,12 +51,19 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
     noun: what one member is called in messages.
     wrap: makes a member of a function, such as one that returns an encoder.
+    prefixes: for names such as "timm:vit_tiny", what makes a member of the text behind the colon.
     """
 
     def __init__(
-        self, noun: str, group: str, kind: type, members: Mapping[str, T], wrap: Callable[[Any], T] | None = None
+        self,
+        noun: str,
+        group: str,
+        kind: type,
+        members: Mapping[str, T],
+        wrap: Callable[[Any], T] | None = None,
+        prefixes: Mapping[str, Callable[[str], T]] | None = None,
     ) -> None:
-        self.noun, self.group, self.kind, self.wrap = noun, group, kind, wrap
+        self.noun, self.group, self.kind, self.wrap, self.prefixes = noun, group, kind, wrap, prefixes or {}
         self._members = dict(members)
         self._complete = False  # entry points are loaded
 
@@ -68,6 +75,8 @@ class Registry(MutableMapping[str, T], Generic[T]):
             raise unknown(self.noun, name, self)
         check_trusted(self.noun, name)
         module, _, attribute = name.partition(":")
+        if module in self.prefixes:
+            return self.prefixes[module](attribute)
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does
         try:

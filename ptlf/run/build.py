@@ -4,6 +4,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,8 @@ from ptlf.core.errors import UserError
 from ptlf.core.memory import check_fits
 from ptlf.core.randomness import seeded
 from ptlf.core.words import shown
-from ptlf.encoders import ENCODERS, EncoderConfig, feature_dim
+from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim
+from ptlf.encoders.encoder import SizedConfig
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
@@ -32,7 +34,7 @@ from ptlf.training.engine import choose_engine
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.rate import peak_rate
 from ptlf.training.trainer import Trainer, TrainingConfig
-from ptlf.views import named_views
+from ptlf.views import View, named_views
 
 
 def choose_device(name: str) -> torch.device:
@@ -64,7 +66,7 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
     kind = METHODS.find(config.method.name)
     memory = None
     if kind.needs_memory or POLICIES.find(config.freezing.policy.name).needs_ratios:
-        (fresh, *_) = named_views(config.views.memory, view_size)
+        (fresh, *_) = views_for(model.encoder, config.views.memory, view_size)
         outputs = model.objective.feature_dim if kind.needs_outputs else 0
         memory = Memory(config.memory.size, stream.size, view_size, fresh, outputs, model.accelerator)
     with seeded(config.seed, "method"):
@@ -111,27 +113,33 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     return freezing
 
 
-def make_encoder(config: EncoderConfig, seed: int) -> nn.Module:
-    """Its weights follow from the seed."""
+def make_encoder(config: EncoderConfig, seed: int, size: int | None = None) -> nn.Module:
+    """Its weights follow from the seed. `size`, the side of the images, is noted in settings that leave it open."""
     entry = ENCODERS.find(config.name)
+    if isinstance(config, SizedConfig) and config.image_size is None:
+        config.image_size = size
     with seeded(seed, "encoder"):
         try:
             made = entry.make(config)
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(f"encoder {config.name!r} cannot be made: {error}") from error
     if not isinstance(made, nn.Module):
         raise UserError(f"encoder {config.name!r} gives {type(made).__name__}, not a torch module")
-    return made
+    return as_encoder(made)
 
 
 def make_model(config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module | None) -> Model:
-    encoder = encoder or make_encoder(config.encoder, config.seed)
+    encoder = make_encoder(config.encoder, config.seed, size) if encoder is None else as_encoder(encoder)
     with seeded(config.seed, "adapted encoder"):
         encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, len(stream.tasks))
     objective = OBJECTIVES.find(config.objective.name)
     with seeded(config.seed, "objective"):
         try:
             heads = objective(config.objective, encoder, feature_dim(encoder, size), len(stream.data.names))
+        except UserError as error:
+            raise UserError(f"encoder {config.encoder.name!r} cannot be trained: {error}") from None
         except (ValueError, RuntimeError, StopIteration) as error:
             raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
     wanted = config.training.precision
@@ -154,6 +162,15 @@ def check_memory(config: Config, encoder: nn.Module, views: int, view_size: int,
         needed += kept_bytes(lambda: light(images), exclude=light.parameters())
     step = f"a step of {config.training.batch} images (training.batch) with views of {view_size} px"
     check_fits(step, needed, way_out="choose a smaller --training.batch or --views.size")
+
+
+def views_for(encoder: nn.Module, name: str, size: int) -> tuple[View, ...]:
+    """The views of that name, normalised as the encoder says, if it does."""
+    views = named_views(name, size)
+    if (own := getattr(encoder, "normalisation", None)) is None:
+        return views
+    mean, std = own
+    return tuple(replace(view, mean=mean, std=std) for view in views)
 
 
 def on_gpu(setting: bool | None, device: torch.device) -> bool:

@@ -1,5 +1,6 @@
 """Recipes STREAM/OBJECTIVE/METHOD: a complete configuration from the stream's protocol and from what the objective and
-the method need there (`presets`). METHOD is a method or one of `VARIANTS`.
+the method need there (`presets`). METHOD is a method or one of `VARIANTS`. An encoder other than the protocol's may
+bring presets too.
 
 `EXPECTED` says what a recipe takes and gives, for those that were run; the runs are kept in `results/`.
 """
@@ -12,6 +13,7 @@ from ptlf.core.errors import UserError, unknown
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import merge, parse_overrides
 from ptlf.core.words import shown
+from ptlf.encoders import ENCODERS
 from ptlf.freezing import POLICIES
 from ptlf.freezing.policy import PolicyConfig
 from ptlf.methods import METHODS, Method
@@ -149,6 +151,10 @@ def configured(recipe_name: str | None, file: Path | None, values: Settings, ove
         raise UserError(f"{named}, and --recipe says {recipe_name}; leave one of them out")
     given = merge(Config, values, parse_overrides(Config, overrides))
     base = recipe(adapted(recipe_name or values.get("recipe") or DEFAULT, given))
+    if encoder := name_in(given, "encoder"):
+        presets, (stream, *_) = ENCODERS.find(encoder).presets, base["recipe"].split("/")
+        for place in dict.fromkeys((STREAMS.find(stream).protocol, stream)):
+            base = merge(Config, base, {"encoder": {"name": encoder}}, presets.get(place, {}))
     rule = name_in(given.get("training"), "optimizer")
     if rule and rule != base["training"]["optimizer"]["name"]:  # the recipe's rate is for another optimizer
         base = merge(Config, base, {"training": {"lr": OPTIMIZERS.find(rule).lr}})
