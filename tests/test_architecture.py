@@ -17,7 +17,7 @@ PACKAGE = Path(ptlf.__file__).parent
 # Every module, in an order in which each imports only those before it. A room's own name is its __init__.
 ORDER = """
 core: core batch errors files processes randomness registry settings
-stream: decode disk archives pack task datasets stream folders fetch loading
+stream: decode disk archives pack task datasets stream folders given fetch loading
 views: view named operations views
 encoders: encoder norm resnet encoders
 objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives

@@ -36,7 +36,7 @@ def packed(root: Path, name: str) -> Dataset:
     splits = {split: Images(pack.images(split), pack.labels(split)) for split in pack.splits}
     if "train" not in splits:
         raise UserError(f"{name} has no training images; pack it again with a train folder")
-    return Dataset(name, pack.names, splits["train"], splits.get("test"), pack.folders)
+    return Dataset(name, tuple(pack.names), splits["train"], splits.get("test"), pack.folders)
 
 
 @functools.cache
