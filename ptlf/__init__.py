@@ -11,8 +11,18 @@ _LAZY = {
     "find_units": "ptlf.freezing",
     "Config": "ptlf.run.config",
     "Run": "ptlf.run.loop",
+    "load_encoder": "ptlf.run.inference",
 }
-__all__ = ["Config", "FreezeSchedule", "Freezer", "Run", "__version__", "correlation_ratios", "find_units"]
+__all__ = [
+    "Config",
+    "FreezeSchedule",
+    "Freezer",
+    "Run",
+    "__version__",
+    "correlation_ratios",
+    "find_units",
+    "load_encoder",
+]
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """The folder of a run: claimed by one process at a time, finished or not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -42,10 +42,11 @@ def lock_of_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def save_encoder(folder: Path, encoder: nn.Module) -> None:
+def save_encoder(folder: Path, encoder: nn.Module, metadata: Mapping[str, str] | None = None) -> None:
     # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
     tensors = {name: value.cpu().clone() for name, value in encoder.state_dict().items() if torch.is_tensor(value)}
-    write_whole(folder / ENCODER, save({name: value.contiguous() for name, value in tensors.items()}))
+    contiguous = {name: value.contiguous() for name, value in tensors.items()}
+    write_whole(folder / ENCODER, save(contiguous, {"format": "pt", **(metadata or {})}))
 
 
 def has_finished(folder: Path) -> bool:

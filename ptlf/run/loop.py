@@ -12,6 +12,7 @@ from ptlf.core.files import write_whole
 from ptlf.core.randomness import seeded
 from ptlf.run.config import to_yaml
 from ptlf.run.folder import claimed, save_encoder
+from ptlf.run.inference import KEY, card_of
 from ptlf.run.looks import Looks
 from ptlf.run.results import append_line, write_json
 from ptlf.run.watcher import Watcher
@@ -37,7 +38,7 @@ class Run(Looks):
             try:
                 self.train_stream()
                 if self.out:
-                    save_encoder(self.out, self.model.encoder)
+                    save_encoder(self.out, self.model.encoder, {KEY: json.dumps(card_of(self))})
             except BaseException as error:
                 self.status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
                 with contextlib.suppress(Exception):  # best effort: the original error is re-raised

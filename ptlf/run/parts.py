@@ -30,6 +30,7 @@ class Parts:
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
         self.config, self.folder = config, Path(out) if out else None
+        self.encoder_given = encoder is not None
         self.out = self.folder if processes.is_first() else None  # where this process writes
         self.device = processes.local_device(build.choose_device(config.device))
         if self.device.type == "cuda" and self.device.index is not None:
