@@ -162,6 +162,19 @@ def add_run_verbs(verb: Verb) -> None:
     add("folder", "a run's folder", Path, metavar="DIR")
     add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")
 
+    add = verb("embed", "Features of any images, by the encoder of a run, into one file.")
+    add("folder", "a run's folder", Path, metavar="RUN")
+    add("images", "folders of any depth, packed sets, .npz or .npy files", nargs="+", metavar="IMAGES")
+    add(
+        "--out",
+        "FILE.npz or FILE.parquet: names, features, labels if there are folders per class",
+        new_file,
+        required=True,
+    )
+    add("--batch", "images per forward", positive, default=256)
+    add("--device", "cpu or cuda; auto is cuda where there is one", default="auto")
+    add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
+
     add = verb("report", "Runs side by side as one page of pictures.", "ptlf.report.page:report")
     add("folders", "a run's folder, or a folder of runs", Path, nargs="+", metavar="DIR")
     add("--out", "the page (default: report.html in DIR, or here for several)", Path)

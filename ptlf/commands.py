@@ -22,6 +22,7 @@ from ptlf.run import sweep as sweeps
 from ptlf.run.build import choose_device, make_encoder, make_stream
 from ptlf.run.cluster import train_all as train_jobs
 from ptlf.run.config import Config
+from ptlf.run.embedding import embed_images
 from ptlf.run.environment import commit, environment
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.folder import finished, has_finished
@@ -124,6 +125,13 @@ def evaluate(folder: Path, probe: Sequence[str] | None, overrides: Words) -> Non
     probes, eval_splits = evaluate_run(folder, config, probe)
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits)
+
+
+def embed(folder: Path, images: Words, out: Path, **how: Any) -> None:
+    """how: the arguments of `embed_images`."""
+    count, dim, skipped = embed_images(folder, images, out, **how)
+    left_out = f", {len(skipped)} skipped" if skipped else ""
+    tell(f"{out}: features of {count} images, {dim} numbers each{left_out}")
 
 
 def list_members(what: str | None) -> None:
