@@ -19,7 +19,7 @@ ORDER = """
 core: core batch errors files processes randomness registry settings
 stream: decode disk archives pack task datasets stream folders given fetch loading
 views: view named operations views
-encoders: encoder norm resnet encoders
+encoders: encoder norm resnet weights encoders
 objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
 model
 methods: memory method cassle der finetune lump pnn si methods
@@ -28,7 +28,7 @@ training: training checkpoint triton_bn fused_resnet compiled cost distributed e
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
-run: run config recipes build results folder environment parts inference embedding record watcher state looks
+run: run config recipes build results folder environment start parts inference embedding record watcher state looks
 run: loop sweep bench cluster evaluate
 report: report checks theme drawing runs measures tables live
 report.figures: figures axes accuracy cost freezing gallery

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import tiny_config
+import torch
+from conftest import tiny_config, tiny_encoder
 from PIL import Image
 
 from ptlf.core.registry import Registry
@@ -85,6 +86,7 @@ VALUES: Settings = {
     "views.memory": "lump",
     "views.size": 12,
     "encoder.name": "conftest:dropping_encoder",
+    "encoder.weights": "weights.pt",
     "objective.name": "supervised",
     "resnet18-mini encoder.width": 4,
     "si method.clip": 0.001,
@@ -209,6 +211,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of packed sets, `one` and `other`, that hold sets of the same names."""
     root = tmp_path_factory.mktemp("packs")
     random = np.random.default_rng(0)
+    torch.save(tiny_encoder().state_dict(), root / "weights.pt")
     for place in ("one", "other"):
         for name, folders in (("pets", "classes"), ("plants", "classes"), ("days", "tasks"), ("cifar10", "classes")):
             for label in range(10 if name == "cifar10" else 2):

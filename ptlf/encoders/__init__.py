@@ -3,6 +3,7 @@
 from ptlf.core.registry import Registry
 from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, feature_dim, from_function
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, resnet
+from ptlf.encoders.weights import Weights, load_weights, read_tensors
 
 SMALL, LARGE = "3x3 stem, for 32 to 64 px", "7x7 stem and max-pool, for 224 px"
 MINI = "three blocks, 16 channels, 3x3 stem, for 16 px"
@@ -18,4 +19,5 @@ MEMBERS = {
 }
 ENCODERS: Registry[EncoderEntry] = Registry("encoder", "ptlf.encoders", EncoderEntry, MEMBERS, wrap=from_function)
 
-__all__ = ["ENCODERS", "EncoderConfig", "EncoderEntry", "ResNet", "feature_dim"]
+__all__ = ["ENCODERS", "EncoderConfig", "EncoderEntry", "ResNet", "Weights", "feature_dim"]
+__all__ += ["load_weights", "read_tensors"]

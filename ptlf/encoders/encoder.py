@@ -21,6 +21,7 @@ Call = Callable[[nn.Module, Tensor], Tensor]
 @dataclass
 class EncoderConfig:
     name: str = key("resnet18", "which encoder; `ptlf list encoders` names them")
+    weights: str | None = key(None, "file or run to start from: safetensors or a state_dict; null = random weights")
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ def title_of(probe: str) -> str:
     return f"{PROBES[kind]} {WITHIN if bank == 'task' else AMONG}" if kind in PROBES else probe
 
 
+def start_of(results: dict[str, Any]) -> str:
+    """What the run began with, whose accuracy is called untrained."""
+    return "given encoder" if results.get("encoder_weights") else "random encoder"
+
+
 def probe_measures(probe: str) -> list[Measure]:
     """Accuracy, forgetting, and the accuracy of the untrained encoder."""
     title = title_of(probe)

@@ -79,6 +79,11 @@ class Group:
         return self.first["config"]
 
     @property
+    def given(self) -> bool:
+        """Whether it began with weights from a file."""
+        return bool(self.first.get("encoder_weights"))
+
+    @property
     def state(self) -> str:
         return self.runs[0].state
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ptlf.report import measures
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures
+from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, start_of
 from ptlf.report.runs import Group, RunRecord
 from ptlf.run.results import Json, ratio
 
@@ -32,14 +32,16 @@ def new_table(title: str, names: Sequence[str], figures: Iterable[str], **look: 
     return table
 
 
-def show_matrix(console: Console, probe: str, values: Json, eval_splits: list[str]) -> None:
-    """One probe's accuracy matrix: a row per task trained, a column per split, and the untrained encoder on top."""
+def show_matrix(
+    console: Console, probe: str, values: Json, eval_splits: list[str], start: str = "random encoder"
+) -> None:
+    """One probe's accuracy matrix: a row per task trained, a column per split, and on top the encoder at the start."""
     settings = values["settings"]
     k = f", k = {settings['k']}" if "k" in settings else ""
     console.print(f"\n{probe}: accuracy in %{k}, bank: {settings['bank']}")
     table = new_table("", ["after training on"], [clipped(split, 14) for split in eval_splits])
     if values.get("untrained"):
-        table.add_row("nothing (random encoder)", *map(percent, values["untrained"]), style="dim")
+        table.add_row(f"nothing ({start})", *map(percent, values["untrained"]), style="dim")
     for number, row in enumerate(values["matrix"], start=1):
         name = "all tasks" if len(values["matrix"]) == 1 else f"task {number}"
         table.add_row(name, *["" if value is None else percent(value) for value in row])
@@ -65,11 +67,12 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
     if len(names) > 2:  # in full they would not fit 80 columns
         common, names = shortened(names)
         title = f"{title}: {common}" if common else title
-    table = new_table(title, [""], names)
+    table, starts = new_table(title, [""], names), " or ".join(dict.fromkeys(start_of(g.first) for g in groups))
     for probe in dict.fromkeys(probe for group in groups for probe in group.first["probes"]):
         for measure in probe_measures(probe):
             cells = [score(measure, group) for group in groups]
-            table.add_row(f"{probe} {measure.short}, {measure.unit}", *cells)
+            name = measure.short.replace("random encoder", starts)
+            table.add_row(f"{probe} {name}, {measure.unit}", *cells)
         table.add_section()
     for measure in COSTS:
         cells = [beside(measure.words(group.mean(measure.path)), measure.ratio(group, base)) for group in groups]
@@ -117,7 +120,7 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     """A finished run: its accuracy matrices, its figures, and where the files are."""
     for probe, values in results["probes"].items():
         if not brief or (probe == "knn_class" and len(results["eval_splits"]) <= 10):
-            show_matrix(console, probe, values, results["eval_splits"])
+            show_matrix(console, probe, values, results["eval_splits"], start_of(results))
     if not brief:
         show_runs(console, {results["name"]: [results]})
     if not results["probes"]:

@@ -17,7 +17,8 @@ def evaluate_run(folder: Path, config: Config, chosen: Sequence[str] | None = No
 
     chosen: only these probes; without it, those the settings enable.
     """
-    parts = Parts(replace(config, evaluation=replace(config.evaluation, enabled=True)))
+    own = replace(config.encoder, weights=None)  # the run's are loaded below
+    parts = Parts(replace(config, encoder=own, evaluation=replace(config.evaluation, enabled=True)))
     load_encoder(folder, parts.model.encoder)
     if parts.prober is None:
         raise UserError(f"the run in {folder} has no labelled test images to evaluate on")

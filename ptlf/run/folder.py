@@ -43,10 +43,14 @@ def lock_of_run(folder: Path) -> Iterator[None]:
 
 
 def save_encoder(folder: Path, encoder: nn.Module, metadata: Mapping[str, str] | None = None) -> None:
+    write_whole(folder / ENCODER, encoder_bytes(encoder, metadata or {}))
+
+
+def encoder_bytes(encoder: nn.Module, metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file of its state."""
     # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
     tensors = {name: value.cpu().clone() for name, value in encoder.state_dict().items() if torch.is_tensor(value)}
-    contiguous = {name: value.contiguous() for name, value in tensors.items()}
-    write_whole(folder / ENCODER, save(contiguous, {"format": "pt", **(metadata or {})}))
+    return save({name: value.contiguous() for name, value in tensors.items()}, {"format": "pt", **metadata})
 
 
 def has_finished(folder: Path) -> bool:

@@ -15,6 +15,7 @@ from ptlf.run.folder import claimed, save_encoder
 from ptlf.run.inference import KEY, card_of
 from ptlf.run.looks import Looks
 from ptlf.run.results import append_line, write_json
+from ptlf.run.start import save_start
 from ptlf.run.watcher import Watcher
 from ptlf.training.checkpoint import Position
 from ptlf.training.engine import why_not_captured
@@ -124,6 +125,8 @@ class Run(Looks):
         """The folder as a run that has come this far would have left it."""
         if self.out and not (self.out / "config.yaml").exists():
             write_whole(self.out / "config.yaml", to_yaml(self.config))
+        if self.out and self.weights:
+            save_start(self.out, self.model.encoder, self.weights)
         if resume and self.resumable:
             self.load_checkpoint()
         if resume and self.out:
@@ -152,6 +155,8 @@ class Run(Looks):
         images = sum(len(task.train) for task in tasks)
         data = f"{len(tasks)} tasks, {images} images of {self.stream.size} px, {epochs} epochs each"
         about = [f"{data}, {self.config.encoder.name} with {units} units, on {self.device}"]
+        if self.weights and self.position == Position():
+            about += self.weights.lines()
         if self.trainer.engine_kind != "eager":
             about.append("compiling the step: about a minute the first time on a machine, then seconds")
         if self.position != Position():

@@ -10,6 +10,7 @@ from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.evaluation import Gallery, Prober
 from ptlf.run import build
 from ptlf.run.config import Config
+from ptlf.run.start import starting_encoder
 from ptlf.stream import Stream
 from ptlf.stream.loading import ImageSource
 from ptlf.training.distributed import make_alike
@@ -50,6 +51,7 @@ class Parts:
         if tests.enabled and tests.gallery and self.out:
             seed = derived_seed(config.seed, "gallery")
             self.gallery = Gallery(self.stream, self.prepare, self.device, batch=tests.batch, seed=seed)
+        encoder, self.weights = starting_encoder(config, encoder, self.folder)
         self.model = build.make_model(config, self.stream, self.view_size, self.device, encoder)
         self.channels_last = build.on_gpu(config.training.channels_last, self.device)
         if self.channels_last:

@@ -88,6 +88,7 @@ class State(Parts):
             "status": self.status,
             "config": as_dict(self.config),
             "environment": environment(self.device) | self.trainer.arithmetic() | {"processes": processes.world_size()},
+            "encoder_weights": self.weights.as_dict() if self.weights else None,
             "seed": self.config.seed,
             "class_order": list(self.stream.class_order),
             "tasks": [task.name for task in self.stream.tasks],

@@ -97,7 +97,8 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     column_names(drawing, range(1, len(eval_splits) + 1), left, top, cell)
     joint = rows[-1:] == [1] and len(eval_splits) > 1 and len(group.first["tasks"]) == 1
     places = {row: top + number * tall + (gap if row else 0.0) for number, row in enumerate(rows)}
-    names = {row: "untrained" if row == 0 else "all tasks" if joint else f"task {row}" for row in rows}
+    begin = "as given" if group.given else "untrained"
+    names = {row: begin if row == 0 else "all tasks" if joint else f"task {row}" for row in rows}
     for row, y in places.items():
         drawing.text(0, y + tall / 2 + 3.5, names[row], "ink" if row else "soft", size=TINY)
     for (row, column), value in cells.items():
