@@ -58,6 +58,7 @@ BASES: dict[str, Settings] = {
     "freezing.": FREEZING,
     "training.warmup": {**PLAIN, "training.epochs": 2},
     "evaluation.gallery": SAVING,
+    "evaluation.reference_test": {**PLAIN, "evaluation.reference": "images/one/pets"},
     "checkpoint.": SAVING,
     "probes.": {
         **PLAIN,
@@ -90,6 +91,8 @@ VALUES: Settings = {
     "objective.name": "supervised",
     "resnet18-mini encoder.width": 4,
     "si method.clip": 0.001,
+    "memory.images": "images/one/pets",
+    "evaluation.reference": "images/one/pets",
     "freezing.policy.name": "ascending",
     "cost_aware freezing.policy.sharpness": 0.0,
     "freezing.initial": 0.34,
@@ -247,7 +250,7 @@ def outcome(case: Case, out: Path, **changed: Any) -> dict[str, Any]:
     if not run.freezing.policy.freezes:  # then nothing is saved, and measuring takes longer than training
         run.trainer.cost_of_step = lambda indices: StepCost(0, 0.0, None)
     results = run.train()
-    parts = ("class_order", "tasks", "eval_splits", "units", "probes", "freezing", "cost")
+    parts = ("class_order", "tasks", "eval_splits", "units", "probes", "reference", "freezing", "cost")
     encoder = run.model.encoder.state_dict()
     return {
         **without_seconds({part: results[part] for part in parts}),

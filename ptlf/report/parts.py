@@ -84,6 +84,10 @@ def accuracy_part(comparison: Comparison) -> Part:
         heat_map = partial(accuracy.heat_map, probe, accuracy.heat_bounds(comparison, probe))
         tested = [group for group in comparison.groups if probe in group.first["probes"]]
         part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", heat_map, tested), HALF)
+    for probe in comparison.known:
+        how = "Accuracy in % on the images of `evaluation.reference`, before the first task (0) and after each."
+        line = Picture(f"known-{probe}", partial(accuracy.known_before, comparison, probe))
+        part.add(f"What it knew before, {title_of(probe)}", how.replace("`", ""), [line], HALF)
     for group in comparison.groups:
         if not group.first["probes"]:
             part.notes.append(f"{group.label} was not evaluated: it needs labelled test images and evaluation.enabled.")

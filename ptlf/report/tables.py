@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ptlf.report import measures
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, start_of
-from ptlf.report.runs import Group, RunRecord
+from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, start_of
+from ptlf.report.runs import Group, RunRecord, known_probes
 from ptlf.run.results import Json, ratio
 
 
@@ -33,18 +33,27 @@ def new_table(title: str, names: Sequence[str], figures: Iterable[str], **look: 
 
 
 def show_matrix(
-    console: Console, probe: str, values: Json, eval_splits: list[str], start: str = "random encoder"
+    console: Console,
+    probe: str,
+    values: Json,
+    eval_splits: list[str],
+    start: str = "random encoder",
+    known: Json | None = None,
 ) -> None:
-    """One probe's accuracy matrix: a row per task trained, a column per split, and on top the encoder at the start."""
+    """One probe's accuracy matrix: a row per task trained, a column per split, and on top the encoder at the start.
+    known: accuracies on what it knew before, for a last column."""
     settings = values["settings"]
     k = f", k = {settings['k']}" if "k" in settings else ""
     console.print(f"\n{probe}: accuracy in %{k}, bank: {settings['bank']}")
-    table = new_table("", ["after training on"], [clipped(split, 14) for split in eval_splits])
+    headings = [clipped(split, 14) for split in eval_splits] + ["what it\nknew before"] * bool(known)
+    table = new_table("", ["after training on"], headings)
+    before, after = ([percent(known["before"])], known["after"]) if known else ([], [])
     if values.get("untrained"):
-        table.add_row(f"nothing ({start})", *map(percent, values["untrained"]), style="dim")
+        table.add_row(f"nothing ({start})", *map(percent, values["untrained"]), *before, style="dim")
     for number, row in enumerate(values["matrix"], start=1):
         name = "all tasks" if len(values["matrix"]) == 1 else f"task {number}"
-        table.add_row(name, *["" if value is None else percent(value) for value in row])
+        aside = map(percent, after[number - 1 : number])
+        table.add_row(name, *["" if value is None else percent(value) for value in row], *aside)
     console.print(table)
 
 
@@ -73,6 +82,12 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
             cells = [score(measure, group) for group in groups]
             name = measure.short.replace("random encoder", starts)
             table.add_row(f"{probe} {name}, {measure.unit}", *cells)
+        table.add_section()
+    for probe in dict.fromkeys(probe for group in groups for probe in known_probes(group.first)):
+        before, after, lost = reference_measures(probe)
+        cells = [f"{score(before, group)} → {score(after, group)}" for group in groups]
+        table.add_row(f"{probe} what it knew before, %", *cells)
+        table.add_row(f"{probe} lost of that, points", *[score(lost, group) for group in groups])
         table.add_section()
     for measure in COSTS:
         cells = [beside(measure.words(group.mean(measure.path)), measure.ratio(group, base)) for group in groups]
@@ -120,7 +135,8 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     """A finished run: its accuracy matrices, its figures, and where the files are."""
     for probe, values in results["probes"].items():
         if not brief or (probe == "knn_class" and len(results["eval_splits"]) <= 10):
-            show_matrix(console, probe, values, results["eval_splits"], start_of(results))
+            known = known_probes(results).get(probe)
+            show_matrix(console, probe, values, results["eval_splits"], start_of(results), known)
     if not brief:
         show_runs(console, {results["name"]: [results]})
     if not results["probes"]:

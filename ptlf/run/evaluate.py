@@ -18,7 +18,9 @@ def evaluate_run(folder: Path, config: Config, chosen: Sequence[str] | None = No
     chosen: only these probes; without it, those the settings enable.
     """
     own = replace(config.encoder, weights=None)  # the run's are loaded below
-    parts = Parts(replace(config, encoder=own, evaluation=replace(config.evaluation, enabled=True)))
+    tests = replace(config.evaluation, enabled=True, reference=None)
+    memory = replace(config.memory, images=None)
+    parts = Parts(replace(config, encoder=own, memory=memory, evaluation=tests))
     load_encoder(folder, parts.model.encoder)
     if parts.prober is None:
         raise UserError(f"the run in {folder} has no labelled test images to evaluate on")

@@ -61,6 +61,18 @@ class Looks(State):
             self.record.end_task(rows, self.prober.future(self.model.encoder, self.task))
         return rows
 
+    def test_reference(self) -> None:
+        """What the encoder knew before, against a bank of its own."""
+        if self.reference:
+            with self.clock("evaluation"):
+                self.record.test_reference(self.reference.rows(self.model.encoder, 0))
+
+    def has_past(self) -> bool:
+        """Whether the encoder knows something that the next task could make it forget."""
+        remembered = self.method.memory is not None and self.method.memory.old_count > 0
+        known = remembered or (self.weights is not None and not self.freezing.policy.needs_ratios)
+        return self.task > 0 or known
+
     def look_before(self) -> None:
         if self.prober:
             with self.clock("evaluation"):

@@ -15,7 +15,7 @@ from ptlf.run.folder import claimed, save_encoder
 from ptlf.run.inference import KEY, card_of
 from ptlf.run.looks import Looks
 from ptlf.run.results import append_line, write_json
-from ptlf.run.start import save_start
+from ptlf.run.start import fill_memory, save_start
 from ptlf.run.watcher import Watcher
 from ptlf.training.checkpoint import Position
 from ptlf.training.engine import why_not_captured
@@ -53,6 +53,8 @@ class Run(Looks):
 
     def train_stream(self) -> None:
         if self.position == Position():
+            self.fill_memory()
+            self.test_reference()
             self.look_before()
             self.save_results()
         while self.task < len(self.stream.tasks):
@@ -60,18 +62,30 @@ class Run(Looks):
         self.freezing.freezer.thaw()
         self.look("after")
 
+    def fill_memory(self) -> None:
+        """With images of `memory.images`, before the first task."""
+        if self.config.memory.images is None:
+            return
+        if self.method.memory is None:
+            return processes.warn(
+                f"ptlf: method {self.config.method.name!r} keeps no memory; memory.images is not used"
+            )
+        views = (self.view_specs, self.view_size, self.random, self.method.needs_outputs)
+        self.record.memory_images = fill_memory(self.method.memory, self.model.encoder, self.config, *views)
+
     def train_task(self, indices: np.ndarray) -> None:
         if self.position.between_tasks:
             self.model.objective.begin_task(self.config.training.epochs * self.trainer.steps_per_epoch(indices))
             self.method.begin_task(self.task, self.model)
             if self.method.memory is not None:
                 self.method.memory.begin_task()
-            self.freezing.begin_task(self.task)
+            self.freezing.begin_task(self.task, self.has_past())
         while self.epoch < self.config.training.epochs:
             self.train_epoch(indices)
             self.epoch, self.epoch_state = self.epoch + 1, None
             self.pause()
         self.method.end_task(self.task, self.model)
+        self.test_reference()
         self.watcher.end_task(self.task, self.evaluate())
         self.task, self.epoch = self.task + 1, 0
         self.save_results()

@@ -10,8 +10,9 @@ from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.evaluation import Gallery, Prober
 from ptlf.run import build
 from ptlf.run.config import Config
-from ptlf.run.start import starting_encoder
+from ptlf.run.start import find_given, make_reference, starting_encoder
 from ptlf.stream import Stream
+from ptlf.stream.given import given
 from ptlf.stream.loading import ImageSource
 from ptlf.training.distributed import make_alike
 from ptlf.training.rate import check_warmup
@@ -48,6 +49,9 @@ class Parts:
         self.prober = self.gallery = None
         if tests.enabled and self.stream.eval_splits:
             self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, source)
+        self.reference = make_reference(config, self.stream.size, self.prepare, self.device)
+        if config.memory.images and not (self.folder and (self.folder / "config.yaml").exists()):
+            given(find_given(config, config.memory.images))  # a run that goes on has them in its memory
         if tests.enabled and tests.gallery and self.out:
             seed = derived_seed(config.seed, "gallery")
             self.gallery = Gallery(self.stream, self.prepare, self.device, batch=tests.batch, seed=seed)

@@ -95,6 +95,21 @@ class State(Parts):
             "eval_splits": [split.name for split in self.stream.eval_splits],
             "units": [unit.name for unit in self.freezing.freezer.units],
             "probes": self.record.probes(self.prober.settings() if self.prober else {}),
+            "reference": self.reference_results(),
+            "memory_images": self.record.memory_images,
             "freezing": self.freezing.log,
             "cost": self.record.cost(self.clock.seconds),
+        }
+
+    def reference_results(self) -> dict[str, Any] | None:
+        if self.reference is None:
+            return None
+        stream = self.reference.stream
+        images = {"bank": len(stream.eval_splits[0].bank), "test": len(stream.eval_splits[0].test)}
+        probes = self.record.reference_probes(self.reference.settings())
+        return {
+            "path": self.config.evaluation.reference,
+            "classes": list(stream.data.names),
+            **images,
+            "probes": probes,
         }

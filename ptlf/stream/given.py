@@ -21,10 +21,12 @@ from PIL import Image
 
 from ptlf.core.errors import UserError
 from ptlf.stream.archives import Chunk
+from ptlf.stream.datasets import packed
 from ptlf.stream.decode import BATCH_BYTES, BadImage, ImageFile, decode_image, from_picture
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.folders import PackOptions, note_skipped, pack_files, pack_folder
-from ptlf.stream.pack import Pack, check_free, check_name, open_pack, quoted, write_pack
+from ptlf.stream.pack import Pack, check_free, check_name, natural, open_pack, quoted, write_pack
+from ptlf.stream.task import Dataset, Images
 
 IMAGE_KEYS, LABEL_KEYS = ("image", "img"), ("label", "labels", "fine_label")  # of rows that are dictionaries
 # Arrays of an .npz file: (images, labels) by split, as numpy users, MedMNIST and Keras name them.
@@ -34,6 +36,7 @@ ARRAYS = {
 }
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 CHANNELS = (1, 3, 4)
+MOST_BYTES = 4 << 30  # of a labelled set that is read into memory
 
 
 class Row(NamedTuple):
@@ -357,6 +360,61 @@ def hold_out(images: Given, fraction: float) -> dict[str, Given]:
     return {"train": part(False), "test": part(True)}
 
 
+def sample_images(path: Path, size: int, most: int, random: np.random.Generator) -> tuple[np.ndarray, int]:
+    """`most` of the training images, (most, S, S, 3) uint8, and how many there are. Fewer are used several times."""
+    images = given(path)["train"]
+    rounds = -(-most // images.count)
+    drawn = np.concatenate([random.permutation(images.count) for _ in range(rounds)])[:most]
+    chosen, places = np.unique(drawn, return_inverse=True)
+    wanted = set(chosen.tolist())
+
+    def rows() -> Iterator[Row]:
+        return (row for index, row in enumerate(images.read()) if index in wanted)
+
+    return read_all(Given(len(chosen), rows), size)[0][places], images.count
+
+
+def read_all(images: Given, size: int) -> tuple[np.ndarray, list[Any]]:
+    """All images (N, S, S, 3) uint8 and their labels, in memory. A broken image is refused."""
+    pixels = np.empty((images.count, size, size, 3), np.uint8)
+    labels: list[Any] = []
+    for batch in squares(images, size):
+        for file, why in batch.problems:
+            raise UserError(f"{file} cannot be used: {why}; repair or remove it")
+        pixels[len(labels) : len(labels) + len(batch.images)] = batch.images
+        labels += batch.labels
+    return pixels, labels
+
+
+def labelled_dataset(path: Path, size: int, test_fraction: float) -> Dataset:
+    """A labelled set with test images, read into memory; a packed set of this size stays a memory map."""
+    if (path / "pack.json").is_file():
+        data = packed(path.absolute().parent, path.name)
+        if data.size == size and data.test is not None and data.folders == "classes":
+            return data
+    splits = given(path)
+    if next(iter(splits["train"].read())).label is None:
+        raise UserError(f"{path} has no labels; give a folder per class")
+    if "test" not in splits:
+        splits = hold_out(splits["train"], test_fraction)
+    needed = sum(part.count for part in splits.values()) * size * size * 3
+    if needed > MOST_BYTES:
+        advice = (
+            f"pack it with `ptlf data pack {path} --name NAME --size {size} --test-fraction 0.2` and give that name"
+        )
+        raise UserError(f"{path} takes {needed / 1e9:.1f} GB at {size} px; {advice}")
+    read = {split: read_all(part, size) for split, part in splits.items()}
+    known = splits["train"].names
+    names = list(known) if known is not None else sorted({str(label) for label in read["train"][1]}, key=natural)
+    images = {}
+    for split, (pixels, labels) in read.items():
+        if known is None and (extra := {str(label) for label in labels} - set(names)):
+            raise UserError(f"{path} has test images of {quoted(sorted(extra))}, of which there are no training images")
+        numbers = labels if known is not None else [names.index(str(label)) for label in labels]
+        images[split] = Images(pixels, np.array(numbers, np.int64))
+    return Dataset(path.name, tuple(names), images["train"], images["test"])
+
+
 def find_images(value: str, root: Path) -> Path:
     """A path, or the name of a packed set in the data root."""
     if (path := Path(value).expanduser()).exists():
@@ -372,9 +430,7 @@ def given_path(path: Path) -> dict[str, Given]:
     if (path / "pack.json").is_file():
         return given_pack(open_pack(path.absolute().parent, path.absolute().name))
     if path.is_dir():
-        files = image_files(path)
-        classes = folder_of_folders(path)
-        return {"train": Given(len(files), lambda: (file_row(file, path, classes) for file in files))}
+        return given_folder(path)
     if not path.exists():
         raise UserError(f"there is no folder or file {path}")
     if path.suffix == ".npy":
@@ -384,6 +440,21 @@ def given_path(path: Path) -> dict[str, Given]:
     if Image.registered_extensions().get(path.suffix.lower()):
         return {"train": Given(1, lambda: [Row(path.name, path)])}
     raise UserError(f"{path} holds no images that can be read; give a folder, a packed set, an .npz or an .npy file")
+
+
+def given_folder(path: Path) -> dict[str, Given]:
+    """All files below it; `train/` and `test/` (or `val/`), if it has both, are splits."""
+    classes = folder_of_folders(path)
+    tests = [name for name in ("test", "val") if (path / name).is_dir()]
+    trees = {"train": path}
+    if (path / "train").is_dir() and tests:
+        trees = {"train": path / "train", "test": path / tests[0]}
+
+    def part(tree: Path) -> Given:
+        files = image_files(tree)
+        return Given(len(files), lambda: (file_row(file, path, classes) for file in files))
+
+    return {split: part(tree) for split, tree in trees.items()}
 
 
 def is_plain_folder(path: Path) -> bool:

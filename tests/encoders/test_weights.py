@@ -96,7 +96,7 @@ def test_names_of_torchvision_s_residual_networks(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        ("resnet34", r"120 of 120 tensors match; it also has stages\.0\.2\.conv1\.weight.* and \d+ more"),
+        ("resnet34", r"120 of 120 tensors match; it also has stages\.0\.2\.bn1\.bias.* and \d+ more"),
         ("resnet18-imagenet", r"119 of 120 .*of another shape are stem\.conv\.weight \(64, 3, 7, 7\) where \(64, 3, 3"),
         ("resnet50", "97 of 120 .*of another shape are .*it also has"),
         ("resnet18-mini", "it lacks stages"),

@@ -13,7 +13,7 @@ from pictures import picture, tree
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.given import find_images, given, pack_images, squares
+from ptlf.stream.given import find_images, given, labelled_dataset, pack_images, sample_images, squares
 from ptlf.stream.pack import Pack, open_pack
 
 RNG = np.random.default_rng(1)
@@ -255,8 +255,9 @@ def test_names_of_files_in_a_folder(tmp_path: Path) -> None:
     source = tmp_path / "s"
     for split in ("train", "test"):
         tree(source / split, "cat", files=1)
-    rows = list(given(source)["train"].read())
-    assert [(row.name, row.label) for row in rows] == [("test/cat/0.png", "cat"), ("train/cat/0.png", "cat")]
+    for split, part in given(source).items():
+        assert [(row.name, row.label) for row in part.read()] == [(f"{split}/cat/0.png", "cat")]
+    assert list(given(source)) == ["train", "test"]
 
 
 def test_find_images(tmp_path: Path) -> None:
@@ -265,3 +266,34 @@ def test_find_images(tmp_path: Path) -> None:
     assert find_images(str(tmp_path), tmp_path) == tmp_path
     with pytest.raises(UserError, match="neither a folder or file here nor a packed set"):
         find_images("days", pack.path.parent)
+
+
+def test_a_sample_of_images(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", PIXELS)
+    some, count = sample_images(tmp_path / "a.npy", 8, 5, np.random.default_rng(0))
+    assert count == 7 and len(some) == 5
+    found = [next(i for i, image in enumerate(EXPECTED) if np.array_equal(image, one)) for one in some]
+    assert len(set(found)) == 5
+    many, _ = sample_images(tmp_path / "a.npy", 8, 16, np.random.default_rng(0))
+    counts = [sum(np.array_equal(image, one) for one in many) for image in EXPECTED]
+    assert sum(counts) == 16 and set(counts) == {2, 3}
+
+
+def test_a_labelled_set_in_memory(tmp_path: Path) -> None:
+    source = tmp_path / "s"
+    for split, files in (("train", 3), ("test", 2)):
+        tree(source / split, "cat", "dog", files=files)
+    data = labelled_dataset(source, 8, 0.2)
+    assert data.names == ("cat", "dog") and data.test is not None
+    assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1] and data.test.labels.tolist() == [0, 0, 1, 1]
+    assert np.array_equal(data.test.pixels[2], np.asarray(Image.open(source / "test" / "dog" / "0.png")))
+    held = labelled_dataset(source / "train", 8, 1 / 3)
+    assert held.test is not None and (len(held.train), len(held.test)) == (4, 2)
+    pack = packed(source, tmp_path, "pets")
+    assert isinstance(labelled_dataset(pack.path, 8, 0.2).train.pixels, np.memmap)
+    assert labelled_dataset(pack.path, 4, 0.2).size == 4
+    with pytest.raises(UserError, match="has no labels"):
+        labelled_dataset(source / "train" / "cat", 8, 0.2)
+    tree(source / "test", "cow")
+    with pytest.raises(UserError, match="test images of 'cow', of which there are no training images"):
+        labelled_dataset(source, 8, 0.2)
