@@ -157,7 +157,10 @@ def add_run_verbs(verb: Verb) -> None:
     add("--job-options", "for submitit, as slurm_partition=gpu", nargs="+", default=[], metavar="KEY=VALUE")
     add("--baseline", "what costs are relative to: a recipe or its end (default: lump, if any)")
 
-    epilog = "Settings of the probes may be changed: --probes.knn_class.k 50"
+    epilog = (
+        "Settings of the probes may be changed: --probes.knn_class.k 50\n"
+        "--stream.labelled PACK or FOLDER tests on these labelled images, and needs none of the run's own."
+    )
     add = verb("evaluate", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
     add("folder", "a run's folder", Path, metavar="DIR")
     add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")

@@ -17,6 +17,7 @@ from ptlf.stream import Stream
 QUERIES, NEIGHBOURS = 12, 5
 TILE, SPRITE_BYTES = 48, 110_000  # pixels; bytes before base64, which adds a third
 POOL, POINTS = 2000, 600  # candidates for neighbours; how many of them are on the map
+UNLABELLED_POOL = 300  # of a stream without labels, where looking at images is all that evaluation does
 
 
 class Gallery:
@@ -34,13 +35,14 @@ class Gallery:
         if stream.eval_data is stream.data and stream.data.test is not None:
             images, named = stream.data.test, [(split.name, split.test) for split in stream.eval_splits]
         self.group_names = [name for name, _ in named]
-        chosen, self.groups = spread([indices for _, indices in named], POOL, np.random.default_rng(seed))
+        self.labelled = stream.data.folders == "classes"
+        pool = POOL if self.labelled else UNLABELLED_POOL
+        chosen, self.groups = spread([indices for _, indices in named], pool, np.random.default_rng(seed))
         order = np.argsort(chosen, kind="stable")  # read a memory-mapped file in order
         self.pixels = np.empty((len(chosen), *images.pixels.shape[1:]), images.pixels.dtype)
         self.pixels[order] = images.pixels[chosen[order]]
-        labelled = stream.data.folders == "classes"
-        self.labels = images.labels[chosen] if labelled else self.groups
-        self.label_names = list(stream.data.names) if labelled else self.group_names
+        self.labels = images.labels[chosen] if self.labelled else self.groups
+        self.label_names = list(stream.data.names) if self.labelled else self.group_names
         self.queries = pick_queries(self.labels, QUERIES)
         self.looks: dict[str, dict[str, Any]] = {}
 
@@ -62,6 +64,7 @@ class Gallery:
         for look in looks.values():
             look["neighbours"] = [[tile[n] for n in row] for row in look["neighbours"]]
         return {
+            "labelled": self.labelled,  # false: the labels are the tasks
             "groups": self.group_names,
             "labels": self.label_names,
             "sprite": sprite([self.pixels[index] for index in shown]),

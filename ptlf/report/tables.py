@@ -89,6 +89,12 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
         table.add_row(f"{probe} what it knew before, %", *cells)
         table.add_row(f"{probe} lost of that, points", *[score(lost, group) for group in groups])
         table.add_section()
+    for key, title in {"effective_rank": "effective rank", "spread": "spread"}.items():
+        last = [(group.first.get("features") or [{}])[-1].get(key) for group in groups]
+        if any(value is not None for value in last):
+            cells = ["-" if value is None else f"{value:.2f}" for value in last]
+            table.add_row(f"{title} of the features, last task", *cells)
+    table.add_section()
     for measure in COSTS:
         cells = [beside(measure.words(group.mean(measure.path)), measure.ratio(group, base)) for group in groups]
         if set(cells) != {"-"}:
@@ -140,7 +146,8 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     if not brief:
         show_runs(console, {results["name"]: [results]})
     if not results["probes"]:
-        console.print("not evaluated: no labelled test images (or evaluation.enabled is false)")
+        later = f"`ptlf evaluate {folder} --stream.labelled PACK` takes labels that come later"
+        console.print(f"not evaluated: no labelled test images (or evaluation.enabled is false); {later}")
     console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors")
 
 

@@ -1,4 +1,4 @@
-"""A finished run's encoder, tested again."""
+"""A finished run's encoder, tested again, or on labelled images that came later."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,9 +7,15 @@ from typing import Any
 
 from ptlf import evaluation
 from ptlf.core.errors import UserError
+from ptlf.evaluation import Prober
 from ptlf.run.config import Config
 from ptlf.run.folder import load_encoder
+from ptlf.run.inference import load_encoder as load
 from ptlf.run.parts import Parts
+from ptlf.stream import StreamConfig
+from ptlf.stream.given import find_images, labelled_dataset
+from ptlf.stream.pack import data_root
+from ptlf.stream.task import split
 
 
 def evaluate_run(folder: Path, config: Config, chosen: Sequence[str] | None = None) -> tuple[dict[str, Any], list[str]]:
@@ -30,3 +36,19 @@ def evaluate_run(folder: Path, config: Config, chosen: Sequence[str] | None = No
     settings = parts.prober.settings()
     probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}
     return probes, [split.name for split in parts.stream.eval_splits]
+
+
+def evaluate_labelled(
+    folder: Path, config: Config, labelled: str, chosen: Sequence[str] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """The probes on labelled images: a packed set or a folder per class. The run's own images are not needed."""
+    encoder = load(folder, device=config.device)
+    path = find_images(labelled, data_root(config.data_root))
+    data = labelled_dataset(path, encoder.card["image_size"], config.evaluation.reference_test)
+    stream = split(data, StreamConfig(name="labelled", tasks=1), 0)
+    prober = Prober(stream, config.evaluation, config.probes, encoder.normalise, encoder.device)
+    if chosen is not None:
+        prober.choose(chosen)
+    rows, settings = prober.rows(encoder.module, 0), prober.settings()
+    probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}
+    return probes, [path.name]

@@ -82,8 +82,10 @@ class LoadedEncoder:
 
     def prepare(self, pixels: np.ndarray) -> Tensor:
         """The input of squares (N, image_size, image_size, 3) uint8."""
-        stored = torch.from_numpy(pixels).to(self.device)
-        return normalise(stored, self.card["mean"], self.card["std"], self.card["view_size"])
+        return self.normalise(torch.from_numpy(pixels).to(self.device))
+
+    def normalise(self, images: Tensor) -> Tensor:
+        return normalise(images, self.card["mean"], self.card["std"], self.card["view_size"])
 
     def embed(self, images: Any, batch: int = 256) -> np.ndarray:
         """Features (N, feature_dim) float32 of images: a path (a folder, a packed set, .npz, .npy), an array

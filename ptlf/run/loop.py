@@ -86,6 +86,7 @@ class Run(Looks):
             self.pause()
         self.method.end_task(self.task, self.model)
         self.test_reference()
+        self.measure_features(indices)
         self.watcher.end_task(self.task, self.evaluate())
         self.task, self.epoch = self.task + 1, 0
         self.save_results()
@@ -171,6 +172,8 @@ class Run(Looks):
         about = [f"{data}, {self.config.encoder.name} with {units} units, on {self.device}"]
         if self.weights and self.position == Position():
             about += self.weights.lines()
+        if self.gallery and not self.prober and self.position == Position():
+            about.append("first a look at the encoder as it is, for the report")
         if self.trainer.engine_kind != "eager":
             about.append("compiling the step: about a minute the first time on a machine, then seconds")
         if self.position != Position():

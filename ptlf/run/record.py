@@ -29,6 +29,7 @@ class Record:
     newly_frozen: list[str] = field(default_factory=list)  # in the epoch that runs
     spent_before: dict[str, float] = field(default_factory=dict)  # seconds by purpose, when it began
     warned: bool = False  # of a collapse
+    features: list[dict[str, Any]] = field(default_factory=list)  # spread and effective rank after each task
     memory_images: dict[str, Any] | None = None  # what the memory was filled with before the first task
     reference: dict[str, list[float]] = field(default_factory=dict)  # before the first task and after each, by probe
 

@@ -97,6 +97,7 @@ class State(Parts):
             "probes": self.record.probes(self.prober.settings() if self.prober else {}),
             "reference": self.reference_results(),
             "memory_images": self.record.memory_images,
+            "features": self.record.features,
             "freezing": self.freezing.log,
             "cost": self.record.cost(self.clock.seconds),
         }

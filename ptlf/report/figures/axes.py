@@ -117,7 +117,7 @@ def line_chart(
     top = legend(drawing, left, 10, width - left, [group for group, _ in lines]) + 8
     y = Scale(*ends, top + height, top)
     x = Scale(first, last, left + 12, width - 12) if last > first else Scale(first - 1, first + 1, left, width)
-    grid_y(drawing, y, left, width, highest=100.0)
+    grid_y(drawing, y, left, width, highest=100.0 if ends[1] < 101 else math.inf)  # no tick above 100 %
     for place in places:
         drawing.text(x(place), top + height + 16, plain(place), "soft", size=TINY, anchor="middle")
     drawing.text(width, top + height + 31, below, "soft", size=TINY, anchor="end")
