@@ -178,6 +178,12 @@ def add_run_verbs(verb: Verb) -> None:
     add("--device", "cpu or cuda; auto is cuda where there is one", default="auto")
     add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
 
+    add = verb("export", "The encoder of a run for other programs, checked against PyTorch.")
+    add("folder", "a run's folder", Path, metavar="RUN")
+    add("--to", "FILE.onnx, FILE.pt2 (torch.export), or a folder as on the Hugging Face hub", Path, required=True)
+    add("--license", "of the encoder, for the folder's model card, as mit or cc-by-4.0", dest="licence")
+    add("--overwrite", "replace what is there", bool)
+
     add = verb("report", "Runs side by side as one page of pictures.", "ptlf.report.page:report")
     add("folders", "a run's folder, or a folder of runs", Path, nargs="+", metavar="DIR")
     add("--out", "the page (default: report.html in DIR, or here for several)", Path)

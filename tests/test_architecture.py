@@ -28,8 +28,8 @@ training: training checkpoint triton_bn fused_resnet compiled cost distributed e
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
-run: run config recipes build results folder environment start parts inference embedding record watcher state looks
-run: loop sweep bench cluster evaluate
+run: run config recipes build results folder environment start parts inference embedding export
+run: record watcher state looks loop sweep bench cluster evaluate
 report: report checks theme drawing runs measures tables live
 report.figures: figures axes accuracy cost freezing gallery learning
 report: parts page watch

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ptlf
 from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
+from ptlf.encoders import read_tensors
 from ptlf.evaluation.prober import testing
 from ptlf.methods import METHODS, Method
 from ptlf.run.build import choose_device, make_encoder, make_stream
@@ -28,6 +29,7 @@ from ptlf.stream.given import Given, Squares, given, squares
 from ptlf.views import named_views, normalise
 
 KEY = "ptlf"  # of the card in the metadata of encoder.safetensors
+MODEL = "model.safetensors"  # the same file in an exported folder
 CROP = "short side resized to image_size (bicubic, antialiased), centre cropped"
 Card = dict[str, Any]
 OnProblem = Callable[[list[tuple[str, str]]], None]  # takes (name, reason) of images that cannot be read
@@ -132,12 +134,23 @@ def load_encoder(folder: Path | str, encoder: nn.Module | None = None, device: s
     folder, place = Path(folder), choose_device(device)
     card = read_card(folder)
     module = rebuilt(card, folder, encoder)
-    load_weights(folder, module)
+    if (folder / ENCODER).exists():
+        load_weights(folder, module)
+    else:
+        load_exported(folder / MODEL, module)
     return LoadedEncoder(module.to(place).eval().requires_grad_(False), card, place)
 
 
+def load_exported(path: Path, module: nn.Module) -> None:
+    own = {name: value for name, value in module.state_dict().items() if not torch.is_tensor(value)}
+    try:
+        module.load_state_dict(own | read_tensors(path))
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit its metadata: {str(error).strip().splitlines()[-1].strip()}") from None
+
+
 def read_card(folder: Path) -> Card:
-    path = folder / ENCODER
+    path = next((folder / name for name in (ENCODER, MODEL) if (folder / name).exists()), folder / ENCODER)
     if not path.exists():
         raise UserError(f"{folder} holds no {ENCODER}; it is no run, or the run there has not finished")
     try:
