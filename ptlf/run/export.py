@@ -258,7 +258,7 @@ def preprocessing(card: Json) -> str:
     size, view = card["image_size"], card["view_size"]
     crop = f"; the centre {view} px are used" if view != size else ""
     return (
-        f"EXIF orientation is applied, the short side is resized to {size} px (bicubic, antialiased), and the centre is "
+        f"EXIF orientation is applied, the short side is resized to {size} px (bicubic, antialiased), and the centre "
         f"cropped to a square{crop}. Values are divided by 255 and normalised with mean ({mean}) and deviation ({std})."
     )
 
