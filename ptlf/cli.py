@@ -157,6 +157,16 @@ def add_run_verbs(verb: Verb) -> None:
     add("--job-options", "for submitit, as slurm_partition=gpu", nargs="+", default=[], metavar="KEY=VALUE")
     add("--baseline", "what costs are relative to: a recipe or its end (default: lump, if any)")
 
+    about = "Train a recipe with growing shares of its units frozen, and draw what accuracy costs."
+    epilog = "`ptlf report` draws the same picture of finished runs. " + HOLD_FOR_ALL
+    add = verb("frontier", about, overrides=True, epilog=epilog)
+    add("recipe", "STREAM/OBJECTIVE/METHOD; it is also trained without freezing", metavar="RECIPE")
+    add("--orders", "policies", nargs="+", default=["correlation", "cost_aware"], metavar="POLICY")
+    add("--initial", "shares of the units frozen in a task's first epoch", float, nargs="+", default=[0.0, 0.2])
+    add("--final", "shares frozen in its last epoch", float, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
+    add("--seeds", "each with each of them", int, nargs="+", default=[0], metavar="SEED")
+    add("--out", "a folder below this for each run; finished ones are kept", Path, required=True, metavar="DIR")
+
     epilog = (
         "Settings of the probes may be changed: --probes.knn_class.k 50\n"
         "--stream.labelled PACK or FOLDER tests on these labelled images, and needs none of the run's own."

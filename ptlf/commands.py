@@ -102,6 +102,20 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
     write_page([run.folder for run in runs], out / "report.html", baseline)
 
 
+def frontier(recipe: str, seeds: list[int], out: Path, overrides: Words, **grid: Any) -> None:
+    """grid: `orders`, `initial` and `final`, for `sweep.plan_frontier`."""
+    check_alone("frontier")
+    for word in overrides:
+        if word.partition("=")[0] in ("--seed", "--freezing.policy", "--freezing.initial", "--freezing.final"):
+            raise UserError(f"`ptlf frontier` varies what {word.partition('=')[0]} sets; see `ptlf frontier --help`")
+    runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, **grid)
+    missing = [run for run in runs if not finished(run.folder, run.config)]
+    tell(f"{len(runs)} runs, {len(runs) - len(missing)} of them finished")
+    for run, results in sweeps.train_all(missing, Live):
+        show_results(console, results, run.folder, brief=True)
+    write_page([run.folder for run in runs], out / "report.html", f"no-freezing-seed{seeds[0]}")
+
+
 def check_alone(verb: str) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"torchrun can share one run among processes: start `ptlf train` with it, not `ptlf {verb}`")

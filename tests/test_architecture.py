@@ -31,7 +31,7 @@ evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation sp
 run: run config recipes build results folder environment start parts inference embedding export
 run: record watcher state looks loop sweep bench cluster evaluate
 report: report checks theme drawing runs measures tables live
-report.figures: figures axes accuracy cost freezing gallery learning
+report.figures: figures axes accuracy cost freezing frontier gallery learning
 report: parts page watch
 commands
 cli

@@ -49,7 +49,7 @@ def test_links_and_files_that_documents_name_exist(path: Path) -> None:
             assert (path.parent / target).exists(), target
 
 
-FULL = [f"split-cifar10/simsiam/{method}" for method in ("lump", "ptlf", "ptlf-cost")]
+FULL = [f"split-cifar10/simsiam/{method}" for method in ("lump", "ptlf", "ptlf-cost", "ptlf-deep")]
 
 
 def kept_probes(pattern: str) -> list[dict[str, dict[str, float]]]:
