@@ -10,6 +10,7 @@ _LAZY = {
     "correlation_ratios": "ptlf.freezing",
     "find_units": "ptlf.freezing",
     "Config": "ptlf.run.config",
+    "Learner": "ptlf.learner",
     "Run": "ptlf.run.loop",
     "load_encoder": "ptlf.run.inference",
 }
@@ -17,6 +18,7 @@ __all__ = [
     "Config",
     "FreezeSchedule",
     "Freezer",
+    "Learner",
     "Run",
     "__version__",
     "correlation_ratios",

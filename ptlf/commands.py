@@ -8,10 +8,11 @@ from typing import Any
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.settings import as_dict
+from ptlf.core.settings import as_dict, parse_overrides
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.freezing import POLICIES
+from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.live import Live, console, tell
@@ -37,6 +38,7 @@ from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.views import VIEWS
 
 NO_PACKS = "no packed data sets in {}; `ptlf data get cifar10` gets one"
+LEARN = "arriving/simsiam/ptlf"
 BENCH_PAIR = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
 Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
@@ -69,6 +71,52 @@ def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True)
     if first:
         show_results(console, results, folder)
         write_page([folder], folder / "report.html")
+
+
+def learn(
+    folder: Path,
+    source: str | None,
+    recipe: str | None,
+    config: Path | None,
+    size: int | None,
+    name: str | None,
+    watch: Path | None,
+    settle: float,
+    every: float,
+    once: bool,
+    overrides: Words,
+    **how: Any,
+) -> None:
+    """how: `again`, and how images are packed, for `Learner.learn`."""
+    check_alone("learn")
+    if watch and (source or name):
+        raise UserError(f"--watch takes its tasks from {watch}; leave out {'SOURCE' if source else '--name'}")
+    if not watch and once:
+        raise UserError("--once is for --watch DIR")
+    learner = open_learner(folder, recipe, config, size, overrides)
+    if watch:
+        for results in learner.watch(watch, settle=settle, every=every, once=once, **how):
+            show_results(console, results, folder, brief=True)
+            write_page([folder], folder / "report.html")
+        return
+    if source is None and learner.exists and has_finished(folder):
+        return tell(f"{folder}: nothing to finish; give images to learn")
+    show_results(console, learner.learn(source, name, **how), folder)
+    write_page([folder], folder / "report.html")
+
+
+def open_learner(folder: Path, recipe: str | None, config: Path | None, size: int | None, overrides: Words) -> Learner:
+    """The run in the folder, or a new one with these settings."""
+    if not (folder / "config.yaml").exists():
+        words = [word.partition("=")[0] for word in overrides if word.startswith("--stream.")]
+        for word in words:
+            if word not in ("--stream.labelled", "--stream.resident"):
+                raise UserError(f"`ptlf learn` takes tasks as they arrive; leave out {word}")
+        return Learner.new(resolve_config(recipe or LEARN, config, overrides), folder, size)
+    given = {"--recipe": recipe, "-c": config, "--size": size}
+    for word in [word for word, value in given.items() if value]:
+        raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {word}")
+    return Learner.load(folder, **parse_overrides(Config, overrides))
 
 
 def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, overrides: Words, **jobs: Any) -> None:

@@ -17,7 +17,7 @@ PACKAGE = Path(ptlf.__file__).parent
 # Every module, in an order in which each imports only those before it. A room's own name is its __init__.
 ORDER = """
 core: core batch errors files processes randomness registry settings
-stream: decode disk archives pack task datasets stream folders given fetch loading
+stream: decode disk archives pack task datasets stream folders given arrivals fetch loading
 views: view named operations views
 encoders: encoder norm resnet weights encoders
 objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
@@ -33,6 +33,7 @@ run: record watcher state looks loop sweep bench cluster evaluate
 report: report checks theme drawing runs measures tables live
 report.figures: figures axes accuracy cost freezing frontier gallery learning
 report: parts page watch
+learner
 commands
 cli
 __main__
@@ -140,7 +141,8 @@ def test_digging_is_seen(own: set[str]) -> None:
 
 
 def test_public_names() -> None:
-    names = {"Config", "FreezeSchedule", "Freezer", "Run", "correlation_ratios", "find_units", "load_encoder"}
+    names = {"Config", "FreezeSchedule", "Freezer", "Learner", "Run", "correlation_ratios", "find_units"}
+    names |= {"load_encoder"}
     assert names == set(ptlf.__all__) - {"__version__"}
     assert names <= set(dir(ptlf))
     for name in ptlf.__all__:

@@ -1,7 +1,7 @@
 """Encoders by name. To add one: a function that makes an `nn.Module` of its settings, and a line here."""
 
 from ptlf.core.registry import Registry
-from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, feature_dim, from_function
+from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, ask_for_module, feature_dim, from_function
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, resnet
 from ptlf.encoders.weights import Weights, load_weights, read_tensors
 
@@ -16,6 +16,7 @@ MEMBERS = {
     "resnet34-imagenet": resnet(LARGE, BasicBlock, (3, 4, 6, 3), stem="imagenet"),
     "resnet50-imagenet": resnet(LARGE, Bottleneck, (3, 4, 6, 3), stem="imagenet"),
     "resnet18-mini": resnet(MINI, BasicBlock, (1, 1, 1), width=16),
+    "given": EncoderEntry(ask_for_module, about="a module of your own, given in Python to `ptlf.Learner`"),
 }
 ENCODERS: Registry[EncoderEntry] = Registry("encoder", "ptlf.encoders", EncoderEntry, MEMBERS, wrap=from_function)
 

@@ -5,28 +5,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ptlf import evaluation
 from ptlf.core.errors import UserError
 from ptlf.evaluation import Prober
+from ptlf.run.build import make_stream
 from ptlf.run.config import Config
 from ptlf.run.folder import load_encoder
 from ptlf.run.inference import load_encoder as load
 from ptlf.run.parts import Parts
+from ptlf.run.start import without_start
 from ptlf.stream import StreamConfig
 from ptlf.stream.given import find_images, labelled_dataset
 from ptlf.stream.pack import data_root
 from ptlf.stream.task import split
 
 
-def evaluate_run(folder: Path, config: Config, chosen: Sequence[str] | None = None) -> tuple[dict[str, Any], list[str]]:
+def evaluate_run(
+    folder: Path, config: Config, chosen: Sequence[str] | None = None, encoder: nn.Module | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """The probes on a finished run's encoder, with the settings in `config`; and the names of the eval splits.
 
-    chosen: only these probes; without it, those the settings enable.
+    chosen: only these probes; without it, those the settings enable. encoder: a module like the one trained, where the
+    settings name none.
     """
-    own = replace(config.encoder, weights=None)  # the run's are loaded below
-    tests = replace(config.evaluation, enabled=True, reference=None)
-    memory = replace(config.memory, images=None)
-    parts = Parts(replace(config, encoder=own, memory=memory, evaluation=tests))
+    config = without_start(replace(config, evaluation=replace(config.evaluation, enabled=True)))
+    parts = Parts(config, None, encoder, make_stream(config, folder))
     load_encoder(folder, parts.model.encoder)
     if parts.prober is None:
         raise UserError(f"the run in {folder} has no labelled test images to evaluate on")
@@ -39,10 +44,17 @@ def evaluate_run(folder: Path, config: Config, chosen: Sequence[str] | None = No
 
 
 def evaluate_labelled(
-    folder: Path, config: Config, labelled: str, chosen: Sequence[str] | None = None
+    folder: Path,
+    config: Config,
+    labelled: str,
+    chosen: Sequence[str] | None = None,
+    module: nn.Module | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The probes on labelled images: a packed set or a folder per class. The run's own images are not needed."""
-    encoder = load(folder, device=config.device)
+    """The probes on labelled images: a packed set or a folder per class. The run's own images are not needed.
+
+    module: like the one trained, where the run was made with one.
+    """
+    encoder = load(folder, module, config.device)
     path = find_images(labelled, data_root(config.data_root))
     data = labelled_dataset(path, encoder.card["image_size"], config.evaluation.reference_test)
     stream = split(data, StreamConfig(name="labelled", tasks=1), 0)

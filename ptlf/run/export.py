@@ -163,7 +163,7 @@ def write_folder(encoder: LoadedEncoder, path: Path, results: Json | None, licen
     kind = type(encoder.module).__name__
     config = {"model_type": "ptlf-encoder", "architectures": [kind], **card}
     write_whole(path / "config.json", to_json(config) + "\n")
-    write_whole(path / MODEL, encoder_bytes(encoder.module, {KEY: json.dumps(card)}))
+    write_whole(path / MODEL, encoder_bytes(encoder.module, {"format": "pt", KEY: json.dumps(card)}))
     write_whole(path / "preprocessor_config.json", to_json(processor_config(card)) + "\n")
     write_whole(path / "README.md", model_card(card, results, licence, name))
 

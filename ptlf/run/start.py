@@ -3,7 +3,7 @@ labelled images that say what the encoder knew."""
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.core.files import write_whole
 from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.encoders import Weights, load_weights, read_tensors
 from ptlf.evaluation import Prober
@@ -22,14 +21,13 @@ from ptlf.freezing.units import unchanged
 from ptlf.methods import METHODS, Memory, Method
 from ptlf.run.build import make_encoder
 from ptlf.run.config import Config
-from ptlf.run.folder import encoder_bytes
+from ptlf.run.folder import START, save_encoder
 from ptlf.stream import StreamConfig
 from ptlf.stream.given import find_images, given, labelled_dataset, sample_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.task import split
 from ptlf.views import View, draw, make_views
 
-START = "start.safetensors"  # in a run's folder: the given encoder, so that the run needs its file no more
 BATCH = 256  # images per forward while the memory is filled
 
 
@@ -56,8 +54,15 @@ def starting_encoder(
 
 
 def save_start(folder: Path, encoder: nn.Module, weights: Weights) -> None:
+    """The given encoder into the run's folder, so that the run needs its file no more."""
     if not (folder / START).exists():
-        write_whole(folder / START, encoder_bytes(encoder, {"weights": json.dumps(asdict(weights))}))
+        save_encoder(folder, encoder, START, {"weights": json.dumps(asdict(weights))})
+
+
+def without_start(config: Config) -> Config:
+    """The settings without what a run begins with: for an encoder that is already trained."""
+    encoder, memory = replace(config.encoder, weights=None), replace(config.memory, images=None)
+    return replace(config, encoder=encoder, memory=memory, evaluation=replace(config.evaluation, reference=None))
 
 
 def find_given(config: Config, value: str) -> Path:
