@@ -5,7 +5,7 @@ import html
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import nn
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
 from ptlf.core.processes import warn
+from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation.prober import testing
 from ptlf.report.live import Live
@@ -92,10 +93,13 @@ class Learner:
         return learner
 
     @classmethod
-    def load(cls, folder: Path | str, encoder: nn.Module | None = None, **settings: Any) -> Self:
+    def load(
+        cls, folder: Path | str, encoder: nn.Module | None = None, *, trust_code: bool = False, **settings: Any
+    ) -> Self:
         """The run in this folder, made by a Learner, `ptlf learn` or `ptlf train`, finished or not.
 
         encoder: a module like the one the run was made with, if that was given as a module.
+        trust_code: follow names of code, "package.module:attribute", in the run's config.yaml. It runs here.
         settings: `device` and evaluation={"tasks": ...} may change; all others are the run's own.
         """
         learner, folder = cls.__new__(cls), Path(folder)
@@ -104,7 +108,9 @@ class Learner:
             given = merge(Config, given, nested(name, value))
         if changed := [name for name in flatten(given) if name not in MAY_CHANGE]:
             raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}")
-        stored = from_dict(read_yaml(folder / "config.yaml"))
+        values = read_yaml(folder / "config.yaml")
+        with nullcontext() if trust_code else settings_from(folder / "config.yaml"):
+            stored = from_dict(values)
         learner.folder, learner.size, learner.module = folder, None, encoder
         learner.config = from_dict(merge(Config, as_dict(stored), given))
         if stored.encoder.name == "given" and encoder is None:

@@ -52,7 +52,11 @@ def load_weights(encoder: nn.Module, path: Path) -> Weights:
     file = find_file(path)
     read = read_tensors(file)
     own = {name: value for name, value in encoder.state_dict().items() if isinstance(value, Tensor)}
-    ways = [(prefix, stripped(read, prefix)) for prefix in PREFIXES]
+    firsts = dict.fromkeys(f"{name.partition('.')[0]}." for name in read if "." in name)
+    ways = [(prefix, stripped(read, prefix)) for prefix in dict.fromkeys((*PREFIXES, *firsts))]
+    shared = {name.partition(".")[0] for name in own}
+    if len(shared) == 1:  # a wrapper, which adds a name of its own
+        ways += [(prefix, {f"{min(shared)}.{name}": value for name, value in state.items()}) for prefix, state in ways]
     ways += [(prefix, {as_ours(name): value for name, value in state.items()}) for prefix, state in ways]
     prefix, state = max(ways, key=lambda way: len(matches(own, way[1])))  # of equals, the first
     found = matches(own, state)

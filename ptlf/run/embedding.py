@@ -41,12 +41,13 @@ def embed_images(
     device: str = "auto",
     on_error: str = "refuse",
     progress: bool = True,
+    trust_code: bool = False,
 ) -> tuple[int, int, list[dict[str, str]]]:
     """Write the features of all images. How many there are, how long each is, and which were skipped."""
     if out.suffix not in WRITERS:
         raise UserError(f"--out {out} must end with {' or '.join(WRITERS)}")
     parts = all_parts(images)
-    encoder = load_encoder(folder, device=device)
+    encoder = load_encoder(folder, device=device, trust_code=trust_code)
     skipped: list[dict[str, str]] = []
     written = 0
     with (

@@ -1,6 +1,6 @@
 """A finished run's encoder, tested again, or on labelled images that came later."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,7 @@ def evaluate_run(
     if chosen is not None:
         parts.prober.choose(chosen)
     rows = parts.prober.rows(parts.model.encoder, len(parts.stream.tasks))
-    settings = parts.prober.settings()
-    probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}
+    probes = summaries(parts.prober, rows, len(parts.stream.tasks))
     return probes, [split.name for split in parts.stream.eval_splits]
 
 
@@ -54,13 +53,22 @@ def evaluate_labelled(
 
     module: like the one trained, where the run was made with one.
     """
-    encoder = load(folder, module, config.device)
+    encoder = load(folder, module, config.device, trust_code=True)  # as whoever made `config` decided
     path = find_images(labelled, data_root(config.data_root))
     data = labelled_dataset(path, encoder.card["image_size"], config.evaluation.reference_test)
     stream = split(data, StreamConfig(name="labelled", tasks=1), 0)
     prober = Prober(stream, config.evaluation, config.probes, encoder.normalise, encoder.device)
     if chosen is not None:
         prober.choose(chosen)
-    rows, settings = prober.rows(encoder.module, 0), prober.settings()
-    probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}
-    return probes, [path.name]
+    rows = prober.rows(encoder.module, 0)
+    return summaries(prober, rows, 0), [path.name]
+
+
+def summaries(prober: Prober, rows: Mapping[str, Any], task: int) -> dict[str, Any]:
+    """Of rows taken after task number `task` (from 0), as in results.json."""
+    settings, used = prober.settings(), prober.used(task)
+    counts = {"test_images": [len(split.test) for split in prober.stream.eval_splits]}
+    return {
+        probe: {"settings": settings[probe], "used_by_task": [used[probe]], **counts, **evaluation.summary([row])}
+        for probe, row in rows.items()
+    }

@@ -29,7 +29,9 @@ TOLERANCE = 1e-4  # of the greatest feature
 BATCHES = (1, 5)  # sizes that are checked: the exported model takes any
 
 
-def export_run(folder: Path, to: Path, licence: str | None = None, overwrite: bool = False) -> tuple[float, float]:
+def export_run(
+    folder: Path, to: Path, licence: str | None = None, overwrite: bool = False, trust_code: bool = False
+) -> tuple[float, float]:
     """Write the encoder to FILE.onnx, FILE.pt2 or a folder. Returns the greatest difference to PyTorch, and the
     greatest feature."""
     if to.suffix not in (".onnx", ".pt2", ""):
@@ -38,7 +40,7 @@ def export_run(folder: Path, to: Path, licence: str | None = None, overwrite: bo
         raise UserError(f"{to} exists; give --overwrite to replace it, or choose another --to")
     if to.suffix and to.is_dir():
         raise UserError(f"{to} is a folder; choose another --to")
-    encoder = load_encoder(folder, device="cpu")
+    encoder = load_encoder(folder, device="cpu", trust_code=trust_code)
     with replaced(to) as part:
         if to.suffix == ".onnx":
             write_onnx(encoder, part)
@@ -264,7 +266,7 @@ def preprocessing(card: Json) -> str:
 
 
 def folder_model(path: Path) -> Model:
-    loaded = load_encoder(path, device="cpu")
+    loaded = load_encoder(path, device="cpu", trust_code=True)  # it was just written here
 
     def features(images: Tensor) -> np.ndarray:
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 import ptlf
 from ptlf.core.errors import UserError
+from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
-from ptlf.encoders import read_tensors
+from ptlf.encoders import as_encoder, read_tensors
 from ptlf.evaluation.prober import testing
 from ptlf.methods import METHODS, Method
-from ptlf.run.build import choose_device, make_encoder, make_stream
+from ptlf.run.build import choose_device, make_encoder, make_stream, views_for
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.folder import ENCODER
 from ptlf.run.folder import load_encoder as load_weights
@@ -26,7 +28,7 @@ from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.results import read_results
 from ptlf.stream.given import Given, Squares, given, squares
-from ptlf.views import named_views, normalise
+from ptlf.views import normalise
 
 KEY = "ptlf"  # of the card in the metadata of encoder.safetensors
 MODEL = "model.safetensors"  # the same file in an exported folder
@@ -126,14 +128,18 @@ def is_one(images: Any) -> bool:
     return array or isinstance(images, Image.Image)
 
 
-def load_encoder(folder: Path | str, encoder: nn.Module | None = None, device: str = "auto") -> LoadedEncoder:
+def load_encoder(
+    folder: Path | str, encoder: nn.Module | None = None, device: str = "auto", *, trust_code: bool = False
+) -> LoadedEncoder:
     """The encoder of a run's folder, with its preprocessing; the training data are not needed.
 
     encoder: a module like the one trained, for a run that was made with a module and not with an encoder's name.
+    trust_code: follow names such as "package.module:function" in the folder, which runs their code.
     """
     folder, place = Path(folder), choose_device(device)
-    card = read_card(folder)
-    module = rebuilt(card, folder, encoder)
+    with nullcontext() if trust_code else settings_from(folder / ENCODER):
+        card = read_card(folder)
+        module = rebuilt(card, folder, encoder)
     if (folder / ENCODER).exists():
         load_weights(folder, module)
     else:
@@ -176,14 +182,15 @@ def card_from_settings(folder: Path) -> Card:
     config = from_dict(read_yaml(folder / "config.yaml"))
     size = make_stream(config).size
     view_size = config.views.size or size
-    view = named_views(config.views.name, view_size)[0]
     card: Card = {"encoder": as_dict(config.encoder), "image_size": size, "view_size": view_size, "crop": CROP}
-    card |= {"mean": list(view.mean), "std": list(view.std), "recipe": name_of(as_dict(config))}
+    card |= {"recipe": name_of(as_dict(config))}
     if METHODS.find(config.method.name).adapt_encoder is not Method.adapt_encoder:
         card |= {"method": as_dict(config.method), "tasks": len(read_results(folder)["tasks"])}
     module = rebuilt(card, folder, None)
     load_weights(folder, module)
-    return card | {"feature_dim": output_dim(module, view_size)}
+    view = views_for(module, config.views.name, view_size)[0]
+    statistics = {"mean": list(view.mean), "std": list(view.std)}
+    return card | statistics | {"feature_dim": output_dim(module, view_size)}
 
 
 def rebuilt(card: Card, folder: Path, encoder: nn.Module | None) -> nn.Module:
@@ -194,7 +201,8 @@ def rebuilt(card: Card, folder: Path, encoder: nn.Module | None) -> nn.Module:
         if card["encoder"] is None:
             way_out = f"give one like it: load_encoder({str(folder)!r}, encoder=module)"
             raise UserError(f"the run in {folder} was made with a module of your own ({card.get('module')}); {way_out}")
-        encoder = make_encoder(config.encoder, 0)
+        encoder = make_encoder(config.encoder, 0, card["view_size"])
+    encoder = as_encoder(encoder)
     if "method" in card:
         encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, card["tasks"])
     return encoder

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.randomness import Randomness, derived_seed
-from ptlf.encoders import Weights, load_weights, read_tensors
+from ptlf.encoders import Weights, as_encoder, load_weights, read_tensors
 from ptlf.evaluation import Prober
 from ptlf.freezing.units import unchanged
 from ptlf.methods import METHODS, Memory, Method
@@ -32,15 +32,15 @@ BATCH = 256  # images per forward while the memory is filled
 
 
 def starting_encoder(
-    config: Config, encoder: nn.Module | None, folder: Path | None
+    config: Config, encoder: nn.Module | None, folder: Path | None, size: int
 ) -> tuple[nn.Module | None, Weights | None]:
-    """The encoder with the weights of `encoder.weights`, or as it came without that setting."""
+    """The encoder with the weights of `encoder.weights`, or as it came without that setting. `size`: of the views."""
     if config.encoder.weights is None:
         return encoder, None
     if METHODS.find(config.method.name).adapt_encoder is not Method.adapt_encoder:
         why = f"method {config.method.name!r} builds an encoder of its own and cannot start from encoder.weights"
         raise UserError(f"{why}; choose another method")
-    encoder = encoder or make_encoder(config.encoder, config.seed)
+    encoder = make_encoder(config.encoder, config.seed, size) if encoder is None else as_encoder(encoder)
     weights = None
     if processes.is_first():  # the others get the weights from it
         kept = folder / START if folder else None

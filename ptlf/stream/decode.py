@@ -49,8 +49,10 @@ def decode_image(content: bytes, size: int) -> np.ndarray:
         # Warnings are about large images and odd metadata, which do no harm.
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content)) as image:
             return from_picture(image, size)
-    except (BadImage, MemoryError):
+    except BadImage:
         raise
+    except MemoryError:
+        raise BadImage("too many pixels for the memory of this machine") from None
     except UnidentifiedImageError:
         raise BadImage("not an image in a known format") from None
     except OSError as error:

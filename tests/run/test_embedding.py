@@ -38,11 +38,13 @@ def photographs(tmp_path: Path) -> Path:
 
 
 def embed(run: Path, out: Path, *words: object) -> int:
-    return main(["embed", str(run), *map(str, words), "--out", str(out), "--device", "cpu", "--batch", "3"])
+    return main(
+        ["embed", str(run), *map(str, words), "--out", str(out), "--device", "cpu", "--batch", "3", "--trust-code"]
+    )
 
 
 def by_hand(run: Path, folder: Path, names: list[str]) -> np.ndarray:
-    encoder = ptlf.load_encoder(run, device="cpu")
+    encoder = ptlf.load_encoder(run, device="cpu", trust_code=True)
     return np.stack([encoder.embed(Image.open(folder / name))[0] for name in names])
 
 
@@ -72,7 +74,7 @@ def test_other_forms(run: Path, photographs: Path, tmp_path: Path, monkeypatch: 
     assert embed(run, tmp_path / "pack.npz", "pets") == 0
     found = np.load(tmp_path / "pack.npz")
     stored = np.concatenate([pack.images("train"), pack.images("test")])
-    expected = ptlf.load_encoder(run, device="cpu").embed(stored)
+    expected = ptlf.load_encoder(run, device="cpu", trust_code=True).embed(stored)
     assert np.allclose(found["features"], expected, atol=1e-6) and set(found["labels"]) == {"cat", "dog"}
     assert found["names"][0] == "train 0" and found["names"][-1] == "test 1"
     np.save(tmp_path / "a.npy", stored)
@@ -109,7 +111,7 @@ def test_bad_input(
     monkeypatch.chdir(photographs.parent)
     Path("empty").mkdir()
     try:
-        code = main(["embed", str(run), *words])
+        code = main(["embed", str(run), *words, "--trust-code"])
     except SystemExit as stopped:
         code = stopped.code
     assert code == 2 and message in capsys.readouterr().err

@@ -97,10 +97,11 @@ def test_hugging_face_s_processor_does_nearly_the_same(run: Path, tmp_path: Path
 def test_columns_of_pnn(tmp_path: Path) -> None:
     config = tiny_config("digits/simsiam/pnn", encoder__name="conftest:tiny_resnet", training__epochs=1)
     Run(config, tmp_path / "run").train()
-    expected = ptlf.load_encoder(tmp_path / "run", device="cpu").embed(PHOTOGRAPHS)
-    folder = exported(tmp_path / "run", tmp_path / "hub")
-    assert np.array_equal(ptlf.load_encoder(folder, device="cpu").embed(PHOTOGRAPHS), expected)
-    exported(tmp_path / "run", tmp_path / "m.pt2")
+    trusted = {"device": "cpu", "trust_code": True}
+    expected = ptlf.load_encoder(tmp_path / "run", **trusted).embed(PHOTOGRAPHS)
+    folder = exported(tmp_path / "run", tmp_path / "hub", "--trust-code")
+    assert np.array_equal(ptlf.load_encoder(folder, **trusted).embed(PHOTOGRAPHS), expected)
+    exported(tmp_path / "run", tmp_path / "m.pt2", "--trust-code")
 
 
 class Wrong:

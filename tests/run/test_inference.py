@@ -38,7 +38,7 @@ def features_in_training(run: Run, pixels: np.ndarray) -> np.ndarray:
 def test_features_are_those_of_the_run(trained: Run, tmp_path: Path) -> None:
     assert trained.stream.data.test is not None
     pixels = trained.stream.data.test.pixels[:20]
-    encoder = ptlf.load_encoder(trained.folder, device="cpu")
+    encoder = ptlf.load_encoder(trained.folder, device="cpu", trust_code=True)
     expected = features_in_training(trained, pixels)
     assert not encoder.module.training and encoder.feature_dim == expected.shape[1] == 16
     assert np.array_equal(encoder.embed(pixels), expected)
@@ -58,7 +58,7 @@ def test_photographs_are_cropped_as_packing_does(trained: Run, tmp_path: Path) -
     for index, shape in enumerate([(50, 31, 3), (20, 47, 3), (16, 16, 3)]):
         Image.fromarray(RNG.integers(0, 256, shape, np.uint8)).save(tmp_path / "in" / "a" / f"{index}.png")
     pack = pack_folder(tmp_path / "in", tmp_path, "packed", size=16, workers=1, progress=False)
-    encoder = ptlf.load_encoder(trained.folder, device="cpu")
+    encoder = ptlf.load_encoder(trained.folder, device="cpu", trust_code=True)
     expected = features_in_training(trained, np.array(pack.images("train")))
     assert np.array_equal(encoder.embed(tmp_path / "in"), expected)
     assert np.array_equal(encoder.embed(pack.path), expected)
@@ -71,19 +71,21 @@ def test_the_card_travels_in_the_file(trained: Run, tmp_path: Path) -> None:
     card = read_card(tmp_path)
     assert card["recipe"] == "digits/simsiam/finetune" and card["ptlf_version"] == ptlf.__version__
     assert (card["image_size"], card["view_size"], card["mean"]) == (16, 16, [0.5, 0.5, 0.5])
-    assert ptlf.load_encoder(tmp_path, device="cpu").card == card
+    assert ptlf.load_encoder(tmp_path, device="cpu", trust_code=True).card == card
 
 
 def without_card(run: Path, to: Path) -> Path:
     shutil.copytree(run, to)
     save_file(load_file(to / "encoder.safetensors"), to / "encoder.safetensors")
+    results = json.loads((run / "results.json").read_text()) | {"encoder_sha256": None}
+    (to / "results.json").write_text(json.dumps(results))
     return to
 
 
 def test_a_run_without_a_card_is_rebuilt_from_its_settings(trained: Run, tmp_path: Path) -> None:
     assert trained.folder is not None
-    old = ptlf.load_encoder(without_card(trained.folder, tmp_path / "old"), device="cpu")
-    new = ptlf.load_encoder(trained.folder, device="cpu")
+    old = ptlf.load_encoder(without_card(trained.folder, tmp_path / "old"), device="cpu", trust_code=True)
+    new = ptlf.load_encoder(trained.folder, device="cpu", trust_code=True)
     pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
     assert np.array_equal(old.embed(pixels), new.embed(pixels))
     assert {key: new.card[key] for key in old.card} == old.card
@@ -94,10 +96,10 @@ def test_columns_of_pnn_are_joined(tmp_path: Path) -> None:
     run = Run(config, tmp_path / "run")
     run.train()
     pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
-    encoder = ptlf.load_encoder(tmp_path / "run", device="cpu")
+    encoder = ptlf.load_encoder(tmp_path / "run", device="cpu", trust_code=True)
     assert encoder.feature_dim == 2 * 8
     assert np.array_equal(encoder.embed(pixels), features_in_training(run, pixels))
-    old = ptlf.load_encoder(without_card(tmp_path / "run", tmp_path / "old"), device="cpu")
+    old = ptlf.load_encoder(without_card(tmp_path / "run", tmp_path / "old"), device="cpu", trust_code=True)
     assert np.array_equal(encoder.embed(pixels), old.embed(pixels)) and old.feature_dim == 16
 
 
@@ -105,7 +107,7 @@ def test_views_smaller_than_the_images(tmp_path: Path) -> None:
     run = Run(tiny_config(views__size=12, training__epochs=1), tmp_path / "run")
     run.train()
     pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
-    encoder = ptlf.load_encoder(tmp_path / "run", device="cpu")
+    encoder = ptlf.load_encoder(tmp_path / "run", device="cpu", trust_code=True)
     assert encoder.preprocess(pixels).shape == (4, 3, 12, 12)
     assert np.array_equal(encoder.embed(pixels), features_in_training(run, pixels))
 
@@ -115,7 +117,7 @@ def test_a_module_of_the_user_s_own(tmp_path: Path) -> None:
     run = Run(tiny_config(training__epochs=1), tmp_path / "run", encoder=module)
     run.train()
     with pytest.raises(UserError, match=r"made with a module of your own.*load_encoder\(.*encoder=module\)"):
-        ptlf.load_encoder(tmp_path / "run")
+        ptlf.load_encoder(tmp_path / "run", trust_code=True)
     again = ptlf.load_encoder(tmp_path / "run", encoder=tiny_encoder(), device="cpu")
     pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
     assert np.array_equal(again.embed(pixels), features_in_training(run, pixels))
@@ -136,3 +138,21 @@ def test_what_is_no_run(trained: Run, tmp_path: Path) -> None:
         (tmp_path / "x").rename(tmp_path / "encoder.safetensors")
         with pytest.raises(UserError, match=f"its metadata say {next(iter(change))}"):
             ptlf.load_encoder(tmp_path)
+
+
+def test_code_that_a_folder_names_runs_only_if_trusted(trained: Run, tmp_path: Path) -> None:
+    """For a card, and for settings where there is none."""
+    assert trained.folder is not None
+    (tmp_path / "hostile.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef make(): pass\n")
+    shutil.copytree(trained.folder, tmp_path / "card")
+    card = read_card(trained.folder)
+    card["encoder"]["name"] = "hostile:make"
+    tensors = load_file(trained.folder / "encoder.safetensors")
+    save_file(tensors, tmp_path / "card" / "encoder.safetensors", {"ptlf": json.dumps(card)})
+    without = without_card(trained.folder, tmp_path / "settings")
+    text = (without / "config.yaml").read_text()
+    (without / "config.yaml").write_text(text.replace("conftest:tiny_encoder", "hostile:make"))
+    for folder in (tmp_path / "card", without):
+        with pytest.raises(UserError, match=r"'hostile:make' in .* names code.*trust"):
+            ptlf.load_encoder(folder)
+    assert not (tmp_path / "ran").exists()

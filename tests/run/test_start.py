@@ -193,12 +193,10 @@ def test_the_reference_changes_nothing_that_is_trained(known: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_reference_that_is_too_small_for_a_probe(known: Path, tmp_path: Path) -> None:
-    np.savez(tmp_path / "few.npz", images=known_images(6)[0], labels=np.arange(6) % 2)
-    with pytest.raises(UserError, match=r"evaluation.reference: .*k is 5, but .*holds 4 images"):
-        Run(
-            config("finetune", known, evaluation__reference=str(tmp_path / "few.npz"), evaluation__reference_test=1 / 3)
-        )
+def test_a_reference_without_labels(known: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "plain.npy", known_images(6)[0])
+    with pytest.raises(UserError, match=r"plain\.npy has no labels"):
+        Run(config("finetune", known, evaluation__reference=str(tmp_path / "plain.npy")))
 
 
 def test_tables_and_page_show_it(known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
