@@ -230,11 +230,35 @@ def add_run_verbs(verb: Verb) -> None:
     add("--seeds", "each with each of them", whole, nargs="+", default=[0], metavar="SEED")
     add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
 
-    epilog = "Settings of the probes may be changed: --probes.knn_class.k 50"
+    epilog = (
+        "Settings of the probes may be changed: --probes.knn_class.k 50\n"
+        "--stream.labelled PACK or FOLDER tests on these labelled images, and needs none of the run's own."
+    )
     add = verb("evaluate", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
     add("folder", "a run's folder", folder, metavar="DIR")
     add("--trust-code", TRUST, bool)
     add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")
+
+    add = verb("embed", "Features of any images, by the encoder of a run, into one file.")
+    add("folder", "a run's folder", Path, metavar="RUN")
+    add("images", "folders of any depth, packed sets, .npz or .npy files", nargs="+", metavar="IMAGES")
+    add(
+        "--out",
+        "FILE.npz or FILE.parquet: names, features, labels if there are folders per class",
+        new_file,
+        required=True,
+    )
+    add("--batch", "images per forward", positive, default=256)
+    add("--device", "cpu or cuda; auto is cuda where there is one", default="auto")
+    add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
+    add("--trust-code", TRUST, bool)
+
+    add = verb("export", "The encoder of a run for other programs, checked against PyTorch.")
+    add("folder", "a run's folder", Path, metavar="RUN")
+    add("--to", "FILE.onnx, FILE.pt2 (torch.export), or a folder as on the Hugging Face hub", Path, required=True)
+    add("--license", "of the encoder, for the folder's model card, as mit or cc-by-4.0", dest="licence")
+    add("--overwrite", "replace what is there", bool)
+    add("--trust-code", TRUST, bool)
 
     add = verb("report", "Runs side by side as one page of pictures.", "ptlf.report.page:report")
     add("folders", "a run's folder, or a folder of runs", folder, nargs="+", metavar="DIR")

@@ -23,8 +23,10 @@ from ptlf.run import sweep as sweeps
 from ptlf.run.build import choose_device, make_encoder, make_stream
 from ptlf.run.cluster import train_all as train_jobs
 from ptlf.run.config import Config
+from ptlf.run.embedding import embed_images
 from ptlf.run.environment import commit, environment
-from ptlf.run.evaluate import evaluate_run
+from ptlf.run.evaluate import evaluate_labelled, evaluate_run
+from ptlf.run.export import export_run
 from ptlf.run.folder import finished, has_finished
 from ptlf.run.loop import Run
 from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
@@ -186,15 +188,34 @@ def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) 
 
 
 def evaluate(folder: Path, probe: Sequence[str] | None, trust_code: bool, overrides: Words) -> None:
+    given = ("--probes.", "--evaluation.", "--device", "--data-root", "--stream.labelled")
     for word in overrides:
-        if word.startswith("--") and not word.startswith(("--probes.", "--evaluation.", "--device", "--data-root")):
+        if word.startswith("--") and not word.startswith(given):
             raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
     for name in probe or ():
         PROBES.find(name)
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
-    probes, eval_splits = evaluate_run(folder, config, probe)
+    if any(word.startswith("--stream.labelled") for word in overrides) and config.stream.labelled:
+        probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe)
+    else:
+        probes, eval_splits = evaluate_run(folder, config, probe)
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, values["test_images"])
+
+
+def embed(folder: Path, images: Words, out: Path, **how: Any) -> None:
+    """how: the arguments of `embed_images`."""
+    count, dim, skipped = embed_images(folder, images, out, **how)
+    left_out = f", {len(skipped)} skipped" if skipped else ""
+    tell(f"{out}: features of {count} images, {dim} numbers each{left_out}")
+
+
+def export(folder: Path, to: Path, **how: Any) -> None:
+    """how: the arguments of `export_run`."""
+    difference, greatest = export_run(folder, to, **how)
+    tell(
+        f"{to}: checked on random images; differs from PyTorch by {difference:.1e} where features reach {greatest:.2g}"
+    )
 
 
 def list_members(what: str | None) -> None:

@@ -39,7 +39,7 @@ def test_a_run_s_encoder_is_read_as_the_guide_says(tmp_path) -> None:
     (code,) = blocks(ROOT / "docs" / "guide.md", "py")
     Run(tiny_config(encoder__name="resnet18-mini", training__epochs=1), tmp_path / "runs" / "one").train()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.stdout == "torch.Size([3, 64])\n", done.stderr
+    assert done.stdout == "torch.Size([3, 3, 16, 16])\n(3, 64)\n", done.stderr
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
