@@ -29,10 +29,10 @@ training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
 run: run config recipes build results folder environment parts record watcher state looks
-run: loop sweep bench cluster evaluate
-report: report checks theme drawing runs measures tables live
-report.figures: figures axes accuracy cost freezing gallery
-report: parts page watch
+run: loop sweep bench cluster evaluate paper reproduce
+report: report checks theme drawing runs measures paired tables live
+report.figures: figures axes accuracy cost freezing gallery paper
+report: parts page watch reproduction
 commands
 cli
 __main__
@@ -42,7 +42,14 @@ FORBIDDEN = {
     "freezing": {"objectives", "model", "methods", "views", "stream"},
     "evaluation": {"training", "methods", "objectives", "freezing", "model"},
 }
-REPORT_MAY_USE = {"ptlf", "ptlf.core.errors", "ptlf.core.files", "ptlf.run.results", "ptlf.run.watcher"}
+REPORT_MAY_USE = {
+    "ptlf",
+    "ptlf.core.errors",
+    "ptlf.core.files",
+    "ptlf.run.paper",
+    "ptlf.run.results",
+    "ptlf.run.watcher",
+}
 
 
 def ordered() -> list[str]:
