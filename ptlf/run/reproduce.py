@@ -208,7 +208,7 @@ class Estimate:
         """On a CPU with a small batch: a step takes long there, and in proportion to its images."""
         batch = config.training.batch
         if choose_device(config.device).type == "cpu":
-            batch = min(batch, max(2, 8 * 32**2 // side**2))
+            batch = min(batch, max(2, 16 * 32**2 // side**2))
         method = "finetune" if config.objective.name == "supervised" else "lump"
         measured = replace(
             resolve_config(f"{config.stream.name}/{config.objective.name}/{method}", None, []),
