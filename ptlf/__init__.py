@@ -10,9 +10,10 @@ _LAZY = {
     "correlation_ratios": "ptlf.freezing",
     "find_units": "ptlf.freezing",
     "Config": "ptlf.run.config",
+    "Learner": "ptlf.learner",
     "Run": "ptlf.run.loop",
 }
-__all__ = ["Config", "FreezeSchedule", "Freezer", "Run", "__version__", "correlation_ratios", "find_units"]
+__all__ = ["Config", "FreezeSchedule", "Freezer", "Learner", "Run", "__version__", "correlation_ratios", "find_units"]
 
 
 def __dir__() -> list[str]:

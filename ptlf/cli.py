@@ -146,6 +146,29 @@ def add_run_verbs(verb: Verb) -> None:
     add("--out", "folder for results.json, metrics.jsonl, the encoder, checkpoints", Path)
     add("--resume", "go on with the run in this folder, as it was set up", Path, metavar="DIR")
 
+    about = "Learn a folder of images as a run's next task; the run goes on from where it was."
+    usage = "%(prog)s RUN [SOURCE] [--recipe ...] [--watch DIR] [...]"
+    epilog = (
+        "SOURCE: a folder of images; train/ and test/ with a folder per class; a packed set; an .npz with `images`.\n"
+        "Labels are used for testing only. Without SOURCE, a task that was interrupted is finished.\n"
+        "A new run takes settings, as `ptlf train` does. Later only --device and --evaluation.tasks may be given."
+    )
+    add = verb("learn", about, overrides=True, usage=usage, epilog=epilog)
+    add("folder", "the run's folder; made with the first task", Path, metavar="RUN")
+    add("source", "the images of the next task", nargs="?", metavar="SOURCE")
+    add("--recipe", "for a new run: STREAM/OBJECTIVE/METHOD, the stream left aside (default: arriving/simsiam/ptlf)")
+    add("-c --config", "for a new run: YAML file on top of the recipe", Path)
+    add("--size", "for a new run: side of the square images in pixels (default: the images' own, or 32)", positive)
+    add("--name", "of the task (default: the folder's)")
+    add("--again", "learn SOURCE even if its images were learnt before", bool)
+    add("--test-fraction", "SOURCE has a folder per class: this share of each is for testing", float, default=0.0)
+    add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
+    add("--workers", "processes that decode (default: by the number of images and cores)", positive)
+    add("--watch", "learn every subfolder of DIR, oldest first, as it appears", Path, metavar="DIR")
+    add("--settle", "with --watch: leave a subfolder until nothing changed for so many seconds", float, default=30.0)
+    add("--every", "with --watch: seconds between looks", float, default=10.0)
+    add("--once", "with --watch: learn what is there, then exit", bool)
+
     about = "Train several recipes, with several seeds, and compare them."
     usage = "%(prog)s RECIPE [RECIPE ...] --out DIR [--seeds SEED [SEED ...]] [...]"
     add = verb("sweep", about, overrides=True, usage=usage, epilog=HOLD_FOR_ALL)
@@ -169,6 +192,16 @@ def add_run_verbs(verb: Verb) -> None:
     add("--plan", "train nothing: which runs are there, which are missing, how long they would take", bool)
     add("--write", "train nothing: write this Markdown page from the runs that are there", new_file, metavar="FILE")
     add("--pictures", "folder for the pictures of `figures` (default: figures in the folder of the runs)", Path)
+
+    about = "Train a recipe with growing shares of its units frozen, and draw what accuracy costs."
+    epilog = "`ptlf report` draws the same picture of finished runs. " + HOLD_FOR_ALL
+    add = verb("frontier", about, overrides=True, epilog=epilog)
+    add("recipe", "STREAM/OBJECTIVE/METHOD; it is also trained without freezing", metavar="RECIPE")
+    add("--orders", "policies", nargs="+", default=["correlation", "cost_aware"], metavar="POLICY")
+    add("--initial", "shares of the units frozen in a task's first epoch", float, nargs="+", default=[0.0, 0.2])
+    add("--final", "shares frozen in its last epoch", float, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
+    add("--seeds", "each with each of them", int, nargs="+", default=[0], metavar="SEED")
+    add("--out", "a folder below this for each run; finished ones are kept", Path, required=True, metavar="DIR")
 
     epilog = "Settings of the probes may be changed: --probes.knn_class.k 50"
     add = verb("evaluate", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)

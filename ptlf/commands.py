@@ -9,10 +9,11 @@ from typing import Any
 from ptlf.core import processes
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import write_whole
-from ptlf.core.settings import as_dict
+from ptlf.core.settings import as_dict, parse_overrides
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.freezing import POLICIES
+from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.figures.paper import write_paper_figures
@@ -40,6 +41,7 @@ from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.views import VIEWS
 
 NO_PACKS = "no packed data sets in {}; `ptlf data get cifar10` gets one"
+LEARN = "arriving/simsiam/ptlf"
 BENCH_PAIR = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
 Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
@@ -72,6 +74,52 @@ def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True)
     if first:
         show_results(console, results, folder)
         write_page([folder], folder / "report.html")
+
+
+def learn(
+    folder: Path,
+    source: str | None,
+    recipe: str | None,
+    config: Path | None,
+    size: int | None,
+    name: str | None,
+    watch: Path | None,
+    settle: float,
+    every: float,
+    once: bool,
+    overrides: Words,
+    **how: Any,
+) -> None:
+    """how: `again`, and how images are packed, for `Learner.learn`."""
+    check_alone("learn")
+    if watch and (source or name):
+        raise UserError(f"--watch takes its tasks from {watch}; leave out {'SOURCE' if source else '--name'}")
+    if not watch and once:
+        raise UserError("--once is for --watch DIR")
+    learner = open_learner(folder, recipe, config, size, overrides)
+    if watch:
+        for results in learner.watch(watch, settle=settle, every=every, once=once, **how):
+            show_results(console, results, folder, brief=True)
+            write_page([folder], folder / "report.html")
+        return
+    if source is None and learner.exists and has_finished(folder):
+        return tell(f"{folder}: nothing to finish; give images to learn")
+    show_results(console, learner.learn(source, name, **how), folder)
+    write_page([folder], folder / "report.html")
+
+
+def open_learner(folder: Path, recipe: str | None, config: Path | None, size: int | None, overrides: Words) -> Learner:
+    """The run in the folder, or a new one with these settings."""
+    if not (folder / "config.yaml").exists():
+        words = [word.partition("=")[0] for word in overrides if word.startswith("--stream.")]
+        for word in words:
+            if word not in ("--stream.labelled", "--stream.resident"):
+                raise UserError(f"`ptlf learn` takes tasks as they arrive; leave out {word}")
+        return Learner.new(resolve_config(recipe or LEARN, config, overrides), folder, size)
+    given = {"--recipe": recipe, "-c": config, "--size": size}
+    for word in [word for word, value in given.items() if value]:
+        raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {word}")
+    return Learner.load(folder, **parse_overrides(Config, overrides))
 
 
 def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, overrides: Words, **jobs: Any) -> None:
@@ -118,6 +166,8 @@ def reproduce(
     if any(word.partition("=")[0] == "--seed" for word in overrides):
         raise UserError("`ptlf reproduce` takes --seeds, such as --seeds 0 1 2, in place of --seed")
     check_alone("reproduce")
+    if write and (table, scale) != ("all", "paper"):
+        raise UserError("--write is of all tables at the paper's scale: `ptlf reproduce all --write FILE`")
     chosen = {"figures": FIGURES, **TABLES}
     tables = list(TABLES.values()) if table == "all" else [chosen[table]]
     runs = runs or Path("runs", "reproduce", scale)
@@ -125,8 +175,8 @@ def reproduce(
     planned = reproduction.make_plan(tables, scale, seeds, runs, overrides, [kept] if kept else [])
     if write:
         return write_whole(write, document(planned.results(), reproduction.remarks(kept)))
-    for reason in planned.left_out.values():
-        tell(reason)
+    for reason in planned.left_out:
+        tell(f"{reason}; until then its cells are empty")
     if plan:
         return show_plan(planned)
     failed = []
@@ -163,13 +213,23 @@ def show_plan(plan: reproduction.Plan) -> None:
 
 
 def duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.0f} h"
-    )
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def frontier(recipe: str, seeds: list[int], out: Path, overrides: Words, **grid: Any) -> None:
+    """grid: `orders`, `initial` and `final`, for `sweep.plan_frontier`."""
+    check_alone("frontier")
+    for word in overrides:
+        if word.partition("=")[0] in ("--seed", "--freezing.policy", "--freezing.initial", "--freezing.final"):
+            raise UserError(f"`ptlf frontier` varies what {word.partition('=')[0]} sets; see `ptlf frontier --help`")
+    runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, **grid)
+    missing = [run for run in runs if not finished(run.folder, run.config)]
+    tell(f"{len(runs)} runs, {len(runs) - len(missing)} of them finished")
+    for run, results in sweeps.train_all(missing, Live):
+        show_results(console, results, run.folder, brief=True)
+    write_page([run.folder for run in runs], out / "report.html", f"no-freezing-seed{seeds[0]}")
 
 
 def check_alone(verb: str) -> None:

@@ -32,6 +32,7 @@ from ptlf.cli import main
 from ptlf.run.config import Config, to_yaml
 from ptlf.run.loop import Run
 from ptlf.training import checkpoint
+from ptlf.training.trainer import Trainer
 
 SETTINGS: list[dict[str, Any]] = [
     {"name": "digits/simsiam/lump", "freezing__policy": "correlation", "freezing__final": 0.67},
@@ -105,7 +106,7 @@ def arm(kind: str, count: int) -> None:
         "after rename": lambda: before_call(os, "replace", count, to_checkpoint, late=True),
         "before evaluation": lambda: before_call(Run, "evaluate", 1 + count % 2),
         "before results": lambda: before_call(os, "replace", 1 + count % 4, to_results),
-        "in a step": lambda: before_call(Run, "after_step", count + 3),
+        "in a step": lambda: before_call(Trainer, "step", count + 3),
         "after seconds": lambda: None,
     }[kind]()
 

@@ -17,7 +17,7 @@ PACKAGE = Path(ptlf.__file__).parent
 # Every module, in an order in which each imports only those before it. A room's own name is its __init__.
 ORDER = """
 core: core batch errors files processes randomness registry settings
-stream: decode disk archives pack task datasets stream folders fetch loading
+stream: decode disk archives pack task datasets stream folders arrivals fetch loading
 views: view named operations views
 encoders: encoder norm resnet encoders
 objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
@@ -31,8 +31,9 @@ evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation sp
 run: run config recipes build results folder environment parts record watcher state looks
 run: loop sweep bench cluster evaluate paper reproduce
 report: report checks theme drawing runs measures paired tables live
-report.figures: figures axes accuracy cost freezing gallery paper
+report.figures: figures axes accuracy cost freezing frontier gallery paper
 report: parts page watch reproduction
+learner
 commands
 cli
 __main__
@@ -147,7 +148,7 @@ def test_digging_is_seen(own: set[str]) -> None:
 
 
 def test_public_names() -> None:
-    names = {"Config", "FreezeSchedule", "Freezer", "Run", "correlation_ratios", "find_units"}
+    names = {"Config", "FreezeSchedule", "Freezer", "Learner", "Run", "correlation_ratios", "find_units"}
     assert names == set(ptlf.__all__) - {"__version__"}
     assert names <= set(dir(ptlf))
     for name in ptlf.__all__:

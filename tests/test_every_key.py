@@ -96,6 +96,8 @@ VALUES: Settings = {
     "training.precision": "bf16",
     "checkpoint.every_minutes": 1e-9,
     "checkpoint.keep": 1,
+    "checkpoint.keep_tasks": 1,
+    "evaluation.tasks": "last:1",
     "probes.knn_task.temperature": 0.02,
     "probes.knn_class.temperature": 0.005,
     "probes.linear.batch": 20,

@@ -1,7 +1,7 @@
 """Encoders by name. To add one: a function that makes an `nn.Module` of its settings, and a line here."""
 
 from ptlf.core.registry import Registry
-from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, feature_dim, from_function
+from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, ask_for_module, feature_dim, from_function
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, resnet
 
 SMALL, LARGE = "3x3 stem, for 32 to 64 px", "7x7 stem and max-pool, for 224 px"
@@ -15,6 +15,7 @@ MEMBERS = {
     "resnet34-imagenet": resnet(LARGE, BasicBlock, (3, 4, 6, 3), stem="imagenet"),
     "resnet50-imagenet": resnet(LARGE, Bottleneck, (3, 4, 6, 3), stem="imagenet"),
     "resnet18-mini": resnet(MINI, BasicBlock, (1, 1, 1), width=16),
+    "given": EncoderEntry(ask_for_module, about="a module of your own, given in Python to `ptlf.Learner`"),
 }
 ENCODERS: Registry[EncoderEntry] = Registry("encoder", "ptlf.encoders", EncoderEntry, MEMBERS, wrap=from_function)
 

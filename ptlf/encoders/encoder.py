@@ -37,6 +37,10 @@ def from_function(make: Callable[..., nn.Module]) -> EncoderEntry:
     return EncoderEntry(make if required else lambda config: make())
 
 
+def ask_for_module(config: EncoderConfig) -> nn.Module:
+    raise ValueError("it was a module given in Python; open the run there, with ptlf.Learner.load(RUN, encoder=MODULE)")
+
+
 def feature_dim(encoder: nn.Module, image_size: int) -> int:
     """Length of the vectors the encoder makes of square images with sides of `image_size` pixels."""
     declared = getattr(encoder, "feature_dim", None)

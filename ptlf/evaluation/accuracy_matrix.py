@@ -47,9 +47,20 @@ def summary(matrix: Matrix) -> dict[str, Any]:
         "forgetting": forgetting(matrix),
         "forgetting_just_learned": forgetting_just_learned(matrix),
         "backward_transfer": backward_transfer(matrix),
-        "accuracy_by_task": [accuracy(matrix[:rows]) for rows in range(1, len(matrix) + 1)],
-        "forgetting_by_task": [forgetting(matrix[:rows]) for rows in range(1, len(matrix) + 1)],
+        "accuracy_by_task": [accuracy([row]) for row in matrix],
+        "forgetting_by_task": forgetting_by_task(matrix),
     }
+
+
+def forgetting_by_task(matrix: Matrix) -> list[float | None]:
+    """`forgetting` after each task, in one pass."""
+    best: dict[int, float] = {}  # accuracy by split, so far
+    found = []
+    for row in matrix:
+        tested = [(index, value) for index, value in enumerate(row) if value is not None]
+        found.append(_mean(best[index] - value for index, value in tested if index in best))
+        best |= {index: max(value, best.get(index, value)) for index, value in tested}
+    return found
 
 
 def _columns(matrix: Matrix) -> list[list[float]]:

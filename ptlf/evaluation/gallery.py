@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.evaluation.prober import testing
+from ptlf.evaluation.prober import EvaluationConfig, testing
 from ptlf.stream import Stream
 
 QUERIES, NEIGHBOURS = 12, 5
@@ -22,30 +22,55 @@ POOL, POINTS = 2000, 600  # candidates for neighbours; how many of them are on t
 class Gallery:
     """Call `look` with the untrained and with the trained encoder; `as_dict` is the content of gallery.json.
 
-    The images are test images of the evaluation splits, or the tasks' training images if the stream has no test images.
-    They are chosen by the seed alone, so runs with the same seed show the same images.
+    The images are test images of the tasks' evaluation splits, or the tasks' training images where a task has no test
+    images. They are chosen by the seed alone, so runs with the same seed show the same images. They are read at the
+    first look.
     """
 
+    pixels: np.ndarray  # (N, H, W, 3) uint8
+    groups: np.ndarray  # (N,) number of the task
+    labels: np.ndarray  # (N,) class, or the group where a task has none
+    queries: list[int]
+
     def __init__(
-        self, stream: Stream, prepare: Callable[[Tensor], Tensor], device: torch.device, *, batch: int, seed: int
+        self,
+        stream: Stream,
+        prepare: Callable[[Tensor], Tensor],
+        device: torch.device,
+        *,
+        config: EvaluationConfig,
+        seed: int,
     ) -> None:
-        self.prepare, self.device, self.batch = prepare, device, batch
-        images, named = stream.data.train, [(task.name, task.train) for task in stream.tasks]
-        if stream.eval_data is stream.data and stream.data.test is not None:
-            images, named = stream.data.test, [(split.name, split.test) for split in stream.eval_splits]
-        self.group_names = [name for name, _ in named]
-        chosen, self.groups = spread([indices for _, indices in named], POOL, np.random.default_rng(seed))
-        order = np.argsort(chosen, kind="stable")  # read a memory-mapped file in order
-        self.pixels = np.empty((len(chosen), *images.pixels.shape[1:]), images.pixels.dtype)
-        self.pixels[order] = images.pixels[chosen[order]]
-        labelled = stream.data.folders == "classes"
-        self.labels = images.labels[chosen] if labelled else self.groups
-        self.label_names = list(stream.data.names) if labelled else self.group_names
-        self.queries = pick_queries(self.labels, QUERIES)
+        self.prepare, self.device, self.batch, self.seed = prepare, device, config.batch, seed
+        numbers = config.limited(range(len(stream.tasks)))
+        tasks = [stream.tasks[number] for number in numbers]
+        splits = [split for split in stream.eval_splits if split.since in numbers and not split.always]
+        self.drawn = [(split.name, split.test_images, split.test) for split in splits]
+        if {split.since for split in splits} != set(numbers):
+            self.drawn = [(task.name, task.images, task.train) for task in tasks]
+        self.labelled = all(task.classes for task in tasks)
+        self.group_names = [name for name, _, _ in self.drawn]
+        self.label_names = list(stream.classes) if self.labelled else self.group_names
         self.looks: dict[str, dict[str, Any]] = {}
+
+    def read(self) -> None:
+        """The images, in the order in which `spread` draws them."""
+        chosen, self.groups = spread([indices for _, _, indices in self.drawn], POOL, np.random.default_rng(self.seed))
+        size = self.drawn[0][1].size
+        self.pixels, self.labels = np.empty((len(chosen), size, size, 3), np.uint8), np.array(self.groups)
+        for images in {images: None for _, images, _ in self.drawn}:
+            own = np.array([other is images for _, other, _ in self.drawn])[self.groups]
+            places = np.flatnonzero(own)
+            places = places[np.argsort(chosen[places], kind="stable")]  # read a memory-mapped file in order
+            self.pixels[places] = images.pixels[chosen[places]]
+            if self.labelled:
+                self.labels[places] = images.labels[chosen[places]]
+        self.queries = pick_queries(self.labels, QUERIES)
 
     def look(self, moment: str, encoder: nn.Module) -> None:
         """moment: "before" or "after"."""
+        if not hasattr(self, "pixels"):
+            self.read()
         with testing(encoder):
             inputs = (self.prepare(part.to(self.device)) for part in torch.from_numpy(self.pixels).split(self.batch))
             features = torch.cat([F.normalize(encoder(x).float(), dim=1).cpu() for x in inputs])  # (N, D)

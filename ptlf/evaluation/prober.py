@@ -1,5 +1,6 @@
 """The probes on a stream: features of the splits' images, and an accuracy for every split that counts by now."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from ptlf.core.errors import UserError
 from ptlf.core.settings import key
 from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig
 from ptlf.evaluation.probes import PROBES
-from ptlf.stream import EvalSplit, Stream
-from ptlf.stream.loading import ImageSource
+from ptlf.stream import EvalSplit, Images, Stream
+from ptlf.stream.loading import Sources
 
 Row = list[float | None]
 Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
@@ -25,7 +26,28 @@ Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
 class EvaluationConfig:
     enabled: bool = key(True, "test the encoder after every task")
     batch: int = key(512, "images per forward", least=1)
+    tasks: str = key("all", "which tasks are tested on after a task: all, last:N, or sample:N, the newest among them")
     gallery: bool = key(True, "keep nearest images and a map of the features, before and after, for the report")
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"all|(last|sample):[1-9]\d*", self.tasks):
+            raise UserError(f"evaluation.tasks must be all, last:N or sample:N, as last:5, not {self.tasks!r}")
+
+    def tested(self, splits: Sequence[EvalSplit], task: int) -> list[EvalSplit]:
+        """The splits that are tested after task number `task` (from 0). A split of no task always is."""
+        seen = [split for split in splits if split.since <= task]
+        chosen = self.limited(sorted({split.since for split in seen if not split.always}))
+        return [split for split in seen if split.always or split.since in chosen]
+
+    def limited(self, tasks: Sequence[int]) -> list[int]:
+        """Those of the tasks, oldest first, that are tested on. A sample follows from the number of tasks alone."""
+        how, _, number = self.tasks.partition(":")
+        if how == "all" or len(tasks) <= int(number):
+            return list(tasks)
+        if how == "last":
+            return list(tasks[-int(number) :])
+        older = np.random.default_rng(len(tasks)).choice(len(tasks) - 1, int(number) - 1, replace=False)
+        return [tasks[place] for place in sorted(older)] + [tasks[-1]]
 
 
 class Prober:
@@ -42,16 +64,14 @@ class Prober:
         probes: Mapping[str, ProbeConfig],
         prepare: Callable[[Tensor], Tensor],
         device: torch.device,
-        source: ImageSource | None = None,
+        sources: Sources | None = None,
     ) -> None:
-        """`probes` are the settings of each by name; those that are enabled are used. `source` already holds the
+        """`probes` are the settings of each by name; those that are enabled are used. `sources` may already hold the
         stream's training images, which mostly are those of the splits' banks too."""
         self.stream, self.config, self.prepare, self.device = stream, config, prepare, device
-        data = stream.eval_data
-        if data is None or data.test is None:
+        if not stream.eval_splits:
             raise UserError(f"stream {stream.name} has no labelled test images to evaluate on")
-        self.bank = source if source and data is stream.data else ImageSource(data.train, device)
-        self.test = ImageSource(data.test, device)
+        self.sources = sources or Sources(device)
         self.settings_by_name = probes
         self.choose([name for name, settings in probes.items() if settings.enabled])
 
@@ -59,58 +79,73 @@ class Prober:
         """Use only these probes, enabled or not."""
         kinds = {name: PROBES.find(name) for name in names}
         self.probes = [kind(self.settings_by_name.get(name) or kind.Config()) for name, kind in kinds.items()]
-        banks = [(len(split.bank), split.since) for split in self.stream.eval_splits]
-        smallest = {OWN: min(size for size, _ in banks), SEEN: sum(size for size, since in banks if since == 0)}
+        splits = self.stream.eval_splits
+        moments = sorted({split.since for split in splits})
+        if self.stream.arrived:  # those between were looked at when they came
+            moments = [moments[0], moments[-1]]
+        together = [sum(len(split.bank) for split in self.config.tested(splits, moment)) for moment in moments]
+        smallest = {OWN: min(len(split.bank) for split in splits), SEEN: min(together)}
         for probe in self.probes:
             probe.check(smallest)
 
     def rows(self, encoder: nn.Module, task: int) -> dict[str, Row]:
-        """A row of each accuracy matrix after task number `task` (from 0)."""
-        eval_splits = self.stream.eval_splits
-        seen = self.examined(encoder, [split for split in eval_splits if split.since <= task])
-        features, labels = (torch.cat(part) for part in zip(*(bank for _, bank, _ in seen), strict=True))
-        rows: dict[str, Row] = {}
+        """A row of each accuracy matrix after task number `task` (from 0), with None for splits that are not tested."""
+        splits = self.stream.eval_splits
+        chosen = self.config.tested(splits, task)
+        places = [place for place, split in enumerate(splits) if split in chosen]
+        exams, seen = self.examined(encoder, chosen), self.seen(task)
+        rows: dict[str, Row] = {name: [None] * len(splits) for probe in self.probes for name in probe.rows}
+        if not exams:
+            return rows
+        features, labels = (torch.cat(part) for part in zip(*(bank for _, bank, _ in exams), strict=True))
         for probe in self.probes:
             for name, bank in probe.rows.items():
-                if bank == OWN:
-                    row: Row = [own_accuracy(probe, encoder, *exam, len(seen)) for exam in seen]
-                else:
-                    score = probe.fit(features, labels, len(seen))
-                    row = [score(*test) for _, _, test in seen]
-                rows[name] = row + [None] * (len(eval_splits) - len(seen))
+                score = probe.fit(features, labels, seen) if bank == SEEN else None
+                for place, exam in zip(places, exams, strict=True):
+                    rows[name][place] = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, seen)
         return rows
 
+    def seen(self, task: int) -> int:
+        return sum(split.since <= task for split in self.stream.eval_splits)
+
     def future(self, encoder: nn.Module, task: int) -> dict[str, Row]:
-        """Accuracies on the splits whose task comes next, for forward transfer, by row; as many tasks count as seen as
-        after the last one."""
-        splits = self.stream.eval_splits
+        """Accuracies on the splits whose task comes after task number `task`, by row, for forward transfer."""
+        return self.ahead(encoder, [split for split in self.stream.eval_splits if split.since == task + 1])
+
+    def ahead(self, encoder: nn.Module, splits: Sequence[EvalSplit]) -> dict[str, Row]:
+        """Accuracies on splits whose task is yet to come, by row; as many tasks count as seen as right after it, so
+        that the figures do not depend on what comes later still."""
         forward = [probe for probe in self.probes if probe.forward]
         owners = {name: probe for probe in forward for name, bank in probe.rows.items() if bank == OWN}
-        exams = self.examined(encoder, [split for split in splits if owners and split.since == task + 1])
+        exams = self.examined(encoder, splits if owners else [])
         return {
-            name: [own_accuracy(probe, encoder, *exam, len(splits)) for exam in exams] for name, probe in owners.items()
+            name: [own_accuracy(probe, encoder, *exam, self.seen(exam[0].since)) for exam in exams]
+            for name, probe in owners.items()
         }
 
     def examined(self, encoder: nn.Module, splits: Sequence[EvalSplit]) -> list[tuple[EvalSplit, Labelled, Labelled]]:
         """The splits, with their bank and test images as the encoder sees them."""
         with testing(encoder):
-            banks = [self.features(encoder, self.bank, split.bank) for split in splits]
-            tests = [self.features(encoder, self.test, split.test) for split in splits]
+            banks = [self.features(encoder, split.bank_images, split.bank) for split in splits]
+            tests = [self.features(encoder, split.test_images, split.test) for split in splits]
         return list(zip(splits, banks, tests, strict=True))
 
-    def features(self, encoder: nn.Module, source: ImageSource, indices: np.ndarray) -> Labelled:
+    def features(self, encoder: nn.Module, images: Images, indices: np.ndarray) -> Labelled:
         """Features (N, D) in float32 and labels (N,) of the images with these indices."""
+        source = self.sources(images)
         chosen = torch.from_numpy(indices)
         # Every process looks at its share; the last image fills up what cannot be shared equally.
         filled = torch.cat((chosen, chosen[-1:].expand(-len(chosen) % processes.world_size())))
         mine = filled[processes.shard(len(filled))]
         with source.batches(mine.split(self.config.batch)) as batches:
-            parts = [encoder(self.prepare(images)).float() for images in batches]
+            parts = [encoder(self.prepare(batch)).float() for batch in batches]
         return processes.all_gather_rows(torch.cat(parts))[: len(chosen)], source.labels[chosen].to(self.device)
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """What the accuracies were measured with, by row."""
-        return {name: {**probe.settings(), "bank": bank} for probe in self.probes for name, bank in probe.rows.items()}
+        limit = {} if self.config.tasks == "all" else {"tasks": self.config.tasks}
+        pairs = [(probe, name, bank) for probe in self.probes for name, bank in probe.rows.items()]
+        return {name: {**probe.settings(), "bank": bank, **limit} for probe, name, bank in pairs}
 
 
 def own_accuracy(

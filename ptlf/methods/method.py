@@ -28,6 +28,7 @@ class MethodConfig:
 class Method(nn.Module):
     Config: type[MethodConfig] = MethodConfig
     joint = False  # trains on all tasks at once
+    grows = False  # its encoder has more parts with more tasks
     needs_memory = False
     needs_outputs = False  # the memory stores the encoder's vectors too
     freezable = True

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.core.errors import UserError
+from ptlf.core.randomness import seeded
 from ptlf.core.settings import Presets, key
 from ptlf.encoders import ResNet
 from ptlf.encoders.encoder import Call
@@ -26,6 +27,7 @@ class PNN(Method):
 
     Config = PNNConfig
     freezable = False
+    grows = True
     # Of ResNet-18's 64 channels, so that many columns stay affordable: remembered from LUMP's appendix, not verified.
     presets: ClassVar[Presets] = {
         "split-cifar100": {"method": {"width": 12 / 64}},
@@ -43,6 +45,10 @@ class PNN(Method):
         for module in model.modules():  # the encoder, and a copy of it that the objective may keep
             if isinstance(module, Columns):
                 module.begin(index)
+                if module is not model.encoder:  # a moving average has moved, by rounding, what had not begun
+                    for parts in ("columns", "laterals"):
+                        fresh = getattr(model.encoder, parts)[index].state_dict()
+                        getattr(module, parts)[index].load_state_dict(fresh)
 
 
 class Columns(nn.Module):
@@ -51,6 +57,7 @@ class Columns(nn.Module):
     In training the vector is the current column's (B, feature_dim); in eval mode those of all columns so far, joined.
     Stage by stage from the second on, a column also gets what the stage before gave in all older columns, through a
     lateral connection. Older columns take no gradient and their norms use running statistics: they do not move.
+    The initial weights of a column follow from torch's seed and its number, however many there are.
     """
 
     segmented = True
@@ -59,10 +66,12 @@ class Columns(nn.Module):
     def __init__(self, template: ResNet, width: float, tasks: int) -> None:
         super().__init__()
         shape = {**template.shape, "width": max(1, round(width * template.shape["width"]))}
-        self.columns = nn.ModuleList([ResNet(**shape) for _ in range(tasks)])
         channels = [shape["width"] * 2**stage * shape["block"].expansion for stage in range(len(shape["blocks"]))]
-        laterals = [[Lateral(older, c) for c in channels[:-1]] if older else [] for older in range(tasks)]
-        self.laterals = nn.ModuleList([nn.ModuleList(connections) for connections in laterals])
+        self.columns, self.laterals = nn.ModuleList(), nn.ModuleList()
+        for number in range(tasks):
+            with seeded(torch.initial_seed(), f"column {number}"):
+                self.columns.append(ResNet(**shape))
+                self.laterals.append(nn.ModuleList([Lateral(number, c) for c in channels[:-1] if number]))
         self.feature_dim = channels[-1]
         self.current = 0
         self.register_buffer("newest", torch.zeros((), dtype=torch.int64))  # `current`, for the state

@@ -30,7 +30,7 @@ class Live(Watcher):
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not (console.is_terminal or console.is_jupyter),
         )
 
     def begin(self, about: Sequence[str], tasks: int, epochs: int, units: int, frozen: int, done: int) -> None:
@@ -55,7 +55,7 @@ class Live(Watcher):
 
     def end_task(self, task: int, rows: Mapping[str, list[float | None]]) -> None:
         seen = {probe: [value for value in row if value is not None] for probe, row in rows.items()}
-        means = [f"{probe} {percent(sum(values) / len(values))}" for probe, values in seen.items()]
+        means = [f"{probe} {percent(sum(values) / len(values))}" for probe, values in seen.items() if values]
         learned = f"{self.loss}{', '.join(means) or 'not evaluated'}, {self.frozen}/{self.units} frozen"
         elapsed = time.perf_counter() - self.started
         console.print(f"  task {task + 1}/{self.tasks}: {learned}, {elapsed:.0f} s", soft_wrap=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ptlf.report.drawing import Drawing
-from ptlf.report.figures import accuracy, cost, freezing, gallery
+from ptlf.report.figures import accuracy, cost, freezing, frontier, gallery
 from ptlf.report.measures import title_of
 from ptlf.report.runs import Comparison, Group
 
@@ -65,6 +65,9 @@ def answer_part(comparison: Comparison) -> Part:
     if any(len(group.runs) > 1 for group in comparison.groups):
         how += " Whiskers are one standard deviation over seeds."
     part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])
+    if base and len(comparison.groups) > 2:
+        how = f"Costs relative to {base.label}. The dashed line joins the runs that no other one beats in both."
+        part.add("What accuracy costs", how, [Picture("frontier", partial(frontier.frontier, comparison))])
     if base is None and len(comparison.groups) > 1:
         part.notes.append("No baseline: none of these runs is LUMP without freezing; `--baseline` names another one.")
     return part

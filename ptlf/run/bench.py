@@ -94,7 +94,7 @@ def noise_for(config: Config, images: int, size: int, tasks: int | None = None, 
     wanted = config.stream
     tasks = tasks or len(wanted.groups or ()) or wanted.tasks or STREAMS.find(wanted.name).tasks or 1
     parts = np.array_split(np.arange(images), tasks)
-    stream = Stream("noise", data, tuple(Task("noise", part) for part in parts), (), None)
+    stream = Stream("noise", data, tuple(Task("noise", data.train, part) for part in parts), ())
     return stream.joint() if METHODS.find(config.method.name).joint else stream
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.recipes import conflict
 from ptlf.stream import STREAMS, Stream, open_stream
+from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
 from ptlf.training.compiled import CompiledParts
 from ptlf.training.engine import choose_engine
@@ -41,10 +43,16 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def make_stream(config: Config) -> Stream:
-    source = STREAMS.find(config.stream.name)
-    stream = open_stream(config.stream, source, data_root(config.data_root), config.seed)
-    return stream.joint() if METHODS.find(config.method.name).joint else stream
+def make_stream(config: Config, folder: Path | None = None) -> Stream:
+    """The stream that the configuration names, and the tasks that have arrived in the run's folder."""
+    entry, root = STREAMS.find(config.stream.name), data_root(config.data_root)
+    packs = arrivals(folder) if folder else []
+    if entry.arriving:
+        stream = without_tasks(config.stream, root, packs)
+    else:
+        stream = open_stream(config.stream, entry, root, config.seed)
+    stream = with_arrivals(stream, packs)
+    return stream.joint() if METHODS.find(config.method.name).joint and not packs else stream
 
 
 def make_method(config: Config, stream: Stream, model: Model, view_size: int, generator: torch.Generator) -> Method:
@@ -133,6 +141,18 @@ def on_gpu(setting: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" if setting is None else setting
 
 
+def check_grows(config: Config) -> None:
+    """Refuse what cannot go on with a task that arrives later."""
+    if METHODS.find(config.method.name).joint:
+        alone = f"method {config.method.name!r} trains on all tasks at once"
+        raise UserError(f"{alone} and cannot go on with tasks that arrive later; choose another method")
+    if OBJECTIVES.find(config.objective.name).needs_labels:
+        needs = f"objective {config.objective.name!r} needs the classes of the whole stream from the start"
+        raise UserError(f"{needs} and cannot go on with tasks that arrive later; choose another objective")
+    if not config.checkpoint.enabled:
+        raise UserError("checkpoint.enabled is false, and without a checkpoint a run cannot go on; leave that out")
+
+
 def check_combination(config: Config, stream: Stream) -> None:
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
     initial, final = config.freezing.initial, config.freezing.final
@@ -144,6 +164,8 @@ def check_combination(config: Config, stream: Stream) -> None:
     if why := conflict(objective, method):
         names = f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}"
         raise UserError(f"{names}: {why}")
+    if stream.arrived:
+        check_grows(config)
     if objective.needs_labels and stream.data.folders == "tasks":
         lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
         raise UserError(f"{lacking}; choose another objective")

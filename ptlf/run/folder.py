@@ -12,8 +12,10 @@ from ptlf.core.errors import UserError
 from ptlf.core.files import locked, write_error, write_whole
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import read_results
+from ptlf.stream.arrivals import arrived_names
 
 ENCODER = "encoder.safetensors"
+START = "start.safetensors"  # the weights that training began with, if no setting says how to make them
 
 
 @contextmanager
@@ -42,14 +44,18 @@ def lock_of_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def save_encoder(folder: Path, encoder: nn.Module) -> None:
+def save_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
     # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
     tensors = {name: value.cpu().clone() for name, value in encoder.state_dict().items() if torch.is_tensor(value)}
-    write_whole(folder / ENCODER, save({name: value.contiguous() for name, value in tensors.items()}))
+    write_whole(folder / name, save({name: value.contiguous() for name, value in tensors.items()}))
 
 
 def has_finished(folder: Path) -> bool:
-    return (folder / "results.json").exists() and read_results(folder)["status"] == "finished"
+    """Whether every task is learnt, those included that arrived since the results were written."""
+    if not (folder / "results.json").exists():
+        return False
+    results = read_results(folder)
+    return results["status"] == "finished" and results.get("arrived", 0) == len(arrived_names(folder))
 
 
 def finished(folder: Path, config: Config) -> bool:
@@ -61,11 +67,11 @@ def finished(folder: Path, config: Config) -> bool:
     return has_finished(folder)
 
 
-def load_encoder(folder: Path, encoder: nn.Module) -> None:
+def load_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
     """The weights of a finished run into a module like the one trained."""
-    path = folder / ENCODER
+    path = folder / name
     if not path.exists():
-        raise UserError(f"{folder} holds no {ENCODER}; the run there has not finished")
+        raise UserError(f"{folder} holds no {name}; the run there has not finished")
     state = {name: value for name, value in encoder.state_dict().items() if not torch.is_tensor(value)}
     try:
         encoder.load_state_dict(state | load_file(path))

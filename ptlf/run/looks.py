@@ -61,11 +61,20 @@ class Looks(State):
             self.record.end_task(rows, self.prober.future(self.model.encoder, self.task))
         return rows
 
-    def look_before(self) -> None:
+    def look_before(self, known: int = 0) -> None:
+        """The untrained encoder. `known`: tasks on which it was tested before, for forward transfer."""
         if self.prober:
             with self.clock("evaluation"):
-                self.record.untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
+                new = [split for split in self.stream.eval_splits if split.since >= max(known, 1)]
+                untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
+                self.record.begin(untrained, self.prober.ahead(self.model.encoder, new))
         self.look("before")
+
+    def look_ahead(self) -> None:
+        """The encoder as it is on the next task, if that was not there when the last one ended."""
+        if self.prober and 0 < self.task < len(self.stream.tasks):
+            with self.clock("evaluation"):
+                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1))
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""

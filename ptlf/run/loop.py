@@ -1,7 +1,6 @@
 """The loop of a run: task after task, epoch after epoch, evaluated after every task, saved so that it can go on."""
 
 import contextlib
-import json
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from ptlf.core.randomness import seeded
 from ptlf.run.config import to_yaml
 from ptlf.run.folder import claimed, save_encoder
 from ptlf.run.looks import Looks
-from ptlf.run.results import append_line, write_json
+from ptlf.run.results import append_line, keep_lines, write_json
 from ptlf.run.watcher import Watcher
 from ptlf.training.checkpoint import Position
 from ptlf.training.engine import why_not_captured
@@ -24,11 +23,14 @@ from ptlf.training.trainer import EpochState
 class Run(Looks):
     """Everything is built and checked in the constructor; nothing is written before `train`."""
 
-    def train(self, watcher: Watcher | None = None, *, resume: bool = False) -> dict[str, Any]:
-        """The whole stream, or with `resume` what the run in the folder has left. Returns what `results.json` holds."""
+    def train(self, watcher: Watcher | None = None, *, resume: bool = False, claim: bool = True) -> dict[str, Any]:
+        """The whole stream, or with `resume` what the run in the folder has left. Returns what `results.json` holds.
+
+        claim: lock the folder; False where the caller has.
+        """
         self.watcher = watcher if watcher and processes.is_first() else Watcher()
         global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
-        folder = claimed(self.out, resume) if self.out else contextlib.nullcontext()
+        folder = claimed(self.out, resume) if self.out and claim else contextlib.nullcontext()
         with folder, global_randomness, self.signals:
             self.prepare_folder(resume)
             if why := why_not_captured(self.config.training.engine, self.device):
@@ -54,6 +56,7 @@ class Run(Looks):
             self.look_before()
             self.save_results()
         while self.task < len(self.stream.tasks):
+            self.trainer.images = self.stream.tasks[self.task].images
             self.train_task(self.stream.tasks[self.task].train)
         self.freezing.freezer.thaw()
         self.look("after")
@@ -126,19 +129,30 @@ class Run(Looks):
         if resume and self.resumable:
             self.load_checkpoint()
         if resume and self.out:
-            lines = [json.dumps(line) + "\n" for line in self.record.per_epoch]
-            write_whole(self.out / "metrics.jsonl", "".join(lines))
+            keep_lines(self.out / "metrics.jsonl", self.record.per_epoch)
 
     def load_checkpoint(self) -> None:
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
         if state is None:
             return
+        known = state.get("tasks", len(self.stream.tasks))
+        grown = known < len(self.stream.tasks)
+        if grown:  # here the model is still untrained
+            self.look_before(known)
+        before, looks, spent = self.record, self.gallery.looks if self.gallery else {}, self.clock.seconds
         try:
             self.load_state_dict(state)
         except (RuntimeError, LookupError, TypeError) as error:
             why = " ".join(str(error).split())[:200]
             last = self.checkpoints.last if self.checkpoints else "the checkpoint"
             raise UserError(f"{last} does not fit the settings in {self.folder}/config.yaml: {why}") from error
+        if grown:
+            self.record.begin(before.untrained, before.untrained_future)
+            self.clock.add(spent)
+            if self.gallery:
+                self.gallery.looks = looks
+            if self.task >= known:
+                self.look_ahead()
         self.save_results()
 
     def save_results(self) -> None:

@@ -11,7 +11,7 @@ from ptlf.evaluation import Gallery, Prober
 from ptlf.run import build
 from ptlf.run.config import Config
 from ptlf.stream import Stream
-from ptlf.stream.loading import ImageSource
+from ptlf.stream.loading import Sources
 from ptlf.training.distributed import make_alike
 from ptlf.training.rate import check_warmup
 from ptlf.training.trainer import Trainer, check_batch
@@ -35,20 +35,20 @@ class Parts:
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # streams, graphs and Triton kernels use the current device
         self.random = Randomness(config.seed)
-        self.stream = stream or build.make_stream(config)
+        self.stream = stream or build.make_stream(config, self.folder)
         self.view_size = config.views.size or self.stream.size
         self.view_specs = named_views(config.views.name, self.view_size)
         build.check_combination(config, self.stream)
         check_warmup(config.training, config.training.epochs)
-        check_batch(config.training, [len(task.train) for task in self.stream.tasks])
-        source = ImageSource(self.stream.data.train, self.device, config.stream.resident)
+        check_batch(config.training, [len(task.train) for task in self.stream.tasks], self.stream.arrived)
+        sources = Sources(self.device, config.stream.resident)
         tests = config.evaluation
         self.prober = self.gallery = None
         if tests.enabled and self.stream.eval_splits:
-            self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, source)
+            self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, sources)
         if tests.enabled and tests.gallery and self.out:
             seed = derived_seed(config.seed, "gallery")
-            self.gallery = Gallery(self.stream, self.prepare, self.device, batch=tests.batch, seed=seed)
+            self.gallery = Gallery(self.stream, self.prepare, self.device, config=tests, seed=seed)
         self.model = build.make_model(config, self.stream, self.view_size, self.device, encoder)
         self.channels_last = build.on_gpu(config.training.channels_last, self.device)
         if self.channels_last:
@@ -62,7 +62,8 @@ class Parts:
             self.model,
             self.method,
             optimizer,
-            source,
+            sources,
+            self.stream.tasks[0].images,
             self.view_specs,
             self.view_size,
             config.training,

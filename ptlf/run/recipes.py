@@ -69,15 +69,16 @@ EXPECTED: dict[str, str] = {
 
 
 def names() -> list[str]:
-    """Every stream with every objective and every method or variant that goes with it."""
+    """Every stream with every objective and every method or variant that goes with it. Those that need the whole stream
+    do not go with tasks that arrive one by one."""
     methods = {**{name: name for name in METHODS}, **{name: variant["method"] for name, variant in VARIANTS.items()}}
     pairs = [
-        f"{objective}/{name}"
+        (f"{objective}/{name}", not OBJECTIVES[objective].needs_labels and not METHODS[method].joint)
         for objective in OBJECTIVES
         for name, method in methods.items()
         if conflict(OBJECTIVES[objective], METHODS[method]) is None
     ]
-    return [f"{stream}/{pair}" for stream in STREAMS for pair in pairs]
+    return [f"{name}/{pair}" for name, entry in STREAMS.items() for pair, grows in pairs if grows or not entry.arriving]
 
 
 def conflict(objective: type[Objective], method: type[Method]) -> str | None:

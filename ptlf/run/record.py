@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ptlf import evaluation
@@ -26,6 +27,7 @@ class Record:
     matrices: dict[str, list[Row]] = field(default_factory=dict)  # a row after every task, by probe
     untrained: dict[str, Row] = field(default_factory=dict)
     future: dict[str, Row] = field(default_factory=dict)  # accuracies on tasks yet to come, by probe
+    untrained_future: dict[str, Row] = field(default_factory=dict)  # those of the untrained encoder, on all of them
     newly_frozen: list[str] = field(default_factory=list)  # in the epoch that runs
     spent_before: dict[str, float] = field(default_factory=dict)  # seconds by purpose, when it began
     warned: bool = False  # of a collapse
@@ -56,11 +58,26 @@ class Record:
         self.per_epoch.append(line)
         return line
 
+    def begin(self, untrained: Mapping[str, Row], ahead: Mapping[str, Row]) -> None:
+        """Accuracies of the untrained encoder, on all splits that are known; `ahead` are those on tasks yet to come."""
+        self.untrained = dict(untrained)
+        self.add_to(self.untrained_future, ahead)
+
+    def widen(self, splits: int) -> None:
+        """Fill up the rows for splits that were not known when they were recorded."""
+        for rows in self.matrices.values():
+            for row in rows:
+                row += [None] * (splits - len(row))
+
+    @staticmethod
+    def add_to(known: dict[str, Row], more: Mapping[str, Row]) -> None:
+        for probe, row in more.items():
+            known.setdefault(probe, []).extend(row)
+
     def end_task(self, rows: Mapping[str, Row], future: Mapping[str, Row]) -> None:
         for probe, row in rows.items():
             self.matrices.setdefault(probe, []).append(row)
-        for probe, row in future.items():
-            self.future.setdefault(probe, []).extend(row)
+        self.add_to(self.future, future)
 
     def probes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -70,7 +87,8 @@ class Record:
             found[probe] = {"settings": settings[probe], "untrained": before, "untrained_accuracy": accuracy}
             found[probe] |= evaluation.summary(self.matrices.get(probe, []))
             if future := self.future.get(probe):
-                found[probe]["forward_transfer"] = evaluation.forward_transfer(future, before[1 : 1 + len(future)])
+                base = self.untrained_future.get(probe) or before[1:]
+                found[probe]["forward_transfer"] = evaluation.forward_transfer(future, base[: len(future)])
         return found
 
     def cost(self, seconds: Mapping[str, float]) -> dict[str, Any]:
@@ -85,14 +103,13 @@ class Record:
             "mean_kept_bytes": statistics.fmean(line["kept_bytes"] for line in epochs) if epochs else None,
             "peak_memory_bytes": max(peaks, default=None),
             "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
-            "per_task": [cost_of_task(task, epochs) for task in sorted({line["task"] for line in epochs})],
+            "per_task": [cost_of_task(task, list(mine)) for task, mine in groupby(epochs, lambda line: line["task"])],
             "per_epoch": to_columns([{k: v for k, v in line.items() if k != "newly_frozen"} for line in epochs]),
         }
 
 
-def cost_of_task(task: int, epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def cost_of_task(task: int, mine: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the task's epochs; bytes as in its last one."""
-    mine = [line for line in epochs if line["task"] == task]
     keys = ("seconds", "correlation_seconds", "rebuild_seconds", "backward_flops")
     sums = {key: sum(line[key] for line in mine) for key in keys}
     last = {key: mine[-1][key] for key in ("kept_bytes", "peak_memory_bytes")}

@@ -67,7 +67,7 @@ class Plan:
 
     runs: dict[tuple[Key, int], Planned] = field(default_factory=dict)
     found: dict[Key, dict[int, Found]] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)  # data sets that are not packed, with the way out
+    left_out: list[str] = field(default_factory=list)  # data sets that are not packed, with the way out
     missing: list[Planned] = field(default_factory=list)  # the cheapest first
 
     def results(self) -> dict[Key, list[Json]]:
@@ -145,11 +145,9 @@ def make_plan(
             folder = runs / f"{cell.name.replace('/', '-').replace(' ', '-')}-seed{seed}"
             plan.runs[key, seed] = Planned(name, resolve_config(cell.recipe, None, [*words, f"--seed={seed}"]), folder)
     lacking = [run for (key, seed), run in plan.runs.items() if seed not in plan.found[key]]
-    for run in lacking:
-        if reason := not_packed(run.config):
-            plan.left_out[reason] = f"{reason}, and its cells are left out"
-        else:
-            plan.missing.append(run)
+    reasons = {run.folder: not_packed(run.config) for run in lacking}
+    plan.left_out = sorted({reason for reason in reasons.values() if reason})
+    plan.missing = [run for run in lacking if not reasons[run.folder]]
     check_folders(plan.missing)
     works = {run.folder: work(run.config) for run in plan.missing}
     plan.missing.sort(key=lambda run: works[run.folder])

@@ -36,6 +36,13 @@ def append_line(path: Path, value: Json) -> None:
         raise write_error(path, error) from error
 
 
+def keep_lines(path: Path, values: Sequence[Json]) -> None:
+    """Make the file hold exactly these lines. One that does, as after a clean end, is left alone."""
+    text = "".join(json.dumps(value) + "\n" for value in values)
+    if not path.exists() or path.read_text() != text:
+        write_whole(path, text)
+
+
 def read_results(folder: Path) -> Json:
     path = folder / "results.json"
     try:

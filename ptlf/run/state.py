@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import ptlf
 from ptlf.core import processes
 from ptlf.core.randomness import global_state, set_global_state
@@ -46,9 +48,10 @@ class State(Parts):
         """All that has changed since the constructor, for a checkpoint."""
         return {
             "position": vars(self.position),
+            "tasks": len(self.stream.tasks),
             "model": self.model.state_dict(),
             "method": self.method.state_dict(),
-            "optimizer": optimizer_state(self.trainer.optimizer),
+            "optimizer": optimizer_state(self.trainer.optimizer, self.parameter_names()),
             "freezing": self.freezing.state_dict(),
             "random": self.random.state_dict(),
             "torch_random": global_state(self.device),
@@ -59,11 +62,13 @@ class State(Parts):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Into a run as the constructor made it, with the same settings."""
+        """Into a run as the constructor made it, with the same settings, and maybe more tasks."""
         self.task, self.epoch = state["position"]["task"], state["position"]["epoch"]
-        self.model.load_state_dict(state["model"])
+        missing, unknown = self.model.load_state_dict(state["model"], strict=False)
+        if unknown or (missing and not self.method.grows):
+            raise RuntimeError(f"it lacks {missing[:3]} and has {unknown[:3]}")
         self.method.load_state_dict(state["method"])
-        load_optimizer_state(self.trainer.optimizer, state["optimizer"])
+        load_optimizer_state(self.trainer.optimizer, state["optimizer"], self.parameter_names())
         self.freezing.load_state_dict(state["freezing"])
         self.random.load_state_dict(state["random"])
         set_global_state(state["torch_random"], self.device)
@@ -74,7 +79,12 @@ class State(Parts):
         if self.gallery:
             self.gallery.looks = state["looks"]
         self.record = Record(**state["record"])
+        self.record.widen(len(self.stream.eval_splits))
         self.variant = self.trainer.rebuild()
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        parts = {"model": self.model, "method": self.method}
+        return {parameter: name for part in parts for name, parameter in parts[part].named_parameters(part)}
 
     def results(self) -> dict[str, Any]:
         """What `results.json` holds."""
@@ -91,6 +101,7 @@ class State(Parts):
             "seed": self.config.seed,
             "class_order": list(self.stream.class_order),
             "tasks": [task.name for task in self.stream.tasks],
+            "arrived": self.stream.arrived,
             "eval_splits": [split.name for split in self.stream.eval_splits],
             "units": [unit.name for unit in self.freezing.freezer.units],
             "probes": self.record.probes(self.prober.settings() if self.prober else {}),

@@ -35,6 +35,29 @@ def plan(recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Seq
     return runs
 
 
+def plan_frontier(
+    recipe: str,
+    orders: Sequence[str],
+    initial: Sequence[float],
+    final: Sequence[float],
+    seeds: Sequence[int],
+    out: Path,
+    overrides: Sequence[str],
+) -> list[Planned]:
+    """The recipe without freezing, then every order with every initial share and every final one that is not less."""
+    runs = []
+    for seed in seeds:
+        settings = {"no-freezing": ["--freezing.policy=none"]}
+        for order, low, high in itertools.product(orders, initial, final):
+            if low <= high:
+                shares = [f"--freezing.initial={low}", f"--freezing.final={high}"]
+                settings[f"{order}-{low:g}-{high:g}"] = [f"--freezing.policy={order}", *shares]
+        for name, words in settings.items():
+            config = resolve_config(recipe, None, [*overrides, *words, f"--seed={seed}"])
+            runs.append(Planned(f"{recipe} {name} seed {seed}", config, out / f"{name}-seed{seed}"))
+    return runs
+
+
 def train_all(
     runs: Sequence[Planned],
     watch: Callable[[str], Watcher],

@@ -27,14 +27,14 @@ class ImageSource:
     """`gather(indices)` returns (B, H, W, 3) uint8 on the device; `batches(order)` yields a batch per index tensor."""
 
     def __init__(self, images: Images, device: torch.device, resident: bool | None = None) -> None:
-        self.device = device
+        self.device, pixels = device, images.pixels
         self.labels = torch.from_numpy(np.ascontiguousarray(images.labels))
         if resident is None:  # in half of the free GPU memory; a CPU uses the memory map
             gpu = device.type == "cuda"
-            resident = gpu and images.pixels.nbytes < torch.cuda.mem_get_info(device)[0] // 2
-        self._pixels = images.pixels
-        self._held = torch.from_numpy(np.array(images.pixels)).to(device) if resident else None
-        self._file = None if resident else open_file(images.pixels)
+            resident = gpu and pixels.nbytes < torch.cuda.mem_get_info(device)[0] // 2
+        self._pixels = pixels
+        self._held = torch.from_numpy(np.array(pixels)).to(device) if resident else None
+        self._file = None if resident else open_file(pixels)
         # Copies run on their own CUDA stream. Created once: the caching allocator has a memory pool per stream.
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" and not resident else None
 
@@ -98,6 +98,31 @@ class ImageSource:
             self._file.read(indices.tolist(), out.numpy())
         else:
             out.numpy()[:] = self._pixels[indices.numpy()]
+
+
+class Sources:
+    """An ImageSource for each set of images, made when it is first asked for. The latest are held, so that sets used in
+    turn, such as training and test images, are not opened or copied again; an older one only while others use it."""
+
+    HELD = 3
+
+    def __init__(self, device: torch.device, resident: bool | None = None) -> None:
+        self.device, self.resident = device, resident
+        self._held: deque[ImageSource] = deque(maxlen=self.HELD)
+        self._known: weakref.WeakKeyDictionary[Images, weakref.ref[ImageSource]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, images: Images) -> ImageSource:
+        known = self._known.get(images)
+        source = known() if known is not None else None
+        if source is None:
+            if len(self._held) == self.HELD:
+                self._held.popleft()  # first: its memory may be what the new one needs
+            source = ImageSource(images, self.device, self.resident)
+            self._known[images] = weakref.ref(source)
+        elif source in self._held:
+            self._held.remove(source)
+        self._held.append(source)
+        return source
 
 
 class PixelFile:

@@ -24,15 +24,19 @@ class StreamConfig:
     resident: bool | None = key(None, "hold all images on the device, or read them ahead; null = hold them if they fit")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Images:
-    """`pixels` (N, H, W, 3) uint8, possibly memory-mapped, and `labels` (N,) int64."""
+    """`pixels` (N, H, W, 3) uint8, possibly memory-mapped, and `labels` (N,) int64. Two are equal if they are one."""
 
     pixels: np.ndarray
     labels: np.ndarray
 
     def __len__(self) -> int:
         return len(self.pixels)
+
+    @property
+    def size(self) -> int:
+        return int(self.pixels.shape[1])
 
 
 @dataclass(frozen=True)
@@ -47,26 +51,30 @@ class Dataset:
 
     @property
     def size(self) -> int:
-        return int(self.train.pixels.shape[1])
+        return self.train.size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
-    """One step of the stream: indices of its training images, and their classes (none: unlabelled)."""
+    """One step of the stream: indices of its training images in `images`, and their classes (none: unlabelled)."""
 
     name: str
+    images: Images
     train: np.ndarray
     classes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EvalSplit:
     """Indices of labelled training images (the kNN bank) and test images. Evaluated from task number `since` on."""
 
     name: str
+    bank_images: Images
     bank: np.ndarray
+    test_images: Images
     test: np.ndarray
     since: int
+    always: bool = False  # belongs to no task: tested after every one, however evaluation is limited
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,9 @@ class Stream:
     data: Dataset
     tasks: tuple[Task, ...]
     eval_splits: tuple[EvalSplit, ...]
-    eval_data: Dataset | None  # the images that the eval_splits index
     class_order: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # names of the labels of the eval splits' images
+    arrived: int = 0  # how many of the tasks, the last ones, are not the stream's own: `ptlf learn` brought them
 
     @property
     def size(self) -> int:
@@ -85,7 +94,7 @@ class Stream:
     def joint(self) -> Stream:
         """All tasks' images as one task, evaluated on every split: the upper bound of continual learning."""
         train = np.sort(np.concatenate([task.train for task in self.tasks]))
-        everything = Task("all tasks", train, tuple(c for task in self.tasks for c in task.classes))
+        everything = Task("all tasks", self.data.train, train, tuple(c for task in self.tasks for c in task.classes))
         splits = tuple(replace(eval_split, since=0) for eval_split in self.eval_splits)
         return replace(self, tasks=(everything,), eval_splits=splits)
 
@@ -115,11 +124,12 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
         train = indices(data.train, group, config.per_class)
         if len(train) == 0:
             raise UserError(f"task {index + 1} ({name}) of {data.name} has no training images")
-        made.append(Task(name, train, group))
+        made.append(Task(name, data.train, train, group))
         if data.test is not None:
-            eval_splits.append(EvalSplit(name, train, indices(data.test, group, config.per_class), since=index))
+            test = indices(data.test, group, config.per_class)
+            eval_splits.append(EvalSplit(name, data.train, train, data.test, test, since=index))
     ordered = tuple(data.names[c] for c in order)
-    return Stream(config.name, data, tuple(made), tuple(eval_splits), data if eval_splits else None, ordered)
+    return Stream(config.name, data, tuple(made), tuple(eval_splits), ordered, data.names)
 
 
 def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:
@@ -129,16 +139,22 @@ def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) ->
     if config.classes is not None or config.groups is not None or config.class_order != "natural":
         unused = "stream.classes, stream.groups and stream.class_order"
         raise UserError(f"{data.name} has a folder per task and no classes; leave out {unused}")
-    tasks = tuple(Task(name, indices(data.train, (i,), config.per_class)) for i, name in enumerate(data.names))
+    chosen = [indices(data.train, (label,), config.per_class) for label in range(len(data.names))]
+    tasks = tuple(Task(name, data.train, train) for name, train in zip(data.names, chosen, strict=True))
+    return Stream(config.name, data, tasks, exam(labelled, data), classes=labelled.names if labelled else ())
+
+
+def exam(labelled: Dataset | None, data: Dataset) -> tuple[EvalSplit, ...]:
+    """The split of a labelled set that belongs to no task of `data`; none without such a set."""
     if labelled is None:
-        return Stream(config.name, data, tasks, (), None)
+        return ()
     if labelled.test is None:
         raise UserError(f"{labelled.name} has no test images; pack it with a test folder or with --test-fraction")
     if labelled.size != data.size:
         sizes = f"{labelled.name} has images of {labelled.size} px and {data.name} of {data.size} px"
         raise UserError(f"{sizes}; pack both at one size")
-    exam = EvalSplit(labelled.name, np.arange(len(labelled.train)), np.arange(len(labelled.test)), since=0)
-    return Stream(config.name, data, tasks, (exam,), labelled)
+    bank, test = np.arange(len(labelled.train)), np.arange(len(labelled.test))
+    return (EvalSplit(labelled.name, labelled.train, bank, labelled.test, test, since=0, always=True),)
 
 
 def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[int]:

@@ -24,7 +24,8 @@ from ptlf.core.errors import UserError
 from ptlf.core.files import sync_folder, write_error, write_whole
 from ptlf.core.settings import key
 
-MAGIC = b"ptlf checkpoint 1 sha256 "
+KIND = b"ptlf checkpoint "
+MAGIC = KIND + b"1 sha256 "
 NAME = re.compile(r"(?:after-task(\d+)|task(\d+)-epoch(\d+)-step(\d+))\.ckpt")
 
 
@@ -35,6 +36,7 @@ class CheckpointConfig:
     every_steps: int = key(0, "save after every so many steps of an epoch too; 0 = never", least=0)
     every_minutes: float = key(0.0, "save after so many minutes without a checkpoint too; 0 = never", least=0)
     keep: int = key(2, "how many to keep, besides the one after each task", least=1)
+    keep_tasks: int | None = key(None, "how many of those after each task to keep, the last ones; null = all", least=1)
 
 
 @dataclass(frozen=True, order=True)
@@ -102,8 +104,10 @@ class Checkpoints:
                 rest = f"put that right, and `ptlf train --resume {self.run}` goes on from {self.last.name}"
             raise UserError(f"{str(error).partition(';')[0]}; {rest}") from error
         self.last, self._saved_at = path, time.monotonic()
-        within_tasks = [path for path in self.files() if not path.name.startswith("after-")]
-        for old in within_tasks[: -self.config.keep]:
+        files = self.files()
+        after_tasks = [path for path in files if path.name.startswith("after-")]
+        within_tasks = [path for path in files if path not in after_tasks]
+        for old in within_tasks[: -self.config.keep] + after_tasks[: -(self.config.keep_tasks or len(files))]:
             old.unlink(missing_ok=True)
 
     def load(self) -> dict[str, Any] | None:
@@ -120,6 +124,12 @@ class Checkpoints:
             self.last = path
             return state
         return None
+
+    def check_version(self) -> None:
+        """Refuse to go on from a checkpoint of another version of ptlf. Only the newest file's first bytes are read."""
+        for path in self.files()[-1:]:
+            with open(path, "rb") as file:
+                check_head(path, file.read(len(MAGIC)))
 
     def files(self) -> list[Path]:
         """Oldest first."""
@@ -162,12 +172,18 @@ def sealed(data: bytes) -> list[bytes]:
     return [MAGIC, hashlib.sha256(data).hexdigest().encode(), b"\n", data]
 
 
+def check_head(path: Path, head: bytes) -> None:
+    if re.match(KIND + rb"\d+ ", head) and not head.startswith(MAGIC):
+        raise UserError(f"{path} is a checkpoint of another version of ptlf; go on with that version")
+
+
 def unsealed(path: Path) -> bytes:
     try:
         with open(path, "rb") as file:
             head, data = file.read(len(MAGIC) + 65), file.read()
     except OSError as error:
         raise DamagedCheckpoint(error.strerror or str(error)) from None
+    check_head(path, head)
     if not head.startswith(MAGIC):
         raise DamagedCheckpoint("its first line is not that of a checkpoint of this version")
     if head != b"".join(sealed(data)[:3]):
@@ -179,17 +195,20 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def optimizer_state(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """State by parameter number. Hyperparameters such as learning rates come from the settings and are left out."""
-    numbered = enumerate(parameters_of(optimizer))
-    return {str(number): dict(optimizer.state[p]) for number, p in numbered if p in optimizer.state}
+def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
+    """State by parameter name. Hyperparameters such as learning rates come from the settings and are left out."""
+    return {names[p]: dict(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
 
 
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
+def load_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]], names: Mapping[Tensor, str]
+) -> None:
+    """State by name, or by parameter number as checkpoints once had it."""
     parameters = parameters_of(optimizer)
+    known = {names[parameter]: parameter for parameter in parameters}
     optimizer.state.clear()
-    for number, values in state.items():
-        parameter = parameters[int(number)]
+    for given, values in state.items():
+        parameter = parameters[int(given)] if given.isdecimal() else known[given]
         optimizer.state[parameter] = {name: like(parameter, value) for name, value in values.items()}
 
 

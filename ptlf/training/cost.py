@@ -85,6 +85,10 @@ class Stopwatch:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.seconds = dict(state)
 
+    def add(self, seconds: Mapping[str, float]) -> None:
+        for purpose, value in seconds.items():
+            self.seconds[purpose] = self.seconds.get(purpose, 0.0) + value
+
     def _charge(self) -> None:
         """Add the time since the last call to the innermost running purpose."""
         wait_for(self.device)

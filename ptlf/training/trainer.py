@@ -19,7 +19,8 @@ from ptlf.core.settings import key, section
 from ptlf.freezing.units import unchanged
 from ptlf.methods import Method
 from ptlf.model import Model
-from ptlf.stream.loading import ImageSource
+from ptlf.stream import Images
+from ptlf.stream.loading import ImageSource, Sources
 from ptlf.training.compiled import variant
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import Parallel, average_statistics
@@ -93,7 +94,8 @@ class Trainer:
     model: Model
     method: Method
     optimizer: torch.optim.Optimizer
-    source: ImageSource
+    sources: Sources
+    images: Images  # those that indices index: of the task that is trained
     view_specs: tuple[View, ...]
     view_size: int
     config: TrainingConfig
@@ -110,6 +112,10 @@ class Trainer:
         self.kept_state: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter that ever trained, see prepare_state
         self.rebuilds = 0
         self.parallel: Parallel | None = None  # where several processes share the run, from an epoch's start on
+
+    @property
+    def source(self) -> ImageSource:
+        return self.sources(self.images)
 
     def arithmetic(self) -> dict[str, Any]:
         """How the step is computed here, for the record."""
@@ -209,10 +215,11 @@ class Trainer:
         image, or a single one for the step.
         """
         mine = processes.shard(len(chosen))
-        images = self.source.gather(chosen[mine]) if images is None else images
+        source = self.source
+        images = source.gather(chosen[mine]) if images is None else images
         uniforms = draw(len(chosen), generator, len(self.view_specs))[:, mine]
         shared = {name: value[mine] if value.ndim else value for name, value in draws.items()}
-        return Batch(images, self.source.labels[chosen[mine]], uniforms, shared)
+        return Batch(images, source.labels[chosen[mine]], uniforms, shared)
 
     def batches(self, indices: np.ndarray, generator: torch.Generator) -> Iterator[Tensor]:
         """Shuffled batches of indices. The last one is cut to what the processes can share equally."""
@@ -266,7 +273,8 @@ def total(losses: dict[str, Tensor]) -> Tensor:
     return torch.stack(list(losses.values())).sum()
 
 
-def check_batch(config: TrainingConfig, sizes: list[int]) -> None:
+def check_batch(config: TrainingConfig, sizes: list[int], arrived: int = 0) -> None:
+    """sizes: images of each task. The last `arrived` of them came later, and may be smaller than a batch."""
     count, batch = processes.world_size(), config.batch
     if batch % count or batch < 2 * count:
         advice = f"choose a multiple of {count}, at least {2 * count}"
@@ -274,7 +282,8 @@ def check_batch(config: TrainingConfig, sizes: list[int]) -> None:
     for number, size in enumerate(sizes, start=1):
         if size < 2 * count:
             raise UserError(f"task {number} has {size} image{'s' * (size != 1)}; a batch needs at least {2 * count}")
-    for number, size in enumerate(sizes, start=1):
+    known = sizes[: len(sizes) - arrived] if config.last_batch == "use" else sizes
+    for number, size in enumerate(known, start=1):
         if batch > size:
             problem = f"training.batch is {batch}, but task {number} has only {size} images"
             raise UserError(f"{problem}; choose a batch of at most {min(sizes)}")

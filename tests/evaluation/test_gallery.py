@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from ptlf.evaluation import EvaluationConfig
 from ptlf.evaluation import gallery as module
 from ptlf.evaluation.gallery import Gallery, pick_queries, spread, sprite
 from ptlf.run.loop import Run
@@ -32,15 +33,17 @@ def make_stream(count: int = 40, *, labelled: bool = True) -> Stream:
         "made", ("a", "b", "c", "d"), images, images if labelled else None, "classes" if labelled else "tasks"
     )
     places = [np.flatnonzero(np.isin(labels, pair)) for pair in ((0, 1), (2, 3))]
-    tasks = tuple(Task(f"task {n}", place) for n, place in enumerate(places))
-    eval_splits = (
-        tuple(EvalSplit(f"split {n}", place, place, since=n) for n, place in enumerate(places)) if labelled else ()
-    )
-    return Stream("made", data, tasks, eval_splits, data if labelled else None)
+    classes = ((0, 1), (2, 3)) if labelled else ((), ())
+    tasks = tuple(Task(f"task {n}", images, place, classes[n]) for n, place in enumerate(places))
+    splits = tuple(EvalSplit(f"split {n}", images, place, images, place, since=n) for n, place in enumerate(places))
+    return Stream("made", data, tasks, splits if labelled else (), classes=data.names if labelled else ())
 
 
 def made(stream: Stream, seed: int = 0) -> Gallery:
-    return Gallery(stream, lambda x: x.float().permute(0, 3, 1, 2), torch.device("cpu"), batch=7, seed=seed)
+    tests, cpu = EvaluationConfig(batch=7), torch.device("cpu")
+    gallery = Gallery(stream, lambda x: x.float().permute(0, 3, 1, 2), cpu, config=tests, seed=seed)
+    gallery.read()
+    return gallery
 
 
 def encoder() -> nn.Module:

@@ -71,10 +71,11 @@ def test_a_number_of_neighbours_that_was_asked_for_holds_after_every_task(stream
 
 
 def test_the_future_is_the_next_task_as_the_untrained_encoder_is_tested_on_it(stream: Stream, prober: Prober) -> None:
-    untrained = prober.rows(nn.Flatten(), TASKS)["knn_task"]
-    assert len(set(untrained)) == TASKS
-    found = [prober.future(nn.Flatten(), task) for task in range(TASKS)]
-    assert found == [{"knn_task": untrained[1:2]}, {"knn_task": untrained[2:3]}, {"knn_task": []}]
+    expected = [by_hand(stream, task, k=task + 1) for task in range(TASKS)]
+    assert len(set(expected)) == TASKS
+    found = [prober.future(nn.Flatten(), task)["knn_task"] for task in range(TASKS)]
+    assert found == [pytest.approx(expected[1:2]), pytest.approx(expected[2:3]), []]
+    assert prober.ahead(nn.Flatten(), stream.eval_splits[1:])["knn_task"] == pytest.approx(expected[1:])
     prober.choose(["knn_class"])
     assert prober.future(nn.Flatten(), 0) == {}
 

@@ -89,8 +89,8 @@ def test_exams_see_their_own_column_or_all(tiny) -> None:
     results = run.train()
     encoder, prober = run.model.encoder.eval(), run.prober
     with torch.no_grad():
-        banks = [prober.features(encoder, prober.bank, split.bank) for split in run.stream.eval_splits]
-        tests = [prober.features(encoder, prober.test, split.test) for split in run.stream.eval_splits]
+        banks = [prober.features(encoder, split.bank_images, split.bank) for split in run.stream.eval_splits]
+        tests = [prober.features(encoder, split.test_images, split.test) for split in run.stream.eval_splits]
     width = encoder.feature_dim
     for task in range(2):
         own = slice(task * width, (task + 1) * width)

@@ -92,7 +92,7 @@ def test_a_folder_per_task_has_one_exam_or_none() -> None:
     stream = unlabelled(data, StreamConfig(), fake(2))
     assert [len(task.train) for task in stream.tasks] == [4] * 6
     assert len(stream.eval_splits) == 1
-    assert stream.eval_data is not data
+    assert stream.eval_splits[0].bank_images is not data.train
     with pytest.raises(UserError, match="6 task folders"):
         unlabelled(data, StreamConfig(tasks=3), None)
     with pytest.raises(UserError, match="no test images"):

@@ -34,6 +34,7 @@ from ptlf.training.checkpoint import (
     deserialise,
     load_optimizer_state,
     optimizer_state,
+    parameters_of,
     sealed,
     serialise,
     unsealed,
@@ -170,8 +171,9 @@ def test_optimizer_state_keeps_values_and_layout(momentum: float) -> None:
     model[2].bias.grad = None  # as in a frozen unit
     optimizer.step()
     before = {p: dict(values) for p, values in optimizer.state.items()}
-    stored = deserialise(serialise(optimizer_state(optimizer)))
-    load_optimizer_state(optimizer, stored)
+    names = {parameter: f"part.{number}" for number, parameter in enumerate(parameters_of(optimizer))}
+    stored = deserialise(serialise(optimizer_state(optimizer, names)))
+    load_optimizer_state(optimizer, stored, names)
     assert optimizer.state.keys() == before.keys()
     for parameter, values in before.items():
         for name, value in values.items():

@@ -1,0 +1,386 @@
+"""A run that learns one task after the other, as their images arrive; `ptlf learn` is this class as a command."""
+
+import gc
+import html
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from ptlf.core.errors import UserError
+from ptlf.core.files import write_whole
+from ptlf.core.processes import warn
+from ptlf.core.settings import as_dict, merge, nested
+from ptlf.evaluation.prober import testing
+from ptlf.report.live import Live
+from ptlf.report.page import write_report
+from ptlf.report.runs import flatten
+from ptlf.run.build import check_grows, make_stream
+from ptlf.run.config import Config, from_dict, read_yaml, to_yaml
+from ptlf.run.evaluate import evaluate_run
+from ptlf.run.folder import START, claimed, has_finished, load_encoder, save_encoder
+from ptlf.run.loop import Run
+from ptlf.run.parts import Parts
+from ptlf.run.recipes import name_of, recipe
+from ptlf.run.results import read_results
+from ptlf.run.watcher import Watcher
+from ptlf.stream import StreamConfig
+from ptlf.stream.arrivals import (
+    Arrays,
+    accept,
+    arrivals,
+    blocks,
+    check_arrays,
+    checksum,
+    clear,
+    pack_incoming,
+    read_npz,
+    settled,
+    task_name,
+)
+from ptlf.stream.decode import ImageFile, decoders
+from ptlf.stream.disk import disk_errors, files_below
+from ptlf.stream.pack import data_root
+from ptlf.training.checkpoint import Checkpoints
+from ptlf.training.process import Stopped
+
+STREAM = "arriving"
+SIZE = 32  # pixels, where neither the images nor the settings say
+KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
+MAY_CHANGE = ("device", "evaluation.tasks")  # of a run that is there
+Source = Path | str | np.ndarray | Arrays
+
+
+class Learner:
+    """`learn` brings the next task; everything goes on from where the last one ended.
+
+    The run is in the folder `out`: what `ptlf train` leaves, and the packed images of the tasks in `tasks/`.
+    """
+
+    def __init__(
+        self,
+        encoder: str | nn.Module = "resnet18",
+        objective: str = "simsiam",
+        method: str = "ptlf",
+        out: Path | str = "runs/learner",
+        *,
+        size: int | None = None,
+        **settings: Any,
+    ) -> None:
+        """A new run; nothing is written before the first task. For one that is there: `Learner.load`.
+
+        encoder: a name (`ptlf list encoders`) or a module that maps images (B, 3, S, S) to vectors (B, dim). Copies of
+            it are trained; it stays as it is.
+        method: a method, or one with freezing, as recipes name them: "lump", "ptlf", "ptlf-cost", ...
+        size: side of the images in pixels; default: that of a packed set or array, else the views' or 32.
+        settings: sections, as training={"epochs": 20}, or keys, as **{"training.epochs": 20}; also seed and device.
+        """
+        given = {"encoder": encoder if isinstance(encoder, str) else "given", **settings}
+        values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), *(nested(k, v) for k, v in given.items()))
+        self._begin(from_dict(values), out, size, None if isinstance(encoder, str) else encoder)
+
+    @classmethod
+    def new(cls, config: Config, out: Path | str, size: int | None = None) -> Self:
+        """A new run with a complete configuration, whose stream is left aside."""
+        learner = cls.__new__(cls)
+        learner._begin(config, out, size, None)
+        return learner
+
+    @classmethod
+    def load(cls, folder: Path | str, encoder: nn.Module | None = None, **settings: Any) -> Self:
+        """The run in this folder, made by a Learner, `ptlf learn` or `ptlf train`, finished or not.
+
+        encoder: a module like the one the run was made with, if that was given as a module.
+        settings: `device` and evaluation={"tasks": ...} may change; all others are the run's own.
+        """
+        learner, folder = cls.__new__(cls), Path(folder)
+        given: dict[str, Any] = {}
+        for name, value in settings.items():
+            given = merge(Config, given, nested(name, value))
+        if changed := [name for name in flatten(given) if name not in MAY_CHANGE]:
+            raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}")
+        stored = from_dict(read_yaml(folder / "config.yaml"))
+        learner.folder, learner.size, learner.module = folder, None, encoder
+        learner.config = from_dict(merge(Config, as_dict(stored), given))
+        if stored.encoder.name == "given" and encoder is None:
+            raise UserError(f"the encoder of {folder} was given as a module; load it with encoder=MODULE in Python")
+        learner._parts = learner.run = None
+        return learner
+
+    def _begin(self, config: Config, out: Path | str, size: int | None, module: nn.Module | None) -> None:
+        self.folder, self.size, self.module = Path(out), size, module
+        if (self.folder / "config.yaml").exists():
+            raise UserError(f"{out} already holds a run; Learner.load goes on with it, or choose another folder")
+        stream = StreamConfig(name=STREAM, labelled=config.stream.labelled, resident=config.stream.resident)
+        kept = replace(config.checkpoint, keep_tasks=config.checkpoint.keep_tasks or KEPT)
+        self.config = replace(config, stream=stream, checkpoint=kept)
+        check_grows(self.config)
+        self._parts: Parts | None = None
+        self.run: Run | None = None  # the latest
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of all tasks, learnt or not."""
+        return [task.name for task in make_stream(self.config, self.folder).tasks] if self.exists else []
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """What results.json holds."""
+        return read_results(self.folder)
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The encoder as the last task left it, in eval mode."""
+        return self._loaded().model.encoder.eval()
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / "config.yaml").exists()
+
+    def learn(
+        self,
+        source: Source | None = None,
+        name: str | None = None,
+        *,
+        again: bool = False,
+        watcher: Watcher | None = None,
+        **packing: Any,
+    ) -> dict[str, Any]:
+        """Learn the images in `source` as the next task. Returns what results.json holds.
+
+        A task that was interrupted is finished first; without a source nothing else is done.
+
+        source: a folder of images; a folder with a `train` and a `test` folder, each with a folder per class; a packed
+            set; an .npz; an array (N, H, W, 3) uint8. Labels are used for testing only.
+        name: of the task; default: the folder's or file's.
+        again: learn a task even though its images were learnt before.
+        watcher: told what happens; default: a progress bar.
+        packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`.
+        """
+        if source is None and not self.exists:
+            raise UserError(f"{self.folder} holds no run; give the images of its first task")
+        watcher = watcher or Live(name_of(as_dict(self.config)))
+        with self._held():
+            finished = not self.exists or self._can_go_on()
+            incoming = None
+            try:
+                if source is not None:
+                    incoming = self._pack(source, name, packing)
+                    learnt = arrivals(self.folder)
+                    going = not finished and learnt and checksum(learnt[-1]) == checksum(incoming)
+                    if going and not again:
+                        incoming = None
+                    elif not again:
+                        refuse_twin(incoming, learnt)
+                if not finished:
+                    self._train(self._build(), watcher)
+                if incoming is not None:
+                    accepted = accept(self.folder, incoming)
+                    try:
+                        run = self._build()
+                    except BaseException:
+                        shutil.rmtree(accepted.path)
+                        raise
+                    self._train(run, watcher)
+            finally:
+                clear(self.folder)
+        return self.results
+
+    def watch(
+        self,
+        folder: Path | str,
+        *,
+        settle: float = 30.0,
+        every: float = 10.0,
+        once: bool = False,
+        **learning: Any,
+    ) -> Iterator[dict[str, Any]]:
+        """Learn every subfolder, oldest first, as it appears; yields the results after each. Never ends by itself.
+
+        A subfolder is left for later while anything in it is younger than `settle` seconds, and is learnt once: the
+        run's record says from where its tasks came. One that cannot be learnt is named on stderr, and tried again when
+        it changes.
+
+        every: seconds between looks. once: end when nothing is left to learn.
+        learning: as for `learn`.
+        """
+        folder = Path(folder)
+        refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
+        settled(folder, settle, time.time())  # is it there?
+        if not self._finished():
+            yield self._one_of_many(None, folder, learning)
+        known = {pack.source for pack in arrivals(self.folder)}
+        while True:
+            new = [path for path in settled(folder, settle, time.time()) if str(path.resolve()) not in known]
+            waiting = [path for path in new if path not in refused or refused[path][0] != appearance(path)]
+            if waiting:
+                path, looks = waiting[0], appearance(waiting[0])
+                try:
+                    results = self._one_of_many(path, folder, learning)
+                except UserError as error:
+                    if not self._finished():  # not for what the folder holds
+                        raise
+                    warn(f"ptlf: {path} is left out: {error}")
+                    refused[path] = looks, str(error)
+                else:
+                    known.add(str(path.resolve()))
+                    yield results
+            elif once:
+                if refused:
+                    raise UserError(f"{len(refused)} left out: {', '.join(path.name for path in refused)}")
+                return
+            else:
+                time.sleep(every)
+
+    def _one_of_many(self, source: Path | None, folder: Path, learning: Mapping[str, Any]) -> dict[str, Any]:
+        advice = f"`ptlf learn {self.folder} --watch {folder}` goes on from here"
+        try:
+            results = self.learn(source, **learning)
+        except Stopped as stopped:
+            raise stopped.again(advice) from None
+        if self.run is not None and self.run.signals.asked:
+            raise Stopped(self.folder, self.run.signals.asked, advice)
+        return results
+
+    def evaluate(self, probes: Sequence[str] | None = None, **settings: Any) -> dict[str, Any]:
+        """The probes' rows on the encoder as it is now, by name: `settings`, `matrix` (one row), `accuracy`.
+
+        probes: which; default: those of the run. settings: of `probes` and `evaluation`.
+        """
+        given: dict[str, Any] = {}
+        for name, value in settings.items():
+            given = merge(Config, given, nested(name, value))
+        config = from_dict(merge(Config, as_dict(self.config), given))
+        return evaluate_run(self.folder, config, probes, self._start())[0]
+
+    def embed(self, images: Source, batch: int = 256) -> np.ndarray:
+        """Features (N, dim) float32 of images: a folder (files sorted by path), an .npz or an array (N, H, W, 3) uint8.
+        They are resized and cropped as the run's own images were."""
+        parts = self._loaded()
+        size = parts.stream.size
+        found = []
+        with testing(parts.model.encoder):
+            for pixels in decoded(images, size):
+                for part in torch.from_numpy(pixels).split(batch):
+                    features = parts.model.encoder(parts.prepare(part.to(parts.device)))
+                    found.append(features.float().cpu().numpy())
+        return np.concatenate(found)
+
+    def _repr_html_(self) -> str:
+        """The report page, for notebooks."""
+        page = self.folder / "report.html"
+        try:
+            write_report([self.folder], page)
+        except UserError as error:
+            return f"<p>{html.escape(str(error))}</p>"
+        inside = html.escape(page.read_text(), quote=True)
+        return f'<iframe srcdoc="{inside}" style="width: 100%; height: 50em; border: 0"></iframe>'
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """The folder, locked. One that was not there goes again if nothing was learnt."""
+        made, existed = not self.folder.exists(), self.exists
+        try:
+            with claimed(self.folder, resume=existed):
+                clear(self.folder, everything=not existed)  # left by a process that was killed
+                yield
+        finally:
+            if made and self.folder.is_dir() and not any(self.folder.iterdir()):
+                self.folder.rmdir()
+
+    def _finished(self) -> bool:
+        return not self.exists or has_finished(self.folder)
+
+    def _can_go_on(self) -> bool:
+        """Whether the run has finished. One that cannot learn another task is refused."""
+        check_grows(self.config)
+        saved = Checkpoints(self.folder, self.config.checkpoint)
+        saved.check_version()
+        finished = has_finished(self.folder)
+        if finished and not saved.files():
+            raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot go on without it")
+        return finished
+
+    def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Any:
+        if isinstance(source, np.ndarray):
+            source = check_arrays({"images": source}, "the array")
+        size = make_stream(self.config, self.folder).size if self.exists else self.size
+        root, default = data_root(self.config.data_root), self.config.views.size or SIZE
+        return pack_incoming(self.folder, source, name, size, root=root, default_size=default, **packing)
+
+    def _start(self) -> nn.Module | None:
+        """A copy of the module that was given, with the weights that training began with."""
+        if self.module is None:
+            return None
+        start = deepcopy(self.module)
+        if self.exists and (self.folder / START).exists():
+            load_encoder(self.folder, start, START)
+        return start
+
+    def _build(self) -> Run:
+        self._parts = self.run = None
+        gc.collect()  # a run is in reference cycles: the last one's memory is needed now
+        return Run(self.config, self.folder, encoder=self._start())
+
+    def _train(self, run: Run, watcher: Watcher) -> None:
+        if self.module is not None and not self.exists:
+            save_encoder(self.folder, self.module, START)
+        if self.exists:
+            stored = from_dict(read_yaml(self.folder / "config.yaml"))
+            if stored.evaluation != self.config.evaluation:
+                text = to_yaml(replace(stored, evaluation=self.config.evaluation))
+                write_whole(self.folder / "config.yaml", text)
+        self.run = run
+        run.train(watcher, resume=True, claim=False)
+        self._parts = run
+
+    def _loaded(self) -> Parts:
+        """The run's parts, with the encoder as the last task left it."""
+        if self._parts is None:
+            stream, quiet = make_stream(self.config, self.folder), replace(self.config.evaluation, enabled=False)
+            self._parts = Parts(replace(self.config, evaluation=quiet), None, self._start(), stream)
+            load_encoder(self.folder, self._parts.model.encoder)
+        return self._parts
+
+
+def appearance(folder: Path) -> list[tuple[str, int, int]]:
+    """Of each file its name, size and date."""
+    with disk_errors(folder):
+        stats = [(str(file), file.stat()) for file in files_below(folder)]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def refuse_twin(incoming: Any, learnt: Sequence[Any]) -> None:
+    for number, pack in enumerate(learnt, start=1):
+        if checksum(pack) == checksum(incoming):
+            same = f"{task_name(incoming)} holds the very images of task {task_name(pack)}, the {number}. that arrived"
+            raise UserError(f"{same}; give --again (again=True) to learn them once more")
+
+
+def decoded(images: Source, size: int) -> Iterator[np.ndarray]:
+    """Blocks of images (n, size, size, 3) uint8."""
+    if isinstance(images, (Path, str)) and Path(images).is_dir():
+        with disk_errors(Path(images)):
+            files = [ImageFile(0, str(file)) for file in files_below(Path(images))]
+        if not files:
+            raise UserError(f"{images} holds no images")
+        with decoders(1) as decode:
+            for pixels, _, problems in decode(files, size):
+                for file, why in problems:
+                    raise UserError(f"{file} cannot be read: {why}; repair or remove it")
+                yield pixels
+        return
+    if isinstance(images, np.ndarray):
+        arrays = check_arrays({"images": images}, "the array")
+    else:
+        arrays = images if isinstance(images, Arrays) else read_npz(Path(images))
+    for pixels, _ in blocks(arrays.images, np.zeros(len(arrays.images)), size):
+        yield pixels

@@ -1,0 +1,107 @@
+"""Accuracy and forgetting against time and memory, with the runs that no other one beats in both."""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ptlf.report.drawing import Drawing
+from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, padded, plain, ticks
+from ptlf.report.measures import probe_measures
+from ptlf.report.runs import Comparison, Group, RunRecord
+
+LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")
+COSTS = {"seconds": "training time of the later tasks", "bytes": "bytes kept for backward in the later tasks"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run: its cost relative to the baseline's, and how good it is; each with its spread over seeds."""
+
+    group: Group
+    cost: float
+    value: float
+    spread: float
+
+
+def later_cost(run: RunRecord, kind: str) -> float | None:
+    """Of the tasks after the first, in which nothing freezes: seconds of learning, or mean bytes kept for backward."""
+    lines = [line for line in run.epochs if line["task"] > 1]
+    if not lines:
+        return None
+    if kind == "seconds":
+        return sum(line.get(key) or 0.0 for line in lines for key in LEARNING)
+    return statistics.fmean(line["kept_bytes"] for line in lines)
+
+
+def costs(comparison: Comparison, kind: str) -> dict[str, float]:
+    """By label, the mean over seeds relative to the baseline's."""
+    found: dict[str, float] = {}
+    for group in comparison.groups:
+        values = [cost for run in group.runs if (cost := later_cost(run, kind)) is not None]
+        if values:
+            found[group.label] = statistics.fmean(values)
+    base = found.get(comparison.baseline.label) if comparison.baseline else None
+    return {label: cost / base for label, cost in found.items()} if base else {}
+
+
+def points(comparison: Comparison, kind: str, path: Sequence[str]) -> list[Point]:
+    relative = costs(comparison, kind)
+    found = []
+    for group in comparison.groups:
+        value = group.mean(path)
+        if value is not None and group.label in relative:
+            found.append(Point(group, relative[group.label], value, group.spread(path) or 0.0))
+    return found
+
+
+def front(found: Sequence[Point], rising: bool) -> list[Point]:
+    """The points that no other one beats, cheapest first: another is at least as cheap and as good, and not equal."""
+    best: list[Point] = []
+    for point in sorted(found, key=lambda point: (point.cost, -point.value if rising else point.value)):
+        if not best or (point.value > best[-1].value if rising else point.value < best[-1].value):
+            best.append(point)
+    return best
+
+
+def frontier(comparison: Comparison, width: float) -> Drawing | None:
+    """A panel per cost and measure of the first probe; a line joins the front."""
+    if not comparison.probes or comparison.baseline is None:
+        return None
+    measures = probe_measures(comparison.probes[0])[:2]
+    panels = [
+        (kind, measure, found)
+        for measure in measures
+        for kind in COSTS
+        if len(found := points(comparison, kind, measure.path)) > 2
+    ]
+    if not panels:
+        return None
+    columns, left, tall, gap = 2 if width > 600 else 1, 40.0, 200.0, 66.0
+    drawing = Drawing(width, 0, "Accuracy and forgetting against time and memory, with the Pareto front")
+    top = legend(drawing, 0, 10, width, comparison.groups) + 30
+    wide = (width - (columns - 1) * 24) / columns
+    for place, (kind, measure, found) in enumerate(panels):
+        x0, y0 = place % columns * (wide + 24) + left, top + place // columns * (tall + gap)
+        title = f"{measure.short}, {measure.unit}, {measure.below}"
+        drawing.text(x0 - left, y0 - 12, title, "ink", size=TINY + 1.5, bold=True)
+        ends = [end for point in found for end in (point.value - point.spread, point.value + point.spread)]
+        y = Scale(*padded(ends, least=1.0), y0 + tall, y0)
+        x = Scale(*padded([point.cost for point in found], least=0.1), x0, x0 + wide - left - 4)
+        grid_y(drawing, y, x.start, x.end)
+        for tick in ticks(x.low, x.high):
+            drawing.text(x(tick), y0 + tall + 16, f"{plain(tick)}×", "soft", size=TINY, anchor="middle")
+        drawing.text(x.end, y0 + tall + 31, COSTS[kind], "soft", size=TINY, anchor="end")
+        best = front(found, measure.rising)
+        corners = [(x(best[0].cost), y(best[0].value))]
+        for before, after in itertools.pairwise(best):  # until the next one is paid for, the last one holds
+            corners += [(x(after.cost), y(before.value)), (x(after.cost), y(after.value))]
+        drawing.line([*corners, (x.end, corners[-1][1])], "soft", width=1.5, dash="3 3")
+        for point in found:
+            role, at = f"run{point.group.colour}", (x(point.cost), y(point.value))
+            if point.spread:
+                drawing.line([(at[0], y(point.value - point.spread)), (at[0], y(point.value + point.spread))], role)
+            words = f"{point.group.label}: {measure.show(point.value)} {measure.unit}, {point.cost:.2f}×"
+            drawing.mark(*at, role, size=5.0, look=point.group.marker, title=words)
+    drawing.height = top + -(-len(panels) // columns) * (tall + gap) - 26
+    return drawing

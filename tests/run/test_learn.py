@@ -1,0 +1,563 @@
+"""A stream that goes on: `learn` three times against `train` on all three, kills, watching a folder, bad input."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import StopsAt, tiny_config, tiny_encoder
+from faults import before_call, lasting, same
+from PIL import Image
+
+import ptlf
+from ptlf import learner as learner_module
+from ptlf.cli import main
+from ptlf.core.errors import UserError
+from ptlf.evaluation import EvaluationConfig
+from ptlf.freezing import POLICIES
+from ptlf.methods import METHODS
+from ptlf.objectives import OBJECTIVES
+from ptlf.run import loop
+from ptlf.run.config import Config
+from ptlf.run.folder import lock_of_run
+from ptlf.run.loop import Run
+from ptlf.run.watcher import Watcher
+from ptlf.stream import pack
+from ptlf.stream.arrivals import arrivals
+from ptlf.stream.folders import pack_folder
+from ptlf.training.checkpoint import deserialise, unsealed
+from ptlf.training.process import Stopped
+from ptlf.training.trainer import Trainer
+
+DAYS = {"day1": "ab", "day2": "cd", "day3": "ef"}
+TRAIN, TEST, SIZE = 10, 4, 8  # images per class and their side
+QUIET = Watcher()
+SMALL: dict[str, Any] = {
+    "stream__groups": None,
+    "training__epochs": 2,
+    "training__batch": 8,
+    "memory__size": 12,
+    "probes__knn_class__k": 5,
+    "freezing__final": 0.67,
+    "evaluation__gallery": False,
+    "checkpoint__every_epochs": 0,
+    "checkpoint__keep_tasks": 2,
+}
+WORDS = [
+    "--recipe", "digits/simsiam/ptlf", "--size", str(SIZE), "--encoder.name", "conftest:tiny_encoder",
+    "--device", "cpu", "--training.epochs", "2", "--training.batch", "8", "--memory.size", "12",
+    "--probes.knn_class.k", "5", "--evaluation.gallery", "false", "--freezing.final", "0.67",
+]  # fmt: skip
+
+
+def paint(folder: Path, count: int, seed: int) -> None:
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(seed)
+    for number in range(count):
+        pixels = random.integers(0, 90, (SIZE, SIZE, 3)) + random.integers(0, 160, 3)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:02}.png")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`pictures/DAY/{train,test}/CLASS`; and packed: each day, all of them with a folder per class (`all`), and the
+    training images with a folder per day (`days`)."""
+    root = tmp_path_factory.mktemp("data")
+    for seed, (day, classes) in enumerate(DAYS.items()):
+        for place, name in enumerate(classes):
+            for count, split in ((TRAIN, "train"), (TEST, "test")):
+                own = root / "pictures" / day / split / name
+                paint(own, count, 10 * seed + 2 * place + (split == "test"))
+                shutil.copytree(own, root / "all-pictures" / split / name)
+                if split == "train":
+                    shutil.copytree(own, root / "plain" / day / name)
+        pack_folder(root / "pictures" / day, root, day, size=SIZE, progress=False)
+    pack_folder(root / "all-pictures", root, "all", size=SIZE, progress=False)
+    pack_folder(root / "plain", root, "days", size=SIZE, folders="tasks", progress=False)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def data(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PTLF_DATA", str(root))
+    monkeypatch.setattr("ptlf.commands.write_page", lambda *words: None)  # takes longer than these runs
+
+
+def config(name: str = "digits/simsiam/finetune", **settings: Any) -> Config:
+    return tiny_config(name, **{**SMALL, **settings})
+
+
+def trained(folder: Path, settings: Config, pack: str = "all") -> Path:
+    """`train` on the three days, known in advance."""
+    settings.stream.name, settings.stream.pack = "folder", pack
+    settings.stream.groups = [list(classes) for classes in DAYS.values()] if pack == "all" else None
+    Run(settings, folder).train()
+    return folder
+
+
+def learnt(folder: Path, settings: Config, days: Iterator[str] | list[str] | None = None) -> Path:
+    """`learn` day after day, each time from the files that the last call left."""
+    for day in days or DAYS:
+        learner = ptlf.Learner.load(folder) if folder.exists() else ptlf.Learner.new(settings, folder)
+        learner.learn(day, watcher=QUIET)
+    return folder
+
+
+def state(folder: Path) -> dict[str, Any]:
+    return deserialise(unsealed(folder / "checkpoints" / "after-task03.ckpt"))
+
+
+def check_same(one: Path, other: Path) -> None:
+    states = [state(folder) for folder in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for name in ("position", "tasks", "model", "method", "optimizer", "freezing", "random", "torch_random", "looks"):
+        assert same(states[0][name], states[1][name]), name
+    records = [{**found["record"], "spent_before": None} for found in states]  # seconds
+    assert lasting(records[0]) == lasting(records[1])
+    assert (one / "encoder.safetensors").read_bytes() == (other / "encoder.safetensors").read_bytes()
+    results = [json.loads((folder / "results.json").read_text()) for folder in (one, other)]
+    for name in ("probes", "freezing", "cost", "status", "class_order", "units"):
+        assert lasting(results[0][name]) == lasting(results[1][name]), name
+
+
+GROWING = [name for name, method in METHODS.items() if not method.joint]
+UNLABELLED = [name for name, objective in OBJECTIVES.items() if not objective.needs_labels]
+CASES = [
+    *(("simsiam", method, "correlation" if METHODS[method].freezable else "none") for method in GROWING),
+    *(("simsiam", "lump", policy) for policy in POLICIES if policy != "correlation"),
+    *((objective, "cassle", "correlation") for objective in UNLABELLED if objective != "simsiam"),
+    *((objective, "pnn", "none") for objective in ("byol", "mocov2plus")),
+]
+QUICK = [("simsiam", "lump", "correlation"), ("simsiam", "cassle", "correlation"), ("byol", "pnn", "none")]
+
+
+@pytest.mark.parametrize(
+    ("objective", "method", "policy"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_three_days_learnt_one_by_one_end_as_if_trained_at_once(
+    tmp_path: Path, objective: str, method: str, policy: str
+) -> None:
+    encoder = "conftest:tiny_resnet" if method == "pnn" else "conftest:dropping_encoder"
+    settings = {"method__name": method, "freezing__policy": policy, "encoder__name": encoder}
+    name = f"digits/{objective}/finetune"
+    one = learnt(tmp_path / "learnt", config(name, **settings))
+    check_same(one, trained(tmp_path / "trained", config(name, **settings)))
+    found = json.loads((one / "results.json").read_text())["probes"]
+    assert [len(row) for row in found["knn_task"]["matrix"]] == [3, 3, 3]
+    assert found["knn_task"]["forward_transfer"] is not None
+
+
+def test_folders_without_labels_are_as_a_pack_with_a_folder_per_task(root: Path, tmp_path: Path) -> None:
+    """With a gallery, tested on a set of its own."""
+    settings = {"freezing__policy": "correlation", "stream__labelled": "day1", "evaluation__gallery": True}
+    learner = ptlf.Learner.new(config("digits/simsiam/lump", **settings), tmp_path / "learnt", size=SIZE)
+    for day in DAYS:
+        learner.learn(root / "plain" / day, watcher=QUIET)
+    check_same(learner.folder, trained(tmp_path / "trained", config("digits/simsiam/lump", **settings), pack="days"))
+    galleries = [json.loads((tmp_path / run / "gallery.json").read_text()) for run in ("learnt", "trained")]
+    assert galleries[0] == galleries[1]
+    assert learner.results["tasks"] == list(DAYS)
+    assert learner.results["eval_splits"] == ["day1"]
+
+
+@pytest.mark.parametrize("method", ["lump", "pnn"])
+def test_a_run_that_ptlf_train_finished_goes_on(tmp_path: Path, method: str) -> None:
+    encoder = {"encoder__name": "conftest:tiny_resnet"} if method == "pnn" else {"freezing__policy": "correlation"}
+    settings = config(method__name=method, **encoder)
+    settings.stream.name, settings.stream.pack, settings.stream.groups = "folder", "all", [["a", "b"], ["c", "d"]]
+    Run(settings, tmp_path / "run").train()
+    learnt(tmp_path / "run", settings, ["day3"])
+    check_same(tmp_path / "run", trained(tmp_path / "trained", config(method__name=method, **encoder)))
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+
+
+def test_tests_may_be_limited_to_some_tasks(tmp_path: Path) -> None:
+    """And then old tasks' images are not opened: here they are gone."""
+    settings = {"evaluation__tasks": "last:1", "evaluation__gallery": True}
+    one = learnt(tmp_path / "learnt", config(**settings))
+    check_same(one, trained(tmp_path / "trained", config(**settings)))
+    found = json.loads((one / "results.json").read_text())["probes"]["knn_class"]
+    assert found["settings"]["tasks"] == "last:1"
+    assert [[value is None for value in row] for row in found["matrix"]] == [
+        [False, True, True],
+        [True, False, True],
+        [True, True, False],
+    ]
+    other = learnt(tmp_path / "other", config(**settings), ["day1", "day2"])
+    for file in other.glob("tasks/0001-day1/*.npy"):
+        file.unlink()
+    learnt(other, config(), ["day3"])
+    assert (other / "encoder.safetensors").read_bytes() == (one / "encoder.safetensors").read_bytes()
+
+
+class Forked:
+    """`ptlf WORDS` in a process of its own, which kills itself at the count-th call of a function."""
+
+    def __init__(self, target: Any, name: str, count: int = 1, late: bool = False) -> None:
+        self.target, self.name, self.count, self.late = target, name, count, late
+
+    def __call__(self, *words: str) -> None:
+        pid = os.fork()
+        if pid == 0:
+            before_call(self.target, self.name, self.count, late=self.late)
+            os._exit(main(list(words)))
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+
+
+KILLS = [
+    Forked(learner_module, "accept", late=True),
+    Forked(Run, "look_before"),
+    Forked(Trainer, "step", 3),
+    Forked(Run, "evaluate"),
+]
+MORE_KILLS = [
+    Forked(pack, "write_split"),
+    Forked(pack, "open_pack"),
+    Forked(learner_module, "accept"),
+    Forked(Run, "save_results"),
+    Forked(loop, "save_encoder"),
+    Forked(Run, "save_results", 3),
+]
+
+
+@pytest.mark.parametrize("kill", [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in MORE_KILLS)])
+def test_killed_anywhere_the_same_command_goes_on(root: Path, run: Path, kill: Forked) -> None:
+    pictures = root / "pictures"
+    kill("learn", str(run), str(pictures / "day2"))
+    assert main(["learn", str(run), str(pictures / "day2")]) == 0
+    assert [found.name for found in arrivals(run)] == ["0001-day1", "0002-day2"]
+    assert main(["learn", str(run), "day3"]) == 0
+    check_same(run, whole(root))
+    assert not (run / "tasks" / ".incoming").exists()
+
+
+@functools.cache
+def whole(root: Path) -> Path:
+    """`train` with the settings of WORDS."""
+    settings = {"freezing__policy": "correlation", "checkpoint__every_epochs": 1}
+    return trained(root / "whole", config("digits/simsiam/ptlf", **settings))
+
+
+def test_a_signal_stops_it_and_any_way_to_go_on_is_right(root: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    run, pictures = tmp_path / "run", root / "pictures"
+    assert main(["learn", str(run), str(pictures / "day1"), *WORDS]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
+        assert main(["learn", str(run), str(pictures / "day2")]) == 143
+        assert f"go on with `ptlf train --resume {run}`" in capsys.readouterr().err
+        patch.setattr("ptlf.learner.Live", lambda name: StopsAt(1))
+        assert main(["learn", str(run)]) == 143
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.commands.Live", lambda name: StopsAt(1))
+        assert main(["train", "--resume", str(run)]) == 143
+    shutil.copytree(run, tmp_path / "other")
+    assert main(["learn", str(run)]) == 0
+    assert main(["learn", str(run)]) == 0
+    assert "nothing to finish" in capsys.readouterr().out
+    assert main(["learn", str(run), str(pictures / "day3")]) == 0
+    assert main(["learn", str(tmp_path / "other"), str(pictures / "day3")]) == 0  # day 2 is finished first
+    for folder in (run, tmp_path / "other"):
+        check_same(folder, whole(root))
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def one_day(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    assert main(["learn", str(folder), str(root / "pictures" / "day1"), *WORDS]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(one_day: Path, tmp_path: Path) -> Path:
+    """A run that has learnt day 1."""
+    shutil.copytree(one_day, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def broken(folder: Path) -> Path:
+    paint(folder, 8, seed=7)
+    (folder / "05.png").write_bytes(b"no picture")
+    return folder
+
+
+def other_size(folder: Path) -> Path:
+    paint(folder / "pictures" / "x", 8, seed=7)
+    pack_folder(folder / "pictures", folder, "large", size=16, progress=False)
+    return folder / "large"
+
+
+def npz(folder: Path, **arrays: Any) -> Path:
+    folder.mkdir()
+    np.savez(folder / "images.npz", **arrays)
+    return folder / "images.npz"
+
+
+def empty(folder: Path) -> Path:
+    (folder / "below").mkdir(parents=True)
+    return folder
+
+
+def damaged(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "images.npz").write_bytes(b"nothing")
+    return folder / "images.npz"
+
+
+def single(folder: Path) -> Path:
+    paint(folder, 1, seed=7)
+    return folder
+
+
+BAD = [
+    (empty, [], "holds no images"),
+    (lambda folder: folder, [], "there is no folder or file"),
+    (
+        broken,
+        [],
+        "05.png cannot be packed: not an image in a known format; repair or remove it, or",
+    ),
+    (other_size, [], "large has images of 16 px, not 8"),
+    (lambda folder: npz(folder, pixels=np.zeros(3)), [], "holds no array `images`"),
+    (lambda folder: npz(folder, images=np.zeros((4, 8, 8, 3))), [], "must be uint8 (N, H, W, 3), and is float64"),
+    (lambda folder: npz(folder, images=np.zeros((4, 8, 8, 3), np.uint8), labels=np.zeros(3, int)), [], "labels of"),
+    (damaged, [], "is no folder of images, packed set or readable .npz"),
+    (single, [], "task 2 has 1 image; a batch needs at least 2"),
+    (broken, ["--training.lr", "1"], "leave out training.lr"),
+    (broken, ["--recipe", "digits/simsiam/lump"], "leave out --recipe"),
+    (broken, ["--size", "16"], "leave out --size"),
+    (broken, ["--evaluation.tasks", "some"], "evaluation.tasks must be all, last:N or sample:N"),
+    (broken, ["--probes.knn_class.k", "7"], "leave out probes.knn_class.k"),
+    (broken, ["--once"], "--once is for --watch"),
+    (broken, ["--watch", "somewhere"], "leave out SOURCE"),
+]
+
+
+@pytest.mark.parametrize(("make", "words", "told"), BAD)
+def test_what_cannot_be_learnt_leaves_the_run_as_it_was(run: Path, tmp_path, capsys, make, words, told) -> None:
+    before, source = files_in(run), make(tmp_path / "source")
+    assert main(["learn", str(run), str(source), *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("ptlf:") == 1
+    assert files_in(run) == before
+    assert {path.name for path in (run / "tasks").iterdir()} == {"0001-day1"}
+
+
+def test_another_version_a_lock_and_a_lost_checkpoint(run: Path, root: Path, capsys) -> None:
+    day2, newest = str(root / "pictures" / "day2"), run / "checkpoints" / "after-task01.ckpt"
+
+    def refused() -> str:
+        before = files_in(run)
+        assert main(["learn", str(run), day2]) == 2
+        assert {name: data for name, data in files_in(run).items() if name != ".lock"} == before
+        return capsys.readouterr().err
+
+    with lock_of_run(run):
+        before = files_in(run)
+        assert main(["learn", str(run), day2]) == 2
+        assert files_in(run) == before
+    assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+    whole_file = newest.read_bytes()
+    newest.write_bytes(whole_file.replace(b"ptlf checkpoint 1 ", b"ptlf checkpoint 9 ", 1))
+    assert "after-task01.ckpt is a checkpoint of another version of ptlf" in refused()
+    shutil.rmtree(run / "checkpoints")
+    assert "holds no checkpoint of its last task" in refused()
+    results = json.loads((run / "results.json").read_text())
+    (run / "results.json").write_text(json.dumps({**results, "schema": 99}))
+    assert "has schema 99" in refused()
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "magic: 1\n")
+    assert "unknown key 'magic'" in refused()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--objective", "supervised"], "objective 'supervised' needs the classes of the whole stream"),
+        (["--method", "multitask", "--freezing.policy", "none"], "method 'multitask' trains on all tasks at once"),
+        (["--checkpoint.enabled", "false"], "without a checkpoint a run cannot go on"),
+        (["--stream.tasks", "2"], "leave out --stream.tasks"),
+        (["--probes.knn_class.k", "99"], "probes.knn_class.k is 99"),
+        (["--stream.labelled", "nothing"], "no packed data set 'nothing'"),
+    ],
+)
+def test_a_run_that_cannot_begin_leaves_no_folder(root: Path, tmp_path, capsys, words, told) -> None:
+    assert main(["learn", str(tmp_path / "run"), str(root / "pictures" / "day1"), *WORDS, *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_while_packing(run: Path, root: Path, capsys, monkeypatch) -> None:
+    before = files_in(run)
+    monkeypatch.setattr(pack, "check_space", fail := lambda *words: (_ for _ in ()).throw(OSError(28, "full", "here")))
+    assert fail is not None
+    assert main(["learn", str(run), str(root / "pictures" / "day2")]) == 2
+    assert "no space left on here" in capsys.readouterr().err
+    assert files_in(run) == before
+
+
+def test_the_same_images_twice(run: Path, root: Path, capsys) -> None:
+    before, words = files_in(run), ["learn", str(run), str(root / "pictures" / "day1"), "--name", "again"]
+    assert main(words) == 2
+    assert "again holds the very images of task day1" in capsys.readouterr().err
+    assert files_in(run) == before
+    assert main([*words, "--again"]) == 0
+    assert json.loads((run / "results.json").read_text())["tasks"] == ["day1", "again"]
+
+
+def test_classes_are_known_by_name_and_broken_images_may_be_skipped(run: Path, root: Path, tmp_path, capsys) -> None:
+    for split, count in (("train", 6), ("test", 3)):
+        for name in ("b", "z"):
+            paint(tmp_path / "more" / split / name, count, seed=ord(name))
+    (tmp_path / "more" / "train" / "z" / "broken.png").write_bytes(b"")
+    assert main(["learn", str(run), str(tmp_path / "more"), "--on-error", "skip"]) == 0
+    results = json.loads((run / "results.json").read_text())
+    assert results["class_order"] == ["a", "b", "z"]
+    stream = Run(ptlf.Learner.load(run).config, run).stream
+    assert [task.classes for task in stream.tasks] == [(0, 1), (1, 2)]
+    assert set(stream.tasks[1].images.labels) == {1, 2}
+    assert [len(task.train) for task in stream.tasks] == [2 * TRAIN, 12]
+
+
+def watched(folder: Path, source: Path, *words: str) -> int:
+    return main(["learn", str(folder), "--watch", str(source), "--once", "--settle", "0", *words])
+
+
+def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    assert watched(tmp_path / "run", inbox, *WORDS) == 0  # nothing there yet
+    assert not (tmp_path / "run").exists()
+    for age, day in ((1000, "day2"), (5000, "day1")):
+        shutil.copytree(root / "pictures" / day, inbox / day)
+        for path in inbox.rglob("*.png"):
+            if day in path.parts:
+                os.utime(path, (1e9 - age, 1e9 - age))
+    assert watched(tmp_path / "run", inbox, *WORDS, "--settle", "1e9") == 0
+    assert not (tmp_path / "run").exists()  # too young
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
+        assert watched(tmp_path / "run", inbox, *WORDS) == 143
+    assert f"`ptlf learn {tmp_path / 'run'} --watch {inbox}` goes on from here" in capsys.readouterr().err
+    assert watched(tmp_path / "run", inbox) == 0
+    assert watched(tmp_path / "run", inbox) == 0
+    shutil.copytree(root / "pictures" / "day1", inbox / "copy")
+    (inbox / "empty").mkdir()
+    shutil.copytree(root / "pictures" / "day3", inbox / "day3")
+    assert watched(tmp_path / "run", inbox) == 2
+    told = capsys.readouterr().err
+    assert "copy is left out: copy holds the very images of task day1" in told
+    assert "2 left out: " in told
+    assert [found.name for found in arrivals(tmp_path / "run")] == ["0001-day1", "0002-day2", "0003-day3"]
+    check_same(tmp_path / "run", whole(root))
+    before = files_in(tmp_path / "run")
+    shutil.rmtree(inbox)
+    assert watched(tmp_path / "run", inbox) == 2
+    assert f"the folder to watch, {inbox}, is not there" in capsys.readouterr().err
+    assert files_in(tmp_path / "run") == before
+
+
+def test_a_watched_folder_that_vanishes(root: Path, tmp_path: Path, monkeypatch) -> None:
+    shutil.copytree(root / "pictures" / "day1", tmp_path / "inbox" / "day1")
+    settings = config(encoder__name="conftest:tiny_encoder")
+    watching = ptlf.Learner.new(settings, tmp_path / "run", SIZE).watch(tmp_path / "inbox", settle=0, watcher=QUIET)
+    assert next(watching)["tasks"] == ["day1"]
+    monkeypatch.setattr("time.sleep", lambda seconds: shutil.rmtree(tmp_path / "inbox"))
+    with pytest.raises(UserError, match="is not there"):
+        next(watching)
+
+
+def test_from_python_with_a_module_of_ones_own(root: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    module = tiny_encoder()
+    start = [parameter.clone() for parameter in module.parameters()]
+    settings: dict[str, Any] = {"training": {"epochs": 1, "batch": 8}, "memory.size": 8, "probes.knn_class.k": 5}
+    settings |= {"objective.projection": 16, "evaluation": {"gallery": False}, "device": "cpu"}
+    out, pictures = tmp_path / "run", root / "pictures"
+    learner = ptlf.Learner(module, "simsiam", "ptlf", out, size=SIZE, **settings)
+    assert learner.tasks == []
+    learner.learn(pictures / "day1", watcher=QUIET)
+    assert all(torch.equal(one, other) for one, other in zip(start, module.parameters(), strict=True))
+    with pytest.raises(UserError, match="given as a module; load it with encoder=MODULE"):
+        ptlf.Learner.load(out)
+    with pytest.raises(UserError, match="already holds a run"):
+        ptlf.Learner(module, out=out)
+    again = ptlf.Learner.load(out, encoder=tiny_encoder())  # other weights: those of the run count
+    results = again.learn(pictures / "day2", name="second day", watcher=QUIET)
+    assert results["tasks"] == again.tasks == ["day1", "second-day"]
+    rest = ptlf.Learner.load(out, encoder=module)
+    row = {name: found["matrix"][0] for name, found in rest.evaluate().items()}
+    assert row == {name: found["matrix"][-1] for name, found in results["probes"].items()}
+    images = np.random.default_rng(0).integers(0, 256, (5, SIZE, SIZE, 3), dtype=np.uint8)
+    view = learner.run.view_specs[0]
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (view.mean, view.std))
+    with torch.no_grad():
+        expected = rest.encoder((torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - mean) / std).numpy()
+    assert rest.embed(images) == pytest.approx(expected, abs=1e-5)
+    assert rest.embed(pictures / "day1" / "train").shape == (2 * TRAIN, 16)
+    assert again.embed(images) == pytest.approx(expected, abs=1e-5)
+    assert "srcdoc" in rest._repr_html_()
+    other = ptlf.Learner(module, "simsiam", "ptlf", tmp_path / "other", **settings)
+    for name in ("day1", "day2"):
+        other.learn(root / name, watcher=QUIET)
+    assert (out / "encoder.safetensors").read_bytes() == (tmp_path / "other/encoder.safetensors").read_bytes()
+
+
+def test_arrays_and_npz_are_tasks(run: Path, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (9, 12, 10, 3), dtype=np.uint8)
+    learner = ptlf.Learner.load(run, evaluation={"tasks": "last:1"})
+    learner.learn(images, name="array", watcher=QUIET)
+    labels, tests = np.arange(9) % 2, random.integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
+    arrays = {"images": images[:, :8, :8][::-1], "labels": labels, "test_images": tests, "test_labels": labels[:4]}
+    results = learner.learn(npz(tmp_path / "source", **arrays, names=["b", "new"]), watcher=QUIET)
+    assert results["tasks"] == ["day1", "array", "images"]
+    assert results["eval_splits"] == ["day1", "images"]
+    assert [[value is None for value in row] for row in results["probes"]["knn_class"]["matrix"]] == [
+        [False, True],
+        [False, True],
+        [True, False],
+    ]
+    stream = Run(learner.config, run).stream
+    assert stream.tasks[1].images.pixels.shape == (9, SIZE, SIZE, 3)
+    assert np.array_equal(stream.tasks[2].images.pixels, arrays["images"])
+    assert stream.tasks[2].images.labels.tolist() == [1 + label for label in labels]
+    assert "tasks: last:1" in (run / "config.yaml").read_text()
+
+
+def test_which_tasks_are_tested() -> None:
+    tasks = list(range(10))
+    assert EvaluationConfig(tasks="all").limited(tasks) == tasks
+    assert EvaluationConfig(tasks="last:3").limited(tasks) == [7, 8, 9]
+    assert EvaluationConfig(tasks="last:30").limited(tasks) == tasks
+    sample = EvaluationConfig(tasks="sample:4").limited(tasks)
+    assert len(set(sample)) == 4
+    assert sample == sorted(sample) == EvaluationConfig(tasks="sample:4").limited(tasks)
+    assert sample[-1] == 9
+    for wrong in ("last:0", "last", "some", "last:x"):
+        with pytest.raises(UserError, match=r"evaluation\.tasks must be"):
+            EvaluationConfig(tasks=wrong)
+
+
+def test_a_stream_that_waits_for_tasks_is_not_for_train(tmp_path: Path, capsys) -> None:
+    assert main(["train", "--recipe", "arriving/simsiam/ptlf", "--out", str(tmp_path / "run")]) == 2
+    assert "stream 'arriving' has no task yet; `ptlf learn RUN IMAGES` brings the first" in capsys.readouterr().err
+
+
+def test_a_stopped_run_says_so_from_python(run: Path, root: Path) -> None:
+    with pytest.raises(Stopped):
+        ptlf.Learner.load(run).learn(root / "day2", watcher=StopsAt(1))
+    assert ptlf.Learner.load(run).learn(watcher=QUIET)["status"] == "finished"
