@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import Console
 
+from ptlf.core.errors import UserError
 from ptlf.report.paired import Interval, at, interval, verdict
 from ptlf.report.tables import new_table
 from ptlf.run.paper import METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
@@ -59,13 +60,14 @@ def number(value: float | None, measure: str, *, sign: bool = False) -> str:
 def ours(found: Interval | None, measure: str) -> str:
     if found is None:
         return ""
-    return number(found.mean, measure) + ("" if found.half is None else f" ± {found.half:.2f}")
+    return number(found.mean, measure) + ("" if found.half is None else f" ±{found.half:.2f}")
 
 
 def show_table(console: Console, table: Table, found: Found) -> None:
     """A row per method and a column per stream and measure, as in the paper; below ours the paper's and the difference.
     What was not run is empty."""
-    headings = [f"{column}\n{measure}" for column in table.columns for measure in table.measures]
+    streams = [column.removeprefix("Split ").replace("-ImageNet", "-\nImageNet") for column in table.columns]
+    headings = [f"{stream}\n{measure}" for stream in streams for measure in table.measures]
     shown = new_table(f"{table.title}; ±: 95 % t interval over seeds", ["", ""], headings)
     for row in table.rows:
         lines: dict[str, list[str]] = {"ours": [], "paper": [], "difference": []}
@@ -165,12 +167,42 @@ steps, correlations and rebuilds; kept is the mean over their epochs of what is 
 """
 
 
+FIGURES = """## The paper's figures: `ptlf reproduce figures`
+
+Drawn from small runs, kept in [results/figures](../results/figures): 100 images per class of CIFAR-10, ResNet-18 with 8
+channels, 10 epochs per task, on a CPU. They show what is drawn and how it is read; for what the full protocol gives,
+the same command takes `--scale paper`. These runs and pictures were made by
+
+```sh
+ptlf reproduce figures --scale smoke --runs runs/figures --pictures docs/pictures --encoder.name resnet18 \\
+  --encoder.width 8 --views.size 32 --stream.per_class 100 --training.epochs 10 --training.batch 25 \\
+  --memory.size 128 --freezing.batches 4 --probes.knn_class.k 20
+```
+
+**Task-correlation ratio by unit**, for consecutive tasks: PTLF with SimSiam beside supervised learning with the same
+freezing. Units are counted from the input. The paper draws them for LUMP, without freezing.
+
+![A panel per pair of tasks, ratios of 20 units, self-supervised and supervised.](pictures/paper-correlation.png)
+
+**Overlap of the selected units between epochs**, by task, where ratios are computed anew in every epoch in which a unit
+freezes. The paper has more than 0.8, the dashed line.
+
+![A bar per task: the share of a selection that the next one keeps.](pictures/paper-overlap.png)
+
+**Units that are updated in each task**, at final freeze ratios of 0.3 and 0.5: filled dots train to the task's end,
+hollow ones are frozen by then. In the first task nothing freezes.
+
+![Units down, tasks across, a panel per ratio.](pictures/paper-units.png)
+"""
+
+
 def document(found: Found, remarks: Remarks) -> str:
     """docs/reproduction.md."""
     unknown = set(remarks) - {cell.name for table in TABLES.values() for cell in table.cells}
     if unknown:
-        raise ValueError(f"remarks on runs that no table has: {', '.join(sorted(unknown))}")
-    sections = [HEAD, *(section(name, table, found, remarks) for name, table in TABLES.items()), paired_section(found)]
+        raise UserError(f"results/remarks.yaml speaks of runs that no table has: {', '.join(sorted(unknown))}")
+    sections = [HEAD, *(section(name, table, found, remarks) for name, table in TABLES.items())]
+    sections += [paired_section(found), FIGURES]
     return "\n".join(sections)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import made_up
 import pytest
 from PIL import Image
 
+from ptlf.cli import make_parser
+from ptlf.core.errors import UserError
 from ptlf.report.figures.paper import later_entries, task_overlaps, updated_units, write_paper_figures
 from ptlf.report.reproduction import DIFFERENCES, differences, document, figure
 from ptlf.report.runs import Group, RunRecord
@@ -98,7 +101,7 @@ def test_the_document_has_every_cell_and_the_runs_values() -> None:
     wanted = ["", "SimSiam, SI", "Split CIFAR-10", f"{probe['accuracy']:.2f}", "92.75"]
     assert [cell.strip() for cell in line.split("|")][:5] == wanted
     assert f"| 0 | {results['commit'][:7]} | NVIDIA H200 | {results['cost']['learning_seconds']:.0f} |" in line
-    with pytest.raises(ValueError, match="no table has: nothing"):
+    with pytest.raises(UserError, match="no table has: nothing"):
         document({}, {"nothing": "said"})
 
 
@@ -158,3 +161,20 @@ def test_remarks_are_of_runs_that_are_kept() -> None:
         }
         known |= {f"{value:.2f}" for value in cells[name].paper.values()}
         assert set(re.findall(r"\d+\.\d\d\b", text)) <= known, name
+
+
+def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp_path: Path) -> None:
+    """And what the document says of them is what they show."""
+    text = (ROOT / "docs" / "reproduction.md").read_text()
+    (command,) = re.findall(r"```sh\n(ptlf reproduce figures.*?)```", text, re.DOTALL)
+    arguments, settings = make_parser().parse_known_args(shlex.split(command)[1:])
+    plan = make_plan([FIGURES], arguments.scale, arguments.seeds, tmp_path, settings, [ROOT / "results"])
+    runs = plan.results()
+    assert [len(runs[cell.key]) for cell in FIGURES.cells] == [1] * 5
+    own, labelled = ({e["task"]: e["ratios"] for e in runs[cell.key][0]["freezing"]} for cell in FIGURES.cells[:2])
+    pairs = [(own[task][unit], labelled[task][unit]) for task in own for unit in own[task]]
+    above = sum(with_labels > without for without, with_labels in pairs)
+    assert f"in {above} of {len(pairs)} places" in " ".join(text.split())
+    overlaps = task_overlaps(Group([RunRecord(Path(), run) for run in runs[FIGURES.cells[2].key]]))
+    said = ", ".join(f"{overlaps[task]:.2f}" for task in sorted(overlaps))
+    assert f"here {said} in tasks 2 to 5" in " ".join(text.split())
