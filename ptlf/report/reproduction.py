@@ -180,12 +180,14 @@ ptlf reproduce figures --scale smoke --runs runs/figures --pictures docs/picture
 ```
 
 **Task-correlation ratio by unit**, for consecutive tasks: PTLF with SimSiam beside supervised learning with the same
-freezing. Units are counted from the input. The paper draws them for LUMP, without freezing.
+freezing. Units are counted from the input. The paper draws them for LUMP, without freezing, and finds the ratios of
+supervised learning lower and more varied. These runs do not show that: with labels the ratio is the higher one in 72 of
+80 places (a unit in a task), and the ratios without labels vary more.
 
 ![A panel per pair of tasks, ratios of 20 units, self-supervised and supervised.](pictures/paper-correlation.png)
 
 **Overlap of the selected units between epochs**, by task, where ratios are computed anew in every epoch in which a unit
-freezes. The paper has more than 0.8, the dashed line.
+freezes. The paper has more than 0.8, the dashed line; here 0.83, 0.75, 0.85, 0.81 in tasks 2 to 5.
 
 ![A bar per task: the share of a selection that the next one keeps.](pictures/paper-overlap.png)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import made_up
@@ -175,6 +176,7 @@ def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp
     pairs = [(own[task][unit], labelled[task][unit]) for task in own for unit in own[task]]
     above = sum(with_labels > without for without, with_labels in pairs)
     assert f"in {above} of {len(pairs)} places" in " ".join(text.split())
+    assert statistics.stdev(one for one, _ in pairs) > statistics.stdev(other for _, other in pairs)
     overlaps = task_overlaps(Group([RunRecord(Path(), run) for run in runs[FIGURES.cells[2].key]]))
     said = ", ".join(f"{overlaps[task]:.2f}" for task in sorted(overlaps))
     assert f"here {said} in tasks 2 to 5" in " ".join(text.split())

@@ -11,7 +11,7 @@ import pytest
 from conftest import tiny_config
 
 from ptlf import commands
-from ptlf.cli import main
+from ptlf.cli import main, make_parser
 from ptlf.core.settings import as_dict
 from ptlf.report.live import Live
 from ptlf.run import reproduce
@@ -213,3 +213,15 @@ def test_an_estimate_is_linear_in_epochs_and_measures_once_per_kind() -> None:
 def test_seed_is_refused(capsys) -> None:
     assert main(["reproduce", "main", "--seed", "1"]) == 2
     assert "takes --seeds" in capsys.readouterr().err
+
+
+def test_the_command_knows_every_table_and_scale() -> None:
+    for table in [*TABLES, "all", "figures"]:
+        for scale in SCALES:
+            arguments, _ = make_parser().parse_known_args(["reproduce", table, "--scale", scale])
+            assert (arguments.table, arguments.scale) == (table, scale)
+
+
+def test_the_page_is_of_all_tables(capsys, tmp_path: Path) -> None:
+    assert main(["reproduce", "main", "--write", str(tmp_path / "page.md")]) == 2
+    assert "`ptlf reproduce all --write FILE`" in capsys.readouterr().err

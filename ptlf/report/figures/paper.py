@@ -127,10 +127,8 @@ def epoch_overlap(groups: Sequence[Group]) -> Drawing:
     room = (wide - left) / max(len(overlaps), 1)
     for place, (task, value) in enumerate(overlaps.items()):
         middle = left + room * (place + 0.5)
-        drawing.rect(
-            middle - room * 0.28, y(value), room * 0.56, top + height - y(value), f"run{group.colour}", opacity=0.8
-        )
-        drawing.text(middle, y(value) - 5, f"{value:.2f}", "ink", size=SMALL, anchor="middle")
+        drawing.rect(middle - room * 0.28, y(value), room * 0.56, top + height - y(value), f"run{group.colour}")
+        drawing.text(middle, y(0.0) - 8, f"{value:.2f}", "page", size=SMALL, anchor="middle", bold=True)
         drawing.text(middle, top + height + 16, f"task {task}", "soft", size=SMALL, anchor="middle")
     drawing.line([(left, y(0.8)), (wide, y(0.8))], "bad", dash="4 3")
     return finished(drawing, top + height + 32, groups)
