@@ -2,6 +2,7 @@
 exit code 2."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,12 +13,16 @@ from typing import Any
 
 from ptlf import __version__
 from ptlf.core.errors import UserError
+from ptlf.core.words import printable, shown
 from ptlf.training.process import Stopped
 
 Verb = Callable[..., Callable[..., None]]  # declares a command; what it returns adds an option to it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files need not be UTF-8
+            stream.reconfigure(errors="backslashreplace")
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     if not hasattr(arguments, "run"):
@@ -29,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if takes_overrides:
             options["overrides"] = rest
         elif rest:
-            raise UserError(f"`ptlf {verb}` does not take {rest[0]!r}; see `ptlf {verb} --help`")
+            raise UserError(f"`ptlf {verb}` does not take {shown(rest[0])}; see `ptlf {verb} --help`")
         module, function = run.split(":")  # imported only now: torch takes seconds
         getattr(import_module(module), function)(**options)
     except UserError as error:
@@ -48,6 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ptlf: stopped", file=sys.stderr)
         return 130
+    except (MemoryError, ArithmeticError, RuntimeError, ValueError, TypeError) as error:
+        from ptlf.core.memory import too_large
+
+        if (trouble := too_large(error)) is None:
+            raise
+        notes = "; ".join(getattr(error, "__notes__", ()))
+        say(f"{trouble}; {notes or 'ask for less: fewer or smaller images, a smaller batch'}")
+        return 2
     return 0
 
 
@@ -57,6 +70,7 @@ def process() -> int:
 
 
 def say(trouble: str) -> None:
+    trouble = printable(" ".join(trouble.split()))
     print(f"ptlf: process {process()}: {trouble}" if process() else f"ptlf: {trouble}", file=sys.stderr)
 
 
@@ -67,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> Any:
-        print(f"ptlf: {message}; see `{self.prog} --help`", file=sys.stderr)
+        print(f"ptlf: {printable(message)}; see `{self.prog} --help`", file=sys.stderr)
         sys.exit(2)
 
 
@@ -121,11 +135,32 @@ def add_option(parser: Parser, names: str, about: str, kind: Callable[[str], Any
         parser.add_argument(*names.split(), help=about, type=kind, **more)
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+def whole(text: str, least: int = 0, most: int = 2**63 - 1) -> int:
+    """A whole number between these."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {shown(text)}") from None
+    if not least <= value <= most:
+        bound = f"at least {least}" if value < least else f"at most {most}"
+        raise argparse.ArgumentTypeError(f"must be {bound}, not {shown(value)}")
     return value
+
+
+positive = partial(whole, least=1, most=1_000_000)
+pixels = partial(whole, least=1, most=8192)
+
+
+def folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must name a folder, not nothing; . is this one")
+    return Path(text)
+
+
+def new_page(text: str) -> Path:
+    if not text.strip() or Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must name a file, such as report.html, not {shown(text)}")
+    return Path(text)
 
 
 def new_file(text: str) -> Path:
@@ -133,9 +168,12 @@ def new_file(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if not path.name or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must name a file, not the folder {shown(text)}")
     return path
 
 
+TRUST = "follow PACKAGE.MODULE:NAME in the run's folder or the YAML file: it runs code"
 HOLD_FOR_ALL = "Settings, such as --training.epochs 20, hold for all runs."
 
 
@@ -143,8 +181,9 @@ def add_run_verbs(verb: Verb) -> None:
     add = verb("train", "Train an encoder on a stream and test it after every task.", overrides=True)
     add("--recipe", "STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them (default: see below)")
     add("-c --config", "YAML file on top of the recipe, such as a run's config.yaml", Path)
-    add("--out", "folder for results.json, metrics.jsonl, the encoder, checkpoints", Path)
-    add("--resume", "go on with the run in this folder, as it was set up", Path, metavar="DIR")
+    add("--out", "folder for results.json, metrics.jsonl, the encoder, checkpoints", folder)
+    add("--resume", "go on with the run in this folder, as it was set up", folder, metavar="DIR")
+    add("--trust-code", TRUST, bool)
 
     about = "Learn a folder of images as a run's next task; the run goes on from where it was."
     usage = "%(prog)s RUN [SOURCE] [--recipe ...] [--watch DIR] [...]"
@@ -154,11 +193,12 @@ def add_run_verbs(verb: Verb) -> None:
         "A new run takes settings, as `ptlf train` does. Later only --device and --evaluation.tasks may be given."
     )
     add = verb("learn", about, overrides=True, usage=usage, epilog=epilog)
-    add("folder", "the run's folder; made with the first task", Path, metavar="RUN")
+    add("folder", "the run's folder; made with the first task", folder, metavar="RUN")
     add("source", "the images of the next task", nargs="?", metavar="SOURCE")
     add("--recipe", "for a new run: STREAM/OBJECTIVE/METHOD, the stream left aside (default: arriving/simsiam/ptlf)")
     add("-c --config", "for a new run: YAML file on top of the recipe", Path)
     add("--size", "for a new run: side of the square images in pixels (default: the images' own, or 32)", positive)
+    add("--trust-code", TRUST, bool)
     add("--name", "of the task (default: the folder's)")
     add("--again", "learn SOURCE even if its images were learnt before", bool)
     add("--test-fraction", "SOURCE has a folder per class: this share of each is for testing", float, default=0.0)
@@ -173,8 +213,8 @@ def add_run_verbs(verb: Verb) -> None:
     usage = "%(prog)s RECIPE [RECIPE ...] --out DIR [--seeds SEED [SEED ...]] [...]"
     add = verb("sweep", about, overrides=True, usage=usage, epilog=HOLD_FOR_ALL)
     add("recipes", "STREAM/OBJECTIVE/METHOD", nargs="+", metavar="RECIPE")
-    add("--out", "a folder below this for each run; finished ones are kept", Path, required=True, metavar="DIR")
-    add("--seeds", "each recipe with each of them", int, nargs="+", default=[0], metavar="SEED")
+    add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
+    add("--seeds", "each recipe with each of them", whole, nargs="+", default=[0], metavar="SEED")
     add("--cluster", "each run a job of its own, here or on a cluster, with submitit", choices=("local", "slurm"))
     add("--jobs", "how many jobs at once (default: all)", positive)
     add("--job-options", "for submitit, as slurm_partition=gpu", nargs="+", default=[], metavar="KEY=VALUE")
@@ -200,23 +240,24 @@ def add_run_verbs(verb: Verb) -> None:
     add("--orders", "policies", nargs="+", default=["correlation", "cost_aware"], metavar="POLICY")
     add("--initial", "shares of the units frozen in a task's first epoch", float, nargs="+", default=[0.0, 0.2])
     add("--final", "shares frozen in its last epoch", float, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
-    add("--seeds", "each with each of them", int, nargs="+", default=[0], metavar="SEED")
-    add("--out", "a folder below this for each run; finished ones are kept", Path, required=True, metavar="DIR")
+    add("--seeds", "each with each of them", whole, nargs="+", default=[0], metavar="SEED")
+    add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
 
     epilog = "Settings of the probes may be changed: --probes.knn_class.k 50"
     add = verb("evaluate", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
-    add("folder", "a run's folder", Path, metavar="DIR")
+    add("folder", "a run's folder", folder, metavar="DIR")
+    add("--trust-code", TRUST, bool)
     add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")
 
     add = verb("report", "Runs side by side as one page of pictures.", "ptlf.report.page:report")
-    add("folders", "a run's folder, or a folder of runs", Path, nargs="+", metavar="DIR")
-    add("--out", "the page (default: report.html in DIR, or here for several)", Path)
-    add("--figures", "also write each picture there, as SVG and as PNG", Path, metavar="DIR")
+    add("folders", "a run's folder, or a folder of runs", folder, nargs="+", metavar="DIR")
+    add("--out", "the page (default: report.html in DIR, or here for several)", new_page)
+    add("--figures", "also write each picture there, as SVG and as PNG", folder, metavar="DIR")
     add("--baseline", "the run that costs are relative to: a recipe or a folder (default: LUMP)")
 
     about = "Follow a run from its files: loss, speed, frozen units, time left."
     add = verb("watch", about, "ptlf.report.watch:watch")
-    add("folder", "the folder of a run, here or on a shared disk", Path, metavar="DIR")
+    add("folder", "the folder of a run, here or on a shared disk", folder, metavar="DIR")
     add("--once", "one look, then exit", bool)
 
     about = "Name what there is: streams, objectives, methods, policies, encoders, optimizers, probes, views, recipes."
@@ -234,11 +275,11 @@ def add_bench_verbs(verb: Verb) -> None:
     about = "Milliseconds and memory of a whole training step, by freeze stage."
     step = verb("bench step", about, overrides=True)
     step("--recipe", "what to train, on noise", default="split-cifar10/simsiam/lump")
-    step("--stages", "numbers of frozen units", int, nargs="+", default=[0, 2, 4, 6, 8])
+    step("--stages", "numbers of frozen units", whole, nargs="+", default=[0, 2, 4, 6, 8])
     step("--first", "freeze from the input on, not around the middle", bool)
     step("--streamed", "read the images from a file, none held on the device", bool)
     step("--plain", "freeze with requires_grad=False alone", bool)
-    step("--profile", "leave a trace of every stage in this folder, and list the kernels", Path)
+    step("--profile", "leave a trace of every stage in this folder, and list the kernels", folder)
 
     about = "Milliseconds and memory of a whole training step, by method and objective."
     methods = verb("bench methods", about, overrides=True)
@@ -252,13 +293,13 @@ def add_bench_verbs(verb: Verb) -> None:
     )
     runs = verb("bench run", about, overrides=True, epilog=epilog + HOLD_FOR_ALL)
     runs("--recipes", "default: LUMP and PTLF with SimSiam on split-cifar10", nargs="+", metavar="RECIPE")
-    runs("--from", "train nothing: finished runs", Path, nargs="+", dest="folders", metavar="DIR")
-    runs("--noise", "train on so many noise images in all; nothing is tested then", positive)
-    runs("--size", "side of the noise images in pixels (default: 32)", positive)
-    runs("--out", "keep each run in a folder below this", Path, metavar="DIR")
+    runs("--from", "train nothing: finished runs", folder, nargs="+", dest="folders", metavar="DIR")
+    runs("--noise", "train on so many noise images in all; nothing is tested then", partial(whole, least=1, most=10**9))
+    runs("--size", "side of the noise images in pixels (default: 32)", pixels)
+    runs("--out", "keep each run in a folder below this", folder, metavar="DIR")
 
     for add in (freezing, step, methods):
-        add("--size", "side of the images in pixels", positive, default=32)
+        add("--size", "side of the images in pixels", pixels, default=32)
     for add in (step, methods):
         add("--steps", "timed steps of each", positive, default=100)
     for add in (freezing, step, methods, runs):
@@ -268,19 +309,19 @@ def add_bench_verbs(verb: Verb) -> None:
 def add_data_verbs(verb: Verb) -> None:
     get = verb("data get", "Get a data set and pack it.")
     get("name", "cifar10, cifar100, tinyimagenet or imagenet100")
-    get("--source", "an unpacked image folder, or the official archive, already on disk", Path)
+    get("--source", "an unpacked image folder, or the official archive, already on disk", folder)
     get("--via", "where from", choices=("auto", "archive", "npm"), default="auto")
     get("--url", "another address of the official archive")
     get("--keep-archive", "keep the downloaded archive", bool)
     pack = verb("data pack", "Pack an image folder into memory-mapped files.")
-    pack("source", "[train/, test/ with] a folder per class, or a folder per task", Path)
+    pack("source", "[train/, test/ with] a folder per class, or a folder per task", folder)
     pack("--name", "name of the packed set; a stream reads it with stream.pack", required=True)
-    pack("--size", "side of the square images in pixels", int, required=True)
+    pack("--size", "side of the square images in pixels", pixels, required=True)
     pack("--folders", "what a folder is", choices=("classes", "tasks"), default="classes")
     pack("--test-fraction", "share of each class held out for testing", float, default=0.0)
     for add in (get, pack):
         add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
-        add("--workers", "processes (default: by the number of images and cores)", int)
+        add("--workers", "processes (default: by the number of images and cores)", partial(whole, least=1, most=1024))
         add("--overwrite", "replace the packed set if it exists", bool)
     verify = verb("data verify", "Check a packed set against its checksums.")
     verify("names", "packed sets (default: all)", nargs="*", metavar="NAME")

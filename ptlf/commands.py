@@ -46,7 +46,9 @@ BENCH_PAIR = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
 Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
 
-def train(recipe: str | None, config: Path | None, out: Path | None, resume: Path | None, overrides: Words) -> None:
+def train(
+    recipe: str | None, config: Path | None, out: Path | None, resume: Path | None, trust_code: bool, overrides: Words
+) -> None:
     with processes.process_group():
         if resume:
             named = [name for name, value in {"--out": out, "--recipe": recipe, "-c": config}.items() if value]
@@ -55,11 +57,14 @@ def train(recipe: str | None, config: Path | None, out: Path | None, resume: Pat
                 if word != "--device":  # it is the machine's, and may change
                     raise UserError(f"--resume takes the settings of {resume / 'config.yaml'}; leave out {word}")
             # Where several machines share the run, only the first has its folder.
-            settings: Any = resolve_config("", resume / "config.yaml", overrides) if processes.is_first() else None
+            settings: Any = None
+            if processes.is_first():
+                settings = resolve_config("", resume / "config.yaml", overrides, trust_code=trust_code)
             train_in(resume, processes.broadcast_object(settings), resume=True, strict=False)
         elif out:
             # After a restart by torchrun the command is the same, and the run is there already.
-            train_in(out, resolve_config(recipe, config, overrides), resume=processes.restarts() > 0)
+            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code)
+            train_in(out, chosen, resume=processes.restarts() > 0)
         else:
             raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
 
@@ -87,6 +92,7 @@ def learn(
     settle: float,
     every: float,
     once: bool,
+    trust_code: bool,
     overrides: Words,
     **how: Any,
 ) -> None:
@@ -96,7 +102,7 @@ def learn(
         raise UserError(f"--watch takes its tasks from {watch}; leave out {'SOURCE' if source else '--name'}")
     if not watch and once:
         raise UserError("--once is for --watch DIR")
-    learner = open_learner(folder, recipe, config, size, overrides)
+    learner = open_learner(folder, recipe, config, size, trust_code, overrides)
     if watch:
         for results in learner.watch(watch, settle=settle, every=every, once=once, **how):
             show_results(console, results, folder, brief=True)
@@ -108,18 +114,21 @@ def learn(
     write_page([folder], folder / "report.html")
 
 
-def open_learner(folder: Path, recipe: str | None, config: Path | None, size: int | None, overrides: Words) -> Learner:
+def open_learner(
+    folder: Path, recipe: str | None, config: Path | None, size: int | None, trust_code: bool, overrides: Words
+) -> Learner:
     """The run in the folder, or a new one with these settings."""
     if not (folder / "config.yaml").exists():
         words = [word.partition("=")[0] for word in overrides if word.startswith("--stream.")]
         for word in words:
             if word not in ("--stream.labelled", "--stream.resident"):
                 raise UserError(f"`ptlf learn` takes tasks as they arrive; leave out {word}")
-        return Learner.new(resolve_config(recipe or LEARN, config, overrides), folder, size)
+        chosen = resolve_config(recipe or LEARN, config, overrides, trust_code=trust_code)
+        return Learner.new(chosen, folder, size)
     given = {"--recipe": recipe, "-c": config, "--size": size}
     for word in [word for word, value in given.items() if value]:
         raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {word}")
-    return Learner.load(folder, **parse_overrides(Config, overrides))
+    return Learner.load(folder, trust_code=trust_code, **parse_overrides(Config, overrides))
 
 
 def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, overrides: Words, **jobs: Any) -> None:
@@ -148,7 +157,7 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
     groups: dict[str, list[dict[str, Any]]] = {}  # by recipe
     for run in runs:
         groups.setdefault(run.config.recipe, []).append(read_results(run.folder))
-    base = baseline or next((name for name, some in groups.items() if some[0]["baseline"]), None)
+    base = baseline or next((name for name, some in groups.items() if some[0].get("baseline")), None)
     show_runs(console, groups, base, f"What it came to{several}")
     write_page([run.folder for run in runs], out / "report.html", baseline)
 
@@ -246,16 +255,16 @@ def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) 
         tell(f"no report: {error}")
 
 
-def evaluate(folder: Path, probe: Sequence[str] | None, overrides: Words) -> None:
+def evaluate(folder: Path, probe: Sequence[str] | None, trust_code: bool, overrides: Words) -> None:
     for word in overrides:
         if word.startswith("--") and not word.startswith(("--probes.", "--evaluation.", "--device", "--data-root")):
             raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
     for name in probe or ():
         PROBES.find(name)
-    config = resolve_config("", folder / "config.yaml", overrides)
+    config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
     probes, eval_splits = evaluate_run(folder, config, probe)
     for name, values in probes.items():
-        show_matrix(console, name, values, eval_splits)
+        show_matrix(console, name, values, eval_splits, values["test_images"])
 
 
 def list_members(what: str | None) -> None:
@@ -296,7 +305,7 @@ def summaries(family: Mapping[str, type]) -> dict[str, str]:
 
 
 def bench_freezing(encoder: str, batch: int, size: int, repeats: int, device: str, json: Path | None) -> None:
-    place, made = choose_device(device), make_encoder(ENCODERS.find(encoder).Config(name=encoder), 0)
+    place, made = choose_device(device), make_encoder(ENCODERS.find(encoder).Config(name=encoder), 0, size)
     rows = bench.freezing(made, batch, size, place, repeats)
     title = f"{encoder}, {batch} images of {size} px, float32, eager, {place.type}"
     show_rows(console, "freezing", title, rows)

@@ -5,7 +5,7 @@ import html
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import nn
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
 from ptlf.core.processes import warn
+from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation.prober import testing
 from ptlf.report.live import Live
@@ -48,7 +49,7 @@ from ptlf.stream.arrivals import (
 )
 from ptlf.stream.decode import ImageFile, decoders
 from ptlf.stream.disk import disk_errors, files_below
-from ptlf.stream.pack import data_root
+from ptlf.stream.pack import Pack, data_root
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
 
@@ -95,10 +96,13 @@ class Learner:
         return learner
 
     @classmethod
-    def load(cls, folder: Path | str, encoder: nn.Module | None = None, **settings: Any) -> Self:
+    def load(
+        cls, folder: Path | str, encoder: nn.Module | None = None, *, trust_code: bool = False, **settings: Any
+    ) -> Self:
         """The run in this folder, made by a Learner, `ptlf learn` or `ptlf train`, finished or not.
 
         encoder: a module like the one the run was made with, if that was given as a module.
+        trust_code: follow names of code, "package.module:attribute", in the run's config.yaml. It runs here.
         settings: `device` and evaluation={"tasks": ...} may change; all others are the run's own.
         """
         learner, folder = cls.__new__(cls), Path(folder)
@@ -107,7 +111,9 @@ class Learner:
             given = merge(Config, given, nested(name, value))
         if changed := [name for name in flatten(given) if name not in MAY_CHANGE]:
             raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}")
-        stored = from_dict(read_yaml(folder / "config.yaml"))
+        values = read_yaml(folder / "config.yaml")
+        with nullcontext() if trust_code else settings_from(folder / "config.yaml"):
+            stored = from_dict(values)
         learner.folder, learner.size, learner.module = folder, None, encoder
         learner.config = from_dict(merge(Config, as_dict(stored), given))
         if stored.encoder.name == "given" and encoder is None:
@@ -170,7 +176,7 @@ class Learner:
         watcher = watcher or Live(name_of(as_dict(self.config)))
         with self._held():
             finished = not self.exists or self._can_go_on()
-            incoming = None
+            incoming: Pack | None = None
             try:
                 if source is not None:
                     incoming = self._pack(source, name, packing)
@@ -309,7 +315,7 @@ class Learner:
             raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot go on without it")
         return finished
 
-    def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Any:
+    def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Pack:
         if isinstance(source, np.ndarray):
             source = check_arrays({"images": source}, "the array")
         size = make_stream(self.config, self.folder).size if self.exists else self.size
@@ -358,10 +364,11 @@ def appearance(folder: Path) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def refuse_twin(incoming: Any, learnt: Sequence[Any]) -> None:
+def refuse_twin(incoming: Pack, learnt: Sequence[Pack]) -> None:
     for number, pack in enumerate(learnt, start=1):
         if checksum(pack) == checksum(incoming):
-            same = f"{task_name(incoming)} holds the very images of task {task_name(pack)}, the {number}. that arrived"
+            place = f"task {task_name(pack)}, number {number} of those that arrived"
+            same = f"{task_name(incoming)} holds the very images of {place}"
             raise UserError(f"{same}; give --again (again=True) to learn them once more")
 
 

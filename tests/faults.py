@@ -127,7 +127,11 @@ def attempt(config: Path, folder: Path, kill: Kill | None) -> int | None:
                 arm(kill[0], int(kill[1]))
             started = (folder / "config.yaml").exists()
             code = main(
-                ["train", "--resume", str(folder)] if started else ["train", "-c", str(config), "--out", str(folder)]
+                [
+                    "train",
+                    "--trust-code",
+                    *(["--resume", str(folder)] if started else ["-c", str(config), "--out", str(folder)]),
+                ]
             )
         except BaseException:
             traceback.print_exc()

@@ -16,10 +16,10 @@ import ptlf
 PACKAGE = Path(ptlf.__file__).parent
 # Every module, in an order in which each imports only those before it. A room's own name is its __init__.
 ORDER = """
-core: core batch errors files processes randomness registry settings
+core: core words errors reading memory files processes batch randomness registry settings
 stream: decode disk archives pack task datasets stream folders arrivals fetch loading
 views: view named operations views
-encoders: encoder norm resnet encoders
+encoders: encoder extras norm resnet vit encoders
 objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
 model
 methods: memory method cassle der finetune lump pnn si methods
@@ -30,7 +30,7 @@ training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
 run: run config recipes build results folder environment parts record watcher state looks
 run: loop sweep bench cluster evaluate paper reproduce
-report: report checks theme drawing runs measures paired tables live
+report: report checks intervals theme drawing runs measures paired tables live
 report.figures: figures axes accuracy cost freezing frontier gallery paper
 report: parts page watch reproduction
 learner
@@ -43,14 +43,8 @@ FORBIDDEN = {
     "freezing": {"objectives", "model", "methods", "views", "stream"},
     "evaluation": {"training", "methods", "objectives", "freezing", "model"},
 }
-REPORT_MAY_USE = {
-    "ptlf",
-    "ptlf.core.errors",
-    "ptlf.core.files",
-    "ptlf.run.paper",
-    "ptlf.run.results",
-    "ptlf.run.watcher",
-}
+REPORT_MAY_USE = {"ptlf", "ptlf.run.paper", "ptlf.run.results", "ptlf.run.watcher"}
+REPORT_MAY_USE |= {f"ptlf.core.{name}" for name in ("errors", "files", "reading", "words")}
 
 
 def ordered() -> list[str]:

@@ -69,7 +69,10 @@ BASES: dict[str, Settings] = {
 }
 # What a key of one member of a family needs besides.
 SMALL: Settings = {"hidden": 16, "projection": 16, "queue": 32}  # where a member has such keys
-NEEDS: dict[str, Settings] = {"pnn": {"encoder": "conftest:tiny_resnet"}}
+NEEDS: dict[str, Settings] = {
+    "pnn": {"encoder": "conftest:tiny_resnet"},
+    "vit-small": {"encoder.width": 32, "encoder.depth": 1},
+}
 # Where half, double, the opposite or the next choice shows nothing or cannot be.
 VALUES: Settings = {
     "stream.name": "split-cifar10",
@@ -87,12 +90,15 @@ VALUES: Settings = {
     "encoder.name": "conftest:dropping_encoder",
     "objective.name": "supervised",
     "resnet18-mini encoder.width": 4,
+    "vit-small encoder.patch": 8,
+    "vit-small encoder.heads": 2,
     "si method.clip": 0.001,
     "freezing.policy.name": "ascending",
     "cost_aware freezing.policy.sharpness": 0.0,
     "freezing.initial": 0.34,
     "freezing.shape": "constant",
     "lars training.optimizer.eta": 1e-4,
+    "training.clip": 0.01,
     "training.precision": "bf16",
     "checkpoint.every_minutes": 1e-9,
     "checkpoint.keep": 1,
@@ -110,6 +116,7 @@ WITHOUT_EFFECT = {
     "recipe": "says where the other settings came from",
     "device": "the same run elsewhere; the machines that test this may have one device",
     "stream.resident": "the same images from another place",
+    "vit-small encoder.image_size": "another than the size of the views does not fit",
     "training.engine": "the same step, made faster; compiling takes longer than all of these runs",
     "evaluation.batch": "the same features, in more or fewer forwards",
     "distributed.sync_batch_norm": "one process has nobody to share statistics with",

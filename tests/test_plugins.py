@@ -104,7 +104,7 @@ def test_registered_members_train_compare_and_show_up(capsys, tmp_path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "align/shrink" in page
     assert "centroid" in page
-    assert main(["evaluate", str(tmp_path / "stripes-align-shrink-seed0"), "--probe", "centroid"]) == 0
+    assert main(["evaluate", "--trust-code", str(tmp_path / "stripes-align-shrink-seed0"), "--probe", "centroid"]) == 0
     assert "centroid: accuracy in %" in capsys.readouterr().out
 
 
@@ -129,7 +129,7 @@ def test_registered_members_are_listed_with_their_keys(capsys) -> None:
 def test_a_probe_may_be_named_by_its_module(tmp_path, capsys) -> None:
     run = ["train", "--recipe", "digits/simsiam/finetune", "--out", str(tmp_path / "run"), *words(QUICK)]
     assert main([*run, "--probes.plugin_members:Centroid.enabled", "true"]) == 0
-    assert main(["evaluate", str(tmp_path / "run"), "--probe", "plugin_members:Centroid"]) == 0
+    assert main(["evaluate", "--trust-code", str(tmp_path / "run"), "--probe", "plugin_members:Centroid"]) == 0
     assert "centroid: accuracy in %" in capsys.readouterr().out
     assert nested("probes.a.b:C.k", 1) == {"probes": {"a.b:C": {"k": 1}}}
 

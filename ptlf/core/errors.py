@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from ptlf.core.words import clipped
+
 
 class UserError(Exception):
     """Bad input. The command line prints the message, without a traceback, and exits with code 2."""
@@ -10,9 +12,9 @@ class UserError(Exception):
 
 def unknown(kind: str, value: object, known: Iterable[object]) -> UserError:
     """`unknown("method", "fintune", METHODS)` -> "unknown method 'fintune'; did you mean 'finetune'? Known: ..."."""
-    names = [str(name) for name in known]
-    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    names, value = [str(name) for name in known], clipped(str(value))
+    close = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    shown = names if len(names) <= 20 else difflib.get_close_matches(str(value), names, n=5, cutoff=0.0)
+    shown = names if len(names) <= 20 else difflib.get_close_matches(value, names, n=5, cutoff=0.0)
     more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
-    return UserError(f"unknown {kind} {str(value)!r}{hint} Known: {', '.join(shown)}{more}")
+    return UserError(f"unknown {kind} {value!r}{hint} Known: {', '.join(shown)}{more}")

@@ -3,11 +3,13 @@
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ptlf.core.errors import UserError
+from ptlf.core.words import printable
 
 try:
     import fcntl
@@ -19,7 +21,14 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file syst
 
 def write_whole(path: Path, data: bytes | str | Iterable[bytes]) -> None:
     """Write to a temporary file, fsync, rename: a reader sees the old file or the new one, never a partial one."""
-    pieces = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
+    # A name that is not UTF-8 has surrogates, which a page shows as escapes.
+    pieces = (
+        [data.encode(errors="backslashreplace")]
+        if isinstance(data, str)
+        else [data]
+        if isinstance(data, bytes)
+        else data
+    )
     part = path.with_name(f".{path.name}.part")
     try:
         with open(part, "wb") as file:
@@ -54,16 +63,43 @@ def write_error(path: Path, error: OSError) -> UserError:
     return UserError(f"cannot write {path}: {error.strerror or error}; choose another place")
 
 
+def lock_holder(file: Path) -> tuple[str, bool | None]:
+    """Who wrote the lock file, as "PROCESS on MACHINE" (empty if there is none), and whether that process still holds
+    the lock; None where this machine cannot tell."""
+    try:
+        handle = os.open(file, os.O_RDONLY)
+    except OSError:
+        return "", None
+    try:
+        holder = printable(os.read(handle, 200).decode(errors="replace").strip())
+        if fcntl is None or not holder.endswith(f" on {socket.gethostname()}"):
+            return holder, None
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return holder, False
+    except BlockingIOError:
+        return holder, True
+    except OSError:
+        return "", None
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def locked(file: Path, busy: str, advice: str = "wait for it") -> Iterator[None]:
     """Hold an exclusive lock on `file`; the system releases it when the process ends. If another process holds it, the
     error message is "`busy` by process ...; `advice`"."""
+    patience = 5
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if fcntl is not None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            patience -= 1
+            if patience:  # `lock_holder` of another process has it for a moment
+                os.close(handle)
+                time.sleep(0.02)
+                continue
             holder = os.read(handle, 200).decode(errors="replace").strip() or "unknown"
             os.close(handle)
             raise UserError(f"{busy} by process {holder}; {advice}") from None

@@ -2,15 +2,44 @@
 
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.processes import warn
+from ptlf.core.words import shown
 
 T = TypeVar("T")
+
+# The file whose settings are being read, and the words of the user, which alone may name code; None: any name may.
+_reading: ContextVar[tuple[Path, str] | None] = ContextVar("reading", default=None)
+
+
+@contextmanager
+def settings_from(file: Path, words: Iterable[str] = ()) -> Iterator[None]:
+    """Inside, names come from a file that someone else may have written: "package.module:attribute", which runs code,
+    is followed only if one of `words`, which the user gave, holds it."""
+    token = _reading.set((file, "\n".join(words)))
+    try:
+        yield
+    finally:
+        _reading.reset(token)
+
+
+def check_trusted(noun: str, name: str) -> None:
+    if (reading := _reading.get()) is None:
+        return
+    file, words = reading
+    if not re.search(rf"(?:(?<![\w.:])|(?<=--probes\.)){re.escape(name)}(?![\w:])", words):
+        code = f"{noun} {shown(name)} in {file} names code, which would run here"
+        raise UserError(f"{code}; if you trust whoever wrote that file, add --trust-code")
 
 
 class Registry(MutableMapping[str, T], Generic[T]):
@@ -18,16 +47,23 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
     Other packages add theirs with `registry["name"] = member` or through the entry-point group `group`, such as
     "ptlf.objectives". Entry points are loaded once, when a name is not among the members or when all members are
-    listed. `find` also takes "package.module:attribute".
+    listed. `find` also takes "package.module:attribute", unless it stands in a file, see `settings_from`.
 
     noun: what one member is called in messages.
     wrap: makes a member of a function, such as one that returns an encoder.
+    prefixes: for names such as "timm:vit_tiny", what makes a member of the text behind the colon.
     """
 
     def __init__(
-        self, noun: str, group: str, kind: type, members: Mapping[str, T], wrap: Callable[[Any], T] | None = None
+        self,
+        noun: str,
+        group: str,
+        kind: type,
+        members: Mapping[str, T],
+        wrap: Callable[[Any], T] | None = None,
+        prefixes: Mapping[str, Callable[[str], T]] | None = None,
     ) -> None:
-        self.noun, self.group, self.kind, self.wrap = noun, group, kind, wrap
+        self.noun, self.group, self.kind, self.wrap, self.prefixes = noun, group, kind, wrap, prefixes or {}
         self._members = dict(members)
         self._complete = False  # entry points are loaded
 
@@ -37,13 +73,16 @@ class Registry(MutableMapping[str, T], Generic[T]):
             return self[name]
         if not isinstance(name, str) or ":" not in name:
             raise unknown(self.noun, name, self)
+        check_trusted(self.noun, name)
         module, _, attribute = name.partition(":")
+        if module in self.prefixes:
+            return self.prefixes[module](attribute)
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does
         try:
             found = getattr(importlib.import_module(module), attribute)
         except Exception as error:
-            raise UserError(f"{self.noun} {name!r} cannot be imported: {error}") from None
+            raise UserError(f"{self.noun} {shown(name)} cannot be imported: {error}") from None
         return self._checked(found, name)
 
     def __getitem__(self, name: str) -> T:
@@ -79,7 +118,9 @@ class Registry(MutableMapping[str, T], Generic[T]):
         if self.wrap is None:
             valid, wanted = isinstance(found, type) and issubclass(found, self.kind), "a subclass of {}"
         else:
-            valid, wanted = isinstance(found, self.kind), "an instance of {} or a function"
+            valid, wanted = isinstance(found, self.kind), "an instance of {} or a function in Python"
+            if isinstance(found, types.BuiltinFunctionType):  # such as os.abort
+                found = f"the built-in {found.__name__}"
             if callable(found) and not valid:
                 return self.wrap(found)
         if not valid:

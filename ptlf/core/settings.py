@@ -3,7 +3,6 @@ is one sentence that names it. Recipes, YAML files and the command line all come
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import math
 import operator
@@ -15,17 +14,20 @@ from typing import Any
 import yaml
 
 from ptlf.core.errors import UserError, unknown
+from ptlf.core.reading import load_yaml
 from ptlf.core.registry import Registry
+from ptlf.core.words import shown
 
 Presets = Mapping[str, Mapping[str, Any]]  # nested settings that a member's recipes need, by protocol or stream
 as_dict = dataclasses.asdict
 Kind = type | Registry[Any]  # of a section: a dataclass, or a registry for the `Config`s of all its members
 Limit = float | None
+MOST = 1_000_000  # a number without a bound of its own
 LIMITS = {"above": (operator.gt, "more than"), "least": (operator.ge, "at least"), "most": (operator.le, "at most")}
 
 
 def key(
-    default: Any, about: str, *, choices: tuple = (), above: Limit = None, least: Limit = None, most: Limit = None
+    default: Any, about: str, *, choices: tuple = (), above: Limit = None, least: Limit = None, most: float = MOST
 ) -> Any:
     """A dataclass field with its help text and the values it accepts."""
     meta = {"about": about, "choices": choices, "above": above, "least": least, "most": most}
@@ -81,7 +83,7 @@ def _kind(meta: Mapping[str, Any], value: Any) -> Kind:
 def build(kind: Kind, values: Mapping[str, Any], path: str = "") -> Any:
     """An instance of the dataclass `kind` from a nested dict. Keys left out keep their defaults."""
     if not isinstance(values, Mapping):
-        raise UserError(f"{path or 'the configuration'} must hold keys and values, not {values!r}")
+        raise UserError(f"{path or 'the configuration'} must hold keys and values, not {shown(values)}")
     prefix = f"{path}." if path else ""
     made = {}
     for name, value in values.items():
@@ -106,7 +108,7 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
             with contextlib.suppress(UserError):
                 return _cast(option, value, where)
         wanted = " or ".join(_spoken(option) for option in arguments)
-        raise UserError(f"{where} must be {wanted}, not {value!r}")
+        raise UserError(f"{where} must be {wanted}, not {shown(value)}")
     if origin is list:
         if isinstance(value, (list, tuple)):
             return [_cast(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
@@ -114,13 +116,14 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
         if hint is bool:
             return value
     elif hint is float and isinstance(value, (int, float, str)):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             return float(value)
     elif hint is str and isinstance(value, (int, float)):
-        return str(value)
+        with contextlib.suppress(ValueError):  # of integers with thousands of digits
+            return str(value)
     elif isinstance(value, hint):
         return value
-    raise UserError(f"{where} must be {_spoken(hint)}, not {value!r}")
+    raise UserError(f"{where} must be {_spoken(hint)}, not {shown(value)}")
 
 
 def _spoken(hint: Any) -> str:
@@ -135,11 +138,11 @@ def _checked(value: Any, limits: Mapping[str, Any], where: str) -> Any:
     if choices and isinstance(value, str) and value not in choices:
         raise unknown(f"value for {where}:", value, choices)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{where} must be a finite number, not {value}")
         for name, (holds, phrase) in LIMITS.items():
             if (limit := limits.get(name)) is not None and not holds(value, limit):
-                raise UserError(f"{where} must be {phrase} {limit}, not {value}")
+                raise UserError(f"{where} must be {phrase} {limit}, not {shown(value)}")
     return value
 
 
@@ -178,10 +181,9 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 def parse(text: str) -> Any:
     """A command-line value as YAML reads it: numbers, true/false, null, [lists]; anything else is text."""
     try:
-        value = yaml.safe_load(text)
+        return load_yaml(text)
     except yaml.YAMLError:
         return text
-    return text if isinstance(value, datetime.date) else value  # a name may look like a date
 
 
 def parse_overrides(kind: type, words: Sequence[str]) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def parse_overrides(kind: type, words: Sequence[str]) -> dict[str, Any]:
         word = remaining.pop(0)
         if not word.startswith("--"):
             example = f"--recipe {word}" if word.count("/") == 2 else "--training.epochs 2"
-            raise UserError(f"cannot place {word!r}: settings are given as --key value, such as {example}")
+            raise UserError(f"cannot place {shown(word)}: settings are given as --key value, such as {example}")
         name, equals, text = word[2:].partition("=")
         if not equals:
             if not remaining:

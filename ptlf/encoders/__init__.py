@@ -2,7 +2,9 @@
 
 from ptlf.core.registry import Registry
 from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, ask_for_module, feature_dim, from_function
+from ptlf.encoders.extras import as_encoder, hf_entry, timm_entry, torchvision_entry
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, resnet
+from ptlf.encoders.vit import ViT, vit
 
 SMALL, LARGE = "3x3 stem, for 32 to 64 px", "7x7 stem and max-pool, for 224 px"
 MINI = "three blocks, 16 channels, 3x3 stem, for 16 px"
@@ -15,8 +17,17 @@ MEMBERS = {
     "resnet34-imagenet": resnet(LARGE, BasicBlock, (3, 4, 6, 3), stem="imagenet"),
     "resnet50-imagenet": resnet(LARGE, Bottleneck, (3, 4, 6, 3), stem="imagenet"),
     "resnet18-mini": resnet(MINI, BasicBlock, (1, 1, 1), width=16),
+    "vit-tiny": vit("vision transformer, 12 blocks, 192 wide, patches by image size", 192, 12),
+    "vit-small": vit("vision transformer, 12 blocks, 384 wide, patches by image size", 384, 12),
     "given": EncoderEntry(ask_for_module, about="a module of your own, given in Python to `ptlf.Learner`"),
 }
-ENCODERS: Registry[EncoderEntry] = Registry("encoder", "ptlf.encoders", EncoderEntry, MEMBERS, wrap=from_function)
+ENCODERS: Registry[EncoderEntry] = Registry(
+    "encoder",
+    "ptlf.encoders",
+    EncoderEntry,
+    MEMBERS,
+    wrap=from_function,
+    prefixes={"timm": timm_entry, "torchvision": torchvision_entry, "hf": hf_entry},
+)
 
-__all__ = ["ENCODERS", "EncoderConfig", "EncoderEntry", "ResNet", "feature_dim"]
+__all__ = ["ENCODERS", "EncoderConfig", "EncoderEntry", "ResNet", "ViT", "as_encoder", "feature_dim"]

@@ -1,26 +1,36 @@
 """The encoder's contract: an `nn.Module` that maps images (B, 3, H, W) to vectors (B, feature_dim).
 
 Any module that does so is an encoder; `feature_dim` is read from its attribute of that name or found by one forward.
-One with the attribute `segmented` takes a second argument, `call`, and runs its segments through it, `call(module, x)`:
-they are then compiled one by one, with few variants each, however units freeze.
+Attributes that it may have:
+
+segmented: it takes a second argument, `call`, and runs its segments through it, `call(module, x)`: they are then
+    compiled one by one, with few variants each, however units freeze.
+rowwise: no image's vector depends on the other images of the batch, so that all views may be one batch.
+normalisation: mean and standard deviation of its inputs, three numbers each, in place of the views' own.
 """
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ptlf.core.settings import key
+from ptlf.core.errors import UserError
+from ptlf.core.settings import Presets, key
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass
 class EncoderConfig:
-    name: str = key("resnet18", "which encoder; `ptlf list encoders` names them")
+    name: str = key("resnet18", "`ptlf list encoders` names them; also timm:NAME, torchvision:NAME, hf:FOLDER")
+
+
+@dataclass
+class SizedConfig(EncoderConfig):
+    image_size: int | None = key(None, "side of its images in pixels; null = that of the views", least=1)
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class EncoderEntry:
     make: Callable[[Any], nn.Module]  # from an instance of Config; draws its weights from torch's global generator
     Config: type[EncoderConfig] = EncoderConfig
     about: str = ""
+    presets: Presets = field(default_factory=dict)
 
 
 def from_function(make: Callable[..., nn.Module]) -> EncoderEntry:
@@ -54,6 +65,6 @@ def feature_dim(encoder: nn.Module, image_size: int) -> int:
         features = encoder(image)
     encoder.train(was_training)
     if not isinstance(features, Tensor) or features.ndim != 2:
-        shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise ValueError(f"an encoder must map images to vectors (B, dim); {type(encoder).__name__} gave {shape}")
+        given = f"a tensor {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
+        raise UserError(f"an encoder must map images to vectors (B, dim); {type(encoder).__name__} gives {given}")
     return features.shape[1]

@@ -17,13 +17,13 @@ from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score
 @dataclass
 class KnnTaskConfig(ProbeConfig):
     enabled: bool = key(True, "test the encoder with this probe after every task")
-    k: int | None = key(None, "neighbours; null = min(200, tasks seen so far), as LUMP's code has it", least=1)
-    temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", above=0)
+    k: int | None = key(None, "neighbours, capped as in knn_class; null = min(200, tasks seen), as in LUMP", least=1)
+    temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", least=1e-3)
 
 
 @dataclass
 class KnnClassConfig(KnnTaskConfig):
-    k: int = key(200, "neighbours", least=1)
+    k: int = key(200, "neighbours; at most as many as the smallest class has images", least=1)
 
 
 class KnnTask(Probe):
@@ -33,12 +33,13 @@ class KnnTask(Probe):
     rows: ClassVar[Mapping[str, str]] = {"knn_task": OWN}
     forward = True
 
-    def check(self, smallest: Mapping[str, int]) -> None:
-        if self.config.k is not None and self.config.k > smallest[OWN]:
-            raise UserError(f"probes.knn_task.k is {self.config.k}, but a task's kNN bank holds {smallest[OWN]} images")
+    def used(self, labels: Tensor, seen_tasks: int) -> dict[str, Any]:
+        """More neighbours than the smallest class has images would be outvoted by other classes whatever they show."""
+        smallest = int(labels.unique(return_counts=True)[1].min())
+        return {"k": min(self.config.k or min(200, seen_tasks), smallest)}
 
     def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
-        k, classes = self.config.k or min(200, seen_tasks), int(labels.max()) + 1
+        k, classes = self.used(labels, seen_tasks)["k"], int(labels.max()) + 1
         return partial(knn_accuracy, features, labels, k=k, temperature=self.config.temperature, classes=classes)
 
     def settings(self) -> dict[str, Any]:
@@ -52,12 +53,6 @@ class KnnClass(KnnTask):
     Config = KnnClassConfig
     rows: ClassVar[Mapping[str, str]] = {"knn_class": SEEN}
     forward = False
-
-    def check(self, smallest: Mapping[str, int]) -> None:
-        first = smallest[SEEN]
-        if self.config.k > first:
-            problem = f"probes.knn_class.k is {self.config.k}, but after the first task the bank holds {first} images"
-            raise UserError(f"{problem}; choose --probes.knn_class.k {min(20, first)} or another of at most {first}")
 
 
 def knn_predict(

@@ -16,10 +16,10 @@ from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score
 class LinearConfig(ProbeConfig):
     """CaSSLe's protocol: SGD with momentum 0.9, the rate divided by 10 at 60 % and 80 % of the epochs."""
 
-    epochs: int = key(100, "passes over the cached features", least=1)
+    epochs: int = key(100, "passes over the cached features", least=1, most=10_000)
     batch: int = key(256, "features per step", least=1)
     lr: float = key(0.1, "learning rate", above=0)
-    momentum: float = key(0.9, "momentum", least=0, most=1)
+    momentum: float = key(0.9, "momentum", least=0, most=0.9999)
     weight_decay: float = key(0.0, "weight decay", least=0)
 
 

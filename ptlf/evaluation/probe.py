@@ -29,8 +29,9 @@ class Probe:
     def __init__(self, config: Any) -> None:
         self.config = config
 
-    def check(self, smallest: Mapping[str, int]) -> None:
-        """Called before training. `smallest` is the number of images in the smallest bank of each kind."""
+    def used(self, labels: Tensor, seen_tasks: int) -> dict[str, Any]:
+        """Settings that depend on the bank, as `fit` uses them with these labels (N,); for the record."""
+        return {}
 
     def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
         """From a bank's features (N, D) and labels (N,). The same bank must give the same score every time."""

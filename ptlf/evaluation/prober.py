@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.settings import key
-from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig
+from ptlf.evaluation.probe import OWN, Probe, ProbeConfig
 from ptlf.evaluation.probes import PROBES
 from ptlf.stream import EvalSplit, Images, Stream
 from ptlf.stream.loading import Sources
@@ -79,14 +79,26 @@ class Prober:
         """Use only these probes, enabled or not."""
         kinds = {name: PROBES.find(name) for name in names}
         self.probes = [kind(self.settings_by_name.get(name) or kind.Config()) for name, kind in kinds.items()]
-        splits = self.stream.eval_splits
-        moments = sorted({split.since for split in splits})
-        if self.stream.arrived:  # those between were looked at when they came
-            moments = [moments[0], moments[-1]]
-        together = [sum(len(split.bank) for split in self.config.tested(splits, moment)) for moment in moments]
-        smallest = {OWN: min(len(split.bank) for split in splits), SEEN: min(together)}
+        used = self.used(len(self.stream.tasks))
+        for name, probe in zip(kinds, self.probes, strict=True):
+            for setting, value in {pair for row in probe.rows for pair in used[row].items()}:
+                asked = getattr(probe.config, setting, None)
+                if asked is not None and asked != value:
+                    small = f"the smallest class has {value} images to compare with"
+                    warning = f"ptlf: warning: probes.{name}.{setting} is {asked}, but {small}: {value} is used"
+                    processes.warn(warning)
+
+    def used(self, task: int) -> dict[str, dict[str, Any]]:
+        """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""
+        tested = self.config.tested(self.stream.eval_splits, task)
+        banks = [torch.from_numpy(split.bank_images.labels[split.bank]) for split in tested]
+        found: dict[str, dict[str, Any]] = {}
+        seen = self.seen(task)
         for probe in self.probes:
-            probe.check(smallest)
+            for name, bank in probe.rows.items():
+                own = [probe.used(labels, seen) for labels in (banks if bank == OWN else [torch.cat(banks)])]
+                found[name] = {key: min(each[key] for each in own) for key in own[0]}
+        return found
 
     def rows(self, encoder: nn.Module, task: int) -> dict[str, Row]:
         """A row of each accuracy matrix after task number `task` (from 0), with None for splits that are not tested."""
@@ -100,7 +112,7 @@ class Prober:
         features, labels = (torch.cat(part) for part in zip(*(bank for _, bank, _ in exams), strict=True))
         for probe in self.probes:
             for name, bank in probe.rows.items():
-                score = probe.fit(features, labels, seen) if bank == SEEN else None
+                score = probe.fit(features, labels, seen) if bank != OWN else None
                 for place, exam in zip(places, exams, strict=True):
                     rows[name][place] = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, seen)
         return rows

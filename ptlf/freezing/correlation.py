@@ -1,12 +1,15 @@
 """Task-correlation ratios: the share of a new task's gradient that lies in the input subspace of past tasks.
 
 For a unit's layer, the columns of R (m x n) are the layer's inputs on the replay images: flattened patches for a
-convolution, vectors for a linear layer. B (m x k) are the leading left singular vectors of R, G (C_out x m) is the
-new task's weight gradient, and the ratio is ||G B||_F / ||G||_F in [0, 1].
+convolution, vectors (of every token) for a linear layer. B (m x k) are the leading left singular vectors of R, G
+(C_out x m) is the new task's weight gradient, and the ratio is ||G B||_F / ||G||_F in [0, 1]. The groups of a
+convolution and the four projections of `nn.MultiheadAttention` each have their own R; their norms are added up.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptlf.freezing.kernels import pad
-from ptlf.freezing.units import Layer, Unit, trained_units, unchanged
+from ptlf.freezing.units import Convolution, Layer, Unit, storage, trained_units, unchanged
 
+TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image needs more
 
 
@@ -99,7 +104,7 @@ class TaskCorrelation:
         # Uncached, a parametrised weight is a new tensor at every access.
         with unchanged(module, *keep), parametrize.cached():
             self.gradients = mean_gradients(units, loss_fn, batches)
-            combine(list(self.gradients.values()))
+            combine([gradient for gradients in self.gradients.values() for gradient in gradients])
 
     def __call__(self, names: Sequence[str]) -> dict[str, float]:
         """Ratio by unit name."""
@@ -108,62 +113,154 @@ class TaskCorrelation:
         ratios: dict[str, Tensor] = {}
         with unchanged(self.module), torch.no_grad():
             for group in [units] if units and at_once else passes(units):
-                grams = replay_grams(self.module, group, self.replay, self.chunk)
+                seen = replay_inputs(self.module, group, self.replay, self.chunk)
                 for unit in group:
-                    basis = leading_eigenvectors(grams.pop(unit.name), self.threshold)
-                    ratios[unit.name] = projection_ratio(self.gradients[unit.name], basis)
-                    self.directions[unit.name] = basis.shape[-1]
+                    bases = [inputs.basis(self.threshold) for inputs in seen.pop(unit.name)]
+                    ratios[unit.name] = projection_ratio(self.gradients[unit.name], bases)
+                    self.directions[unit.name] = sum(basis.shape[-1] for basis in bases)
         values = torch.stack(list(ratios.values())).tolist() if ratios else []
         return dict(zip(ratios, values, strict=True))
 
 
-def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches: int) -> dict[str, Tensor]:
-    """Weight gradient (groups, C_out / groups, m) by unit name, float64, averaged over `batches` calls of `loss_fn`."""
-    weights = {unit.name: unit.layer.weight for unit in units}
-    for name, weight in weights.items():
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Rows of a weight with an input of their own: one of the products of an attention."""
+
+    weight: Tensor
+    first: int
+    rows: int
+
+
+Part = Convolution | nn.Linear | Projection
+
+
+def parts(layer: Layer) -> list[Part]:
+    """The products of a layer: one, or those of query, key, value and output of an attention."""
+    if not isinstance(layer, nn.MultiheadAttention):
+        return [layer]
+    width, inner = layer.embed_dim, layer.in_proj_weight
+    separate = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+    pairs = [(weight, 0) for weight in separate] if inner is None else [(inner, i * width) for i in range(3)]
+    return [Projection(weight, first, width) for weight, first in [*pairs, (layer.out_proj.weight, 0)]]
+
+
+def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches: int) -> dict[str, list[Tensor]]:
+    """By unit name, the weight gradient (groups, C_out / groups, m) of each product, float64, averaged over `batches`
+    calls of `loss_fn`."""
+    owners = [(unit.name, weight) for unit in units for weight in unit.weights]
+    for name, weight in owners:
         if not weight.requires_grad:
             raise ValueError(f"unit {name!r} is frozen and has no gradient; leave it out of the units")
-    sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
+    weights = [weight for _, weight in owners]
+    sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
     for _ in range(batches if units else 0):
         with torch.enable_grad():
             loss = loss_fn()
             if not isinstance(loss, Tensor):
                 raise TypeError(f"loss_fn must return the loss, a tensor, and returned a {type(loss).__name__}")
-            gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        for name, gradient in zip(weights, gradients, strict=True):
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        for (name, weight), total, gradient in zip(owners, sums, gradients, strict=True):
             if gradient is not None:
-                sums[name] += gradient
-            elif not weights[name].is_leaf:
+                total += gradient
+            elif not weight.is_leaf:
                 raise ValueError(
                     f"the weight of unit {name!r} is computed anew in every forward, so it has no gradient; use "
                     "torch.nn.utils.parametrizations instead of hooks such as weight_norm or prune"
                 )
-    check_finite(sums, "the new task's gradient for unit {!r} is not finite")
-    return {u.name: (sums[u.name] / batches).reshape(groups(u.layer), -1, fan_in(u.layer)) for u in units}
+    named = [(name, total) for (name, _), total in zip(owners, sums, strict=True)]
+    check_finite(named, "the new task's gradient for unit {!r} is not finite")
+    means = {weight: total / batches for weight, total in zip(weights, sums, strict=True)}
+    return {unit.name: [as_matrix(part, means[part.weight]) for part in parts(unit.layer)] for unit in units}
 
 
-def replay_grams(module: nn.Module, units: Sequence[Unit], replay: Iterable[Tensor], chunk: int) -> dict[str, Tensor]:
-    """Gram matrix (groups, m, m) by unit name, summed over the replay and over all calls of the layer in a forward."""
-    grams = {unit.name: empty_gram(unit.layer) for unit in units}
-    device = units[0].layer.weight.device
+def as_matrix(part: Part, gradient: Tensor) -> Tensor:
+    """The weight's gradient as (groups, C_out / groups, m)."""
+    if isinstance(part, TRANSPOSED):
+        return gradient.reshape(groups(part), fan_in(part), -1).mT
+    if isinstance(part, Projection):
+        gradient = gradient[part.first : part.first + part.rows]
+    return gradient.reshape(groups(part), -1, fan_in(part))
+
+
+class Inputs:
+    """The inputs of one product: the columns of R while they are at most m / 2, then R R^T."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.blocks: list[Tensor] = []  # (groups, m, n) each
+        self.gram: Tensor | None = None
+
+    def add(self, given: Tensor) -> None:
+        if self.gram is not None:
+            add_gram(self.gram, self.part, given)
+            return
+        for block in columns(self.part, given.detach()):
+            self.blocks.append(block)
+            if self.gram is None and 2 * sum(kept.shape[-1] for kept in self.blocks) > fan_in(self.part):
+                self.gram = empty_gram(self.part)
+            while self.gram is not None and self.blocks:
+                first = self.blocks.pop(0)
+                self.gram.baddbmm_(first, first.mT)
+
+    def basis(self, threshold: float) -> Tensor:
+        """B (groups, m, k)."""
+        if self.gram is not None:
+            return leading_eigenvectors(self.gram, threshold)
+        if not self.blocks:
+            return torch.zeros(
+                groups(self.part), fan_in(self.part), 0, dtype=torch.float64, device=self.part.weight.device
+            )
+        few = torch.cat(self.blocks, dim=-1)
+        # R V has orthogonal columns for the eigenvectors V of R^T R, but for rounding, which the QR takes away.
+        right = leading_eigenvectors(few.mT @ few, threshold)
+        return torch.linalg.qr(few @ right)[0] * (right.square().sum(-2, keepdim=True) > 0)
+
+    def total(self) -> Tensor:
+        """A number that is not finite if an input is not."""
+        kept = self.blocks if self.gram is None else [self.gram]
+        return torch.stack([tensor.sum() for tensor in kept] or [torch.zeros(())]).sum()
+
+
+def replay_inputs(
+    module: nn.Module, units: Sequence[Unit], replay: Iterable[Tensor], chunk: int
+) -> dict[str, list[Inputs]]:
+    """By unit name, the inputs of each product, over the replay and over all calls of the layer in a forward."""
+    seen = {unit.name: [Inputs(part) for part in parts(unit.layer)] for unit in units}
+    device = units[0].weights[0].device
     count = 0
-    with watched(module, units, lambda unit, inputs, output: add_gram(grams[unit.name], unit.layer, inputs)):
+
+    def see(unit: Unit, given: list[Tensor], output: Tensor) -> None:
+        for inputs, tensor in zip(seen[unit.name], given, strict=True):
+            inputs.add(tensor)
+
+    with watched(module, units, see):
         for images in inputs_of(replay):
             for piece in images.split(chunk) if len(images) else ():
                 module(piece.to(device))
                 count += len(piece)
     if count == 0:
         raise ValueError("the replay is empty; it must hold at least one input")
-    check_finite(grams, "the replay's inputs to unit {!r} are not finite")
-    return grams
+    totals = [(name, inputs.total()) for name, some in seen.items() for inputs in some]
+    check_finite(totals, "the replay's inputs to unit {!r} are not finite")
+    return seen
 
 
 @contextmanager
-def watched(module: nn.Module, units: Sequence[Unit], see: Callable[[Unit, Tensor, Tensor], object]) -> Iterator[None]:
-    """Puts the module in eval mode. Inside, `see(unit, input, output)` is called after every call of a unit's layer."""
+def watched(
+    module: nn.Module, units: Sequence[Unit], see: Callable[[Unit, list[Tensor], Tensor], object]
+) -> Iterator[None]:
+    """Puts the module in eval mode. Inside, `see(unit, inputs, output)` is called after every call of a unit's layer,
+    with the input of each of its products."""
+    attention = [unit.layer for unit in units if isinstance(unit.layer, nn.MultiheadAttention)]
+    products = OutputProjections(attention)
 
-    def hook(unit: Unit, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        see(unit, args[0] if args else kwargs["input"], output)
+    def hook(unit: Unit, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if isinstance(layer, nn.MultiheadAttention):
+            names = ("query", "key", "value")
+            given = [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names)]
+            see(unit, [*given, products.inputs.pop(layer)], output[0])
+        else:
+            see(unit, [args[0] if args else kwargs["input"]], output)
 
     with ExitStack() as stack:
         for part in module.modules():
@@ -172,7 +269,40 @@ def watched(module: nn.Module, units: Sequence[Unit], see: Callable[[Unit, Tenso
             stack.callback(unit.layer.register_forward_hook(partial(hook, unit), with_kwargs=True).remove)
         # A compiled module may have been traced without the hooks.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if attention:
+            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)  # it runs in one kernel, without the hooks' layers
+            torch.clear_autocast_cache()  # the mode must see the casts; those made here have no gradient
+            stack.callback(torch.clear_autocast_cache)
+            stack.enter_context(products)
         yield
+
+
+aten = torch.ops.aten
+# Position of the input among the arguments; the weight follows it.
+PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.linear.default: 0}
+
+
+class OutputProjections(TorchDispatchMode):
+    """Notes the latest input of every attention's output projection, which no hook sees: it is not called as a
+    module."""
+
+    def __init__(self, layers: Iterable[nn.MultiheadAttention]) -> None:
+        super().__init__()
+        self.owners = {storage(layer.out_proj.weight): layer for layer in layers}
+        self.copies: list[Tensor] = []  # of a weight in autocast's type, held so that storages are not reused
+        self.inputs: dict[nn.Module, Tensor] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function in PRODUCTS:
+            given, weight = args[PRODUCTS[function] :][:2]
+            if (layer := self.owners.get(storage(weight))) is not None:
+                self.inputs[layer] = given
+        elif function is aten._to_copy.default and storage(args[0]) in self.owners:
+            self.owners[storage(output)] = self.owners[storage(args[0])]
+            self.copies.append(output)
+        return output
 
 
 def inputs_of(replay: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
@@ -185,47 +315,55 @@ def inputs_of(replay: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
         yield inputs
 
 
-def check_finite(tensors: dict[str, Tensor], message: str) -> None:
+def check_finite(tensors: Sequence[tuple[str, Tensor]], message: str) -> None:
     """Raise for the first tensor with a NaN or infinity. Waits for the device once."""
-    finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).tolist() if tensors else []
-    for name, fine in zip(tensors, finite, strict=True):
+    finite = torch.stack([tensor.isfinite().all() for _, tensor in tensors]).tolist() if tensors else []
+    for (name, _), fine in zip(tensors, finite, strict=True):
         if not fine:
             raise ValueError(message.format(name))
 
 
-def empty_gram(layer: Layer) -> Tensor:
-    m = fan_in(layer)
-    return torch.zeros(groups(layer), m, m, dtype=torch.float64, device=layer.weight.device)
+def empty_gram(part: Part) -> Tensor:
+    m = fan_in(part)
+    return torch.zeros(groups(part), m, m, dtype=torch.float64, device=part.weight.device)
 
 
-def add_gram(total: Tensor, layer: Layer, inputs: Tensor) -> Tensor:
+def add_gram(total: Tensor, part: Part, inputs: Tensor) -> Tensor:
     """Add R R^T (groups, m, m) of one call of the layer. Each group of a convolution has its own inputs."""
     # In float64: an error of 1e-7 of the energy, as in float32, can change the number of directions kept.
-    for block in columns(layer, inputs.detach()):
+    for block in columns(part, inputs.detach()):
         total.baddbmm_(block, block.mT)
     return total
 
 
-def columns(layer: Layer, inputs: Tensor) -> Iterator[Tensor]:
+def columns(part: Part, inputs: Tensor) -> Iterator[Tensor]:
     """R in blocks (groups, m, n) of float64, a few images at a time."""
-    if isinstance(layer, nn.Linear):
-        vectors = inputs.reshape(-1, layer.in_features)  # (n, m)
-        for rows in vectors.split(max(1, COLUMN_BYTES // (8 * layer.in_features))):
+    if not isinstance(part, Convolution):
+        vectors = inputs.reshape(-1, fan_in(part))  # (n, m)
+        for rows in vectors.split(max(1, COLUMN_BYTES // (8 * fan_in(part)))):
             yield rows.double().T[None]
         return
-    images = inputs if inputs.ndim == 4 else inputs[None]
-    height, width = pad(layer, images[:1]).shape[2:]
-    positions = -(-height // layer.stride[0]) * -(-width // layer.stride[1])  # of one image, at most
-    step = max(1, COLUMN_BYTES // (8 * groups(layer) * fan_in(layer) * positions))
-    spans = [d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-    for part in images.split(step):
+    dims = len(part.kernel_size)
+    images = inputs if inputs.ndim == dims + 2 else inputs[None]
+    if isinstance(part, TRANSPOSED):
+        step = max(1, COLUMN_BYTES // (8 * images[0].numel()))
+        for some in images.split(step):
+            yield some.double().flatten(2).transpose(0, 1).reshape(groups(part), fan_in(part), -1)
+        return
+    spans = [d * (k - 1) + 1 for d, k in zip(part.dilation, part.kernel_size, strict=True)]
+    # Of one image, at most.
+    positions = math.prod(-(-n // s) for n, s in zip(pad(part, images[:1]).shape[2:], part.stride, strict=True))
+    step = max(1, COLUMN_BYTES // (8 * groups(part) * fan_in(part) * positions))
+    for some in images.split(step):
         # The input patches as a strided view (b, C_in, rows, columns, kh, kw). Copying it is one GPU kernel; `F.unfold`
         # launches one per image.
-        padded = pad(layer, part.double()).contiguous()
-        patches = padded.unfold(2, spans[0], layer.stride[0]).unfold(3, spans[1], layer.stride[1])
-        patches = patches[..., :: layer.dilation[0], :: layer.dilation[1]]
+        patches = pad(part, some.double()).contiguous()
+        for dim in range(dims):
+            patches = patches.unfold(2 + dim, spans[dim], part.stride[dim])
+        kept: tuple[Any, ...] = (..., *(slice(None, None, dilation) for dilation in part.dilation))
         # Rows are ordered as in weight.reshape(C_out, -1).
-        yield patches.permute(1, 4, 5, 0, 2, 3).reshape(groups(layer), fan_in(layer), -1)
+        order = (1, *range(2 + dims, 2 + 2 * dims), 0, *range(2, 2 + dims))
+        yield patches[kept].permute(order).reshape(groups(part), fan_in(part), -1)
 
 
 def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
@@ -245,19 +383,21 @@ def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
 
 
 def fit_at_once(units: Sequence[Unit]) -> bool:
-    device = units[0].layer.weight.device if units else torch.device("cpu")
+    device = parts(units[0].layer)[0].weight.device if units else torch.device("cpu")
     return device.type == "cuda" and 8 * 8 * sum(map(gram_size, units)) < torch.cuda.mem_get_info(device)[0]
 
 
-def projection_ratio(gradient: Tensor, basis: Tensor) -> Tensor:
-    """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups together; a tensor on the device.
+def projection_ratio(gradients: Sequence[Tensor], bases: Sequence[Tensor]) -> Tensor:
+    """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups and products together; a tensor on
+    the device.
 
     A zero gradient gives 0, not 1: it mostly belongs to a unit that the loss does not reach, and freezing that unit
     would save nothing.
     """
-    gradient = gradient.to(basis.dtype)
-    norm = gradient.norm().clamp(min=torch.finfo(gradient.dtype).tiny)
-    return ((gradient @ basis).norm() / norm).clamp(max=1.0)
+    gradients = [gradient.to(basis.dtype) for gradient, basis in zip(gradients, bases, strict=True)]
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    kept = torch.cat([(gradient @ basis).flatten() for gradient, basis in zip(gradients, bases, strict=True)]).norm()
+    return (kept / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
 
 
 def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
@@ -274,14 +414,14 @@ def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 
 
 def gram_size(unit: Unit) -> int:
-    """Elements of the Gram matrix."""
-    return groups(unit.layer) * fan_in(unit.layer) ** 2
+    """Elements of the Gram matrices."""
+    return sum(groups(part) * fan_in(part) ** 2 for part in parts(unit.layer))
 
 
-def groups(layer: Layer) -> int:
-    return layer.groups if isinstance(layer, nn.Conv2d) else 1
+def groups(part: Part) -> int:
+    return part.groups if isinstance(part, Convolution) else 1
 
 
-def fan_in(layer: Layer) -> int:
+def fan_in(part: Part) -> int:
     """m, the length of a column of R."""
-    return layer.weight.shape[1:].numel()
+    return part.in_channels // part.groups if isinstance(part, TRANSPOSED) else part.weight.shape[1:].numel()

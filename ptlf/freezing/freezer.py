@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ptlf.core.errors import unknown
 from ptlf.freezing import kernels
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough
-from ptlf.freezing.units import Trace, Unit, trace
+from ptlf.freezing.units import BATCH_NORMS, INSTANCE_NORMS, Trace, Unit, trace
 
 
 class Freezer:
@@ -128,14 +128,16 @@ class Freezer:
         fold = fold and kernels.is_plain_batch_norm(norm)
         if patched:
             self._replace(layer, FrozenLayer, norm if fold else None)
-        if not isinstance(norm, kernels.BATCH_NORMS) or norm.running_mean is None:
-            return
-        if not self.batch_statistics:
-            self._replace(norm, PassThrough if fold else EvalMode)
-        elif norm.track_running_stats:
-            # PyTorch then uses batch statistics in train mode and running statistics in eval mode, updating neither.
-            norm.track_running_stats = False
-            self._tracked.append(norm)
+        for held in unit.norms:
+            if not isinstance(held, BATCH_NORMS | INSTANCE_NORMS) or held.running_mean is None:
+                continue
+            # An InstanceNorm has no mode that normalises by its input and leaves its statistics alone.
+            if not self.batch_statistics or isinstance(held, INSTANCE_NORMS):
+                self._replace(held, PassThrough if fold and held is norm else EvalMode)
+            elif held.track_running_stats:
+                # PyTorch then uses batch statistics in train mode and running ones in eval mode, updating neither.
+                held.track_running_stats = False
+                self._tracked.append(held)
 
     def _replace(self, module: nn.Module, kind: type[ForwardPatch], *arguments: Any) -> None:
         self._replaced.setdefault(module, module.__dict__.get("forward"))

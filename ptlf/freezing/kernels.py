@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptlf.encoders.norm import SharedStatistics, ViewBatchNorm2d
-from ptlf.freezing.units import Layer
+from ptlf.freezing.units import BATCH_NORMS, Convolution
 
 Pair = tuple[int, int]
-BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm
+PlainLayer = nn.Conv2d | nn.Linear  # the layers with a forward here
 PLAIN_FORWARDS = (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward, SharedStatistics.forward, ViewBatchNorm2d.forward)
 
 
@@ -148,7 +148,7 @@ def _words(device: torch.device) -> Tensor:
         return bits.to(torch.bool).view(torch.int64).view(-1).to(device)
 
 
-def fold(layer: Layer, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def fold(layer: PlainLayer, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Weight and bias of the layer that computes norm(layer(x)) with the norm's running statistics."""
     assert isinstance(norm, BATCH_NORMS) and norm.running_mean is not None and norm.running_var is not None
     precise = torch.promote_types(norm.running_var.dtype, torch.float32)
@@ -182,9 +182,9 @@ class FrozenLayer(ForwardPatch):
     a captured graph may still read it.
     """
 
-    module: Layer
+    module: PlainLayer
 
-    def __init__(self, layer: Layer, norm: nn.Module | None = None) -> None:
+    def __init__(self, layer: PlainLayer, norm: nn.Module | None = None) -> None:
         super().__init__(layer)
         self.norm = norm
         self.weight: Tensor | None = None
@@ -232,7 +232,7 @@ def _layout(tensor: Tensor) -> object:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def pad(layer: nn.Conv2d, images: Tensor) -> Tensor:
+def pad(layer: Convolution, images: Tensor) -> Tensor:
     """The images with the convolution's padding, of any mode, around them."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     amounts = layer._reversed_padding_repeated_twice  # left, right, top, bottom

@@ -22,7 +22,7 @@ class FreezingConfig:
     shape: str = key("cosine", "how the share rises", choices=("cosine", "linear", "constant", "printed"))
     update: str = key("one-shot", "when correlation is computed", choices=("one-shot", "per-epoch"))
     threshold: float = key(0.99, "energy of the past's inputs that a unit's subspace keeps", above=0, most=1)
-    batches: int = key(8, "batches of the new task whose gradients are averaged for the ratios", least=1)
+    batches: int = key(8, "batches of the new task whose gradients are averaged for the ratios", least=1, most=10_000)
     batch_statistics: bool = key(False, "frozen norms use batch statistics (true) or their running statistics (false)")
     save_memory: bool = key(True, "keep only what backward needs; false = plain requires_grad=False")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core.errors import unknown
-from ptlf.freezing.correlation import groups, watched
+from ptlf.freezing.correlation import TRANSPOSED, Part, Projection, groups, parts, watched
 from ptlf.freezing.kernels import pad
-from ptlf.freezing.units import Layer, Unit, unchanged
+from ptlf.freezing.units import Unit, storage, unchanged
 
 
 @dataclass(frozen=True)
@@ -53,39 +53,62 @@ def measure_savings(
         raise ValueError(str(unknown("measure of savings", by, MEASURES)))
     savings = {unit.name: Saving(0, 0, 0) for unit in units}
 
-    def add(unit: Unit, given: Tensor, output: Tensor) -> None:
-        by_weight, by_input = MEASURES[by](unit.layer, given, output, repeats)
-        kept = given.nbytes + (output.nbytes if unit.norm is not None else 0)
-        old = savings[unit.name]
-        savings[unit.name] = Saving(old.weight_cost + by_weight, old.input_cost + by_input, old.bytes + kept)
+    def add(unit: Unit, given: list[Tensor], output: Tensor) -> None:
+        total = savings[unit.name]
+        costs = [MEASURES[by](part, x, output, repeats) for part, x in zip(parts(unit.layer), given, strict=True)]
+        kept = sum(storages(given).values()) + (output.nbytes if unit.norm is not None else 0)
+        by_weight, by_input = (sum(some) for some in zip(*costs, strict=True))
+        savings[unit.name] = Saving(total.weight_cost + by_weight, total.input_cost + by_input, total.bytes + kept)
 
     with unchanged(module), torch.no_grad(), watched(module, units, add):
         module(example)
     return savings
 
 
-def flops(layer: Layer, given: Tensor, output: Tensor, repeats: int) -> tuple[int, int]:
-    """FLOPs of the weight and of the input gradient: each multiplies every weight once per output position.
+def storages(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Bytes by storage: query, key and value may be one tensor."""
+    return {storage(tensor): tensor.nbytes for tensor in tensors}
+
+
+def flops(part: Part, given: Tensor, output: Tensor, repeats: int) -> tuple[int, int]:
+    """FLOPs of the weight and of the input gradient: each multiplies every weight once per output position (of a
+    transposed convolution, once per input position).
 
     Counted here because torch.utils.flop_counter (2.13) counts the weight gradient of a grouped convolution `groups`
     times.
     """
-    product = 2 * layer.weight.numel() * (output.numel() // layer.weight.shape[0])
+    if isinstance(part, Projection):
+        product = 2 * part.rows * given.numel()
+    else:
+        positions = (given if isinstance(part, TRANSPOSED) else output).numel() // part.weight.shape[0]
+        product = 2 * part.weight.numel() * positions
     return product, product
 
 
-def seconds(layer: Layer, given: Tensor, output: Tensor, repeats: int) -> tuple[float, float]:
+def seconds(part: Part, given: Tensor, output: Tensor, repeats: int) -> tuple[float, float]:
     """Seconds of the weight and of the input gradient, each the median of `repeats`."""
-    weight, gradient = layer.weight.to(output.dtype), torch.randn_like(output)
-    given = given.to(output.dtype)
+    weight, given = part.weight.to(output.dtype), given.to(output.dtype)
     by_weight: Callable[[], object]
     by_input: Callable[[], object]
-    if isinstance(layer, nn.Linear):
-        rows, columns = gradient.flatten(0, -2), given.flatten(0, -2)
+    if isinstance(part, nn.Linear | Projection):
+        if isinstance(part, Projection):
+            weight = weight[part.first : part.first + part.rows]
+        columns = given.flatten(0, -2)
+        rows = torch.randn(len(columns), len(weight), dtype=output.dtype, device=output.device)
         by_weight, by_input = lambda: rows.mT @ columns, lambda: rows @ weight
     else:
-        settings = (list(layer.stride), [0, 0], list(layer.dilation), False, [0, 0], groups(layer))
-        backward = partial(torch.ops.aten.convolution_backward, gradient, pad(layer, given), weight, None, *settings)
+        transposed, gradient, none = isinstance(part, TRANSPOSED), torch.randn_like(output), [0] * len(part.stride)
+        padding = list(part.padding) if transposed else none
+        settings = (
+            list(part.stride),
+            padding,
+            list(part.dilation),
+            transposed,
+            list(part.output_padding),
+            groups(part),
+        )
+        images = given if transposed else pad(part, given)
+        backward = partial(torch.ops.aten.convolution_backward, gradient, images, weight, None, *settings)
         by_weight, by_input = (partial(backward, mask) for mask in ([False, True, False], [True, False, False]))
     return median_seconds(by_weight, output.device, repeats), median_seconds(by_input, output.device, repeats)
 
@@ -106,4 +129,4 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-MEASURES: dict[str, Callable[[Layer, Tensor, Tensor, int], tuple[float, float]]] = {"flops": flops, "seconds": seconds}
+MEASURES: dict[str, Callable[[Part, Tensor, Tensor, int], tuple[float, float]]] = {"flops": flops, "seconds": seconds}

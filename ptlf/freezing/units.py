@@ -1,14 +1,17 @@
 """Find the units of any module by tracing a forward pass.
 
-A unit is what freezes: a convolution or linear layer together with the norm that directly consumes its output.
+A unit is what freezes: a convolution, linear layer or `nn.MultiheadAttention`, the norm that directly consumes its
+output, and parameters of no layer that belong to it: see `_Graph`.
 """
 
 import dataclasses
+import heapq
+import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,22 +19,50 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Layer = nn.Conv2d | nn.Linear
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.LayerNorm, nn.GroupNorm)
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+Layer = Convolution | nn.Linear | nn.MultiheadAttention
+BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+INSTANCE_NORMS = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+NORMS = (BATCH_NORMS, INSTANCE_NORMS, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+# Frozen, these save no input for backward; the other layers do, as in plain PyTorch.
+SPARING = (nn.Conv2d, nn.Linear, nn.MultiheadAttention)
 IMAGE_SIZES = (32, 64, 96, 128, 224)
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A layer and its norm. `name` is the layer's module path."""
+    """A layer, its norm and what else freezes with it. `name` is the layer's module path.
+
+    norm: the norm that directly consumes the layer's output.
+    extra: further parameters by their full name, each with the module that holds it: of a norm that feeds the layer, a
+        layer scale, a class token, a position embedding.
+    others: further norms, whose running statistics freeze too.
+    """
 
     name: str
     layer: Layer
     norm: nn.Module | None = None
     norm_name: str | None = None
+    extra: Mapping[str, nn.Module] = field(default_factory=dict)
+    others: tuple[nn.Module, ...] = ()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The matrices or filter banks that the layer multiplies its inputs with."""
+        layer = self.layer
+        if not isinstance(layer, nn.MultiheadAttention):
+            return [layer.weight]
+        inner = [layer.in_proj_weight, layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
+        return [*(weight for weight in inner if weight is not None), layer.out_proj.weight]
 
     def parameters(self) -> list[nn.Parameter]:
-        return [*self.layer.parameters(), *(self.norm.parameters() if self.norm is not None else ())]
+        extra = (module._parameters[name.rpartition(".")[2]] for name, module in self.extra.items())
+        own = [*self.layer.parameters(), *(self.norm.parameters() if self.norm is not None else ())]
+        return [*own, *(parameter for parameter in extra if parameter is not None)]
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        return [*([self.norm] if self.norm is not None else []), *self.others]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +82,18 @@ class Trace:
     foldable: names of the units whose layer's output is used only by its norm, and whose norm has no other input. In
         train mode too, where for example a dropout between them is active.
     relus: those whose output is not saved for backward by any operation outside the units.
+    outside: the parameters in no unit, by name, each with the reason.
     """
 
     units: list[Unit]
     foldable: frozenset[str]
     relus: list[Relu]
+    outside: dict[str, str] = field(default_factory=dict)
 
 
 def trained_units(module: nn.Module, example: Any = None) -> list[Unit]:
-    """The units of `find_units` whose weight requires a gradient."""
-    return [unit for unit in find_units(module, example) if unit.layer.weight.requires_grad]
+    """The units of `find_units` whose weights require a gradient."""
+    return [unit for unit in find_units(module, example) if all(weight.requires_grad for weight in unit.weights)]
 
 
 def find_units(module: nn.Module, example: Any = None) -> list[Unit]:
@@ -110,7 +143,7 @@ def _guesses(module: nn.Module) -> Iterator[Tensor]:
     parameter = next(module.parameters(), torch.empty(0))
     if (conv := next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)) is not None:
         sizes = [(size, size) for size in IMAGE_SIZES]
-        declared = getattr(getattr(module, "config", None), "image_size", None)
+        declared = getattr(getattr(module, "config", module), "image_size", None)
         if isinstance(declared, int):
             sizes.insert(0, (declared, declared))
         elif isinstance(declared, Sequence) and len(declared) == 2:
@@ -124,6 +157,7 @@ def _guesses(module: nn.Module) -> Iterator[Tensor]:
 @dataclass(frozen=True, eq=False)
 class _LayerCall:
     layer: nn.Module
+    inputs: list[Node]  # that made its inputs
     output: Tensor
     version: int  # of the output when the layer returned it; an in-place operation changes it
     node: Node | None
@@ -143,23 +177,29 @@ class _Record(TorchDispatchMode):
         self.readers: dict[int, set[nn.Module | None]] = {}
         self.held: list[Tensor] = []
         self.inside: list[nn.Module | None] = [None]  # stack of the hooked modules being executed
+        self.given: list[list[Node]] = []  # for each of them, the nodes that made its inputs
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.inside.append(module)
+        self.given.append([tensor.grad_fn for tensor in tensors_in([args, kwargs]) if tensor.grad_fn is not None])
         if isinstance(module, Layer):
             self.layers.setdefault(module, [])
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.inside.pop()
+        given = self.given.pop()
+        if isinstance(module, nn.MultiheadAttention):
+            output = output[0]  # beside it the attention weights
         if not isinstance(output, Tensor):
             return
         self.held.append(output)
         if isinstance(module, Layer):
-            call = self.calls[id(output)] = _LayerCall(module, output, output._version, output.grad_fn)
-            self.readers[_storage(output)] = set()
+            call = _LayerCall(module, given, output, output._version, output.grad_fn)
+            self.calls[id(output)] = call
+            self.readers[storage(output)] = set()
             self.layers[module].append(call)
         elif isinstance(module, nn.ReLU):
-            self.relus[module].append(_storage(output))
+            self.relus[module].append(storage(output))
         else:
             source = next(tensors_in([args, kwargs]), output)
             found = self.calls.get(id(source))
@@ -169,19 +209,19 @@ class _Record(TorchDispatchMode):
 
     def keep(self, tensor: Tensor) -> Tensor:
         if not isinstance(self.inside[-1], nn.ReLU):
-            self.keepers[_storage(tensor)].add(self.inside[-1])
+            self.keepers[storage(tensor)].add(self.inside[-1])
             self.held.append(tensor)
         return tensor.detach()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Records which modules read a layer's output, also in operations without a gradient."""
         for tensor in tensors_in([args, kwargs]):
-            if tensor.layout is torch.strided and (readers := self.readers.get(_storage(tensor))) is not None:
+            if tensor.layout is torch.strided and (readers := self.readers.get(storage(tensor))) is not None:
                 readers.add(self.inside[-1])
         return function(*args, **(kwargs or {}))
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -193,7 +233,7 @@ def _run(module: nn.Module, example: Any, *, train: bool = False) -> tuple[_Reco
         for part in module.modules():
             part.training = train and not isinstance(part, NORMS)
             if isinstance(part, (Layer, *NORMS)) or type(part) is nn.ReLU:
-                stack.callback(part.register_forward_pre_hook(record.enter).remove)
+                stack.callback(part.register_forward_pre_hook(record.enter, with_kwargs=True).remove)
                 stack.callback(part.register_forward_hook(record.leave, with_kwargs=True).remove)
         args, kwargs = _arguments(example)
         device = next(tensors_in([args, kwargs]), torch.empty(0)).device.type
@@ -257,9 +297,155 @@ def _analyse(module: nn.Module, record: _Record, output: Any) -> Trace:
     relus = []
     for relu, storages in record.relus.items():
         keepers = set().union(*(record.keepers.get(storage, set()) for storage in storages))
-        if all(keeper in unit_names for keeper in keepers):
+        if all(keeper in unit_names and isinstance(keeper, SPARING) for keeper in keepers):
             relus.append(Relu(names[relu], relu, frozenset(unit_names[keeper] for keeper in keepers)))
-    return Trace(units, foldable, relus)
+    units, outside = _with_extras(module, record, units, _Graph(record, units, output))
+    return Trace(units, foldable, relus, outside)
+
+
+def _with_extras(
+    module: nn.Module, record: _Record, units: list[Unit], graph: "_Graph"
+) -> tuple[list[Unit], dict[str, str]]:
+    """The units with the parameters and norms that belong to none of their layers, and the parameters left over."""
+    owned = {parameter for unit in units for parameter in unit.parameters()}
+    extra: dict[int, dict[str, nn.Module]] = defaultdict(dict)
+    others: dict[int, list[nn.Module]] = defaultdict(list)
+    outside = {}
+    for path, part in module.named_modules():
+        for key, parameter in part.named_parameters(recurse=False):
+            if parameter in owned:
+                continue
+            name = f"{path}.{key}" if path else key
+            owner = graph.owner_of_parameter(parameter, path)
+            if owner is not None:
+                extra[owner][name] = part
+            elif parameter not in graph.leaves:
+                outside[name] = "no output of the forward depends on it"
+            else:
+                outside[name] = "the forward has no convolution, linear layer or attention to freeze it with"
+    taken = {unit.norm for unit in units}
+    for path, part in module.named_modules():
+        if part in record.norms and part not in taken:
+            node = record.norms[part][0][1]
+            owner = None if node is None or node not in graph.consumers else graph.owner_of_result(node, path)
+            if owner is not None:
+                others[owner].append(part)
+    changed = [dataclasses.replace(u, extra=extra[i], others=tuple(others[i])) for i, u in enumerate(units)]
+    return changed, outside
+
+
+class _Graph:
+    """The autograd graph of a forward, to find the unit that a parameter of no layer belongs to.
+
+    The parameter is followed to the first operation that joins it with data. If the result goes to layers only, and the
+    next layer is nearer in the module tree than the last one before, it belongs to the next layer; also if they are
+    equally near and the data go past the operation too, as a residual stream does. So a norm belongs to the layer that
+    it feeds. Otherwise the parameter belongs to the last layer that the result depends on: layer scale, position
+    embedding, relative position bias, a norm after a residual sum. A parameter used in several places goes to the first
+    of the units found, so that nothing trains before a frozen prefix.
+    """
+
+    def __init__(self, record: _Record, units: Sequence[Unit], output: Any) -> None:
+        self.paths = [unit.name.split(".") for unit in units]
+        self.outputs = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+        self.unit_at: dict[Node, int] = {}  # operations inside a layer
+        for index, unit in enumerate(units):
+            for call in record.layers[unit.layer]:
+                self._enter(call, index)
+        self.consumers: dict[Node, list[Node]] = {node: [] for node in self.outputs}
+        self.leaves: dict[Tensor, Node] = {}
+        waiting = list(self.outputs)
+        while waiting:
+            node = waiting.pop()
+            if _is_leaf(node):
+                self.leaves[node.variable] = node  # type: ignore[attr-defined]
+            for before in _inputs(node):
+                if before not in self.consumers:
+                    self.consumers[before] = []
+                    waiting.append(before)
+                self.consumers[before].append(node)
+        bare = {node for leaf, node in self.leaves.items() if isinstance(leaf, nn.Parameter)}
+        inner = sorted((node for node in self.consumers if not _is_leaf(node)), key=_age)
+        leaves = list(self.leaves.values())
+        self.has_data = {node: node not in bare for node in leaves}
+        self.last_before = dict.fromkeys(leaves, -1)  # greatest index of a unit that the result depends on
+        for node in inner:
+            given, own = _inputs(node), self.unit_at.get(node, -1)
+            self.has_data[node] = own >= 0 or any(self.has_data[before] for before in given)
+            self.last_before[node] = max([own, *(self.last_before[before] for before in given)])
+        self.next_after: dict[Node, int] = {}  # least index of a unit that depends on the result
+        for node in [*reversed(inner), *leaves]:
+            after = (min(self.unit_at.get(user, len(units)), self.next_after[user]) for user in self.consumers[node])
+            self.next_after[node] = min(after, default=len(units))
+
+    def _enter(self, call: _LayerCall, index: int) -> None:
+        waiting = [call.node] if call.node is not None and call.node not in call.inputs else []
+        while waiting:
+            node = waiting.pop()
+            if node not in self.unit_at and not _is_leaf(node):
+                self.unit_at[node] = index
+                waiting += [before for before in _inputs(node) if before not in call.inputs]
+
+    def owner_of_parameter(self, parameter: Tensor, path: str) -> int | None:
+        """Index of the unit; `path` is that of the module that holds the parameter."""
+        waiting = [self.leaves[parameter]] if parameter in self.leaves else []
+        seen: set[Node] = set(waiting)
+        owners: set[int | None] = set()
+        while waiting:
+            for user in self.consumers[waiting.pop()]:
+                if user in self.unit_at:
+                    owners.add(self.unit_at[user])
+                elif self.has_data[user]:
+                    owners.add(self.owner_of_result(user, path))
+                elif user not in seen:
+                    seen.add(user)
+                    waiting.append(user)
+        return min((owner for owner in owners if owner is not None), default=None)
+
+    def owner_of_result(self, node: Node, path: str) -> int | None:
+        fed, before, after = self._feeds(node), self.last_before[node], self.next_after[node]
+        if before < 0:
+            return after if after < len(self.paths) else None
+        if not fed:
+            return before
+        near, nearer = self._nearness(path, before), self._nearness(path, min(fed))
+        beside = any(self.has_data[source] and len(self.consumers[source]) > 1 for source in _inputs(node))
+        return min(fed) if nearer > near or (nearer == near and beside) else before
+
+    def _feeds(self, start: Node) -> set[int]:
+        """The units whose layers take the node's result, if nothing else does; otherwise none."""
+        waiting, followed, fed, seen = [(_age(start), id(start), start)], set(), set(), {start}
+        while waiting:
+            *_, node = heapq.heappop(waiting)  # the oldest first, so that all its inputs were looked at
+            joins = any(self.has_data[before] and before not in followed for before in _inputs(node))
+            if node in self.outputs or (joins and node is not start):
+                return set()
+            followed.add(node)
+            for user in self.consumers[node]:
+                if user in self.unit_at:
+                    fed.add(self.unit_at[user])
+                elif user not in seen:
+                    seen.add(user)
+                    heapq.heappush(waiting, (_age(user), id(user), user))
+        return fed
+
+    def _nearness(self, path: str, index: int) -> int:
+        """How many levels of the module tree the path and the unit share."""
+        pairs = zip(path.split("."), self.paths[index], strict=False)
+        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def _inputs(node: Node) -> list[Node]:
+    return [before for before, _ in node.next_functions if before is not None]
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _age(node: Node) -> int:
+    """Position in the forward: an operation comes after those it depends on."""
+    return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]
 
 
 def _refuse_shared_parameters(module: nn.Module, units: Sequence[Unit]) -> None:
@@ -297,5 +483,5 @@ def _feeds_only_its_norm(unit: Unit, record: _Record, uses: Mapping[Node, int]) 
     norm_is_used = all(node is not None and uses[node] > 0 for _, node in record.norms[unit.norm])
     used_once = all(call.node is not None and uses[call.node] == 1 for call in calls)
     same_calls = len(calls) == len(consumed) and all(a is b for a, b in zip(calls, consumed, strict=True))
-    read_by = set().union(*(record.readers[_storage(call.output)] for call in calls))
+    read_by = set().union(*(record.readers[storage(call.output)] for call in calls))
     return norm_is_used and used_once and same_calls and read_by <= {unit.norm}

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.batch import Batch
+from ptlf.core.memory import check_fits
 from ptlf.core.settings import key
 from ptlf.model import PLAIN, Accelerator
 from ptlf.views import UNIFORMS_PER_VIEW, View, apply_view
@@ -36,6 +37,8 @@ class Memory(nn.Module):
     ) -> None:
         """`view` is the augmentation of `fresh`; `outputs` the length of a vector to store with each image."""
         super().__init__()
+        needed = (size + 1) * (2 * 3 * image_size**2 + 4 * 3 * view_size**2 + 4 * outputs)
+        check_fits(f"memory.size {size}", needed)
         self.size, self.view, self.view_size, self.accelerator = size, view, view_size, accelerator
         self.register_buffer("images", torch.zeros(size + 1, image_size, image_size, 3, dtype=torch.uint8))
         self.register_buffer("views", torch.zeros(size + 1, 3, view_size, view_size))

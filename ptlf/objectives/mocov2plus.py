@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
+from ptlf.core.memory import check_fits
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
 from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation, mlp
@@ -23,10 +24,10 @@ class MoCoV2PlusConfig(ObjectiveConfig):
     hidden: int = key(2048, "hidden width of the projector", least=1)
     projection: int = key(128, "length of a projection", least=1)
     queue: int = key(65536, "earlier keys to tell apart from, for each view", least=1)
-    temperature: float = key(0.2, "similarities are divided by it", above=0)
+    temperature: float = key(0.2, "similarities are divided by it", least=1e-3)
     momentum_start: float = key(0.99, "share of itself the momentum network keeps, at a task's start", least=0, most=1)
     momentum_end: float = key(0.999, "the same at a task's end", least=0, most=1)
-    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", above=0)
+    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", least=1e-3)
 
 
 class MoCoV2Plus(Objective):
@@ -47,6 +48,7 @@ class MoCoV2Plus(Objective):
         self.projection_dim = config.projection
         self.projector = mlp(feature_dim, config.hidden, config.projection, norm=False)
         self.teacher = MomentumTeacher(encoder, self.projector, config.momentum_start, config.momentum_end)
+        check_fits(f"objective.queue {config.queue}", 24 * config.queue * config.projection)  # and what makes it
         self.register_buffer("queue", F.normalize(torch.randn(2, config.queue, config.projection), dim=2))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))  # the row that is overwritten next
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
+from ptlf.core.memory import check_fits
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
 from ptlf.objectives.teacher import Teacher
@@ -94,6 +95,9 @@ def mlp(*widths: int, norm: bool = True, last_norm: bool = False) -> nn.Sequenti
     Barlow Twins in the LUMP protocol.
     """
     layers: list[nn.Module] = []
+    weights = sum(inputs * outputs for inputs, outputs in pairwise(widths))
+    # Weights, gradients and momentum, 4 bytes each.
+    check_fits(f"a head of widths {' x '.join(map(str, widths))}", 12 * weights, way_out="choose narrower ones")
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), *([nn.BatchNorm1d(outputs)] if norm else []), nn.ReLU()]
     return nn.Sequential(*layers[: -1 if last_norm or not norm else -2])

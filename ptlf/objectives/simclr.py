@@ -21,8 +21,8 @@ class SimCLRConfig(ObjectiveConfig):
     name: str = "simclr"
     hidden: int = key(2048, "hidden width of the projector", least=1)
     projection: int = key(128, "length of a projection", least=1)
-    temperature: float = key(0.5, "similarities are divided by it", above=0)
-    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", above=0)
+    temperature: float = key(0.5, "similarities are divided by it", least=1e-3)
+    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", least=1e-3)
 
 
 class SimCLR(Objective):

@@ -6,9 +6,11 @@ A new cost is measured and recorded elsewhere, and shown everywhere by a line in
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ptlf.report.intervals import BEFORE, RANDOM
 from ptlf.run.results import ratio
 
 if TYPE_CHECKING:
@@ -69,14 +71,16 @@ def title_of(probe: str) -> str:
     return f"{PROBES[kind]} {WITHIN if bank == 'task' else AMONG}" if kind in PROBES else probe
 
 
-def probe_measures(probe: str) -> list[Measure]:
-    """Accuracy, forgetting, and the accuracy of the untrained encoder."""
+def probe_measures(probe: str, groups: Sequence[Group] = ()) -> list[Measure]:
+    """Accuracy, forgetting, and the accuracy of the encoder before training, by the name it has in these runs."""
+    starts = {group.start for group in groups} or {RANDOM}
+    start = starts.pop() if len(starts) == 1 else BEFORE
     title = title_of(probe)
     below, path = title.replace(WITHIN, "own task").replace(AMONG, "all classes"), ("probes", probe)
     return [
         Measure(f"accuracy, {title}", (*path, "accuracy"), "%", short="accuracy", below=below, rising=True),
         Measure(f"forgetting, {title}", (*path, "forgetting"), "points", short="forgetting", below=below),
-        Measure(f"untrained, {title}", (*path, "untrained_accuracy"), "%", short="random encoder", rising=True),
+        Measure(f"{start}, {title}", (*path, "untrained_accuracy"), "%", short=start, rising=True),
     ]
 
 

@@ -107,11 +107,11 @@ def headline(comparison: Comparison) -> dict[str, Any]:
     """What came out: the runs with a sentence each, or who is best at what where there are many."""
     if not comparison.probes:
         return {"told": [], "best": []}
-    accuracy, forgetting, _ = probe_measures(comparison.probes[0])
+    accuracy, forgetting, before = probe_measures(comparison.probes[0])
     others = [group for group in comparison.groups if group is not comparison.baseline] or comparison.groups
     told = [group for group in others if group.values(accuracy.path)]
     if len(told) < MANY:
-        return {"told": told, "best": [], "accuracy": accuracy, "forgetting": forgetting}
+        return {"told": told, "best": [], "accuracy": accuracy, "forgetting": forgetting, "before": before}
     best = []
     for measure in measured(comparison, comparison.probes[:1]):
         means = [(mean, group) for group in comparison.groups if (mean := group.mean(measure.path)) is not None]
@@ -145,6 +145,9 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
     for group in comparison.groups:
         if group.state:
             yield group.label, f" is {group.state}; it is shown as far as it got."
+    for group in comparison.groups:
+        for warning in group.worse():
+            yield group.label, f": {warning}."
     machines = {run.results["environment"].get("device_name") for group in comparison.groups for run in group.runs}
     if len(machines) > 1:
         named = ", ".join(sorted(map(str, machines)))

@@ -7,6 +7,7 @@ from functools import partial
 
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures import accuracy, cost, freezing, frontier, gallery
+from ptlf.report.intervals import neighbours
 from ptlf.report.measures import title_of
 from ptlf.report.runs import Comparison, Group
 
@@ -86,6 +87,10 @@ def accuracy_part(comparison: Comparison) -> Part:
         how = "Accuracy in % after each task (row) on the classes of each (column); down a column a task is forgotten."
         heat_map = partial(accuracy.heat_map, probe, accuracy.heat_bounds(comparison, probe))
         tested = [group for group in comparison.groups if probe in group.first["probes"]]
+        if widths := accuracy.half_widths(tested, probe):
+            how += f" The number of test images leaves ±{max(widths):.1f} points at most, at 95 %."
+        if ks := sorted({words for group in tested if (words := neighbours(group.first["probes"][probe]))}):
+            how += f" Neighbours{'; '.join(ks).replace(', k = ', ': ')}."
         part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", heat_map, tested), HALF)
     for group in comparison.groups:
         if not group.first["probes"]:

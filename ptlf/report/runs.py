@@ -3,14 +3,16 @@
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ptlf.core.errors import UserError, unknown
-from ptlf.report.checks import DAMAGE, check_gallery, check_results
+from ptlf.core.reading import DAMAGE, damaged, read_json
+from ptlf.report.checks import check_gallery
+from ptlf.report.intervals import images_behind, start_of, wilson
 from ptlf.report.theme import DASHES, MARKERS, RUNS
 from ptlf.run.results import Json, difference, epoch_lines, read_results, shared_settings
 
@@ -98,6 +100,33 @@ class Group:
         return statistics.stdev(values) if len(values) > 1 else None
 
     @property
+    def start(self) -> str:
+        return start_of(self.first)
+
+    def interval(self, path: Sequence[str]) -> tuple[float, float] | None:
+        """Of a probe's mean accuracy, at 95 %, from the number of test images, which seeds share."""
+        mean = self.mean(path)
+        images = (
+            images_behind(self.first, path[1], path[-1]) if path[0] == "probes" and "accuracy" in path[-1] else None
+        )
+        return None if mean is None or images is None else wilson(mean, images)
+
+    def beside(self, path: Sequence[str]) -> str:
+        """What stands beside a probe's accuracy: its interval, and the accuracy before training."""
+        if path[0] != "probes" or path[-1] != "accuracy":
+            return ""
+        bounds, before = self.interval(path), self.mean((*path[:-1], "untrained_accuracy"))
+        words = [f"{bounds[0]:.1f} to {bounds[1]:.1f}"] if bounds else []
+        return "; ".join(words + ([f"{self.start} {before:.2f}"] if before is not None else []))
+
+    def worse(self) -> Iterator[str]:
+        """Of each probe by which the encoder was better before training."""
+        for probe in self.first["probes"]:
+            before, after = (self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy"))
+            if before is not None and after is not None and after < before:
+                yield f"training made {probe} worse: {before:.2f} % before ({self.start}), {after:.2f} % after"
+
+    @property
     def doubt(self) -> str:
         """What to say of seconds so unsteady that the machine must have been busy; empty where they are steady."""
         share = max(unsteady(run.epochs) for run in self.runs)
@@ -152,22 +181,16 @@ def run_folders(folder: Path) -> list[Path]:
 
 def read_run(folder: Path) -> RunRecord:
     run = RunRecord(folder, read_results(folder))
-    try:
-        check_results(run.results)
-    except DAMAGE as error:
-        raise UserError(f"{folder / 'results.json'} is damaged: {describe(error)}") from None
     path = folder / "gallery.json"
     try:
-        run.gallery = check_gallery(json.loads(path.read_text()))
+        run.gallery = check_gallery(read_json(path))
     except FileNotFoundError:
         run.gallery_problem = "there is no gallery.json beside its results (`--evaluation.gallery true` makes one)"
-    except (OSError, *DAMAGE) as error:
-        run.gallery_problem = f"{path} is damaged: {describe(error)}"
+    except UserError as error:
+        run.gallery_problem = str(error)
+    except DAMAGE as error:
+        run.gallery_problem = str(damaged(path, error))
     return run
-
-
-def describe(error: Exception) -> str:
-    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ptlf.core.words import clipped
 from ptlf.report import measures, paired
+from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
 from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures
 from ptlf.report.runs import Group, RunRecord
 from ptlf.run.results import Json, ratio
@@ -16,10 +18,6 @@ from ptlf.run.results import Json, ratio
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def clipped(words: str, most: int) -> str:
-    return words if len(words) <= most else words[: most - 1] + "…"
 
 
 def new_table(title: str, names: Sequence[str], figures: Iterable[str], **look: Any) -> Table:
@@ -32,17 +30,27 @@ def new_table(title: str, names: Sequence[str], figures: Iterable[str], **look: 
     return table
 
 
-def show_matrix(console: Console, probe: str, values: Json, eval_splits: list[str]) -> None:
-    """One probe's accuracy matrix: a row per task trained, a column per split, and the untrained encoder on top."""
-    settings = values["settings"]
-    k = f", k = {settings['k']}" if "k" in settings else ""
-    console.print(f"\n{probe}: accuracy in %{k}, bank: {settings['bank']}")
+def show_matrix(
+    console: Console,
+    probe: str,
+    values: Json,
+    eval_splits: list[str],
+    test_images: Sequence[int] = (),
+    start: str = RANDOM,
+) -> None:
+    """One probe's accuracy matrix: a row per task trained, a column per split, the encoder before training on top; at
+    the bottom the interval of the last row, from the number of test images."""
+    console.print(f"\n{probe}: accuracy in %{neighbours(values)}, bank: {values['settings'].get('bank')}")
     table = new_table("", ["after training on"], [clipped(split, 14) for split in eval_splits])
     if values.get("untrained"):
-        table.add_row("nothing (random encoder)", *map(percent, values["untrained"]), style="dim")
+        table.add_row(f"nothing ({start})", *map(percent, values["untrained"]), style="dim")
     for number, row in enumerate(values["matrix"], start=1):
         name = "all tasks" if len(values["matrix"]) == 1 else f"task {number}"
         table.add_row(name, *["" if value is None else percent(value) for value in row])
+    if values["matrix"] and len(test_images) == len(eval_splits):
+        last = zip(values["matrix"][-1], test_images, strict=True)
+        cells = ["" if value is None or not n else f"±{half_width(value, n):.2f}" for value, n in last]
+        table.add_row("at 95 %", *cells, style="dim")
     console.print(table)
 
 
@@ -55,6 +63,8 @@ def show_runs(
     base = groups.get(baseline or "")
     (show_side_by_side if len(groups) <= 3 else show_as_list)(console, list(groups.values()), base, title)
     for group in groups.values():
+        for warning in group.worse():
+            console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
         if group.doubt:
             console.print(f"{group.label}: {group.doubt}", soft_wrap=True)
     show_differences(console, list(groups.values()), base)
@@ -85,7 +95,7 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
         title = f"{title}: {common}" if common else title
     table = new_table(title, [""], names)
     for probe in dict.fromkeys(probe for group in groups for probe in group.first["probes"]):
-        for measure in probe_measures(probe):
+        for measure in probe_measures(probe, groups):
             cells = [score(measure, group) for group in groups]
             table.add_row(f"{probe} {measure.short}, {measure.unit}", *cells)
         table.add_section()
@@ -109,13 +119,19 @@ def show_as_list(console: Console, groups: Sequence[Group], base: Group | None, 
     for name, group in zip(names, groups, strict=True):
         ratios = [(measure, measure.ratio(group, base)) for measure in costs]
         cells = [measure.words(group.mean(measure.path)) if x is None else f"{x:.2f}x" for measure, x in ratios]
-        table.add_row(name, *[score(measure, group) for measure in scores], *cells)
+        table.add_row(name, *[score(measure, group, interval=False) for measure in scores], *cells)
     console.print(table)
+    for probe in probes:
+        found = [group.interval(("probes", probe, "accuracy")) for group in groups]
+        if widths := [(high - low) / 2 for low, high in filter(None, found)]:
+            console.print(f"{probe}: ±{max(widths):.2f} at 95 %, from the number of test images")
 
 
-def score(measure: Measure, group: Group) -> str:
-    spread = group.spread(measure.path)
-    return measure.show(group.mean(measure.path)) + ("" if spread is None else f" ±{measure.show(spread)}")
+def score(measure: Measure, group: Group, *, interval: bool = True) -> str:
+    """The mean, its standard deviation over seeds, and the interval at 95 %."""
+    spread, bounds = group.spread(measure.path), group.interval(measure.path) if interval else None
+    words = measure.show(group.mean(measure.path)) + ("" if spread is None else f" ±{measure.show(spread)}")
+    return words if bounds is None else f"{words} ({bounds[0]:.1f} to {bounds[1]:.1f})"
 
 
 def beside(words: str, times: float | None) -> str:
@@ -135,7 +151,8 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     """A finished run: its accuracy matrices, its figures, and where the files are."""
     for probe, values in results["probes"].items():
         if not brief or (probe == "knn_class" and len(results["eval_splits"]) <= 10):
-            show_matrix(console, probe, values, results["eval_splits"])
+            tests = results.get("test_images") or ()
+            show_matrix(console, probe, values, results["eval_splits"], tests, start_of(results))
     if not brief:
         show_runs(console, {results["name"]: [results]})
     if not results["probes"]:
@@ -163,7 +180,7 @@ def show_comparison(console: Console, comparison: Json) -> None:
     runs, columns = comparison["runs"], measures.STAGE_COLUMNS
     common, names = shortened([run["run"] for run in runs])
     names = names if len(names) > 1 else [common.split("/")[-1]]
-    title = f"{common} on {runs[0]['environment']['device_name']}; x: relative to {names[0]} in the same tasks"
+    title = f"{common} on {runs[0]['environment'].get('device_name')}; x: relative to {names[0]} in the same tasks"
     table = new_table(title, ["run", "stage"], [column.heading for column in columns])
     for name, run in zip(names, runs, strict=True):
         table.add_section()

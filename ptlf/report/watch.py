@@ -1,8 +1,7 @@
 """A run watched from its files alone, so it may be on another machine: loss, speed, frozen units, time left."""
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +11,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ptlf.core.errors import UserError
+from ptlf.core.files import lock_holder
 from ptlf.report.live import console
 from ptlf.report.measures import seconds
 from ptlf.report.tables import percent
-from ptlf.run.results import Json, epoch_lines, read_results
+from ptlf.run.results import Json, epoch_lines, read_lines, read_results
 
 BARS = "▁▂▃▄▅▆▇█"
 EVERY = 2.0  # seconds between two looks
+CLOCKS_DIFFER = 30.0  # seconds by which a file may be newer than now
+WRITTEN = ("metrics.jsonl", "results.json")  # what a run writes as it goes
 
 
 @dataclass
@@ -29,6 +30,10 @@ class Snapshot:
     results: Json
     lines: list[Json]
     skipped: int = 0  # lines that could not be read
+    folder: Path = Path()
+    holder: str = ""  # the process that trains, as "PROCESS on MACHINE"
+    alive: bool | None = None  # whether it still holds the run's lock; None: this machine cannot tell
+    age: float | None = None  # seconds since the run last wrote, by this machine's clock; negative if its clock differs
 
     def __post_init__(self) -> None:
         self.status: str = self.results["status"]
@@ -36,6 +41,11 @@ class Snapshot:
         self.tasks, self.epochs = len(self.results["tasks"]), int(self.results["config"]["training"]["epochs"])
         self.last: Json = self.lines[-1] if self.lines else {"task": 1, "epoch": 0}
         self.here = [line for line in self.lines if line["task"] == self.last["task"]]  # epochs of the task at hand
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody trains although nothing says that the run has stopped: its process was killed."""
+        return self.status == "running" and self.alive is False
 
     @property
     def epoch_seconds(self) -> float | None:
@@ -50,30 +60,19 @@ class Snapshot:
 
 
 def read_snapshot(folder: Path) -> Snapshot:
+    holder, alive = lock_holder(folder / ".lock")  # before the results: a run writes its end, and then lets go
     results = read_results(folder)
-    try:
-        lines, skipped = read_lines(folder / "metrics.jsonl")
-        if results["status"] == "finished":  # of runs that are kept, often only the results are
-            froze = {(log["task"], e["epoch"]): e["frozen"] for log in results["freezing"] for e in log["events"]}
-            found = epoch_lines(results)
-            lines = [line | {"newly_frozen": froze.get((line["task"], line["epoch"]))} for line in found]
-        snapshot = Snapshot(results, lines, skipped)
-        view(snapshot)  # whatever it needs is there
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{folder} holds a damaged run: {error}") from None
-    return snapshot
+    lines, skipped = read_lines(folder / "metrics.jsonl")
+    if results["status"] == "finished":  # of runs that are kept, often only the results are
+        froze = {(log["task"], e["epoch"]): e["frozen"] for log in results["freezing"] for e in log["events"]}
+        found = epoch_lines(results)
+        lines = [line | {"newly_frozen": froze.get((line["task"], line["epoch"]))} for line in found]
+    return Snapshot(results, lines, skipped, folder, holder, alive, age_of(folder))
 
 
-def read_lines(path: Path) -> tuple[list[Json], int]:
-    """Whole lines only: the last one may still be on its way."""
-    lines, skipped = [], 0
-    for raw in path.read_text().split("\n")[:-1] if path.exists() else ():
-        try:
-            line = json.loads(raw)
-            lines.append({"task": line["task"], "epoch": line["epoch"], **line})
-        except (ValueError, KeyError, TypeError):
-            skipped += 1
-    return lines, skipped
+def age_of(folder: Path) -> float | None:
+    written = [path.stat().st_mtime for name in WRITTEN if (path := folder / name).exists()]
+    return time.time() - max(written) if written else None
 
 
 def view(snapshot: Snapshot, quiet: float = 0.0) -> Group:
@@ -81,7 +80,8 @@ def view(snapshot: Snapshot, quiet: float = 0.0) -> Group:
     environment = snapshot.results.get("environment", {})
     where = environment.get("device_name") or environment.get("device") or "unknown device"
     head = Text(f"{snapshot.results['name']}, seed {snapshot.results.get('seed')}", style="bold")
-    head.append(f"  {snapshot.status}, on {where}", style="not bold")
+    status = "not running any more" if snapshot.ended else snapshot.status
+    head.append(f"  {status}, on {where}", style="not bold")
     rows: list[RenderableType] = [head, progress(snapshot), figures(snapshot)]
     if snapshot.units:
         rows.append(unit_strip(snapshot))
@@ -89,18 +89,33 @@ def view(snapshot: Snapshot, quiet: float = 0.0) -> Group:
         if found.get("matrix"):
             words = f"accuracy {percent(found.get('accuracy'))}, forgetting {percent(found.get('forgetting'))}"
             rows.append(Text(f"{probe} after task {len(found['matrix'])}: {words}"))
-    if snapshot.status == "running" and quiet > max(60.0, 10 * (snapshot.epoch_seconds or 60.0)):
-        rows.append(Text(f"no new line for {seconds(quiet)}: the run may have stopped", "yellow"))
+    rows += [Text(warning, "yellow") for warning in doubts(snapshot, quiet)]
     if snapshot.skipped:
         rows.append(Text(f"{snapshot.skipped} lines of metrics.jsonl cannot be read", "yellow"))
     return Group(*rows)
+
+
+def doubts(snapshot: Snapshot, quiet: float) -> Iterator[str]:
+    """Why a run that calls itself running may not be."""
+    if snapshot.status != "running":
+        return
+    age = snapshot.age or 0.0
+    if snapshot.ended:
+        yield f"process {snapshot.holder} has ended without a word; `ptlf train --resume {snapshot.folder}` goes on"
+        return
+    if age < -CLOCKS_DIFFER:
+        yield f"the files are {seconds(-age)} newer than now: the clock of the machine that writes them differs"
+    silent = max(quiet, age)
+    if silent > max(60.0, 10 * (snapshot.epoch_seconds or 60.0)):
+        still = f"; process {snapshot.holder} still holds the run" if snapshot.alive else ": the run may have stopped"
+        yield f"no new line for {seconds(silent)}{still}"
 
 
 def progress(snapshot: Snapshot) -> Table:
     """The time left is told without a clock: the run may be on a machine whose clock differs."""
     done, total = len(snapshot.lines), max(snapshot.tasks * snapshot.epochs, 1)
     place = f"task {snapshot.last['task']}/{snapshot.tasks}, epoch {snapshot.last['epoch']}/{snapshot.epochs}"
-    each = snapshot.epoch_seconds if snapshot.status == "running" else None
+    each = snapshot.epoch_seconds if snapshot.status == "running" and not snapshot.ended else None
     left = "" if each is None else f"{seconds(each * (total - done))} left"
     row = Table.grid(padding=(0, 1))
     row.add_row(place, ProgressBar(total=total, completed=done, width=28), f"{100 * done / total:.0f}%", left)
@@ -156,7 +171,7 @@ def watch(
         return
     seen, since = len(snapshot.lines), time.monotonic()
     with Live(view(snapshot), console=console, auto_refresh=False) as live:
-        while snapshot.status == "running":
+        while snapshot.status == "running" and not snapshot.ended:
             sleep(EVERY)
             snapshot = read_snapshot(folder)
             if len(snapshot.lines) != seen:

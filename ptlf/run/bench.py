@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from ptlf.core.errors import UserError
+from ptlf.core.memory import check_fits
+from ptlf.encoders import feature_dim
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.freezing.savings import measure_savings, wait_for
 from ptlf.methods import METHODS
@@ -35,11 +37,17 @@ def freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, re
 
     The input needs no gradient, as in training; every ratio is to nothing frozen, measured first.
     """
+    check_fits(f"{batch} images of {size} px (--batch and --size)", 12 * batch * size**2, device)
     encoder = encoder.to(device).train()
     images = torch.randn(batch, 3, size, size, device=device, generator=torch.Generator(device).manual_seed(0))
     try:
+        if not any(True for _ in encoder.parameters()):
+            raise ValueError("it has no parameters")
+        feature_dim(encoder, size)
         units = find_units(encoder, images[:2])
-    except (RuntimeError, ValueError, AssertionError) as error:
+        if not units:
+            raise ValueError("it has no convolution or linear layer that could freeze")
+    except (RuntimeError, ValueError, AssertionError, TypeError, StopIteration) as error:
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"the encoder does not take images of {size} px, or cannot freeze: {reason}") from None
     rows = []
@@ -86,6 +94,7 @@ def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats:
 def noise_for(config: Config, images: int, size: int, tasks: int | None = None, file: Path | None = None) -> Stream:
     """Noise of `size` px, in memory or in a file, in as many tasks as the configuration has, with nothing to test on:
     the time of a step does not depend on what the images show."""
+    check_fits(f"{images} noise images of {size} px", 3 * images * size**2, way_out="choose fewer or smaller ones")
     pixels = np.random.default_rng(0).integers(0, 256, (images, size, size, 3), dtype=np.uint8)
     if file:
         np.save(file, pixels)
@@ -110,9 +119,10 @@ def step(
     profile: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
     """
     config.stream.resident = False if streamed else config.stream.resident
-    with TemporaryDirectory() as folder:  # the run holds the file open
+    with TemporaryDirectory() as folder:
         file = Path(folder) / "noise.npy" if streamed else None
         run = Run(config, stream=noise_for(config, 4 * config.training.batch, size, 1, file))
+        run.trainer.sources(run.trainer.images)  # opens the file, and holds it open
     names = [unit.name for unit in run.freezing.freezer.units]
     for frozen in stages:
         if not 0 <= frozen <= len(names):
@@ -249,12 +259,15 @@ def compare(results: Sequence[Row]) -> Row:
     check_tasks([len(result["tasks"]) for result in results])
     check_alike([result["config"] for result in results])
     lines, first = epoch_lines(results[0]), overheads(results[0])
+    for result in results:
+        if not {line["task"] for line in epoch_lines(result)} <= {line["task"] for line in lines}:
+            raise UserError("the runs have not written down epochs of the same tasks and cannot be compared")
     runs = []
     for result in results:
         own = overheads(result)
         own |= {f"{key}_ratio": ratio(own[key], first[key]) for key in ("later_learning_seconds", "wall_seconds")}
-        what = {key: result[key] for key in ("config", "environment", "commit")}
-        name, by_stage = result["config"]["recipe"] or "run", stages(epoch_lines(result), lines)
+        what = {key: result.get(key) for key in ("config", "environment", "commit")}
+        name, by_stage = result["config"].get("recipe") or "run", stages(epoch_lines(result), lines)
         runs.append({"run": name, **what, "stages": by_stage, "overheads": own})
     return {"runs": runs}
 
@@ -276,7 +289,7 @@ def stages(epochs: list[Row], first: list[Row]) -> list[Row]:
 def figures(lines: list[Row]) -> Row:
     """Of some epochs: the mean step and the median epoch's, the mean of the bytes kept, the highest peak."""
     seconds, steps = sum(line["seconds"] for line in lines), sum(line["steps"] for line in lines)
-    peaks = [line["peak_memory_bytes"] for line in lines if line["peak_memory_bytes"] is not None]
+    peaks = [peak for line in lines if (peak := line.get("peak_memory_bytes")) is not None]
     return {
         "steps": steps,
         "step_ms": 1000 * seconds / steps,

@@ -1,7 +1,10 @@
 """The pieces of a run, made from its configuration and checked against each other."""
 
+import contextlib
+import copy
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,8 +12,11 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
+from ptlf.core.memory import check_fits
 from ptlf.core.randomness import seeded
-from ptlf.encoders import ENCODERS, EncoderConfig, feature_dim
+from ptlf.core.words import shown
+from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim
+from ptlf.encoders.encoder import SizedConfig
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
@@ -23,18 +29,19 @@ from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
 from ptlf.training.compiled import CompiledParts
+from ptlf.training.cost import kept_bytes
 from ptlf.training.engine import choose_engine
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.rate import peak_rate
 from ptlf.training.trainer import Trainer, TrainingConfig
-from ptlf.views import named_views
+from ptlf.views import View, named_views
 
 
 def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", name):
-        raise UserError(f"device must be auto, cpu or cuda, not {name!r}")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
+        raise UserError(f"device must be auto, cpu, cuda or cuda:NUMBER, not {shown(name)}")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is {name!r}, but torch sees no GPU here; use --device cpu")
@@ -59,7 +66,7 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
     kind = METHODS.find(config.method.name)
     memory = None
     if kind.needs_memory or POLICIES.find(config.freezing.policy.name).needs_ratios:
-        (fresh, *_) = named_views(config.views.memory, view_size)
+        (fresh, *_) = views_for(model.encoder, config.views.memory, view_size)
         outputs = model.objective.feature_dim if kind.needs_outputs else 0
         memory = Memory(config.memory.size, stream.size, view_size, fresh, outputs, model.accelerator)
     with seeded(config.seed, "method"):
@@ -106,27 +113,33 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     return freezing
 
 
-def make_encoder(config: EncoderConfig, seed: int) -> nn.Module:
-    """Its weights follow from the seed."""
+def make_encoder(config: EncoderConfig, seed: int, size: int | None = None) -> nn.Module:
+    """Its weights follow from the seed. `size`, the side of the images, is noted in settings that leave it open."""
     entry = ENCODERS.find(config.name)
+    if isinstance(config, SizedConfig) and config.image_size is None:
+        config.image_size = size
     with seeded(seed, "encoder"):
         try:
             made = entry.make(config)
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(f"encoder {config.name!r} cannot be made: {error}") from error
     if not isinstance(made, nn.Module):
         raise UserError(f"encoder {config.name!r} gives {type(made).__name__}, not a torch module")
-    return made
+    return as_encoder(made)
 
 
 def make_model(config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module | None) -> Model:
-    encoder = encoder or make_encoder(config.encoder, config.seed)
+    encoder = make_encoder(config.encoder, config.seed, size) if encoder is None else as_encoder(encoder)
     with seeded(config.seed, "adapted encoder"):
         encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, len(stream.tasks))
     objective = OBJECTIVES.find(config.objective.name)
     with seeded(config.seed, "objective"):
         try:
             heads = objective(config.objective, encoder, feature_dim(encoder, size), len(stream.data.names))
+        except UserError as error:
+            raise UserError(f"encoder {config.encoder.name!r} cannot be trained: {error}") from None
         except (ValueError, RuntimeError, StopIteration) as error:
             raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
     wanted = config.training.precision
@@ -134,6 +147,30 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
     fast = choose_engine(config.training.engine, device) != "eager"
     accelerator = CompiledParts(config.training.batch) if fast else Accelerator()
     return Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
+
+
+def check_memory(config: Config, encoder: nn.Module, views: int, view_size: int, device: torch.device) -> None:
+    """Refuse a step that cannot fit in the machine's memory: the system might kill the process without a word. A GPU
+    says so itself. What the encoder keeps for backward is found by a forward of tensors without values."""
+    if device.type != "cpu":
+        return
+    rows = config.training.batch // processes.world_size() * views
+    images = torch.empty(rows, 3, view_size, view_size, device="meta")
+    needed = 2 * images.nbytes
+    with contextlib.suppress(Exception):  # an encoder that cannot be copied, or be passed such images, is not estimated
+        light = copy.deepcopy(encoder).to("meta")
+        needed += kept_bytes(lambda: light(images), exclude=light.parameters())
+    step = f"a step of {config.training.batch} images (training.batch) with views of {view_size} px"
+    check_fits(step, needed, way_out="choose a smaller --training.batch or --views.size")
+
+
+def views_for(encoder: nn.Module, name: str, size: int) -> tuple[View, ...]:
+    """The views of that name, normalised as the encoder says, if it does."""
+    views = named_views(name, size)
+    if (own := getattr(encoder, "normalisation", None)) is None:
+        return views
+    mean, std = own
+    return tuple(replace(view, mean=mean, std=std) for view in views)
 
 
 def on_gpu(setting: bool | None, device: torch.device) -> bool:

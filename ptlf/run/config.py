@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from ptlf.core.errors import UserError
+from ptlf.core.reading import read_yaml_file
 from ptlf.core.settings import as_dict, build, key, section
 from ptlf.encoders import ENCODERS, EncoderConfig
 from ptlf.evaluation import PROBES, EvaluationConfig, ProbeConfig
@@ -20,11 +21,13 @@ from ptlf.training.distributed import DistributedConfig
 from ptlf.training.trainer import TrainingConfig
 from ptlf.views import ViewsConfig
 
+MOST_SEED = 2**63 - 1  # what torch's generators take
+
 
 @dataclass
 class Config:
     recipe: str = key("", "where the defaults came from; for the record")
-    seed: int = key(0, "everything random follows from it", least=0)
+    seed: int = key(0, "everything random follows from it", least=0, most=MOST_SEED)
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto = cuda where there is one")
     data_root: str | None = key(None, "folder of packed data sets; null = $PTLF_DATA, else ~/.cache/ptlf")
     stream: StreamConfig = section(StreamConfig, family=STREAMS)
@@ -41,21 +44,39 @@ class Config:
     distributed: DistributedConfig = section(DistributedConfig)
 
 
+def resume_command(folder: Path, config: Config) -> str:
+    """What to type to go on with the run in the folder."""
+    names = [config.stream.name, config.encoder.name, config.objective.name, config.method.name, *config.probes]
+    names += [config.freezing.policy.name, config.training.optimizer.name]
+    return f"ptlf train --resume {folder}{' --trust-code' if any(':' in name for name in names) else ''}"
+
+
 def from_dict(values: Mapping[str, Any]) -> Config:
     """A checked configuration."""
     return build(Config, values)
 
 
+# Settings that may change while a run goes: what it comes to is the same, but for rounding.
+MAY_CHANGE = ("device", "data_root", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint")
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of the settings that differ and may not."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in dict.fromkeys((*before, *now)):
+        where, old, new = f"{place}{name}", before.get(name), now.get(name)
+        if where in MAY_CHANGE or old == new:
+            continue
+        both = isinstance(old, Mapping) and isinstance(new, Mapping)
+        found += differing(old, new, f"{where}.") if both else [(where, old, new)]  # type: ignore[arg-type]
+    return found
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = read_yaml_file(path)
     except FileNotFoundError:
         raise UserError(f"there is no configuration file {path}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"{path}{place} cannot be read as YAML: {reason}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys and values, as in the config.yaml of a run")
     return values

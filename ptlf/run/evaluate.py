@@ -32,5 +32,10 @@ def evaluate_run(
         parts.prober.choose(chosen)
     rows = parts.prober.rows(parts.model.encoder, len(parts.stream.tasks))
     settings = parts.prober.settings()
-    probes = {probe: {"settings": settings[probe], **evaluation.summary([row])} for probe, row in rows.items()}
+    used = parts.prober.used(len(parts.stream.tasks))
+    counts = {"test_images": [len(split.test) for split in parts.stream.eval_splits]}
+    probes = {
+        probe: {"settings": settings[probe], "used_by_task": [used[probe]], **counts, **evaluation.summary([row])}
+        for probe, row in rows.items()
+    }
     return probes, [split.name for split in parts.stream.eval_splits]

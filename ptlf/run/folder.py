@@ -1,18 +1,27 @@
 """The folder of a run: claimed by one process at a time, finished or not."""
 
-from collections.abc import Iterator
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, write_error, write_whole
+from ptlf.core.reading import damaged
+from ptlf.core.registry import settings_from
+from ptlf.core.settings import as_dict
+from ptlf.core.words import shown
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.results import read_results
+from ptlf.run.results import AGAIN, read_results
 from ptlf.stream.arrivals import arrived_names
+from ptlf.stream.disk import file_digest
 
 ENCODER = "encoder.safetensors"
 START = "start.safetensors"  # the weights that training began with, if no setting says how to make them
@@ -44,10 +53,13 @@ def lock_of_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def save_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
+def save_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> str:
+    """The file's SHA-256."""
     # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
-    tensors = {name: value.cpu().clone() for name, value in encoder.state_dict().items() if torch.is_tensor(value)}
-    write_whole(folder / name, save({name: value.contiguous() for name, value in tensors.items()}))
+    tensors = {key: value.cpu().clone() for key, value in encoder.state_dict().items() if torch.is_tensor(value)}
+    data = save({key: value.contiguous() for key, value in tensors.items()})
+    write_whole(folder / name, data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def has_finished(folder: Path) -> bool:
@@ -62,19 +74,47 @@ def finished(folder: Path, config: Config) -> bool:
     """Whether this very run already lies finished in the folder; another run there is refused."""
     if not (folder / "config.yaml").exists():
         return False
-    if from_dict(read_yaml(folder / "config.yaml")) != config:
+    with settings_from(folder / "config.yaml", texts(as_dict(config))):
+        there = from_dict(read_yaml(folder / "config.yaml"))
+    if there != config:
         raise UserError(f"{folder} holds a run with other settings; choose another --out")
     return has_finished(folder)
+
+
+def texts(settings: Mapping[str, Any]) -> list[str]:
+    """All text in nested settings, names of sections included."""
+    below = [texts(value) if isinstance(value, Mapping) else [str(value)] for value in settings.values()]
+    return [*settings, *itertools.chain(*below)]
 
 
 def load_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
     """The weights of a finished run into a module like the one trained."""
     path = folder / name
-    if not path.exists():
+    if not path.is_file():
         raise UserError(f"{folder} holds no {name}; the run there has not finished")
-    state = {name: value for name, value in encoder.state_dict().items() if not torch.is_tensor(value)}
+    if name == ENCODER:
+        check_checksum(folder, path)
+    own = encoder.state_dict()
     try:
-        encoder.load_state_dict(state | load_file(path))
+        tensors = load_file(path)
+        wanted = {name for name, value in own.items() if torch.is_tensor(value)}
+        if unequal := sorted(wanted ^ set(tensors)):
+            raise RuntimeError(
+                f"{shown(unequal[0])} is {'missing' if unequal[0] in wanted else 'not one of its names'}"
+            )
+        encoder.load_state_dict({**own, **tensors})
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(f"{path} is not of an encoder like this one: {reason}") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise damaged(path, error, AGAIN) from None
+    if bad := [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]:
+        raise UserError(f"{path} is damaged: {shown(bad[0])} holds numbers that are not finite; {AGAIN}")
+
+
+def check_checksum(folder: Path, path: Path) -> None:
+    """Of the encoder against the one in results.json, where there is one."""
+    if (folder / "results.json").exists():
+        expected = read_results(folder).get("encoder_sha256")
+        if expected and file_digest(path, "sha256") != expected:
+            raise UserError(f"{path} is damaged: it is not the file whose checksum is in results.json; {AGAIN}")

@@ -58,7 +58,8 @@ class Looks(State):
             return {}
         with self.clock("evaluation"):
             rows = self.prober.rows(self.model.encoder, self.task)
-            self.record.end_task(rows, self.prober.future(self.model.encoder, self.task))
+            future = self.prober.future(self.model.encoder, self.task)
+            self.record.end_task(rows, future, self.prober.used(self.task))
         return rows
 
     def look_before(self, known: int = 0) -> None:
@@ -74,7 +75,7 @@ class Looks(State):
         """The encoder as it is on the next task, if that was not there when the last one ended."""
         if self.prober and 0 < self.task < len(self.stream.tasks):
             with self.clock("evaluation"):
-                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1))
+                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1), {})
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""

@@ -9,10 +9,14 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
 from ptlf.core.randomness import seeded
-from ptlf.run.config import to_yaml
+from ptlf.core.reading import DAMAGE, check, damaged, reason
+from ptlf.core.settings import as_dict
+from ptlf.core.words import shown
+from ptlf.run.config import differing, resume_command, to_yaml
 from ptlf.run.folder import claimed, save_encoder
 from ptlf.run.looks import Looks
 from ptlf.run.results import append_line, keep_lines, write_json
+from ptlf.run.state import STATE
 from ptlf.run.watcher import Watcher
 from ptlf.training.checkpoint import Position
 from ptlf.training.engine import why_not_captured
@@ -39,8 +43,11 @@ class Run(Looks):
             try:
                 self.train_stream()
                 if self.out:
-                    save_encoder(self.out, self.model.encoder)
+                    self.encoder_sha256 = save_encoder(self.out, self.model.encoder)
             except BaseException as error:
+                if last := self.checkpoints.last if self.checkpoints else None:
+                    command = resume_command(last.parent.parent, self.config)
+                    error.add_note(f"the last checkpoint is {last}; `{command}` goes on from it")
                 self.status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
                 with contextlib.suppress(Exception):  # best effort: the original error is re-raised
                     self.save_results()
@@ -120,7 +127,7 @@ class Run(Looks):
                 if self.checkpoints:
                     self.checkpoints.save(self.position, self.state_dict())
         if asked:
-            raise Stopped(self.folder, asked)
+            raise Stopped(self.folder, asked, f"go on with `{resume_command(self.folder, self.config)}`")
 
     def prepare_folder(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""
@@ -135,6 +142,12 @@ class Run(Looks):
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
         if state is None:
             return
+        last = (self.checkpoints.last if self.checkpoints else None) or "the checkpoint"
+        try:
+            check(state, STATE)
+        except ValueError as error:
+            raise damaged(last, error, "remove that file to go on from the one before it") from None
+        self.check_resumed(state)
         known = state.get("tasks", len(self.stream.tasks))
         grown = known < len(self.stream.tasks)
         if grown:  # here the model is still untrained
@@ -142,9 +155,9 @@ class Run(Looks):
         before, looks, spent = self.record, self.gallery.looks if self.gallery else {}, self.clock.seconds
         try:
             self.load_state_dict(state)
-        except (RuntimeError, LookupError, TypeError) as error:
-            why = " ".join(str(error).split())[:200]
-            last = self.checkpoints.last if self.checkpoints else "the checkpoint"
+            self.results(), self.gallery and self.gallery.looks and self.gallery.as_dict()  # all they need is there
+        except (RuntimeError, *DAMAGE) as error:
+            why = reason(error)
             raise UserError(f"{last} does not fit the settings in {self.folder}/config.yaml: {why}") from error
         if grown:
             self.record.begin(before.untrained, before.untrained_future)
@@ -154,6 +167,32 @@ class Run(Looks):
             if self.task >= known:
                 self.look_ahead()
         self.save_results()
+
+    def check_resumed(self, state: dict[str, Any]) -> None:
+        """Refuse to go on with other settings, or other images of the tasks begun, than the checkpoint was made with:
+        the record would be false of what is already learnt."""
+        begin = f"begin anew with `ptlf train --config {self.folder}/config.yaml --out OTHER`"
+        if (before := state.get("settings")) is None:
+            processes.warn(
+                f"ptlf: warning: the checkpoint in {self.folder} does not say its settings; nothing is compared"
+            )
+            return
+        if found := differing(before, as_dict(self.config)):
+            changed = ", ".join(f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in found[:3])
+            raise UserError(
+                f"the settings in {self.folder}/config.yaml have changed: {changed}; put them back, or {begin}"
+            )
+        begun = min(state["position"]["task"], state["tasks"] - 1)
+        images, now = state["images"], self.images_begun(begun)
+        for old, new in zip(images, now, strict=False):
+            if old != new:
+                what = ", ".join(
+                    f"{key} was {shown(old[key])} and is {shown(new[key])}" for key in new if old[key] != new[key]
+                )
+                raise UserError(f"the images of {shown(new['name'])} have changed: {what}; put them back, or {begin}")
+        arrived = len(self.stream.tasks) - state["tasks"]  # since the checkpoint was written
+        if len(images) != len(now) or not 0 <= arrived <= self.stream.arrived:
+            raise UserError(f"the stream had {state['tasks']} tasks and now has {len(self.stream.tasks)}; {begin}")
 
     def save_results(self) -> None:
         if self.out:  # else nobody needs them

@@ -29,6 +29,7 @@ class Parts:
         stream: Stream | None = None,
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
+        self.own_encoder = encoder is not None or ":" in config.encoder.name  # which may come with weights
         self.config, self.folder = config, Path(out) if out else None
         self.out = self.folder if processes.is_first() else None  # where this process writes
         self.device = processes.local_device(build.choose_device(config.device))
@@ -37,7 +38,7 @@ class Parts:
         self.random = Randomness(config.seed)
         self.stream = stream or build.make_stream(config, self.folder)
         self.view_size = config.views.size or self.stream.size
-        self.view_specs = named_views(config.views.name, self.view_size)
+        named_views(config.views.name, self.view_size)  # an unknown name is refused before anything is opened
         build.check_combination(config, self.stream)
         check_warmup(config.training, config.training.epochs)
         check_batch(config.training, [len(task.train) for task in self.stream.tasks], self.stream.arrived)
@@ -50,6 +51,8 @@ class Parts:
             seed = derived_seed(config.seed, "gallery")
             self.gallery = Gallery(self.stream, self.prepare, self.device, config=tests, seed=seed)
         self.model = build.make_model(config, self.stream, self.view_size, self.device, encoder)
+        self.view_specs = build.views_for(self.model.encoder, config.views.name, self.view_size)
+        build.check_memory(config, self.model.encoder, len(self.view_specs), self.view_size, self.device)
         self.channels_last = build.on_gpu(config.training.channels_last, self.device)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

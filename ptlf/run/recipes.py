@@ -1,5 +1,6 @@
 """Recipes STREAM/OBJECTIVE/METHOD: a complete configuration from the stream's protocol and from what the objective and
-the method need there (`presets`). METHOD is a method or one of `VARIANTS`.
+the method need there (`presets`). METHOD is a method or one of `VARIANTS`. An encoder other than the protocol's may
+bring presets too.
 
 `EXPECTED` says what a recipe takes and gives, for those that were run; the runs are kept in `results/`.
 """
@@ -9,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ptlf.core.errors import UserError, unknown
+from ptlf.core.registry import settings_from
 from ptlf.core.settings import merge, parse_overrides
+from ptlf.core.words import shown
+from ptlf.encoders import ENCODERS
 from ptlf.freezing import POLICIES
 from ptlf.freezing.policy import PolicyConfig
 from ptlf.methods import METHODS, Method
@@ -125,14 +129,32 @@ def name_of(config: Settings) -> str:
     return f"{name} + {policy} freezing" if POLICIES.find(policy).freezes else f"{name}, no freezing"
 
 
-def resolve_config(recipe_name: str | None, file: Path | None, overrides: Sequence[str]) -> Config:
-    """The configuration: command line over file over recipe (the one named, or the file's, or the default)."""
+def resolve_config(
+    recipe_name: str | None, file: Path | None, overrides: Sequence[str], *, trust_code: bool = False
+) -> Config:
+    """The configuration: command line over file over recipe (the one named, or the file's, or the default).
+
+    trust_code: follow names of code, "package.module:attribute", that only the file holds.
+    """
     values = read_yaml(file) if file is not None else {}
+    if file is not None and not trust_code:
+        with settings_from(file, [recipe_name or "", *overrides]):
+            return configured(recipe_name, file, values, overrides)
+    return configured(recipe_name, file, values, overrides)
+
+
+def configured(recipe_name: str | None, file: Path | None, values: Settings, overrides: Sequence[str]) -> Config:
+    if not isinstance(values.get("recipe"), str | None):
+        raise UserError(f"recipe in {file} must be text, not {shown(values['recipe'])}")
     if recipe_name and values.get("recipe") not in (None, recipe_name):
-        named = f"{file} is of recipe {values['recipe']}"
+        named = f"{file} is of recipe {shown(values['recipe'])}"
         raise UserError(f"{named}, and --recipe says {recipe_name}; leave one of them out")
     given = merge(Config, values, parse_overrides(Config, overrides))
     base = recipe(adapted(recipe_name or values.get("recipe") or DEFAULT, given))
+    if encoder := name_in(given, "encoder"):
+        presets, (stream, *_) = ENCODERS.find(encoder).presets, base["recipe"].split("/")
+        for place in dict.fromkeys((STREAMS.find(stream).protocol, stream)):
+            base = merge(Config, base, {"encoder": {"name": encoder}}, presets.get(place, {}))
     rule = name_in(given.get("training"), "optimizer")
     if rule and rule != base["training"]["optimizer"]["name"]:  # the recipe's rate is for another optimizer
         base = merge(Config, base, {"training": {"lr": OPTIMIZERS.find(rule).lr}})

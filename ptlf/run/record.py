@@ -28,6 +28,7 @@ class Record:
     untrained: dict[str, Row] = field(default_factory=dict)
     future: dict[str, Row] = field(default_factory=dict)  # accuracies on tasks yet to come, by probe
     untrained_future: dict[str, Row] = field(default_factory=dict)  # those of the untrained encoder, on all of them
+    used: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # settings of each row of `matrices`
     newly_frozen: list[str] = field(default_factory=list)  # in the epoch that runs
     spent_before: dict[str, float] = field(default_factory=dict)  # seconds by purpose, when it began
     warned: bool = False  # of a collapse
@@ -74,9 +75,11 @@ class Record:
         for probe, row in more.items():
             known.setdefault(probe, []).extend(row)
 
-    def end_task(self, rows: Mapping[str, Row], future: Mapping[str, Row]) -> None:
+    def end_task(self, rows: Mapping[str, Row], future: Mapping[str, Row], used: Mapping[str, dict[str, Any]]) -> None:
+        """used: the settings of each row that depend on the images seen by now."""
         for probe, row in rows.items():
             self.matrices.setdefault(probe, []).append(row)
+            self.used.setdefault(probe, []).append(used.get(probe, {}))
         self.add_to(self.future, future)
 
     def probes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,6 +89,8 @@ class Record:
             accuracy = evaluation.accuracy([before]) if before else None
             found[probe] = {"settings": settings[probe], "untrained": before, "untrained_accuracy": accuracy}
             found[probe] |= evaluation.summary(self.matrices.get(probe, []))
+            if any(used := self.used.get(probe, [])):
+                found[probe]["used_by_task"] = used
             if future := self.future.get(probe):
                 base = self.untrained_future.get(probe) or before[1:]
                 found[probe]["forward_transfer"] = evaluation.forward_transfer(future, base[: len(future)])

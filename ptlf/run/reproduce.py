@@ -8,10 +8,12 @@ from typing import Any
 
 import ptlf
 from ptlf.core.errors import UserError
+from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.run import bench
 from ptlf.run.build import choose_device, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
+from ptlf.run.folder import texts
 from ptlf.run.paper import Cell, Table
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import Json, read_results
@@ -82,19 +84,21 @@ def settings_of(config: Config) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def kept_runs(roots: Iterable[Path]) -> dict[str, dict[int, list[Found]]]:
+def kept_runs(roots: Iterable[Path], words: Sequence[str] = ()) -> dict[str, dict[int, list[Found]]]:
     """Every finished run below these folders, by its settings and seed. A setting that a record does not have is taken
-    to have its default. What cannot be read, or has settings that are no more, is left out."""
+    to have its default. What cannot be read, has settings that are no more, or names code that `words`, the user's, do
+    not name is left out."""
     kept: dict[str, dict[int, list[Found]]] = {}
     for path in (path for root in roots for path in sorted(root.rglob("results.json"))):
         try:
             results = read_results(path.parent)
             if results["status"] != "finished":
                 continue
-            seed, settings = int(results["config"]["seed"]), settings_of(from_dict(results["config"]))
-        except (UserError, KeyError, TypeError, ValueError):
+            with settings_from(path, words):
+                config = from_dict(results["config"])
+        except UserError:
             continue
-        kept.setdefault(settings, {}).setdefault(seed, []).append(Found(path.parent, results))
+        kept.setdefault(settings_of(config), {}).setdefault(config.seed, []).append(Found(path.parent, results))
     return kept
 
 
@@ -130,7 +134,7 @@ def make_plan(
     kept: Iterable[Path],
 ) -> Plan:
     """runs: the folder that new runs go below; finished ones are also looked for in `kept`."""
-    plan, there = Plan(), kept_runs([*kept, runs])
+    plan, there = Plan(), kept_runs([*kept, runs], overrides)
     for key, cell in wanted(tables).items():
         words = [*scale_settings(scale, cell.recipe), *overrides, *cell.settings]
         config = resolve_config(cell.recipe, None, words)
@@ -166,7 +170,11 @@ def check_folders(runs: Sequence[Planned]) -> None:
     """A run that was begun goes on only with the settings it has."""
     for run in runs:
         path = run.folder / "config.yaml"
-        if path.exists() and settings_of(from_dict(read_yaml(path))) != settings_of(run.config):
+        if not path.exists():
+            continue
+        with settings_from(path, texts(as_dict(run.config))):
+            there = from_dict(read_yaml(path))
+        if settings_of(there) != settings_of(run.config):
             raise UserError(
                 f"{run.folder} holds a run with other settings; choose another --runs, or remove that folder"
             )

@@ -7,9 +7,77 @@ from typing import Any
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_error, write_whole
+from ptlf.core.reading import DAMAGE, NUMBER, check, damaged, parse_json, read_json, read_text
+from ptlf.core.words import shown
 
 Json = dict[str, Any]
 SCHEMA = 2
+MANY = 10**6  # tasks, epochs and units are fewer
+
+
+def more_than_zero(value: Any, place: str) -> None:
+    check(value, NUMBER, place)
+    if value <= 0:
+        raise ValueError(f"{place} is {value}, not more than 0")
+
+
+ACCURACY = (*NUMBER, type(None))
+COUNT, FLAG = (0, MANY), (bool, type(None))
+NAMES = [(str, int)]
+SETTINGS = {name: {"name?": str} for name in ("stream", "objective", "encoder", "method", "freezing")}
+# What every reader of a record relies on; see `core.reading.check`.
+PROBE: Json = {
+    "settings": {"bank?": str, "k?": (str, int)},
+    "matrix": [[ACCURACY]],
+    "used_by_task?": [{"*": (str, *NUMBER)}],
+    **dict.fromkeys(("accuracy?", "forgetting?", "untrained_accuracy?"), NUMBER),
+    **{name: [ACCURACY] for name in ("untrained?", "accuracy_by_task?", "forgetting_by_task?")},
+}
+FROZEN: Json = {
+    "task": (1, MANY),
+    "order": [str],
+    "ratios": {"*": NUMBER},
+    "ratios_by_epoch?": {"*": {"*": NUMBER}},
+    "events": [{"epoch": (1, MANY), "frozen": [str]}],
+}
+EPOCH: Json = {
+    **dict.fromkeys(("task", "epoch"), (1, MANY)),
+    "frozen": COUNT,
+    **dict.fromkeys(("seconds", "steps", "views_per_second"), more_than_zero),
+    **dict.fromkeys(("backward_flops", "kept_bytes"), NUMBER),
+    **dict.fromkeys(("peak_memory_bytes?", "all_reduced_bytes?"), NUMBER),
+    **dict.fromkeys(("correlation_seconds?", "rebuild_seconds?"), NUMBER),
+    "newly_frozen?": [str],
+    "loss?": {"*": (str, *NUMBER)},
+}
+# A line of metrics.jsonl needs only its place.
+LINE = {key if key in ("task", "epoch") else key.removesuffix("?") + "?": shape for key, shape in EPOCH.items()}
+TASK_COST: Json = {
+    "task": (1, MANY),
+    **dict.fromkeys(("train_seconds?", "correlation_seconds?", "rebuild_seconds?"), NUMBER),
+}
+COSTS = ("learning", "correlation", "rebuild", "eval", "checkpoint", "measuring")
+RESULTS: Json = {
+    **dict.fromkeys(("status", "name"), str),
+    **dict.fromkeys(("class_order", "tasks", "eval_splits"), NAMES),
+    "units": [str],
+    **dict.fromkeys(("baseline?", "uses_labels?", "own_encoder?"), bool),
+    "seed?": int,
+    "test_images?": [(0, 10**9)],
+    "environment": {"*": (str, *NUMBER, bool, type(None))},
+    "config": {**SETTINGS, "freezing": {"policy": {"name": str}}, "training": {"epochs": (1, MANY)}, "recipe?": str},
+    "probes": {"*": PROBE},
+    "freezing": [FROZEN],
+    "cost": {
+        **dict.fromkeys(("train_seconds", "backward_flops"), NUMBER),
+        **dict.fromkeys((f"{name}_seconds?" for name in COSTS), NUMBER),
+        **dict.fromkeys(("kept_bytes?", "mean_kept_bytes?", "last_peak_memory_bytes?"), NUMBER),
+        "per_epoch": {"*": (list, dict)},
+        "per_task?": [TASK_COST],
+    },
+    **dict.fromkeys(("wall_seconds?", "host_share?"), NUMBER),
+}
+AGAIN = "take the run's folder from where it was made again, or leave it out"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -44,22 +112,58 @@ def keep_lines(path: Path, values: Sequence[Json]) -> None:
 
 
 def read_results(folder: Path) -> Json:
+    """What the run in the folder has written down, checked: whoever reads it need not ask again."""
     path = folder / "results.json"
     try:
-        results = json.loads(path.read_text())
+        results = read_json(path, AGAIN)
     except FileNotFoundError:
         if below := sorted(folder.glob("*/results.json")):
             raise UserError(f"{folder} is no run but holds some; name one of them, as {below[0].parent}") from None
         raise UserError(f"{folder} holds no results.json: there is no run, or it has not begun") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
     schema = results.get("schema") if isinstance(results, dict) else None
-    if not isinstance(schema, int):
-        raise UserError(f"{path} is damaged: it names no schema")
+    if not isinstance(schema, int) or isinstance(schema, bool):
+        raise UserError(f"{path} is damaged: it names no schema; {AGAIN}")
     if schema != SCHEMA:
         way_out = f"convert it with `python results/convert.py {path}`" if schema < SCHEMA else "use a newer ptlf"
-        raise UserError(f"{path} has schema {schema}, this version reads schema {SCHEMA}; {way_out}")
+        raise UserError(f"{path} has schema {shown(schema)}, this version reads schema {SCHEMA}; {way_out}")
+    try:
+        check_results(results)
+    except DAMAGE as error:
+        raise damaged(path, error, AGAIN) from None
     return results
+
+
+def check_results(results: Json) -> None:
+    check(results, RESULTS)
+    check(epoch_lines(results), [EPOCH], "cost.per_epoch")
+    splits, epochs = len(results["eval_splits"]), results["config"]["training"]["epochs"]
+    if len(results.get("test_images") or results["eval_splits"]) != splits:
+        raise ValueError(f"test_images is not of {splits} eval_splits")
+    for probe, values in results["probes"].items():
+        for name, rows in {"matrix": values["matrix"], "untrained": [values.get("untrained") or []]}.items():
+            if any(len(row) not in ({splits} if name == "matrix" else {0, splits}) for row in rows):
+                raise ValueError(f"{probe}.{name} has a row that is not of {splits} eval_splits")
+    events = [event["epoch"] for entry in results["freezing"] for event in entry["events"]]
+    if any(epoch > epochs for epoch in [*events, *(line["epoch"] for line in epoch_lines(results))]):
+        raise ValueError(f"an epoch is later than the {epochs} of config.training.epochs")
+
+
+def read_lines(path: Path) -> tuple[list[Json], int]:
+    """The epochs in a metrics.jsonl, and how many lines are not of the shape. Only whole lines: the last one may still
+    be on its way."""
+    try:
+        text = read_text(path)
+    except FileNotFoundError:
+        return [], 0
+    lines, skipped = [], 0
+    for raw in text.split("\n")[:-1]:
+        try:
+            line = parse_json(raw)
+            check(line, LINE)
+            lines.append(line)
+        except DAMAGE:
+            skipped += 1
+    return lines, skipped
 
 
 def epoch_lines(results: Json) -> list[Json]:
@@ -79,7 +183,7 @@ def to_columns(lines: Sequence[Json]) -> Json:
 
 def to_lines(columns: Json) -> list[Json]:
     """The lines that gave these columns. A loss that is None was not computed in that epoch, and is left out."""
-    losses = columns.get("loss", {})
+    losses = columns.get("loss") or {}
     plain = {key: values for key, values in columns.items() if key != "loss"}
     return [
         dict(zip(plain, values, strict=True))

@@ -8,18 +8,44 @@ from torch import Tensor
 import ptlf
 from ptlf.core import processes
 from ptlf.core.randomness import global_state, set_global_state
+from ptlf.core.reading import NUMBER
 from ptlf.core.settings import as_dict
 from ptlf.run.config import Config
 from ptlf.run.environment import commit, environment
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.record import Record
-from ptlf.run.results import SCHEMA
+from ptlf.run.results import ACCURACY, COUNT, EPOCH, FROZEN, SCHEMA, Json
 from ptlf.run.watcher import Watcher
+from ptlf.stream.task import digest
 from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
 from ptlf.training.process import StopSignals
 from ptlf.training.trainer import EpochState, StepCost
+
+NAMED: Json = {"*": dict}
+# Of a checkpoint, as far as it is used before or beside loading: its tensors are checked where they are loaded.
+STATE: Json = {
+    "position": dict.fromkeys(("task", "epoch", "step"), COUNT),
+    "optimizer": NAMED,
+    "freezing": {"active": bool, "frozen?": [str], "log": [FROZEN], "savings": NAMED, "ratios?": {"*": NUMBER}},
+    "clock": {"*": NUMBER},
+    "looks": {"*": {"neighbours": [[COUNT]], "points": [[NUMBER]]}},
+    "record": {
+        "per_epoch": [EPOCH],
+        "matrices": {"*": [[ACCURACY]]},
+        "untrained": {"*": [ACCURACY]},
+        "future": {"*": [ACCURACY]},
+        "untrained_future?": {"*": [ACCURACY]},
+        "used?": {"*": [{"*": (str, *NUMBER)}]},
+        "newly_frozen": [str],
+        "spent_before": {"*": NUMBER},
+        "warned": bool,
+    },
+    "settings?": dict,
+    "tasks?": COUNT,
+    "images?": [{"name": str, "count": int, "sha256": str}],
+}
 
 
 class State(Parts):
@@ -34,6 +60,8 @@ class State(Parts):
         self.record = Record()
         self.variant = ""  # key of the step's operations as units are frozen now
         self.step_costs: dict[str, StepCost] = {}  # by variant
+        self.begun: list[list[dict[str, Any]]] = []  # by task, see `images_begun`
+        self.encoder_sha256: str | None = None  # of the file, once it is written
         self.commit, self.status = commit(), "running"
         self.resumable = self.folder is not None and config.checkpoint.enabled
         self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
@@ -59,11 +87,26 @@ class State(Parts):
             "clock": self.clock.state_dict(),
             "looks": self.gallery.looks if self.gallery else {},
             "record": vars(self.record),
+            "settings": as_dict(self.config),
+            "images": self.images_begun(self.task),
         }
+
+    def images_begun(self, task: int) -> list[dict[str, Any]]:
+        """What identifies the images of the tasks up to this one (from 0), and of the splits tested by then."""
+        stream = self.stream
+        for number in range(len(self.begun), min(task + 1, len(stream.tasks))):
+            new, splits = stream.tasks[number], [split for split in stream.eval_splits if split.since == number]
+            parts = [(f"task {number + 1}, {new.name}", new.images, new.train)]
+            parts += [(f"the test images of {split.name}", split.test_images, split.test) for split in splits]
+            made = [{"name": name, "count": len(rows), "sha256": digest(images, rows)} for name, images, rows in parts]
+            self.begun.append(made)
+        return [entry for made in self.begun[: task + 1] for entry in made]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Into a run as the constructor made it, with the same settings, and maybe more tasks."""
         self.task, self.epoch = state["position"]["task"], state["position"]["epoch"]
+        if self.task > len(self.stream.tasks) or self.epoch > self.config.training.epochs:
+            raise ValueError(f"its position, {self.position}, is beyond the run's end")
         missing, unknown = self.model.load_state_dict(state["model"], strict=False)
         if unknown or (missing and not self.method.grows):
             raise RuntimeError(f"it lacks {missing[:3]} and has {unknown[:3]}")
@@ -103,6 +146,9 @@ class State(Parts):
             "tasks": [task.name for task in self.stream.tasks],
             "arrived": self.stream.arrived,
             "eval_splits": [split.name for split in self.stream.eval_splits],
+            "test_images": [len(split.test) for split in self.stream.eval_splits],
+            "own_encoder": self.own_encoder,
+            "encoder_sha256": self.encoder_sha256,
             "units": [unit.name for unit in self.freezing.freezer.units],
             "probes": self.record.probes(self.prober.settings() if self.prober else {}),
             "freezing": self.freezing.log,

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from ptlf.core.errors import UserError
+from ptlf.core.reading import read_text
 from ptlf.stream.decode import ImageFile
 from ptlf.stream.disk import files_below
 
@@ -125,7 +126,7 @@ def tinyimagenet(archive: Path) -> Contents:
 def tinyimagenet_folder(folder: Path) -> Contents:
     """The extracted archive."""
     files = [file.relative_to(folder).as_posix() for part in ("train", "val") for file in files_below(folder / part)]
-    return tiny_splits(files, (folder / "val" / "val_annotations.txt").read_text(), f"{folder}/")
+    return tiny_splits(files, read_text(folder / "val" / "val_annotations.txt"), f"{folder}/")
 
 
 def tiny_splits(files: Sequence[str], annotations: str, top: str, archive: str | None = None) -> Contents:

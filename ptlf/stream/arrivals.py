@@ -46,6 +46,10 @@ class PackedImages(Images):
     def labels(self) -> np.ndarray:  # type: ignore[override]
         return self.numbers[self.pack.labels(self.split)]
 
+    @property
+    def sha256(self) -> str:  # type: ignore[override]
+        return self.pack.splits[self.split].checksum
+
     def __len__(self) -> int:
         return self.pack.splits[self.split].count
 

@@ -34,7 +34,7 @@ def from_function(make: Callable[[], Dataset], about: str = "", **more: Any) -> 
 
 def packed(root: Path, name: str) -> Dataset:
     pack = open_pack(root, name)
-    splits = {split: Images(pack.images(split), pack.labels(split)) for split in pack.splits}
+    splits = {name: Images(pack.images(name), pack.labels(name), pack.split(name).checksum) for name in pack.splits}
     if "train" not in splits:
         raise UserError(f"{name} has no training images; pack it again with a train folder")
     return Dataset(name, pack.names, splits["train"], splits.get("test"), pack.folders)

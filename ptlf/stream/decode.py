@@ -54,8 +54,10 @@ def decode_image(content: bytes, size: int) -> np.ndarray:
                 raise BadImage(f"animated or multi-page, {frames} frames")
             image.load()
             return np.asarray(square(to_rgb(ImageOps.exif_transpose(image)), size))
-    except (BadImage, MemoryError):
+    except BadImage:
         raise
+    except MemoryError:
+        raise BadImage("too many pixels for the memory of this machine") from None
     except UnidentifiedImageError:
         raise BadImage("not an image in a known format") from None
     except OSError as error:

@@ -100,7 +100,7 @@ def file_digest(file: Path, algorithm: str, advance: Callable[[int], None] = lam
 def progress_bar(text: str, total: float | None, show: bool, unit: str = "images") -> Iterator[Callable[[int], None]]:
     """Yields `advance(n)`, which moves a bar on stderr on by n images or bytes."""
     counter = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    columns = [TextColumn("{task.description}"), BarColumn(), counter, TimeRemainingColumn()]
+    columns = [TextColumn("{task.description}", markup=False), BarColumn(), counter, TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
         task = bar.add_task(text, total=total)
         yield lambda amount: bar.advance(task, amount)

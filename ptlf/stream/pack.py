@@ -17,9 +17,22 @@ from typing import Literal
 import numpy as np
 
 from ptlf.core.errors import UserError
+from ptlf.core.reading import DAMAGE, check, parse_json, read_text, reason
 from ptlf.stream.archives import SOURCES, Chunk
 from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar, staged
 
+TEXTS = dict.fromkeys(("images", "sha256", "labels", "labels_sha256"), str)
+MANIFEST = {
+    "schema": int,
+    "size": (1, 100_000),
+    "folders": str,
+    "names": [str],
+    "splits": {
+        "*": {"count": (1, 10**10), "bytes": (1, 10**15), **TEXTS},
+    },
+    "skipped": [{"file": str, "why": str}],
+    "source": str,
+}
 Folders = Literal["classes", "tasks"]
 Announced = tuple[int, Iterable[Chunk]]  # number of images in all, and the chunks
 SCHEMA = 1
@@ -33,6 +46,11 @@ class Split:
     sha256: str
     labels: str  # file name
     labels_sha256: str
+
+    @property
+    def checksum(self) -> str:
+        """Of pixels and labels."""
+        return f"{self.sha256}-{self.labels_sha256}"
 
 
 @dataclass(frozen=True)
@@ -112,19 +130,20 @@ def read_manifest(root: Path, name: str) -> Pack:
         there = ", ".join(pack_names(root)) or "nothing"
         raise UserError(f"no packed data set {name!r} in {root} (there: {there}); {way_out(name, overwrite=False)}")
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(read_text(file))
+        check(data, MANIFEST)
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
         splits = {split: Split(**entry) for split, entry in data["splits"].items()}
         files = [name for split in splits.values() for name in (split.images, split.labels)]
-        if not splits or any(Path(name).name != name for name in files):
+        if not splits or any(Path(name).name != name or not name.isascii() for name in files):
             raise ValueError("splits must name files beside pack.json")
         if data["folders"] not in ("classes", "tasks"):
             raise ValueError(f"folders is {data['folders']!r}")
         names, skipped = tuple(data["names"]), list(data["skipped"])
-        return Pack(file.parent, int(data["size"]), data["folders"], names, splits, skipped, data["source"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} cannot be read ({type(error).__name__}: {error}); {way_out(name)}") from error
+        return Pack(file.parent, data["size"], data["folders"], names, splits, skipped, data["source"])
+    except (UserError, OSError, *DAMAGE) as error:
+        raise UserError(f"{file} cannot be read ({reason(error)}); {way_out(name)}") from error
 
 
 def file_problems(pack: Pack) -> dict[Path, str]:
@@ -178,7 +197,8 @@ def write_pack(pack: Pack, chunks: Mapping[str, Announced], *, overwrite: bool =
                 splits[split] = write_split(pack, folder / split, announced, advance)
         manifest = {"schema": SCHEMA, "name": pack.name, **asdict(replace(pack, splits=splits))}
         del manifest["path"]
-        (folder / "pack.json").write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
+        # ASCII: names of folders and files need not be UTF-8.
+        (folder / "pack.json").write_text(json.dumps(manifest, indent=1), encoding="ascii")
     return open_pack(pack.path.parent, pack.name)
 
 

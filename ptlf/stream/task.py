@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +31,7 @@ class Images:
 
     pixels: np.ndarray
     labels: np.ndarray
+    sha256: str | None = None  # of the files that hold pixels and labels, where it is known
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -191,6 +193,19 @@ def class_number(value: str | int, names: Sequence[str], where: str) -> int:
 def indices(images: Images, labels: Sequence[int], per_class: int | None) -> np.ndarray:
     """Sorted indices of the images with these labels, at most the first `per_class` of each."""
     return np.sort(np.concatenate([np.flatnonzero(images.labels == label)[:per_class] for label in labels]))
+
+
+def digest(images: Images, chosen: np.ndarray) -> str:
+    """SHA-256 of the chosen images and their labels. Where the checksum of the files is known, it and the indices stand
+    for them: a large set, or a task learnt long ago, need not be read."""
+    if images.sha256 is not None:
+        found = hashlib.sha256(images.sha256.encode())
+        found.update(np.ascontiguousarray(chosen, dtype="<i8").tobytes())
+    else:
+        found = hashlib.sha256(np.ascontiguousarray(images.labels[chosen], dtype="<i8").tobytes())
+        for part in np.array_split(chosen, max(1, len(chosen) // 1024)):
+            found.update(np.ascontiguousarray(images.pixels[part]).tobytes())
+    return found.hexdigest()
 
 
 def repeats(order: list[int], names: Sequence[str]) -> str:

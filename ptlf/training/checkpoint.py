@@ -164,7 +164,7 @@ def deserialise(data: bytes) -> dict[str, Any]:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return restored(json.loads(header["__metadata__"]["state"]))
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"its content is no checkpoint: {error}") from None
 
 

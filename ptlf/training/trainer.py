@@ -35,6 +35,7 @@ from ptlf.views import View, apply_view, draw, make_views
 class TrainingConfig(RateConfig):
     optimizer: OptimizerConfig = section(OptimizerConfig, family=OPTIMIZERS)
     epochs: int = key(200, "passes over each task's images", least=1)
+    clip: float | None = key(None, "greatest norm of a step's gradient, of all parameters; null = any", above=0)
     last_batch: str = key("use", "what to do with an epoch's last, smaller batch", choices=("use", "drop"))
     precision: str = key("auto", "the encoder's arithmetic; auto = bf16 on a GPU", choices=("auto", "fp32", "bf16"))
     channels_last: bool | None = key(None, "memory layout of images and convolutions; null = on a GPU")
@@ -128,6 +129,7 @@ class Trainer:
         losses = self.parallel(batch) if self.parallel else self.method.losses(self.model, batch)
         self.optimizer.zero_grad(set_to_none=True)
         total(losses).backward()
+        self.clip()
         self.method.after_backward(self.model, self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.model.objective.after_step(self.model.encoder, batch)
@@ -135,6 +137,12 @@ class Trainer:
         if self.parallel:
             average_statistics(self.model, self.method)
         return {name: loss.detach() for name, loss in losses.items()}
+
+    def clip(self) -> None:
+        """Scale the gradients to a norm of at most `training.clip`, without waiting for the device."""
+        if self.config.clip is not None:
+            trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(trained, self.config.clip, foreach=True)
 
     def begin_epoch(self) -> EpochState:
         return EpochState(self.random["order"].get_state())

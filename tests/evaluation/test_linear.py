@@ -111,10 +111,10 @@ def test_a_run_records_the_probes_and_evaluate_repeats_them(tiny, tmp_path) -> N
 
 def test_the_command_takes_a_probe(tiny, tmp_path, capsys) -> None:
     Run(tiny(training__epochs=1), tmp_path / "run").train()
-    assert main(["evaluate", str(tmp_path / "run"), "--probe", "ridge", "knn_task"]) == 0
+    assert main(["evaluate", "--trust-code", str(tmp_path / "run"), "--probe", "ridge", "knn_task"]) == 0
     shown = capsys.readouterr().out
     assert "ridge_task: accuracy in %, bank:" in shown
     assert "knn_task: accuracy" in shown
     assert "knn_class" not in shown
-    assert main(["evaluate", str(tmp_path / "run"), "--probe", "knn"]) == 2
+    assert main(["evaluate", "--trust-code", str(tmp_path / "run"), "--probe", "knn"]) == 2
     assert "unknown probe 'knn'; did you mean 'knn_task'?" in capsys.readouterr().err

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from test_knn import naive
 from torch import nn
 
-from ptlf.core.errors import UserError
 from ptlf.evaluation import PROBES, EvaluationConfig, Prober
 from ptlf.evaluation.knn import KnnClassConfig, KnnTaskConfig
 from ptlf.stream import Stream, StreamConfig
@@ -65,6 +66,12 @@ def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, pr
     assert untrained == pytest.approx([by_hand(stream, task, k=3) for task in range(TASKS)])
 
 
+def test_no_more_neighbours_than_the_bank_holds(stream: Stream, prober: Prober) -> None:
+    """However many tasks were seen."""
+    bank, labels = torch.randn(4, 3), torch.tensor([0, 0, 0, 0])
+    assert next(iter(prober.probes)).fit(bank, labels, seen_tasks=50)(torch.randn(2, 3), torch.tensor([0, 0])) == 100
+
+
 def test_a_number_of_neighbours_that_was_asked_for_holds_after_every_task(stream: Stream) -> None:
     prober = make_prober(stream, knn_task=KnnTaskConfig(k=4))
     assert prober.rows(nn.Flatten(), 0)["knn_task"][0] == pytest.approx(by_hand(stream, 0, k=4))
@@ -80,11 +87,30 @@ def test_the_future_is_the_next_task_as_the_untrained_encoder_is_tested_on_it(st
     assert prober.future(nn.Flatten(), 0) == {}
 
 
-def test_a_bank_that_holds_too_few_images_is_refused_before_training(stream: Stream) -> None:
-    with pytest.raises(UserError, match="a task's kNN bank holds 24 images"):
-        make_prober(stream, knn_task=KnnTaskConfig(k=25))
-    off = {"knn_task": KnnTaskConfig(enabled=False, k=25), "knn_class": KnnClassConfig(k=24)}
-    prober = make_prober(stream, **off)
-    assert list(prober.rows(nn.Flatten(), 0)) == ["knn_class"]
-    with pytest.raises(UserError, match="knn_task"):
-        prober.choose(["knn_task"])
+def test_no_more_neighbours_than_the_smallest_class_has_images(stream: Stream, capsys) -> None:
+    """12 images of each class, 24 of each task."""
+    prober = make_prober(stream, knn_task=KnnTaskConfig(k=25), knn_class=KnnClassConfig(k=200))
+    told = capsys.readouterr().err.splitlines()
+    small = "but the smallest class has 12 images to compare with: 12 is used"
+    assert told == [
+        f"ptlf: warning: probes.knn_task.k is 25, {small}",
+        f"ptlf: warning: probes.knn_class.k is 200, {small}",
+    ]
+    assert prober.used(0) == {"knn_task": {"k": 12}, "knn_class": {"k": 12}}
+    assert prober.rows(nn.Flatten(), 0)["knn_task"][0] == pytest.approx(by_hand(stream, 0, k=12))
+
+
+def test_the_neighbours_that_were_used_are_told(stream: Stream, prober: Prober, capsys) -> None:
+    assert [prober.used(task)["knn_task"]["k"] for task in range(TASKS)] == [1, 2, 3]
+    assert prober.used(0)["knn_class"] == {"k": 5}
+    assert capsys.readouterr().err == ""
+
+
+def test_a_small_class_sets_the_neighbours_once_it_is_seen(stream: Stream, capsys) -> None:
+    last = stream.eval_splits[-1]
+    bank = last.bank[stream.data.train.labels[last.bank] != CLASSES - 1]
+    rare = np.concatenate([bank, np.setdiff1d(last.bank, bank)[:3]])
+    splits = (*stream.eval_splits[:-1], replace(last, bank=rare))
+    prober = make_prober(replace(stream, eval_splits=splits), knn_class=KnnClassConfig(k=9))
+    assert [prober.used(task)["knn_class"]["k"] for task in range(TASKS)] == [9, 9, 3]
+    assert "the smallest class has 3 images to compare with: 3 is used" in capsys.readouterr().err

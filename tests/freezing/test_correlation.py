@@ -361,7 +361,7 @@ def test_gradient_is_taken_in_the_mode_found_and_inputs_in_eval_mode(network):
 def test_gradients_are_averaged(network):
     network.drop.p = 0.0
     units = units_of(network, ["grouped"])
-    mean = mean_gradients(units, task_loss(network), 4)["grouped"]
+    mean = mean_gradients(units, task_loss(network), 4)["grouped"][0]
     assert all(parameter.grad is None for parameter in network.parameters())
     loss = task_loss(network)
     sum(loss() / 4 for _ in range(4)).backward()
@@ -532,8 +532,8 @@ def test_leading_eigenvectors_by_hand():
 
 def test_projection_ratio_by_hand():
     basis = torch.eye(3, dtype=torch.float64)[:, :1]
-    assert projection_ratio(torch.tensor([[3.0, 4.0, 0.0]]), basis) == pytest.approx(0.6)
-    assert projection_ratio(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 4.0]]), basis) == pytest.approx(0.6)
-    assert projection_ratio(torch.full((1, 3), 1e30), basis) == pytest.approx(3**-0.5)  # no overflow
-    assert projection_ratio(torch.zeros(2, 3), basis) == 0.0
-    assert projection_ratio(torch.ones(2, 3), basis[:, :0]) == 0.0
+    assert projection_ratio([torch.tensor([[3.0, 4.0, 0.0]])], [basis]) == pytest.approx(0.6)
+    assert projection_ratio([torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 4.0]])], [basis]) == pytest.approx(0.6)
+    assert projection_ratio([torch.full((1, 3), 1e30)], [basis]) == pytest.approx(3**-0.5)  # no overflow
+    assert projection_ratio([torch.zeros(2, 3)], [basis]) == 0.0
+    assert projection_ratio([torch.ones(2, 3)], [basis[:, :0]]) == 0.0

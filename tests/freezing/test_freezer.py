@@ -124,9 +124,10 @@ def plainly_frozen(model: nn.Module, units: list, names: set[str]) -> None:
     model.train().requires_grad_(True)
     for unit in units:
         if unit.name in names:
-            unit.layer.requires_grad_(False)
-            if unit.norm is not None:
-                unit.norm.requires_grad_(False).eval()
+            for parameter in unit.parameters():
+                parameter.requires_grad_(False)
+            for norm in unit.norms:
+                norm.eval()
 
 
 def test_gradients_equal_plain_pytorch_for_fifty_sets_of_resnet18():

@@ -168,7 +168,7 @@ def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp
     """And what the document says of them is what they show."""
     text = (ROOT / "docs" / "reproduction.md").read_text()
     (command,) = re.findall(r"```sh\n(ptlf reproduce figures.*?)```", text, re.DOTALL)
-    arguments, settings = make_parser().parse_known_args(shlex.split(command)[1:])
+    arguments, settings = make_parser().parse_known_args(shlex.split(command.replace("\\\n", " "))[1:])
     plan = make_plan([FIGURES], arguments.scale, arguments.seeds, tmp_path, settings, [ROOT / "results"])
     runs = plan.results()
     assert [len(runs[cell.key]) for cell in FIGURES.cells] == [1] * 5

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import made_up
@@ -68,6 +73,42 @@ def test_before_the_first_epoch(running: Path) -> None:
 def test_silence_is_named(running: Path) -> None:
     assert "may have stopped" not in shown(running, 50)
     assert "no new line for 10.0 min: the run may have stopped" in shown(running, 600)
+
+
+def test_a_dead_process_is_named(running: Path) -> None:
+    """The lock's file stays when its process is killed, and the system lets go of the lock."""
+    code = (
+        "import pathlib, sys; from ptlf.run.folder import lock_of_run\n"
+        "held = lock_of_run(pathlib.Path(sys.argv[1])); held.__enter__(); print('held', flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", code, str(running)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        alive = shown(running, 600)
+        other.kill()
+    assert f"process {other.pid} on {socket.gethostname()} still holds the run" in " ".join(alive.split())
+    assert "s left" in alive
+    dead = " ".join(shown(running).split())
+    assert f"process {other.pid} on {socket.gethostname()} has ended without a word" in dead
+    assert f"`ptlf train --resume {running}` goes on" in dead
+    assert "s left" not in dead
+    naps: list[float] = []
+    with open(running / "screen", "w") as file:
+        watch(running, console=Console(file=file, force_terminal=True), sleep=naps.append)
+    assert naps == []  # there is nothing to wait for
+    (running / ".lock").write_text("17 on another-machine\n")
+    assert "has ended" not in shown(running)
+
+
+def test_a_machine_gone_silent_and_a_clock_that_differs(running: Path) -> None:
+    for name in ("metrics.jsonl", "results.json"):
+        os.utime(running / name, (0, 0))  # in 1970
+    assert re.search(r"no new line for \d{8}\.\d min: the run may have stopped", shown(running))
+    os.utime(running / "metrics.jsonl", (2**32 - 1, 2**32 - 1))  # in 2106
+    text = " ".join(shown(running).split())
+    assert re.search(r"\d{7,8}\.\d min newer than now: the clock of the machine that writes them differs", text)
+    assert "may have stopped" not in text
 
 
 def test_it_follows_until_the_end(running: Path) -> None:

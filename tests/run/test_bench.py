@@ -26,20 +26,25 @@ PAIR = ["digits/simsiam/lump", "digits/simsiam/ptlf"]
 
 def epoch(task: int, frozen: int, steps: int, seconds: float, kept: int, peak: int | None) -> dict[str, Any]:
     cost = {"seconds": seconds, "views_per_second": 20 * steps / seconds, "kept_bytes": kept}
-    return {"task": task, "frozen": frozen, "steps": steps, "peak_memory_bytes": peak, **cost}
+    place = {"task": task, "epoch": 1, "frozen": frozen, "steps": steps, "backward_flops": 1}
+    return {**place, "peak_memory_bytes": peak, **cost}
 
 
 def made(recipe: str, epochs: list[dict[str, Any]], per_task: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {name: {"name": "x"} for name in ("stream", "objective", "encoder", "method")}
+    config |= {"freezing": {"policy": {"name": "none"}}, "training": {"epochs": 4}}
     seconds = dict.fromkeys(("train_seconds", "correlation_seconds", "rebuild_seconds", "eval_seconds"), 1.5)
     return {
         "schema": SCHEMA,
-        "config": {"recipe": recipe},
+        "name": recipe,
+        "config": {"recipe": recipe, **config},
+        **{name: [] for name in ("class_order", "eval_splits", "units", "freezing")},
         "environment": {"device_name": "GPU"},
         "commit": None,
         "status": "finished",
         "tasks": ["a", "b"],
-        "probes": {"knn_task": {"accuracy": 90.0, "forgetting": 1.0}},
-        "cost": {**seconds, "per_epoch": to_columns(epochs), "per_task": per_task},
+        "probes": {"knn_task": {"settings": {}, "matrix": [], "accuracy": 90.0, "forgetting": 1.0}},
+        "cost": {**seconds, "backward_flops": 1, "per_epoch": to_columns(epochs), "per_task": per_task},
         **more,
     }
 

@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from faults import lasting
+from PIL import Image
 from torch import nn
 
 from ptlf.cli import main
@@ -22,8 +25,9 @@ from ptlf.evaluation.spread import feature_spread
 from ptlf.report.live import Watcher
 from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
+from ptlf.stream import Dataset, Images, Stream, Task
 from ptlf.training.checkpoint import deserialise, unsealed
-from ptlf.training.process import StopSignals
+from ptlf.training.process import Stopped, StopSignals
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2",
@@ -71,13 +75,13 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, numb
         assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(folder), *QUICK]) == code
     told = capfd.readouterr().err
     assert "finishing the step" in told
-    assert f"go on with `ptlf train --resume {folder}`" in told
+    assert f"go on with `ptlf train --resume {folder} --trust-code`" in told  # its encoder is code of our own
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert (folder / "checkpoints" / "task02-epoch000-step00002.ckpt").exists()
     assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
-    assert main(["train", "--resume", str(folder)]) == 0
+    assert main(["train", "--resume", str(folder), "--trust-code"]) == 0
     assert "going on with task 2, epoch 1, step 3" in " ".join(capfd.readouterr().out.split())
-    assert main(["train", "-c", str(folder / "config.yaml"), "--out", str(tmp_path / "alone")]) == 0
+    assert main(["train", "--trust-code", "-c", str(folder / "config.yaml"), "--out", str(tmp_path / "alone")]) == 0
     results = [json.loads((tmp_path / run / "results.json").read_text()) for run in ("run", "alone")]
     assert lasting(results[0]) == lasting(results[1])
 
@@ -235,16 +239,16 @@ class TestResume:
 
     def test_the_device_may_change_and_a_finished_run_says_so(self, folder, capsys) -> None:
         config = (folder / "config.yaml").read_text()
-        assert main(["train", "--resume", str(folder), "--device", "cpu"]) == 0
+        assert main(["train", "--resume", str(folder), "--trust-code", "--device", "cpu"]) == 0
         assert (folder / "config.yaml").read_text() == config
         capsys.readouterr()
-        assert main(["train", "--resume", str(folder)]) == 0
+        assert main(["train", "--resume", str(folder), "--trust-code"]) == 0
         assert "already finished" in " ".join(capsys.readouterr().out.split())
 
     def test_without_a_checkpoint_it_starts_from_the_beginning(self, folder, capsys) -> None:
         for path in (folder / "checkpoints").iterdir():
             path.unlink()
-        assert main(["train", "--resume", str(folder)]) == 0
+        assert main(["train", "--resume", str(folder), "--trust-code"]) == 0
         assert "going on" not in capsys.readouterr().out
         assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
 
@@ -254,11 +258,100 @@ class TestResume:
         assert main(["train"]) == 2
         assert "needs --out DIR" in capsys.readouterr().err
 
-    def test_a_checkpoint_of_other_settings_is_refused(self, folder, capsys) -> None:
+    @pytest.mark.parametrize(
+        ("old", "new", "change"),
+        [
+            ("projection: ", "projection: 1", "objective.projection was 256 and is 1256"),
+            ("lr: 0.3", "lr: 3.0", "training.lr was 0.3 and is 3.0"),
+            ("seed: 0", "seed: 7", "seed was 0 and is 7"),
+            ("epochs: 2", "epochs: 1", "training.epochs was 2 and is 1"),
+            ("  - - 2\n    - 3", "  - - 2\n    - 4", "stream.groups was [[0, 1], [2, 3]] and is [[0, 1], [2, 4]]"),
+        ],
+    )
+    def test_a_checkpoint_of_other_settings_is_refused(self, folder, capsys, old: str, new: str, change: str) -> None:
         text = (folder / "config.yaml").read_text()
-        (folder / "config.yaml").write_text(text.replace("projection: ", "projection: 1"))
-        assert main(["train", "--resume", str(folder)]) == 2
-        assert f"does not fit the settings in {folder / 'config.yaml'}" in capsys.readouterr().err
+        assert old in text
+        (folder / "config.yaml").write_text(text.replace(old, new))
+        before = (folder / "results.json").read_bytes()
+        assert main(["train", "--resume", str(folder), "--trust-code"]) == 2
+        told = capsys.readouterr().err
+        assert f"the settings in {folder}/config.yaml have changed: {change}; put them back, or begin anew" in told
+        assert (folder / "results.json").read_bytes() == before
+
+    def test_what_does_not_change_results_may_change(self, folder) -> None:
+        text = (folder / "config.yaml").read_text()
+        for old, new in (("keep: 2", "keep: 5"), ("  batch: 512", "  batch: 64"), ("device: cpu", "device: auto")):
+            assert old in text
+            text = text.replace(old, new)
+        (folder / "config.yaml").write_text(text)
+        assert main(["train", "--resume", str(folder), "--trust-code", "--device", "cpu"]) == 0
+
+
+def noise(tasks: int, seed: int, count: int = 30) -> Stream:
+    """A folder per task: one array of images, with task numbers as labels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (tasks * count, 8, 8, 3), dtype=np.uint8)
+    labels = np.repeat(np.arange(tasks), count)
+    data = Dataset("noise", tuple(map(str, range(tasks))), Images(pixels, labels), None, "tasks")
+    made = tuple(Task(f"day {n}", data.train, np.flatnonzero(labels == n)) for n in range(tasks))
+    return Stream("noise", data, made, ())
+
+
+class TestResumeImages:
+    """Images of tasks begun must be those that were learnt."""
+
+    def stopped(self, tiny, folder: Path, stream: Stream) -> None:
+        with pytest.raises(Stopped):
+            Run(tiny(training__batch=10), folder, stream=stream).train(Signals(signal.SIGTERM, 10))  # in task 2
+
+    def test_the_same_images_go_on(self, tiny, tmp_path) -> None:
+        self.stopped(tiny, tmp_path / "run", noise(3, seed=0))
+        assert Run(tiny(training__batch=10), tmp_path / "run", stream=noise(3, seed=0)).train(resume=True)
+
+    def test_other_images_are_refused(self, tiny, tmp_path) -> None:
+        self.stopped(tiny, tmp_path / "run", noise(3, seed=0))
+        with pytest.raises(
+            UserError, match=r"the images of 'task 1, day 0' have changed: sha256 was '\w+' and is '\w+'"
+        ):
+            Run(tiny(training__batch=10), tmp_path / "run", stream=noise(3, seed=1)).train(resume=True)
+        changed = noise(3, seed=0)
+        changed.data.train.pixels[-1] += 1  # of task 3, which has not begun
+        assert Run(tiny(training__batch=10), tmp_path / "run", stream=changed).train(resume=True)
+
+    def test_another_number_of_images_or_tasks_is_refused(self, tiny, tmp_path) -> None:
+        self.stopped(tiny, tmp_path / "run", noise(3, seed=0))
+        with pytest.raises(UserError, match="the images of 'task 1, day 0' have changed: count was 30 and is 31"):
+            Run(tiny(training__batch=10), tmp_path / "run", stream=noise(3, seed=0, count=31)).train(resume=True)
+        more = noise(4, seed=0)  # the same numbers, and then 30 images more
+        with pytest.raises(UserError, match="the stream had 3 tasks and now has 4"):
+            Run(tiny(training__batch=10), tmp_path / "run", stream=more).train(resume=True)
+        grown = replace(more, arrived=1)
+        assert len(Run(tiny(training__batch=10), tmp_path / "run", stream=grown).train(resume=True)["tasks"]) == 4
+
+    def test_a_repacked_set_is_refused(self, tmp_path, capsys, monkeypatch) -> None:
+        rng = np.random.default_rng(0)
+        for day in "ab":
+            (tmp_path / "photos" / day).mkdir(parents=True)
+            for n in range(12):
+                Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(tmp_path / "photos" / day / f"{n}.png")
+        pack = ["data", "pack", str(tmp_path / "photos"), "--name", "days", "--size", "8", "--folders", "tasks"]
+        pack += ["--data-root", str(tmp_path / "data")]
+        assert main(pack) == 0
+        words = ["--recipe", "folder/simsiam/lump", "--stream.pack", "days", "--training.batch", "6", *QUICK[2:6]]
+        words += ["--data-root", str(tmp_path / "data"), "--device", "cpu", "--evaluation.gallery", "false"]
+        with monkeypatch.context() as patch:
+            patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, 2))
+            assert main(["train", "--out", str(tmp_path / "run"), *words]) == 130
+        assert main([*pack, "--overwrite"]) == 0  # the same photographs
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "data" / "days").rename(tmp_path / "elsewhere" / "days")
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(tmp_path / "photos" / "a" / "3.png")
+        assert main(pack) == 0
+        capsys.readouterr()
+        assert main(["train", "--resume", str(tmp_path / "run"), "--trust-code"]) == 2
+        assert "the images of 'task 1, a' have changed: sha256 was" in capsys.readouterr().err
+        text = (tmp_path / "run" / "config.yaml").read_text()
+        (tmp_path / "run" / "config.yaml").write_text(text.replace(str(tmp_path / "data"), str(tmp_path / "elsewhere")))
+        assert main(["train", "--resume", str(tmp_path / "run"), "--trust-code"]) == 0
 
 
 class AtTheEnd(Watcher):

@@ -312,7 +312,7 @@ def test_the_default_configuration_is_complete() -> None:
 
 def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path) -> None:
     with pytest.raises(UserError, match=r"the loss became (nan|inf|-inf) in task 1, epoch \d"):
-        Run(tiny("digits/barlow_twins/finetune", training__lr=1e30), tmp_path / "run").train()
+        Run(tiny("digits/barlow_twins/finetune", training__lr=1e6), tmp_path / "run").train()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
 
 
@@ -352,7 +352,7 @@ def test_an_encoder_with_two_names_for_a_layer_is_saved_and_read(tiny, tmp_path)
     read = Aliased()
     load_encoder(tmp_path / "run", read)
     assert torch.equal(read.conv.weight, encoder.conv.weight)
-    with pytest.raises(UserError, match=r"encoder\.safetensors is not of an encoder like this one: .*weight"):
+    with pytest.raises(UserError, match=r"encoder\.safetensors is not of an encoder like this one: 'bias' is missing"):
         load_encoder(tmp_path / "run", nn.Linear(2, 2))
 
 

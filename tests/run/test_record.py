@@ -52,9 +52,9 @@ def test_before_the_first_epoch_there_are_no_bytes() -> None:
 def test_forward_transfer_is_against_the_untrained_encoder_on_the_same_splits() -> None:
     record = Record(untrained={"knn_task": [50.0, 60.0, 75.0], "knn_class": [20.0, 20.0, 20.0]})
     settings = {"knn_task": {}, "knn_class": {}}
-    record.end_task({"knn_task": [80.0, None, None], "knn_class": [70.0, None, None]}, {"knn_task": [64.0]})
+    record.end_task({"knn_task": [80.0, None, None], "knn_class": [70.0, None, None]}, {"knn_task": [64.0]}, {})
     assert record.probes(settings)["knn_task"]["forward_transfer"] == 4.0
-    record.end_task({"knn_task": [80.0, 90.0, None], "knn_class": [70.0, 60.0, None]}, {"knn_task": [85.0]})
+    record.end_task({"knn_task": [80.0, 90.0, None], "knn_class": [70.0, 60.0, None]}, {"knn_task": [85.0]}, {})
     found = record.probes(settings)
     assert found["knn_task"]["forward_transfer"] == 7.0
     assert "forward_transfer" not in found["knn_class"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import tiny_config
 
+import ptlf
 from ptlf import commands
 from ptlf.cli import main, make_parser
 from ptlf.core.settings import as_dict
@@ -55,11 +56,15 @@ def test_every_cell_is_a_run_at_every_scale(scale: str) -> None:
                 resolve_config(cell.baseline, None, scale_settings(scale, cell.baseline))
 
 
-def keep(folder: Path, config: dict, **more: object) -> Path:
+RECORD = json.loads((Path(ptlf.__file__).parent.parent / "results" / "digits" / "lump" / "results.json").read_text())
+
+
+def keep(folder: Path, config: dict, status: str = "finished") -> Path:
+    """A complete record of a run with these settings."""
     folder.mkdir(parents=True)
-    write_json(
-        folder / "results.json", {"schema": 2, "status": "finished", "seed": config["seed"], "config": config, **more}
-    )
+    record = RECORD | {"status": status, "seed": config["seed"], "config": config}
+    record["cost"] = RECORD["cost"] | {"per_epoch": {}}
+    write_json(folder / "results.json", record)
     return folder
 
 
@@ -76,17 +81,17 @@ def test_runs_are_found_by_their_settings(tmp_path: Path) -> None:
     keep(tmp_path / "rate", kept_like(training__lr=0.01))
     keep(tmp_path / "views", kept_like(views__size=24))
     keep(tmp_path / "unknown", kept_like() | {"gone": 1})
-    keep(tmp_path / "running", kept_like()).joinpath("results.json").write_text(
-        json.dumps({"schema": 2, "status": "running", "config": kept_like()})
-    )
+    keep(tmp_path / "running", kept_like(), status="running")
+    keep(tmp_path / "code", kept_like(encoder__name="conftest:tiny_resnet"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "results.json").write_text("{")
-    found = kept_runs([tmp_path])
+    found = kept_runs([tmp_path], ["--encoder.name=conftest:tiny_encoder"])
+    assert len(found) == 3, "no code is followed that the user has not named"
     assert {seed: [one.folder for one in some] for seed, some in found[wanted].items()} == {3: [same]}
     lacking = kept_like()
     lacking["freezing"] = {key: value for key, value in lacking["freezing"].items() if key != "final"}
     assert settings_of(tiny_config("digits/simsiam/lump", freezing__final=0.5)) not in kept_runs(
-        [keep(tmp_path / "final", lacking)]
+        [keep(tmp_path / "final", lacking)], ["conftest:tiny_encoder"]
     )
 
 

@@ -75,7 +75,10 @@ def test_lines_become_columns_and_come_back() -> None:
         ('{"schema": 3}', "has schema 3, this version reads schema 2; use a newer ptlf"),
         ('{"status": "finished"}', "is damaged: it names no schema"),
         ("[]", "is damaged: it names no schema"),
-        ('{"schema": 2', "cannot be read"),
+        ('{"schema": 2', "is damaged: Expecting"),
+        ('{"schema": 2}', "is damaged: status is missing"),
+        ("[" * 100_000, "is damaged: it is nested too deeply"),
+        ('{"schema": NaN}', "is damaged: NaN is no number of JSON"),
     ],
 )
 def test_a_file_of_another_schema_is_refused_with_the_way_out(tmp_path: Path, text: str, reason: str) -> None:

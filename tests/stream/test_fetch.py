@@ -234,7 +234,7 @@ def test_server_says_no_or_nothing(tmp_path: Path, cifar: Cifar, server: Server)
         get("cifar10", tmp_path, via="archive", url=f"{base}/nothing.tar.gz", progress=False)
     with pytest.raises(UserError, match=r"cannot be reached.*--source"):
         get("cifar10", tmp_path, via="archive", url="http://127.0.0.1:1/a.tar.gz", progress=False)
-    with pytest.raises(UserError, match=r"cannot be reached.*--source"):
+    with pytest.raises(UserError, match=r"'no address' is no address of http:// or https://\. .*--source"):
         get("cifar10", tmp_path, via="archive", url="no address", progress=False)
     assert os.listdir(tmp_path) == []
 

@@ -711,6 +711,18 @@ def test_every_objective_and_method_can_be_captured(tiny, objective: str, method
 
 
 @pytest.mark.gpu
+def test_a_captured_vit_follows_an_eager_one(tiny) -> None:
+    """Both views in one pass, clipped on the device, with units frozen in the second task."""
+    settings = {"encoder.width": 64, "encoder.depth": 2, "training.optimizer": "adamw", "training.lr": 1e-3}
+    settings |= {"encoder.name": "vit-tiny", "training.clip": 0.1, "training.epochs": 6, "training.precision": "fp32"}
+    settings |= {"freezing.policy": "ascending", "device": "cuda"}
+    runs = [Run(tiny("digits/simsiam/ptlf", **settings, training__engine=kind)) for kind in ("eager", "captured")]
+    eager, captured = [[line["loss"] for line in epoch_lines(run.train())] for run in runs]
+    for a, b in zip(eager, captured, strict=True):
+        assert a == pytest.approx(b, rel=0.05, abs=0.05)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["sgd", "lars", "adamw", "plugin_members:RMSprop"])
 def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) -> None:
     """In the third task every set of frozen units has been captured before: all its steps are replays of those graphs,

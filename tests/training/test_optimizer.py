@@ -305,3 +305,17 @@ def test_the_rate_is_set_in_place(lr) -> None:
     optimizer.step()
     assert weight.item() == 0.5
     assert not isinstance(lr, torch.Tensor) or optimizer.param_groups[0]["lr"] is lr
+
+
+def test_gradients_are_clipped_to_the_norm_that_is_set(tiny):
+    """Against gradients scaled by hand; a norm below the bound stays as it is."""
+    gradients = {}
+    for clip in (None, 0.01, 1e9):
+        run = Run(tiny(training__clip=clip, training__batch=32))
+        next(run.trainer.epoch(run.stream.tasks[0].train, 0, run.trainer.begin_epoch()))
+        parameters = [p for group in run.trainer.optimizer.param_groups for p in group["params"]]
+        gradients[clip] = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).double()
+    norm = gradients[None].norm()
+    assert norm > 0.1
+    torch.testing.assert_close(gradients[0.01], gradients[None] * 0.01 / norm, rtol=1e-4, atol=1e-9)
+    assert torch.equal(gradients[1e9], gradients[None])

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import SMALL, TINY, Scale, Series, legend, line_chart, padded, shortened, words_width
+from ptlf.report.intervals import half_width
 from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, title_of
 from ptlf.report.runs import Comparison, Group, means
 from ptlf.report.theme import STEPS, heat_step
@@ -84,6 +85,15 @@ def heat_bounds(comparison: Comparison, probe: str) -> Bounds:
     return (min(cells), max(cells)) if cells else (0.0, 100.0)
 
 
+def half_widths(groups: Sequence[Group], probe: str) -> list[float]:
+    """Of the intervals of all accuracies in the runs' matrices whose number of test images is known."""
+    tests = [(group, group.first.get("test_images") or []) for group in groups]
+    cells = [
+        (value, known[place[1]]) for group, known in tests if known for place, value in accuracies(group, probe).items()
+    ]
+    return [half_width(value, count) for value, count in cells if count]
+
+
 def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     """Rows: after each task; columns: eval_splits. The untrained encoder stands apart on top."""
     cells, eval_splits = accuracies(group, probe), group.first["eval_splits"]
@@ -97,11 +107,14 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     column_names(drawing, range(1, len(eval_splits) + 1), left, top, cell)
     joint = rows[-1:] == [1] and len(eval_splits) > 1 and len(group.first["tasks"]) == 1
     places = {row: top + number * tall + (gap if row else 0.0) for number, row in enumerate(rows)}
+    tests = group.first.get("test_images") or []
     names = {row: "untrained" if row == 0 else "all tasks" if joint else f"task {row}" for row in rows}
     for row, y in places.items():
         drawing.text(0, y + tall / 2 + 3.5, names[row], "ink" if row else "soft", size=TINY)
     for (row, column), value in cells.items():
         title = f"{names[row]}, tested on {eval_splits[column]}" if width > 400 else ""
+        if title and len(tests) == len(eval_splits) and tests[column]:
+            title += f" ({tests[column]} images, ±{half_width(value, tests[column]):.1f} at 95 %)"
         heat_cell(drawing, (left + column * cell, places[row], cell, tall), value, bounds, title)
     return drawing
 

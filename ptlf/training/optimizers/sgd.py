@@ -14,7 +14,7 @@ from ptlf.training.optimizers.optimizer import OptimizerConfig, State, UpdateRul
 @dataclass
 class SGDConfig(OptimizerConfig):
     name: str = "sgd"
-    momentum: float = key(0.9, "momentum; carries over between tasks, but for what froze", least=0, most=1)
+    momentum: float = key(0.9, "momentum; carries over between tasks, but for what froze", least=0, most=0.9999)
     weight_decay: float = key(5e-4, "weight decay", least=0)
 
 

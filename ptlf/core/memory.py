@@ -1,0 +1,77 @@
+"""Memory: what a machine has, whether something fits, and a sentence for an allocation that failed."""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from ptlf.core.errors import UserError
+
+# What libraries say where memory, or the size of a number, does not suffice.
+PHRASES = ("allocate memory", "out of memory", "Unable to allocate", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+OVERFLOWS = ("Overflow when unpacking", "Maximum allowed dimension", "too large to convert", "Storage size calculation")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device | str = "cpu") -> int | None:
+    """Bytes that can still be allocated on the device; None where the system does not say."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    known = [bytes_ for bytes_ in (available_in_system(), available_in_group()) if bytes_ is not None]
+    return min(known, default=None)
+
+
+def available_in_system() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def available_in_group() -> int | None:
+    """Of a container with a limit (cgroup version 2)."""
+    try:
+        return int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def check_fits(what: str, needed: float, device: torch.device | str = "cpu", way_out: str = "lower it") -> None:
+    """Refuse what needs more bytes than the device has free."""
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        where = "GPU" if torch.device(device).type == "cuda" else "machine"
+        raise UserError(
+            f"{what} would take {spoken(needed)} of memory, and this {where} has {spoken(free)} free; {way_out}"
+        )
+
+
+def spoken(amount: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if amount >= size:
+            return f"{amount / size:,.1f} {unit}"
+    return f"{amount:,.0f} bytes"
+
+
+def too_large(error: BaseException) -> str | None:
+    """What could not be allocated and what there is, if that is what the error says; None for other errors."""
+    words = " ".join(str(error).split())
+    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if not out_of_memory and not (isinstance(error, RuntimeError) and any(p in words for p in PHRASES)):
+        number = isinstance(error, OverflowError | RuntimeError | ValueError | TypeError) and any(
+            p in words for p in OVERFLOWS
+        )
+        return f"a number is too large for this machine ({words[:100]})" if number else None
+    on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in words
+    asked = re.search(r"(?:allocate|allocate:|tried to allocate) ([\d.]+ ?(?:bytes|[KMGTP]i?B))", words)
+    free = free_bytes("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
+    has = f", which has {spoken(free)} free" if free is not None else ""
+    tried = f" ({asked[1]} at once)" if asked else ""
+    return f"this needs more memory{tried} than this {'GPU' if on_gpu else 'machine'} can give{has}"

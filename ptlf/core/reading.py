@@ -1,0 +1,218 @@
+"""Text, JSON and YAML that others wrote: of bounded size and depth, read as data alone, of the shape that is needed.
+
+Whatever is wrong becomes a UserError that names the file, the place and the way out.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ptlf.core.errors import UserError
+from ptlf.core.words import printable, shown
+
+MOST_BYTES = 256 << 20  # of a JSON file; results of 200 tasks are 1 MB
+MOST_YAML = 256 << 10  # of a YAML file; a run's settings are 3 kB
+DEEPEST, MOST_NODES = 32, 20_000  # of a YAML text: nested collections; values, with those an alias repeats
+MOST_DIGITS = 4000  # of a number in YAML; Python reads up to 4300
+LARGEST = 1e30  # of a number in a record
+
+NUMBER = (int, float)
+SPOKEN = {int: "a number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+SPOKEN |= {dict: "a dictionary", list: "a list"}
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # what using a damaged record raises
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """The UTF-8 text of a regular file of at most `most` bytes. A missing file raises FileNotFoundError."""
+    return decoded(read_bytes(path, most), path)
+
+
+def decoded(content: bytes, path: Path) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} cannot be read: byte {error.start} is not UTF-8 text") from None
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    try:
+        # A FIFO without a writer would block an ordinary open.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with open(handle, "rb") as file:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise UserError(f"{path} cannot be read: it is no regular file")
+            if found.st_size > most:
+                kept = f"{most >> 10} KiB" if most >= 1024 else f"{most} bytes"
+                raise UserError(f"{path} cannot be read: it has more than the {kept} that are read of such a file")
+            return file.read(found.st_size)  # what is appended meanwhile is for the next time
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def read_json(path: Path, way_out: str = "") -> Any:
+    """The value in a JSON file, with hidden characters escaped. A missing file raises FileNotFoundError."""
+    try:
+        return parse_json(read_text(path))
+    except ValueError as error:
+        raise damaged(path, error, way_out) from None
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, with hidden characters escaped. Raises a ValueError."""
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is no number of JSON")
+
+    def whole(digits: str) -> int:
+        if len(digits) > MOST_DIGITS:
+            raise ValueError("a number has too many digits")
+        return int(digits)
+
+    try:
+        return clean(json.loads(text, parse_constant=refuse, parse_int=whole))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [clean(item) for item in value]
+    return {printable(key): clean(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def damaged(path: Path | str, error: Exception, way_out: str = "") -> UserError:
+    """For a file whose content is not what it should be, as `error` found."""
+    return UserError(f"{path} is damaged: {reason(error)}{f'; {way_out}' if way_out else ''}")
+
+
+def reason(error: Exception) -> str:
+    """What an exception says, as a part of a sentence."""
+    words = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else str(error)
+    return " ".join(words.split())[:200] or type(error).__name__
+
+
+def check(value: Any, shape: Any, where: str = "") -> None:
+    """Raise a ValueError that names the place where `value` is not of the shape.
+
+    shape: a type or several; a dictionary with these keys, where "*" stands for any and "key?" may be missing or null;
+    a list of like values; (low, high) with numbers for a whole number between them; a function that raises.
+    """
+    place = where or "the whole"
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            raise ValueError(f"{place} is {shown(value)}, not a dictionary")
+        for key, inner in shape.items():
+            name, optional = key.removesuffix("?"), key.endswith("?")
+            if optional and value.get(name) is None:
+                continue
+            for each in value if key == "*" else [name]:
+                below = f"{where}.{each}" if where else str(each)
+                if each not in value:
+                    raise ValueError(f"{below} is missing")
+                check(value[each], inner, below)
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            raise ValueError(f"{place} is {shown(value)}, not a list")
+        for number, item in enumerate(value):
+            check(item, shape[0], f"{where}[{number}]")
+    elif isinstance(shape, tuple) and shape and not isinstance(shape[0], type):
+        low, high = shape
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueError(f"{place} is {shown(value)}, not a whole number from {low} to {high}")
+    elif isinstance(shape, type | tuple):
+        check_type(value, shape if isinstance(shape, tuple) else (shape,), place)
+    else:
+        shape(value, place)
+
+
+def check_type(value: Any, kinds: tuple[type, ...], place: str) -> None:
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join(dict.fromkeys(SPOKEN.get(kind, kind.__name__) for kind in kinds))
+        raise ValueError(f"{place} is {shown(value)}, not {wanted}")
+    if isinstance(value, NUMBER) and not (math.isfinite(value) if isinstance(value, float) else True):
+        raise ValueError(f"{place} is {value}, not a finite number")
+    if isinstance(value, NUMBER) and abs(value) > LARGEST:
+        raise ValueError(f"{place} is {shown(value)}, more than {LARGEST:.0e}")
+
+
+class Loader(yaml.SafeLoader):
+    """YAML's plain values but dates, which are text here, and numbers that are too long, which are refused."""
+
+
+def number(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def construct(loader: Any, node: yaml.ScalarNode) -> Any:
+        if len(node.value) > MOST_DIGITS:
+            raise yaml.constructor.ConstructorError(None, None, "a number has too many digits", node.start_mark)
+        try:
+            return make(loader, node)
+        except (ValueError, OverflowError):  # such as 0x_, which YAML's pattern of numbers lets through
+            return node.value
+
+    return construct
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", number(yaml.SafeLoader.construct_yaml_int))
+Loader.add_constructor("tag:yaml.org,2002:float", number(yaml.SafeLoader.construct_yaml_float))
+Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
+
+
+def load_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises a YAMLError, also for what is nested too deeply or grows by its aliases."""
+    if len(text) > MOST_YAML:
+        raise yaml.YAMLError(f"it has {len(text)} characters; at most {MOST_YAML} are read")
+    depth = 0
+    for event in yaml.parse(text, Loader=Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise yaml.YAMLError(f"it is nested more than {DEEPEST} deep")
+    loader = Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if nodes(node, {}) > MOST_NODES:
+            raise yaml.YAMLError(f"with its aliases it holds more than {MOST_NODES} values")
+        return loader.construct_document(node)
+    except (ValueError, TypeError) as error:  # such as a list as a key, or characters that are no YAML
+        if isinstance(error, yaml.YAMLError):
+            raise
+        raise yaml.YAMLError(str(error)) from None
+    finally:
+        loader.dispose()
+
+
+def nodes(node: yaml.Node, known: dict[int, float]) -> float:
+    """How many values there are below the node, where an alias counts as often as it stands there."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # until it is counted: a node that holds itself
+        known[id(node)] = 1 + sum(nodes(below, known) for below in children(node))
+    return known[id(node)]
+
+
+def children(node: yaml.Node) -> Iterable[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else ()
+
+
+def read_yaml_file(path: Path) -> Any:
+    """A missing file raises FileNotFoundError."""
+    text = read_text(path, MOST_YAML)
+    try:
+        return load_yaml(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path}{place} cannot be read as YAML: {reason}") from None

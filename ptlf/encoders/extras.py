@@ -1,0 +1,120 @@
+"""Encoders of other libraries: `timm:NAME`, `torchvision:NAME`, `hf:FOLDER`, and Hugging Face models given as they are.
+
+Their classifiers are left out. Weights are random, but for a Hugging Face folder that holds some.
+"""
+
+import importlib
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ptlf.core.errors import UserError
+from ptlf.encoders.encoder import EncoderEntry, SizedConfig
+
+
+def timm_entry(name: str) -> EncoderEntry:
+    def make(config: SizedConfig) -> nn.Module:
+        timm = needed("timm", f"timm:{name}")
+        if not timm.is_model(name):
+            raise UserError(f"timm has no model {name!r}; timm.list_models() names them")
+        model = sized(timm.create_model, name, "img_size", config.image_size, pretrained=False, num_classes=0)
+        described: Any = model.pretrained_cfg
+        return normalised(model, described.get("mean"), described.get("std"))
+
+    return EncoderEntry(make, SizedConfig, "of timm, without its classifier")
+
+
+def torchvision_entry(name: str) -> EncoderEntry:
+    def make(config: SizedConfig) -> nn.Module:
+        models = needed("torchvision.models", f"torchvision:{name}")
+        if name not in models.list_models(models):
+            raise UserError(
+                f"torchvision has no classifier {name!r}; torchvision.models.list_models() names all models"
+            )
+        model = sized(models.get_model, name, "image_size", config.image_size, weights=None)
+        *_, last = (path for path, part in model.named_modules() if isinstance(part, nn.Linear))
+        model.set_submodule(last, nn.Identity())
+        crop = models.get_model_weights(name).DEFAULT.transforms()
+        return normalised(model, crop.mean, crop.std)
+
+    return EncoderEntry(make, SizedConfig, "of torchvision, without its classifier")
+
+
+def hf_entry(path: str) -> EncoderEntry:
+    """path: a folder in the format of `save_pretrained`, with or without weights, or its config.json."""
+
+    def make(config: SizedConfig) -> nn.Module:
+        transformers = needed("transformers", f"hf:{path}")
+        where = Path(path).expanduser()
+        if not where.exists():
+            raise UserError(f"hf:{path} names no folder or config.json here")
+        folder = where if where.is_dir() else where.parent
+        settings = transformers.AutoConfig.from_pretrained(where, local_files_only=True)
+        has_weights = where.is_dir() and any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+        if has_weights:
+            model = transformers.AutoModel.from_pretrained(where, config=settings, local_files_only=True)
+        else:
+            if config.image_size and hasattr(settings, "image_size"):
+                settings.image_size = config.image_size
+            model = transformers.AutoModel.from_config(settings)
+        if any(True for _ in getattr(model, "pooler", nn.Identity()).parameters()):
+            model.pooler = None  # a layer for classifiers, of which checkpoints mostly hold nothing
+        described: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            described = json.loads((folder / "preprocessor_config.json").read_text())
+        return normalised(as_encoder(model), described.get("image_mean"), described.get("image_std"))
+
+    return EncoderEntry(make, SizedConfig, "a Hugging Face model")
+
+
+def needed(module: str, encoder: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a build for another torch fails with other errors than ImportError
+        package = module.partition(".")[0]
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        lacking = "is not installed" if missing else f"cannot be imported ({error})"
+        raise UserError(f"encoder {encoder!r} needs {package}, which {lacking}: pip install 'ptlf[encoders]'") from None
+
+
+def sized(make: Any, name: str, key: str, size: int | None, **options: Any) -> nn.Module:
+    """The model for images of that size, where its kind depends on one and takes it under this key."""
+    if size is not None:
+        with suppress(TypeError):
+            return make(name, **{key: size}, **options)
+    return make(name, **options)
+
+
+def normalised(model: nn.Module, mean: Any, std: Any) -> nn.Module:
+    if mean is not None and std is not None:
+        model.normalisation = tuple(mean), tuple(std)  # type: ignore[assignment]
+    return model
+
+
+def as_encoder(model: nn.Module) -> nn.Module:
+    """The module itself, or a Hugging Face model's pooled output."""
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(model).__mro__}
+    return Pooled(model) if "transformers.modeling_utils.PreTrainedModel" in kinds else model
+
+
+class Pooled(nn.Module):
+    """A Hugging Face model without its head, as images (B, 3, H, W) to vectors: its pooled output, or else the first
+    token, or the mean of a feature map."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: nn.Module = getattr(model, "base_model", model)
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    def forward(self, images: Tensor) -> Tensor:
+        output = self.model(pixel_values=images)
+        if (pooled := getattr(output, "pooler_output", None)) is not None:
+            return pooled.flatten(1)
+        last = output.last_hidden_state
+        return last[:, 0] if last.ndim == 3 else last.mean((2, 3))

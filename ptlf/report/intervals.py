@@ -1,0 +1,53 @@
+"""How sure an accuracy is, from the number of test images alone; and whether training improved it at all."""
+
+from collections.abc import Sequence
+
+from ptlf.run.results import Json
+
+Z = 1.96  # of 95 %
+RANDOM, GIVEN, BEFORE = "random encoder", "given encoder", "encoder before training"
+
+
+def wilson(percent: float, images: float) -> tuple[float, float]:
+    """Wilson's interval at 95 % for a share of so many images, both in per cent."""
+    share = min(max(percent / 100, 0.0), 1.0)
+    centre = (share + Z**2 / (2 * images)) / (1 + Z**2 / images)
+    half = Z / (1 + Z**2 / images) * (share * (1 - share) / images + Z**2 / (4 * images**2)) ** 0.5
+    return 100 * (centre - half), 100 * (centre + half)
+
+
+def half_width(percent: float, images: float) -> float:
+    low, high = wilson(percent, images)
+    return (high - low) / 2
+
+
+def images_of_mean(counts: Sequence[int]) -> float | None:
+    """As how many test images the mean of accuracies on so many each counts: of T like ones, T times as many."""
+    known = [count for count in counts if count]
+    return len(known) ** 2 / sum(1 / count for count in known) if known else None
+
+
+def images_behind(results: Json, probe: str, key: str) -> float | None:
+    """Behind `accuracy` or `untrained_accuracy` of a probe; None where the record does not say."""
+    values, counts = results["probes"].get(probe, {}), results.get("test_images")
+    row = values.get("untrained") if key == "untrained_accuracy" else (values.get("matrix") or [None])[-1]
+    if not row or not counts or len(counts) != len(row):
+        return None
+    return images_of_mean([count for count, value in zip(counts, row, strict=True) if value is not None])
+
+
+def start_of(results: Json) -> str:
+    """What the encoder was before training: its weights may have been given with a file or by the user's own code."""
+    return GIVEN if results.get("encoder_weights") else BEFORE if results.get("own_encoder") else RANDOM
+
+
+def neighbours(values: Json) -> str:
+    """The k that was used, of a probe with one, as ", k = 20"; that it was asked for otherwise is said."""
+    asked, used = values["settings"].get("k"), [row["k"] for row in values.get("used_by_task") or [] if "k" in row]
+    if asked is None:
+        return ""
+    if not used or {asked} == set(used):
+        return f", k = {asked}"
+    span = str(used[0]) if len(set(used)) == 1 else f"{min(used)} to {max(used)}"
+    why = " of the smallest class" if isinstance(asked, int) else ""
+    return f", k = {span}{why} (asked: {asked})"

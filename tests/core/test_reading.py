@@ -1,0 +1,110 @@
+"""Text, JSON and YAML from strangers: bounded, escaped, of the shape that is needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ptlf.core.errors import UserError
+from ptlf.core.reading import check, load_yaml, parse_json, read_json, read_text
+from ptlf.core.words import printable, shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 1",
+        "[1, 2.5, x, null, true]",
+        "a: {b: [c, 'd e']}",
+        "1e-3",
+        "x: 0x1F",
+        "~",
+        "",
+        "a: &x {b: 1}\nc: *x",
+        "12_000",
+    ],
+)
+def test_yaml_reads_as_it_always_did(text: str) -> None:
+    assert load_yaml(text) == yaml.safe_load(text)
+
+
+def test_what_looks_like_a_date_or_a_number_and_is_none_is_text() -> None:
+    assert load_yaml("[2020-99-99, 2020-01-02, 0x_, 1:2]") == ["2020-99-99", "2020-01-02", "0x_", 62]
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 40 + "]" * 40, "a: &a [*a]", "&a [&b [*a]]", "!!python/object/apply:os.abort []"]
+)
+def test_yaml_that_is_refused(text: str) -> None:
+    with pytest.raises(yaml.YAMLError):
+        load_yaml(text)
+
+
+def test_aliases_may_stand_for_as_much_as_can_be_written_out() -> None:
+    ten = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+    assert load_yaml(f"{ten}b: [{', '.join(['*a'] * 1000)}]")["b"][999] == [1] * 10
+    with pytest.raises(yaml.YAMLError, match="more than 20000 values"):
+        load_yaml(f"{ten}b: [{', '.join(['*a'] * 2000)}]")
+
+
+def test_hidden_characters_are_escaped() -> None:
+    assert printable("caf\u00e9 \x1b[31m \udcff \u202e\n") == "caf\u00e9 \\x1b[31m \\udcff \\u202e\\n"
+    assert printable("\U0001f469\u200d\U0001f52c") == "\U0001f469\u200d\U0001f52c"  # one picture of three characters
+    assert parse_json('{"a\\u001b": ["\\ud800", 1]}') == {"a\\x1b": ["\\ud800", 1]}
+
+
+def test_a_value_is_shown_in_few_words() -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep, deep]
+    assert all(len(shown(value)) < 200 for value in (deep, "x" * 10**6, 10**4000, 10**5000, [[1] * 9] * 9, {1: 2}))
+    assert shown("a\x1b") == "'a\\x1b'"
+
+
+def test_only_regular_files_of_bounded_size(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("12345")
+    assert read_text(tmp_path / "a", most=5) == "12345"
+    with pytest.raises(UserError, match="more than"):
+        read_text(tmp_path / "a", most=4)
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
+        with pytest.raises(UserError, match=f"{path} cannot be read"):
+            read_text(path)
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "none")
+
+
+SHAPE = {"a": int, "b?": [str], "c": {"*": (int, float)}, "d": (1, 9)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, ""),
+        ({"b": None, "more": object()}, ""),
+        ({"a": "x"}, "a is 'x', not a number"),
+        ({"a": True}, "a is True, not a number"),
+        ({"b": [1]}, "b[0] is 1, not text"),
+        ({"b": {}}, "b is {}, not a list"),
+        ({"c": {"x": None}}, "c.x is None, not a number"),
+        ({"c": {"x": float("inf")}}, "c.x is inf, not a finite number"),
+        ({"c": {"x": 10**40}}, "c.x is 1000"),
+        ({"c": []}, "c is [], not a dictionary"),
+        ({"d": 10}, "d is 10, not a whole number from 1 to 9"),
+        ({"d": 2.0}, "d is 2.0, not a whole number from 1 to 9"),
+    ],
+)
+def test_shapes(change: dict[str, Any], message: str) -> None:
+    value = {"a": 1, "c": {"x": 1.5}, "d": 3, **change}
+    if not message:
+        check(value, SHAPE)
+        return
+    with pytest.raises(ValueError) as caught:
+        check(value, SHAPE)
+    assert str(caught.value).startswith(message)
+    with pytest.raises(ValueError, match="a is missing"):
+        check({}, SHAPE)

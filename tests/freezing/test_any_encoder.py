@@ -1,0 +1,345 @@
+"""Units, gradients, ratios and bytes of transformers and other modern encoders."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from architectures import HUGGING, OWN, Last, hugging, own
+from torch import Tensor, nn
+
+from ptlf.freezing.correlation import Inputs, correlation_ratios, parts
+from ptlf.freezing.freezer import Freezer
+from ptlf.freezing.savings import measure_savings
+from ptlf.freezing.units import find_units, trace
+from ptlf.training.cost import kept_bytes
+
+
+def make(name: str) -> tuple[nn.Module, Tensor]:
+    if name in OWN:
+        return own(name)
+    pytest.importorskip("transformers")
+    return hugging(name)
+
+
+@pytest.mark.parametrize("name", [*OWN, *HUGGING])
+def test_every_parameter_is_in_one_unit_or_named_with_a_reason(name):
+    model, example = make(name)
+    seen = trace(model, example)
+    names = {parameter: key for key, parameter in model.named_parameters()}
+    held = [names[parameter] for unit in seen.units for parameter in unit.parameters()]
+    assert len(held) == len(set(held))
+    assert {*held, *seen.outside} == set(names.values())
+    assert not {*held} & {*seen.outside}
+    unused = {
+        "timm-like": {"unused"},
+        "dinov2": {"inner.embeddings.mask_token"},
+        "convnext": {"inner.layernorm.weight", "inner.layernorm.bias"},  # only the pooled output goes through it
+    }
+    assert set(seen.outside) == unused.get(name, set())
+    assert set(seen.outside.values()) <= {"no output of the forward depends on it"}
+
+
+def extras(name: str) -> dict[str, list[str]]:
+    model, example = make(name)
+    return {unit.name: list(unit.extra) for unit in find_units(model, example)}
+
+
+def norm(path: str) -> list[str]:
+    return [f"{path}.weight", f"{path}.bias"]
+
+
+def test_norms_belong_to_the_layers_they_feed_and_the_rest_to_the_layer_before():
+    found = extras("timm-like")
+    assert found["patch"] == ["cls_token", "pos_embed"]
+    for block in ("blocks.0", "blocks.1"):
+        assert found[f"{block}.attn.qkv"] == [
+            *norm(f"{block}.norm1"),
+            f"{block}.attn.table",
+            *norm(f"{block}.attn.q_norm"),
+        ]
+        assert found[f"{block}.attn.proj"] == [f"{block}.ls1.gamma"]
+        assert found[f"{block}.mlp.0"] == norm(f"{block}.norm2")
+        assert found[f"{block}.mlp.2"] == [f"{block}.ls2.gamma"]
+    assert found["blocks.2.mlp.2"] == ["blocks.2.ls2.gamma", *norm("norm")]
+
+
+def test_norms_after_a_residual_sum_belong_to_the_layer_before():
+    assert extras("encoder post")["layers.0.self_attn"] == norm("layers.0.norm1")
+    assert extras("encoder post")["layers.0.linear2"] == norm("layers.0.norm2")
+    assert extras("encoder pre")["layers.1.self_attn"] == norm("layers.1.norm1")
+    assert extras("encoder pre")["layers.1.linear2"] == norm("norm")
+
+
+def test_parameters_in_front_of_all_layers_belong_to_the_first_and_queries_to_their_attention():
+    found = extras("words")
+    assert found["blocks.0.1"] == ["places", "words.weight", "blocks.0.0.weight"]
+    assert found["blocks.1.1"] == ["blocks.1.0.weight"]
+    assert found["pool"] == ["query"]
+    assert extras("pre-activation")["blocks.1.1"] == [*norm("blocks.1.0"), "slope.weight"]
+
+
+def frozen_by_hand(model: nn.Module, example: Tensor, names: set[str]) -> None:
+    """The reference: requires_grad=False, and norms in eval mode."""
+    for unit in find_units(model, example):
+        if unit.name in names:
+            for parameter in unit.parameters():
+                parameter.requires_grad_(False)
+            for held in unit.norms:
+                held.eval()
+
+
+def gradients(model: nn.Module, example: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    output = model(example)
+    if output.requires_grad:
+        output.square().sum().backward()
+    return output.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", [*OWN, *HUGGING])
+def test_gradients_equal_plain_pytorch_for_any_frozen_set(name):
+    model, example = make(name)
+    model = model.double().train()
+    example = example.double() if example.is_floating_point() else example
+    names, generator = [unit.name for unit in find_units(model, example)], random.Random(0)
+    sets = [names, names[: len(names) // 2], *(generator.sample(names, k) for k in (1, 2, len(names) // 2))]
+    for chosen in sets:
+        ours, plain = copy.deepcopy(model), copy.deepcopy(model)
+        freezer = Freezer(ours, example=example)
+        freezer.freeze(chosen)
+        frozen_by_hand(plain, example, set(chosen))
+        found, expected = gradients(ours, example), gradients(plain, example)
+        assert found[1].keys() == expected[1].keys()
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        if chosen is names:
+            outside = trace(model, example).outside
+            assert {key for key, p in ours.named_parameters() if p.requires_grad} == set(outside)
+        freezer.thaw()
+        assert all(parameter.requires_grad for parameter in ours.parameters())
+
+
+def test_statistics_of_a_norm_that_feeds_a_frozen_layer_stay():
+    model, example = own("pre-activation")
+    freezer = Freezer(model.train(), example=example)
+    freezer.freeze(["blocks.1.1"])
+    before = [norm.running_mean.clone() for norm, _ in model.blocks]
+    model(example)
+    after = [norm.running_mean for norm, _ in model.blocks]
+    assert torch.equal(before[1], after[1]) and not torch.equal(before[0], after[0])
+    freezer.thaw()
+    model(example)
+    assert not torch.equal(before[1], model.blocks[1][0].running_mean)
+
+
+@pytest.mark.parametrize("batch_statistics", [False, True])
+def test_statistics_of_an_instance_norm_stay(batch_statistics):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)).train()
+    freezer = Freezer(model, example=torch.randn(2, 3, 8, 8), batch_statistics=batch_statistics)
+    freezer.freeze("0")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model(torch.randn(2, 3, 8, 8))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    freezer.thaw()
+    model(torch.randn(2, 3, 8, 8))
+    assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+
+
+def bytes_of(model: nn.Module, example: Tensor, freezer: Freezer | None = None) -> int:
+    held = [*model.parameters(), *model.buffers(), *(freezer.folded if freezer else ())]
+    return kept_bytes(lambda: model(example).square().mean(), exclude=[*held, example])
+
+
+PREFIXES = {
+    "vit": "inner.embeddings. inner.layers.0. inner.layers.1.",
+    "dinov2": "inner.embeddings. inner.encoder.layer.0. inner.encoder.layer.1.",
+    "convnext": "inner.embeddings. inner.encoder.stages.0.",
+    "swin": "inner.embeddings. inner.encoder.layers.0.",
+    "timm-like": "patch. cls_token pos_embed blocks.0. blocks.1.",
+    "mixer": "stem. blocks.0.",
+    "encoder post": "layers.0.",
+    "encoder pre": "layers.0.",
+}
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_a_frozen_prefix_keeps_no_more_bytes_than_plain_pytorch(name):
+    model, example = make(name)
+    model.train()
+    prefix = tuple(PREFIXES[name].split())
+    plain = copy.deepcopy(model)
+    for key, parameter in plain.named_parameters():
+        parameter.requires_grad_(not key.startswith(prefix))
+    freezer = Freezer(model, example=example)
+    everything = bytes_of(model, example)
+    freezer.freeze([unit.name for unit in freezer.units if f"{unit.name}.".startswith(prefix)])
+    kept = bytes_of(model, example, freezer)
+    assert 0 < kept <= bytes_of(plain, example) < everything
+
+
+def test_frozen_in_the_middle_a_convnext_keeps_fewer_bytes_than_plain_pytorch():
+    pytest.importorskip("transformers")
+    model, example = hugging("convnext")
+    middle = "inner.encoder.stages.0."
+    plain = copy.deepcopy(model.train())
+    for key, parameter in plain.named_parameters():
+        parameter.requires_grad_(not key.startswith(middle))
+    freezer = Freezer(model, example=example)
+    freezer.freeze([unit.name for unit in freezer.units if unit.name.startswith(middle)])
+    assert bytes_of(model, example, freezer) < 0.95 * bytes_of(plain, example)
+
+
+def reference_ratio(products: list[tuple[np.ndarray, np.ndarray]], threshold: float) -> float:
+    """From the gradient (C_out, m) and the inputs (m, n) of each product, by numpy's SVD."""
+    kept = 0.0
+    for gradient, inputs in products:
+        u, s, _ = np.linalg.svd(inputs, full_matrices=False)
+        energy = np.cumsum(s**2)
+        kept += np.linalg.norm(gradient @ u[:, : 1 + np.argmax(energy >= threshold * energy[-1])]) ** 2
+    return float(np.sqrt(kept / sum(np.linalg.norm(gradient) ** 2 for gradient, _ in products)))
+
+
+def ratios_of(model: nn.Module, replay: Tensor, new: Tensor, threshold: float) -> dict[str, float]:
+    return correlation_ratios(model, replay, lambda: model(new).square().sum(), threshold, batches=1, example=new)
+
+
+@pytest.mark.parametrize("threshold", [0.7, 0.95, 1.0])
+@pytest.mark.parametrize("count", [1, 9])
+def test_ratios_of_linear_layers_over_tokens_agree_with_numpy(count, threshold):
+    model, new = own("timm-like")
+    model, new, replay = model.double(), new.double(), torch.randn(count, 3, 8, 8).double()
+    found = ratios_of(model, replay, new, threshold)
+    assert set(found) == {unit.name for unit in find_units(model, new)}
+    twin, seen = copy.deepcopy(model), {}
+    for name in found:
+        twin.get_submodule(name).register_forward_pre_hook(lambda m, args, name=name: seen.update({name: args[0]}))
+    twin(new).square().sum().backward()
+    twin(replay)
+    for name in found:
+        if name != "patch":
+            inputs = seen[name].detach().reshape(-1, seen[name].shape[-1]).T.numpy()
+            expected = reference_ratio([(twin.get_submodule(name).weight.grad.numpy(), inputs)], threshold)
+            assert found[name] == pytest.approx(expected, abs=1e-9), name
+
+
+@pytest.mark.parametrize("threshold", [0.7, 0.95])
+def test_ratios_of_an_attention_count_all_its_projections(threshold):
+    """The reference computes the attention by hand, with four products."""
+    model, new = own("words")
+    model, replay = model.double(), torch.randint(11, (7, 6), generator=torch.Generator().manual_seed(2))
+    found = ratios_of(model, replay, new, threshold)
+    twin = copy.deepcopy(model)
+    twin(new).square().sum().backward()
+    calls: dict[str, tuple[Tensor, ...]] = {}
+    for name in ("pool", "other"):
+
+        def note(layer: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+            calls[name] = (*args, *([kwargs["value"]] if "value" in kwargs else []))
+
+        twin.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+    twin(replay)
+    for name, given in calls.items():
+        layer = twin.get_submodule(name)
+        if layer.in_proj_weight is None:
+            weights = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
+            grads = [weight.grad for weight in weights]
+        else:
+            weights, grads = layer.in_proj_weight.chunk(3), layer.in_proj_weight.grad.chunk(3)
+        biases = layer.in_proj_bias.chunk(3)
+        q, k, v = (
+            (x @ w.T + b).unflatten(-1, (2, 4)).transpose(1, 2) for x, w, b in zip(given, weights, biases, strict=True)
+        )
+        heads = ((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        matrices = [x.detach().reshape(-1, x.shape[-1]).T.numpy() for x in (*given, heads)]
+        products = list(zip([g.numpy() for g in (*grads, layer.out_proj.weight.grad)], matrices, strict=True))
+        assert found[name] == pytest.approx(reference_ratio(products, threshold), abs=1e-9), name
+
+
+def test_attention_ratios_are_seen_under_autocast_and_in_evaluation_s_fast_path():
+    model, example = own("encoder post")
+    plain = ratios_of(model, example, example, 0.9)
+    assert set(plain) == {unit.name for unit in find_units(model, example)}
+    assert all(0 < ratio <= 1 for ratio in plain.values())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = ratios_of(model, example, example, 0.9)
+    assert low == pytest.approx(plain, abs=0.1)
+
+
+def test_ratios_of_convolutions_of_other_dimensions_agree_with_numpy():
+    model, new = own("volumes")
+    model, new, replay = model.double().eval(), new.double(), torch.randn(4, 3, 8, 8).double()
+    found = ratios_of(model, replay, new, 0.8)
+    twin, seen = copy.deepcopy(model), {}
+    for name in ("solid", "up", "line"):
+        twin.get_submodule(name).register_forward_pre_hook(lambda m, args, name=name: seen.update({name: args[0]}))
+    twin(new).square().sum().backward()
+    twin(replay)
+    x = np.pad(seen["solid"].numpy(), ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1)))
+    patches = [
+        image[:, depth, row : row + 3, column : column + 3].ravel()
+        for image in x
+        for depth in range(3)
+        for row in range(8)
+        for column in range(8)
+    ]
+    solid = twin.solid.weight.grad.reshape(4, -1).numpy(), np.array(patches).T
+    x = seen["line"].detach().numpy()
+    spots = [image[:, start : start + 5 : 2].ravel() for image in x for start in range(0, x.shape[2] - 4, 2)]
+    line = twin.line.weight.grad.reshape(5, -1).numpy(), np.array(spots).T
+    x, g = seen["up"].detach().transpose(0, 1).flatten(1).numpy(), twin.up.weight.grad.numpy()
+    up = [(g[half].reshape(6, -1).T, x[half]) for half in (slice(0, 6), slice(6, 12))]
+    kept = {"solid": [solid], "line": [line]}
+    for name, products in kept.items():
+        assert found[name] == pytest.approx(reference_ratio(products, 0.8), abs=1e-9), name
+    # All groups keep as many directions as the one that needs most, each no more than it needs.
+    assert found["up"] == pytest.approx(reference_ratio(up, 0.8), abs=1e-9)
+
+
+@pytest.mark.parametrize("n", [3, 16, 17, 40])
+def test_few_columns_give_the_subspace_of_their_gram_matrix(n):
+    layer = nn.Linear(32, 2).double()
+    x = torch.randn(n, 32, generator=torch.Generator().manual_seed(n)).double() * torch.logspace(0, -6, 32).double()
+    inputs = Inputs(parts(layer)[0])
+    for row in x.split(5):
+        inputs.add(row)
+    assert (inputs.gram is None) == (n <= 16)
+    for threshold in (0.9, 0.999999, 1.0):
+        u, s, _ = np.linalg.svd(x.T.numpy(), full_matrices=False)
+        energy = np.cumsum(s**2)
+        kept = u[:, : 1 + np.argmax(energy >= threshold * (1 - 1e-11) * energy[-1])]
+        basis = inputs.basis(threshold)[0].numpy()
+        assert basis.shape == kept.shape
+        np.testing.assert_allclose(basis @ basis.T, kept @ kept.T, atol=1e-6)
+
+
+def test_what_an_attention_s_backward_costs():
+    model, example = own("encoder post")
+    units = find_units(model, example)
+    saving = measure_savings(model, units, example)["layers.0.self_attn"]
+    assert saving.weight_cost == saving.input_cost == 2 * (3 * 5) * (4 * 8 * 8)
+    assert saving.bytes == 2 * example.nbytes  # its input, once, and the output projection's
+    volumes, images = own("volumes")
+    for by in ("flops", "seconds"):
+        found = measure_savings(volumes, find_units(volumes, images), images, by=by, repeats=1)
+        assert all(cost.weight_cost > 0 and cost.input_cost > 0 for cost in found.values())
+    transposed = measure_savings(volumes, find_units(volumes, images), images)["up"]
+    assert transposed.weight_cost == 2 * (3 * 8 * 8) * (12 * 3 * 9)
+
+
+def test_a_hugging_face_model_compiles_with_any_frozen_set():
+    pytest.importorskip("transformers")
+    model, example = hugging("vit")
+    freezer = Freezer(model, example=example)
+    freezer.freeze([unit.name for unit in freezer.units][1::2])
+    expected = gradients(model, example)
+    model.zero_grad()
+    torch._dynamo.reset()
+    found = gradients(torch.compile(model, backend="aot_eager", dynamic=False), example)
+    assert {name.removeprefix("_orig_mod."): value.shape for name, value in found[1].items()} == {
+        name: value.shape for name, value in expected[1].items()
+    }
+    torch.testing.assert_close(found[0], expected[0])
+    assert isinstance(model, Last)

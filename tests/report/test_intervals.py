@@ -1,0 +1,112 @@
+"""Intervals against their definition; what a run started from, and whether training helped, is said everywhere."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import made_up
+import numpy as np
+import pytest
+from rich.console import Console
+
+from ptlf.report.intervals import images_behind, images_of_mean, neighbours, start_of, wilson
+from ptlf.report.page import page
+from ptlf.report.runs import read_comparison
+from ptlf.report.tables import show_results, show_runs
+
+
+@pytest.mark.parametrize(("percent", "images"), [(0.0, 10), (42.72, 66), (91.2, 2000), (100.0, 37)])
+def test_wilson_solves_its_equation(percent: float, images: int) -> None:
+    """Its ends are the shares q that are 1.96 of their own standard errors from the share found."""
+    share, z = percent / 100, 1.96
+    # (p - q)^2 = z^2 q (1 - q) / n
+    ends = np.roots([1 + z**2 / images, -2 * share - z**2 / images, share**2])
+    assert wilson(percent, images) == pytest.approx(sorted(100 * ends.real))
+
+
+def test_the_mean_of_splits_counts_as_the_images_whose_share_varies_as_much() -> None:
+    assert images_of_mean([50, 50, 50]) == pytest.approx(150)
+    rng, counts = np.random.default_rng(0), [20, 80]
+    means = np.mean([rng.binomial(n, 0.7, 200_000) / n for n in counts], axis=0)
+    assert images_of_mean(counts) == pytest.approx(0.7 * 0.3 / means.var(), rel=0.02)
+    assert images_of_mean([]) is None
+
+
+def test_only_splits_that_were_tested_count() -> None:
+    results = made_up.results() | {"test_images": [10, 20, 40]}
+    results["probes"]["knn_task"]["matrix"][-1] = [50.0, None, 60.0]
+    assert images_behind(results, "knn_task", "accuracy") == images_of_mean([10, 40])
+    assert images_behind(results, "knn_task", "untrained_accuracy") == images_of_mean([10, 20, 40])
+    assert images_behind(made_up.results(), "knn_task", "accuracy") is None  # a record of an earlier version
+
+
+def test_the_neighbours_used_are_named() -> None:
+    values: dict[str, Any] = {"settings": {"k": 200}}
+    assert neighbours(values) == ", k = 200"
+    assert neighbours(values | {"used_by_task": [{"k": 200}, {"k": 200}]}) == ", k = 200"
+    assert neighbours(values | {"used_by_task": [{"k": 30}, {"k": 12}]}) == (
+        ", k = 12 to 30 of the smallest class (asked: 200)"
+    )
+    assert neighbours({"settings": {"lr": 1}}) == ""
+
+
+def told(results: dict[str, Any]) -> str:
+    console = Console(width=160, file=io.StringIO())
+    show_results(console, results, "run")
+    return console.file.getvalue()
+
+
+def shown(tmp_path: Path, results: dict[str, Any]) -> str:
+    return " ".join(page(read_comparison([made_up.write(tmp_path / "run", results)])).split())
+
+
+def test_every_accuracy_has_its_interval(tmp_path: Path) -> None:
+    results = made_up.results() | {"test_images": [66, 66, 66]}
+    probe = results["probes"]["knn_task"]
+    low, high = wilson(probe["accuracy"], 198)
+    text = told(results)
+    assert f"{probe['accuracy']:.2f} ({low:.1f} to {high:.1f})" in text
+    low, high = wilson(probe["matrix"][-1][0], 66)
+    assert f"±{(high - low) / 2:.2f}" in next(line for line in text.splitlines() if "at 95 %" in line)
+    low, high = wilson(probe["accuracy"], 198)
+    start = f"{probe['untrained_accuracy']:.2f}"
+    text = shown(tmp_path, results)
+    assert f"{probe['accuracy']:.2f} %</b> right (95 %: {low:.1f} to {high:.1f}), the random encoder {start} %" in text
+    assert f"<small>{low:.1f} to {high:.1f}; random encoder {start}</small>" in text
+    assert "(66 images, ±" in text
+
+
+def test_a_list_says_the_widest_interval() -> None:
+    console = Console(width=160, file=io.StringIO())
+    runs = {f"a/{n}": [made_up.results(seed=n) | {"test_images": [66, 66, 66]}] for n in range(4)}
+    show_runs(console, runs)
+    widths = [np.ptp(wilson(run["probes"]["knn_task"]["accuracy"], 198)) / 2 for (run,) in runs.values()]
+    assert f"knn_task: ±{max(widths):.2f} at 95 %" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({}, "random encoder"),
+        ({"own_encoder": True}, "encoder before training"),
+        ({"encoder_weights": {"sha256": "x"}, "own_encoder": True}, "given encoder"),
+    ],
+)
+def test_the_encoder_before_training_has_its_name(tmp_path: Path, more: dict[str, Any], name: str) -> None:
+    results = made_up.results() | more
+    assert start_of(results) == name
+    text = told(results)
+    assert f"nothing ({name})" in text
+    assert f"knn_task {name}, %" in text
+    assert f"the {name} " in shown(tmp_path, results)
+
+
+def test_training_that_made_it_worse_is_warned_of(tmp_path: Path) -> None:
+    results = made_up.results()
+    assert "worse" not in told(results) + shown(tmp_path / "better", results)
+    results["probes"]["knn_class"] |= {"accuracy": 42.72, "untrained_accuracy": 43.96}
+    warning = "training made knn_class worse: 43.96 % before (random encoder), 42.72 % after"
+    assert warning in told(results)
+    assert warning in shown(tmp_path / "worse", results)

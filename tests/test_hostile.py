@@ -1,0 +1,169 @@
+"""A run's folder is data: names of code in it are not followed, whichever command reads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ptlf.cli import main
+from ptlf.core.errors import UserError
+from ptlf.core.registry import settings_from
+from ptlf.core.settings import merge, nested
+from ptlf.encoders import ENCODERS
+from ptlf.run.config import Config
+from ptlf.run.recipes import resolve_config
+from ptlf.training.checkpoint import deserialise, sealed, serialise, unsealed
+
+QUICK = [
+    "--recipe", "digits/simsiam/lump", "--stream.groups", "[[0, 1]]", "--training.epochs", "1", "--training.batch",
+    "128", "--device", "cpu", "--stream.per_class", "70", "--encoder.width", "4", "--objective.projection", "16",
+    "--objective.bottleneck", "8", "--evaluation.gallery", "false",
+]  # fmt: skip
+PLACES = (
+    "stream.name", "encoder.name", "objective.name", "method.name", "freezing.policy.name", "freezing.policy",
+    "training.optimizer.name", "encoder", "method",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert main(["train", "--out", str(folder), *QUICK]) == 0
+    return folder
+
+
+@pytest.fixture
+def at(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, with a module that leaves a mark when it is imported, and a run."""
+    shutil.copytree(trained, tmp_path / "run")
+    marking = f"open({str(tmp_path / 'mark')!r}, 'w').close()\nclass Evil: pass\n"
+    (tmp_path / "evil.py").write_text(marking)
+    (tmp_path / "run" / "evil.py").write_text(marking)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("evil", None)
+
+
+def poison(folder: Path, place: str, name: str = "evil:Evil") -> None:
+    """The name of code in all files of the run, as if it had been trained so."""
+    for file, read, write in (
+        ("config.yaml", yaml.safe_load, yaml.safe_dump),
+        ("results.json", json.loads, json.dumps),
+    ):
+        path = folder / file
+        values = read(path.read_text())
+        config = values["config"] if file == "results.json" else values
+        section, *rest = place.split(".")
+        changed = config
+        for key in (section, *rest)[:-1]:
+            changed = changed[key]
+        changed[(section, *rest)[-1]] = name
+        path.write_text(write(values))
+    for path in (folder / "checkpoints").iterdir():
+        state = deserialise(unsealed(path))
+        state["settings"] = yaml.safe_load((folder / "config.yaml").read_text())
+        path.write_bytes(b"".join(sealed(serialise(state))))
+
+
+def commands(at: Path) -> dict[str, list[str]]:
+    run = str(at / "run")
+    return {
+        "resume": ["train", "--resume", run],
+        "config": ["train", "-c", f"{run}/config.yaml", "--out", str(at / "again")],
+        "evaluate": ["evaluate", run],
+        "report": ["report", run, "--out", str(at / "page.html")],
+        "figures": ["report", run, "--figures", str(at / "figures")],
+        "watch": ["watch", run, "--once"],
+        "bench run": ["bench", "run", "--from", run],
+    }
+
+
+@pytest.mark.parametrize("command", ["resume", "config", "evaluate", "report", "figures", "watch", "bench run"])
+@pytest.mark.parametrize("place", PLACES)
+def test_no_command_runs_code_of_a_run(at: Path, place: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    poison(at / "run", place)
+    code = main(commands(at)[command])
+    told = capsys.readouterr().err
+    assert not (at / "mark").exists()
+    assert "evil" not in sys.modules
+    if command in ("resume", "config", "evaluate"):
+        assert code == 2
+        assert "'evil:Evil' in " in told
+        assert "names code, which would run here; if you trust whoever wrote that file, add --trust-code" in told
+    else:
+        assert code in (0, 2)
+
+
+@pytest.mark.parametrize("text", ["recipe: digits/evil:Evil/lump", "recipe: evil:Evil/simsiam/lump"])
+def test_a_recipe_runs_no_code(at: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (at / "c.yaml").write_text(text)
+    assert main(["train", "-c", str(at / "c.yaml"), "--out", str(at / "out")]) == 2
+    assert "names code" in capsys.readouterr().err
+    assert not (at / "mark").exists()
+
+
+def test_a_probe_runs_no_code(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = at / "run" / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["probes"]["evil:Evil"] = {"enabled": True}
+    path.write_text(yaml.safe_dump(config))
+    assert main(["evaluate", str(at / "run")]) == 2
+    assert "probe 'evil:Evil' in " in capsys.readouterr().err
+    assert not (at / "mark").exists()
+
+
+def test_a_sweep_runs_no_code_of_the_runs_it_finds(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (at / "sweep").mkdir()
+    poison(at / "run", "encoder.name")
+    (at / "run").rename(at / "sweep" / "digits-simsiam-lump-seed0")
+    assert main(["sweep", "digits/simsiam/lump", "--out", str(at / "sweep"), *QUICK[2:]]) == 2
+    assert "'evil:Evil' in " in capsys.readouterr().err
+    assert not (at / "mark").exists()
+
+
+@pytest.mark.parametrize("command", ["resume", "config", "evaluate"])
+def test_abort_is_not_called(at: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    poison(at / "run", "encoder.name", "os:abort")
+    assert main(commands(at)[command]) == 2
+    assert "'os:abort' in " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["resume", "config", "evaluate"])
+def test_trusted_code_runs(at: Path, command: str) -> None:
+    """So that the tests above can fail: the module is found, and its mark left."""
+    poison(at / "run", "encoder.name")
+    main([*commands(at)[command], "--trust-code"])
+    assert (at / "mark").exists()
+
+
+def test_a_name_on_the_command_line_is_the_users_own(at: Path) -> None:
+    poison(at / "run", "encoder.name")
+    main([*commands(at)["config"], "--encoder.name", "evil:Evil"])
+    assert (at / "mark").exists()
+
+
+@pytest.mark.parametrize("typed", ["bevil:Evil", "evil:Evils", "x.evil:Evil", "evil:Evil:x", "--method.name=vil:Evil"])
+def test_another_name_does_not_vouch_for_it(at: Path, typed: str) -> None:
+    with settings_from(at / "config.yaml", [typed]), pytest.raises(UserError, match="names code"):
+        ENCODERS.find("evil:Evil")
+
+
+@pytest.mark.parametrize(
+    "typed", ["evil:Evil", "--encoder.name=evil:Evil", "digits/evil:Evil/lump", "--probes.evil:Evil.k"]
+)
+def test_the_name_itself_does(at: Path, typed: str) -> None:
+    with settings_from(at / "config.yaml", [typed]):
+        assert ENCODERS.find("evil:Evil")
+
+
+def test_python_passes_what_it_likes(at: Path) -> None:
+    values = merge(Config, {}, nested("encoder.name", "conftest:tiny_encoder"))
+    (at / "c.yaml").write_text(yaml.safe_dump(values))
+    assert resolve_config(None, at / "c.yaml", [], trust_code=True).encoder.name == "conftest:tiny_encoder"
+    assert resolve_config(None, None, ["--encoder.name", "conftest:tiny_encoder"]).encoder.name
