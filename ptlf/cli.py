@@ -220,6 +220,19 @@ def add_run_verbs(verb: Verb) -> None:
     add("--job-options", "for submitit, as slurm_partition=gpu", nargs="+", default=[], metavar="KEY=VALUE")
     add("--baseline", "what costs are relative to: a recipe or its end (default: lump, if any)")
 
+    about = "The paper's tables: find the runs, make those that are missing, print ours beside the paper's."
+    epilog = "It can be stopped at any moment; the same command goes on. " + HOLD_FOR_ALL
+    add = verb("reproduce", about, overrides=True, epilog=epilog)
+    tables = ("main", "cost", "imagenet100", "one-shot", "top-layers", "ratio", "supervised", "all", "figures")
+    add("table", f"one of {', '.join(tables)}", choices=tables, metavar="TABLE")
+    scales = "smoke: minutes on a CPU; short: 20 epochs; paper: the full protocol"
+    add("--scale", scales, choices=("smoke", "short", "paper"), default="paper")
+    add("--seeds", "each run with each of them; others that are there count too", int, nargs="+", default=[0])
+    add("--runs", "a folder below this for each run (default: runs/reproduce/SCALE)", Path, metavar="DIR")
+    add("--plan", "train nothing: which runs are there, which are missing, how long they would take", bool)
+    add("--write", "train nothing: write this Markdown page from the runs that are there", new_file, metavar="FILE")
+    add("--pictures", "folder for the pictures of `figures` (default: figures in the folder of the runs)", Path)
+
     about = "Train a recipe with growing shares of its units frozen, and draw what accuracy costs."
     epilog = "`ptlf report` draws the same picture of finished runs. " + HOLD_FOR_ALL
     add = verb("frontier", about, overrides=True, epilog=epilog)

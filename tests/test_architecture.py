@@ -29,10 +29,10 @@ training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
 run: run config recipes build results folder environment start parts inference embedding export
-run: record watcher state looks loop sweep bench cluster evaluate
-report: report checks intervals theme drawing runs measures tables live
-report.figures: figures axes accuracy cost freezing frontier gallery learning
-report: parts page watch
+run: record watcher state looks loop sweep bench cluster evaluate paper reproduce
+report: report checks intervals theme drawing runs measures paired tables live
+report.figures: figures axes accuracy cost freezing frontier gallery learning paper
+report: parts page watch reproduction
 learner
 commands
 cli
@@ -43,7 +43,7 @@ FORBIDDEN = {
     "freezing": {"objectives", "model", "methods", "views", "stream"},
     "evaluation": {"training", "methods", "objectives", "freezing", "model"},
 }
-REPORT_MAY_USE = {"ptlf", "ptlf.run.results", "ptlf.run.watcher"}
+REPORT_MAY_USE = {"ptlf", "ptlf.run.paper", "ptlf.run.results", "ptlf.run.watcher"}
 REPORT_MAY_USE |= {f"ptlf.core.{name}" for name in ("errors", "files", "reading", "words")}
 
 

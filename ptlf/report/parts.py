@@ -67,7 +67,7 @@ def answer_part(comparison: Comparison) -> Part:
         how += " Whiskers are one standard deviation over seeds."
     part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])
     if base and len(comparison.groups) > 2:
-        how = f"Costs relative to {base.label}. The dashed line joins the runs that no other one beats in both."
+        how = f"Costs relative to {base.label}. The dashed line joins the runs whose means no other one beats in both."
         part.add("What accuracy costs", how, [Picture("frontier", partial(frontier.frontier, comparison))])
     if base is None and len(comparison.groups) > 1:
         part.notes.append("No baseline: none of these runs is LUMP without freezing; `--baseline` names another one.")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ptlf.core.words import clipped
-from ptlf.report import measures
+from ptlf.report import measures, paired
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
 from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures
 from ptlf.report.runs import Group, RunRecord, known_probes
@@ -72,6 +72,24 @@ def show_runs(
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
         if group.doubt:
             console.print(f"{group.label}: {group.doubt}", soft_wrap=True)
+    show_differences(console, list(groups.values()), base)
+
+
+def show_differences(console: Console, groups: Sequence[Group], base: Group | None) -> None:
+    """By seed, of every run with two seeds or more in common with the baseline."""
+    others = paired.several_seeds(groups, base)
+    if base is None or not others:
+        return
+    probes = dict.fromkeys(probe for group in groups for probe in group.first["probes"])
+    rows = {f"{probe} {m.short}": m for probe in probes for m in probe_measures(probe)[:2]}
+    rows |= {m.title: m for m in MAIN_COSTS if any(group.values(m.path) for group in groups)}
+    _, short = shortened([group.label for group in groups])
+    names = {group.label: name for group, name in zip(groups, short, strict=True)}
+    table = new_table(f"By seed: {paired.HOW.format(base=names[base.label])}", [""], [names[g.label] for g in others])
+    for name, measure in rows.items():
+        cells = [paired.words(paired.compared(group, base, measure), measure) for group in others]
+        table.add_row(f"{name}, {paired.unit(measure)}", *cells)
+    console.print(table)
 
 
 def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | None, title: str) -> None:
