@@ -8,12 +8,15 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.evaluation.spread import COLLAPSED, feature_spread
+from ptlf.evaluation.prober import testing
+from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
 from ptlf.run.results import write_json
 from ptlf.run.state import State
 from ptlf.training.trainer import StepCost
+
+SAMPLE = 512  # images of a task whose features are measured after it
 
 
 class Looks(State):
@@ -61,6 +64,29 @@ class Looks(State):
             future = self.prober.future(self.model.encoder, self.task)
             self.record.end_task(rows, future, self.prober.used(self.task))
         return rows
+
+    def test_reference(self) -> None:
+        """What the encoder knew before, against a bank of its own."""
+        if self.reference:
+            with self.clock("evaluation"):
+                self.record.test_reference(self.reference.rows(self.model.encoder, 0))
+
+    def measure_features(self, indices: np.ndarray) -> None:
+        """Spread and effective rank of the features of a sample of these images; labels are not needed."""
+        if not self.config.evaluation.enabled:
+            return
+        with self.clock("evaluation"), testing(self.model.encoder):
+            chosen = torch.from_numpy(np.ascontiguousarray(indices[:: max(1, len(indices) // SAMPLE)][:SAMPLE]))
+            parts = [self.prepare(self.trainer.source.gather(part)) for part in chosen.split(128)]
+            features = torch.cat([self.model.encoder(part).float().flatten(1) for part in parts])
+        found = {"images": len(features), "spread": spread(features), "effective_rank": effective_rank(features)}
+        self.record.features.append({"task": self.task + 1, **found})
+
+    def has_past(self) -> bool:
+        """Whether the encoder knows something that the next task could make it forget."""
+        remembered = self.method.memory is not None and self.method.memory.old_count > 0
+        known = remembered or (self.weights is not None and not self.freezing.policy.needs_ratios)
+        return self.task > 0 or known
 
     def look_before(self, known: int = 0) -> None:
         """The untrained encoder. `known`: tasks on which it was tested before, for forward transfer."""
@@ -111,12 +137,12 @@ class Looks(State):
         with self.clock("evaluation"):
             chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
             images = self.prepare(self.trainer.source.gather(chosen))
-            spread = feature_spread(self.model.encoder, images)
-        self.record.warned = spread < COLLAPSED
+            found = feature_spread(self.model.encoder, images)
+        self.record.warned = found < COLLAPSED
         if self.record.warned:
             processes.warn(
                 f"ptlf: warning: the representation has collapsed in task {self.task + 1}, epoch {done}: "
-                f"normalised features of {len(images)} images differ by {spread:.1e} (1 = spread evenly, 0 = all the "
+                f"normalised features of {len(images)} images differ by {found:.1e} (1 = spread evenly, 0 = all the "
                 "same); try a lower --training.lr or another objective"
             )
 
