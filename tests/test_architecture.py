@@ -16,7 +16,7 @@ import ptlf
 PACKAGE = Path(ptlf.__file__).parent
 # Every module, in an order in which each imports only those before it. A room's own name is its __init__.
 ORDER = """
-core: core words errors reading memory files processes batch randomness registry settings
+core: core words errors phases reading memory files processes batch randomness registry settings
 stream: decode disk archives pack task datasets stream folders arrivals fetch loading
 views: view named operations views
 encoders: encoder extras norm resnet vit encoders
@@ -44,7 +44,7 @@ FORBIDDEN = {
     "evaluation": {"training", "methods", "objectives", "freezing", "model"},
 }
 REPORT_MAY_USE = {"ptlf", "ptlf.run.results", "ptlf.run.watcher"}
-REPORT_MAY_USE |= {f"ptlf.core.{name}" for name in ("errors", "files", "reading", "words")}
+REPORT_MAY_USE |= {f"ptlf.core.{name}" for name in ("errors", "files", "phases", "reading", "words")}
 
 
 def ordered() -> list[str]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
+from ptlf.core.phases import Phase
 from ptlf.evaluation.spread import COLLAPSED, feature_spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
@@ -24,7 +25,8 @@ class Looks(State):
         memory, freezer, settings = self.method.memory, self.freezing.freezer, self.config.freezing
         assert memory is not None
         self.model.train()
-        with self.clock("correlation"), self.trainer.engine.arithmetic():
+        place = f"correlation of task {self.task + 1} with those before"
+        with self.clock("correlation"), self.trainer.engine.arithmetic(), self.watcher.phase(place):
             correlation = TaskCorrelation(
                 self.model.encoder,
                 self.prepare(memory.past()),
@@ -37,7 +39,7 @@ class Looks(State):
             )
 
         def ratios(names: Sequence[str]) -> dict[str, float]:
-            with self.clock("correlation"):
+            with self.clock("correlation"), self.watcher.phase(place):
                 found = processes.broadcast_object(correlation(names))
             entry = self.freezing.log[-1]
             entry["directions"] = correlation.directions | entry.get("directions", {})  # those of the task's start stay
@@ -57,31 +59,41 @@ class Looks(State):
         if not self.prober:
             return {}
         with self.clock("evaluation"):
-            rows = self.prober.rows(self.model.encoder, self.task)
-            future = self.prober.future(self.model.encoder, self.task)
+            phase = self.testing(f"after task {self.task + 1} of {len(self.stream.tasks)}")
+            rows = self.prober.rows(self.model.encoder, self.task, phase)
+            future = self.prober.future(self.model.encoder, self.task, phase)
             self.record.end_task(rows, future, self.prober.used(self.task))
         return rows
+
+    def testing(self, when: str) -> Phase:
+        return self.phases(f"testing {when}")
+
+    def phases(self, work: str) -> Phase:
+        """The phases of a piece of work: its name stands before theirs."""
+        return lambda part, *count: self.watcher.phase(f"{work}, {part}", *count)
 
     def look_before(self, known: int = 0) -> None:
         """The untrained encoder. `known`: tasks on which it was tested before, for forward transfer."""
         if self.prober:
             with self.clock("evaluation"):
                 new = [split for split in self.stream.eval_splits if split.since >= max(known, 1)]
-                untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
-                self.record.begin(untrained, self.prober.ahead(self.model.encoder, new))
+                phase = self.testing("the encoder before training")
+                untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks), phase)
+                self.record.begin(untrained, self.prober.ahead(self.model.encoder, new, phase))
         self.look("before")
 
     def look_ahead(self) -> None:
         """The encoder as it is on the next task, if that was not there when the last one ended."""
         if self.prober and 0 < self.task < len(self.stream.tasks):
             with self.clock("evaluation"):
-                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1), {})
+                phase = self.testing(f"on task {self.task + 1} before it is learnt")
+                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1, phase), {})
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""
         if self.gallery and self.out:
             with self.clock("evaluation"):
-                self.gallery.look(moment, self.model.encoder)
+                self.gallery.look(moment, self.model.encoder, self.phases(f"gallery {moment} training"))
                 write_json(self.out / "gallery.json", self.gallery.as_dict())
 
     def check_numbers(self) -> None:

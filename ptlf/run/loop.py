@@ -90,8 +90,12 @@ class Run(Looks):
         frozen = len(self.freezing.freezer.frozen)
         self.watcher.begin_epoch(self.task, self.epoch, self.trainer.steps_per_epoch(indices), frozen)
         # Closed at once if the run stops: threads may be reading ahead.
-        with self.clock("training"), contextlib.closing(self.trainer.epoch(indices, self.epoch, state)) as steps:
+        training = contextlib.closing(self.trainer.epoch(indices, self.epoch, state))
+        with contextlib.ExitStack() as compiling, self.clock("training"), training as steps:
+            if self.compiles and not state.steps:
+                compiling.enter_context(self.watcher.phase("compiling the step"))
             for _ in steps:
+                compiling.close()
                 self.watcher.step(state.views)
                 self.pause()
             result = state.result()
@@ -109,7 +113,9 @@ class Run(Looks):
         self.record.begin_epoch(self.clock.seconds)
         with self.clock("rebuild"):
             self.record.newly_frozen = self.freezing.begin_epoch(self.epoch, lambda: self.correlate(indices))
-            if self.record.newly_frozen or self.epoch == 0:
+            changed = bool(self.record.newly_frozen) or self.epoch == 0
+            self.compiles = changed and self.trainer.engine_kind != "eager"
+            if changed:
                 self.variant = self.trainer.rebuild()
         self.epoch_state = self.trainer.begin_epoch()
         return self.epoch_state
