@@ -49,7 +49,7 @@ from ptlf.stream.arrivals import (
 )
 from ptlf.stream.decode import ImageFile, decoders
 from ptlf.stream.disk import disk_errors, files_below
-from ptlf.stream.pack import data_root
+from ptlf.stream.pack import Pack, data_root
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
 
@@ -176,7 +176,7 @@ class Learner:
         watcher = watcher or Live(name_of(as_dict(self.config)))
         with self._held():
             finished = not self.exists or self._can_go_on()
-            incoming = None
+            incoming: Pack | None = None
             try:
                 if source is not None:
                     incoming = self._pack(source, name, packing)
@@ -315,7 +315,7 @@ class Learner:
             raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot go on without it")
         return finished
 
-    def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Any:
+    def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Pack:
         if isinstance(source, np.ndarray):
             source = check_arrays({"images": source}, "the array")
         size = make_stream(self.config, self.folder).size if self.exists else self.size
@@ -364,10 +364,11 @@ def appearance(folder: Path) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def refuse_twin(incoming: Any, learnt: Sequence[Any]) -> None:
+def refuse_twin(incoming: Pack, learnt: Sequence[Pack]) -> None:
     for number, pack in enumerate(learnt, start=1):
         if checksum(pack) == checksum(incoming):
-            same = f"{task_name(incoming)} holds the very images of task {task_name(pack)}, the {number}. that arrived"
+            place = f"task {task_name(pack)}, number {number} of those that arrived"
+            same = f"{task_name(incoming)} holds the very images of {place}"
             raise UserError(f"{same}; give --again (again=True) to learn them once more")
 
 

@@ -25,8 +25,8 @@ class Gallery:
     """Call `look` with the untrained and with the trained encoder; `as_dict` is the content of gallery.json.
 
     The images are test images of the tasks' evaluation splits, or the tasks' training images where a task has no test
-    images. They are chosen by the seed alone, so runs with the same seed show the same images. They are read at the
-    first look.
+    images. They are chosen by the seed alone, so runs with the same seed show the same images. They are read when
+    they are first needed.
     """
 
     pixels: np.ndarray  # (N, H, W, 3) uint8
@@ -56,7 +56,9 @@ class Gallery:
         self.looks: dict[str, dict[str, Any]] = {}
 
     def read(self) -> None:
-        """The images, in the order in which `spread` draws them."""
+        """The images, in the order in which `spread` draws them, unless they are here already."""
+        if hasattr(self, "pixels"):
+            return
         chosen, self.groups = spread([indices for _, _, indices in self.drawn], POOL, np.random.default_rng(self.seed))
         size = self.drawn[0][1].size
         self.pixels, self.labels = np.empty((len(chosen), size, size, 3), np.uint8), np.array(self.groups)
@@ -71,8 +73,7 @@ class Gallery:
 
     def look(self, moment: str, encoder: nn.Module, phase: Phase = silent) -> None:
         """moment: "before" or "after"."""
-        if not hasattr(self, "pixels"):
-            self.read()
+        self.read()
         parts = []
         with testing(encoder), phase("features", len(self.pixels)) as advance:
             for part in torch.from_numpy(self.pixels).split(min(self.batch, BATCH)):
@@ -87,6 +88,7 @@ class Gallery:
 
     def as_dict(self) -> dict[str, Any]:
         """Images are tile numbers in the sprite; points are (x, y) in [0, 1]."""
+        self.read()
         shown = sorted({*self.queries} | {n for look in self.looks.values() for row in look["neighbours"] for n in row})
         tile = {index: number for number, index in enumerate(shown)}
         looks = {moment: dict(look) for moment, look in self.looks.items()}
