@@ -2,13 +2,13 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.settings import as_dict, parse_overrides
+from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.freezing import POLICIES
@@ -22,9 +22,10 @@ from ptlf.run import bench
 from ptlf.run import sweep as sweeps
 from ptlf.run.build import choose_device, make_encoder, make_stream
 from ptlf.run.cluster import train_all as train_jobs
-from ptlf.run.config import Config
+from ptlf.run.config import Config, read_yaml
 from ptlf.run.environment import commit, environment
 from ptlf.run.evaluate import evaluate_run
+from ptlf.run.fitting import free_settings
 from ptlf.run.folder import finished, has_finished
 from ptlf.run.loop import Run
 from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
@@ -58,10 +59,14 @@ def train(
             train_in(resume, processes.broadcast_object(settings), resume=True, strict=False)
         elif out:
             # After a restart by torchrun the command is the same, and the run is there already.
-            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code)
-            train_in(out, chosen, resume=processes.restarts() > 0)
+            said = tell if processes.is_first() and not (out / "config.yaml").exists() else unsaid
+            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code, tell=said)
+            train_in(out, processes.broadcast_object(chosen), resume=processes.restarts() > 0)
         else:
             raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
+
+
+def unsaid(line: str) -> None: ...
 
 
 def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True) -> None:
@@ -119,7 +124,9 @@ def open_learner(
             if word not in ("--stream.labelled", "--stream.resident"):
                 raise UserError(f"`ptlf learn` takes tasks as they arrive; leave out {word}")
         chosen = resolve_config(recipe or LEARN, config, overrides, trust_code=trust_code)
-        return Learner.new(chosen, folder, size)
+        given = merge(Config, read_yaml(config) if config else {}, parse_overrides(Config, overrides))
+        own = STREAMS.find(chosen.recipe.partition("/")[0]).own
+        return Learner.new(chosen, folder, size, free_settings(given) if own else ())
     given = {"--recipe": recipe, "-c": config, "--size": size}
     for word in [word for word, value in given.items() if value]:
         raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {word}")
@@ -138,7 +145,7 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
     if not jobs["cluster"] and any(jobs.values()):
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
     check_alone("sweep")
-    runs = sweeps.plan(recipes, seeds, out, overrides)
+    runs = sweeps.plan(recipes, seeds, out, overrides, tell_once())
     missing = [run for run in runs if not finished(run.folder, run.config)]
     for run in runs:
         if run not in missing:
@@ -163,12 +170,24 @@ def frontier(recipe: str, seeds: list[int], out: Path, overrides: Words, **grid:
     for word in overrides:
         if word.partition("=")[0] in ("--seed", "--freezing.policy", "--freezing.initial", "--freezing.final"):
             raise UserError(f"`ptlf frontier` varies what {word.partition('=')[0]} sets; see `ptlf frontier --help`")
-    runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, **grid)
+    runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=tell_once(), **grid)
     missing = [run for run in runs if not finished(run.folder, run.config)]
     tell(f"{len(runs)} runs, {len(runs) - len(missing)} of them finished")
     for run, results in sweeps.train_all(missing, Live):
         show_results(console, results, run.folder, brief=True)
     write_page([run.folder for run in runs], out / "report.html", f"no-freezing-seed{seeds[0]}")
+
+
+def tell_once() -> Callable[[str], None]:
+    """Tells a line the first time: what is chosen is the same for all runs."""
+    told: set[str] = set()
+
+    def say(line: str) -> None:
+        if line not in told:
+            tell(line)
+        told.add(line)
+
+    return say
 
 
 def check_alone(verb: str) -> None:
@@ -290,7 +309,8 @@ def timed_runs(
         raise UserError(f"{out} already holds runs; choose another --out")
     if size and not noise:
         raise UserError("--size is of --noise images; the size of a data set's is its own")
-    configs = [resolve_config(recipe, None, overrides) for recipe in recipes or BENCH_PAIR]
+    say = tell_once()
+    configs = [resolve_config(recipe, None, overrides, tell=say) for recipe in recipes or BENCH_PAIR]
     check_alike([as_dict(config) for config in configs])
     streams = [bench.noise_for(config, noise, size or 32) if noise else make_stream(config) for config in configs]
     bench.check_tasks([len(stream.tasks) for stream in streams])

@@ -28,7 +28,7 @@ training: training checkpoint triton_bn fused_resnet compiled cost distributed e
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
-run: run config recipes build results folder environment parts record watcher state looks
+run: run config fitting recipes build results folder environment parts record watcher state looks
 run: loop sweep bench cluster evaluate
 report: report checks intervals theme drawing runs measures tables live
 report.figures: figures axes accuracy cost freezing frontier gallery

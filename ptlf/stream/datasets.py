@@ -24,6 +24,7 @@ class StreamEntry:
     embedded: Callable[[Any], Dataset] | None = None  # makes the images, from an instance of Config
     Config: type[StreamConfig] = StreamConfig
     protocol: str = "lump"  # the settings its recipes start from
+    own: bool = False  # images of the user's: what fits them and the machine is chosen, see run/fitting.py
     arriving: bool = False  # has no tasks of its own: `ptlf learn` brings them
 
 
