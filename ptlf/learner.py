@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch import nn
 
 from ptlf.core.errors import UserError
@@ -26,29 +25,27 @@ from ptlf.report.page import write_report
 from ptlf.report.runs import flatten
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml, to_yaml
-from ptlf.run.evaluate import evaluate_run
+from ptlf.run.evaluate import evaluate_labelled, evaluate_run
 from ptlf.run.fitting import fit, free_settings
 from ptlf.run.folder import START, claimed, has_finished, load_encoder, save_encoder
+from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of, recipe
 from ptlf.run.results import read_results
+from ptlf.run.start import without_start
 from ptlf.run.watcher import Watcher
 from ptlf.stream import StreamConfig
 from ptlf.stream.arrivals import (
-    Arrays,
     accept,
     arrivals,
-    blocks,
     check_arrays,
     checksum,
     clear,
     pack_incoming,
-    read_npz,
     settled,
     task_name,
 )
-from ptlf.stream.decode import ImageFile, decoders
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.pack import Pack, data_root
 from ptlf.training.checkpoint import Checkpoints
@@ -58,7 +55,7 @@ STREAM = "arriving"
 SIZE = 32  # pixels, where neither the images nor the settings say
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
 MAY_CHANGE = ("device", "evaluation.tasks")  # of a run that is there
-Source = Path | str | np.ndarray | Arrays
+Source = Any  # a path, an array, a list of images, a data set
 
 
 class Learner:
@@ -175,7 +172,8 @@ class Learner:
         A task that was interrupted is finished first; without a source nothing else is done.
 
         source: a folder of images; a folder with a `train` and a `test` folder, each with a folder per class; a packed
-            set; an .npz; an array (N, H, W, 3) uint8. Labels are used for testing only.
+            set; an .npz; an array (N, H, W, 3) uint8, a list of images, a torch Dataset or a Hugging Face dataset of
+            images or (image, label) pairs. Labels are used for testing only.
         name: of the task; default: the folder's or file's.
         again: learn a task even though its images were learnt before.
         watcher: told what happens; default: a progress bar.
@@ -269,29 +267,28 @@ class Learner:
             raise Stopped(self.folder, self.run.signals.asked, advice)
         return results
 
-    def evaluate(self, probes: Sequence[str] | None = None, **settings: Any) -> dict[str, Any]:
+    def evaluate(
+        self, probes: Sequence[str] | None = None, labelled: Path | str | None = None, **settings: Any
+    ) -> dict[str, Any]:
         """The probes' rows on the encoder as it is now, by name: `settings`, `matrix` (one row), `accuracy`.
 
         probes: which; default: those of the run. settings: of `probes` and `evaluation`.
+        labelled: test on these images, a packed set or a folder per class, in place of the run's own.
         """
         given: dict[str, Any] = {}
         for name, value in settings.items():
             given = merge(Config, given, nested(name, value))
         config = from_dict(merge(Config, as_dict(self.config), given))
+        if labelled is not None:
+            return evaluate_labelled(self.folder, config, str(labelled), probes, self._start())[0]
         return evaluate_run(self.folder, config, probes, self._start())[0]
 
-    def embed(self, images: Source, batch: int = 256) -> np.ndarray:
-        """Features (N, dim) float32 of images: a folder (files sorted by path), an .npz or an array (N, H, W, 3) uint8.
-        They are resized and cropped as the run's own images were."""
+    def embed(self, images: Any, batch: int = 256) -> np.ndarray:
+        """Features (N, dim) float32 of images in any form that `learn` takes: a folder (files sorted by path), a packed
+        set, an .npz, an array, a list, a data set. They are resized and cropped as the run's own images were."""
         parts = self._loaded()
-        size = parts.stream.size
-        found = []
         with testing(parts.model.encoder):
-            for pixels in decoded(images, size):
-                for part in torch.from_numpy(pixels).split(batch):
-                    features = parts.model.encoder(parts.prepare(part.to(parts.device)))
-                    found.append(features.float().cpu().numpy())
-        return np.concatenate(found)
+            return LoadedEncoder(parts.model.encoder, card_of(parts), parts.device).embed(images, batch)
 
     def _repr_html_(self) -> str:
         """The report page, for notebooks."""
@@ -357,7 +354,7 @@ class Learner:
         return Run(self.config, self.folder, encoder=self._start())
 
     def _train(self, run: Run, watcher: Watcher) -> None:
-        if self.module is not None and not self.exists:
+        if self.module is not None and not self.exists and run.weights is None:
             save_encoder(self.folder, self.module, START)
         if self.exists:
             stored = from_dict(read_yaml(self.folder / "config.yaml"))
@@ -372,7 +369,8 @@ class Learner:
         """The run's parts, with the encoder as the last task left it."""
         if self._parts is None:
             stream, quiet = make_stream(self.config, self.folder), replace(self.config.evaluation, enabled=False)
-            self._parts = Parts(replace(self.config, evaluation=quiet), None, self._start(), stream)
+            config = without_start(replace(self.config, evaluation=quiet))
+            self._parts = Parts(config, None, self._start(), stream)
             load_encoder(self.folder, self._parts.model.encoder)
         return self._parts
 
@@ -390,24 +388,3 @@ def refuse_twin(incoming: Pack, learnt: Sequence[Pack]) -> None:
             place = f"task {task_name(pack)}, number {number} of those that arrived"
             same = f"{task_name(incoming)} holds the very images of {place}"
             raise UserError(f"{same}; give --again (again=True) to learn them once more")
-
-
-def decoded(images: Source, size: int) -> Iterator[np.ndarray]:
-    """Blocks of images (n, size, size, 3) uint8."""
-    if isinstance(images, (Path, str)) and Path(images).is_dir():
-        with disk_errors(Path(images)):
-            files = [ImageFile(0, str(file)) for file in files_below(Path(images))]
-        if not files:
-            raise UserError(f"{images} holds no images")
-        with decoders(1) as decode:
-            for pixels, _, problems in decode(files, size):
-                for file, why in problems:
-                    raise UserError(f"{file} cannot be read: {why}; repair or remove it")
-                yield pixels
-        return
-    if isinstance(images, np.ndarray):
-        arrays = check_arrays({"images": images}, "the array")
-    else:
-        arrays = images if isinstance(images, Arrays) else read_npz(Path(images))
-    for pixels, _ in blocks(arrays.images, np.zeros(len(arrays.images)), size):
-        yield pixels

@@ -19,6 +19,7 @@ QUERIES, NEIGHBOURS = 12, 5
 TILE, SPRITE_BYTES = 48, 110_000  # pixels; bytes before base64, which adds a third
 BATCH = 64  # images per forward, at most: it shows progress on a CPU too
 POOL, POINTS = 2000, 600  # candidates for neighbours; how many of them are on the map
+UNLABELLED_POOL = 300  # of a stream without labels, where looking at images is all that evaluation does
 
 
 class Gallery:
@@ -59,7 +60,8 @@ class Gallery:
         """The images, in the order in which `spread` draws them, unless they are here already."""
         if hasattr(self, "pixels"):
             return
-        chosen, self.groups = spread([indices for _, _, indices in self.drawn], POOL, np.random.default_rng(self.seed))
+        pool = POOL if self.labelled else UNLABELLED_POOL
+        chosen, self.groups = spread([indices for _, _, indices in self.drawn], pool, np.random.default_rng(self.seed))
         size = self.drawn[0][1].size
         self.pixels, self.labels = np.empty((len(chosen), size, size, 3), np.uint8), np.array(self.groups)
         for images in {images: None for _, images, _ in self.drawn}:
@@ -95,6 +97,7 @@ class Gallery:
         for look in looks.values():
             look["neighbours"] = [[tile[n] for n in row] for row in look["neighbours"]]
         return {
+            "labelled": self.labelled,  # false: the labels are the tasks
             "groups": self.group_names,
             "labels": self.label_names,
             "sprite": sprite([self.pixels[index] for index in shown]),

@@ -9,12 +9,15 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.phases import Phase
-from ptlf.evaluation.spread import COLLAPSED, feature_spread
+from ptlf.evaluation.prober import testing
+from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
 from ptlf.run.results import write_json
 from ptlf.run.state import State
 from ptlf.training.trainer import StepCost
+
+SAMPLE = 512  # images of a task whose features are measured after it
 
 
 class Looks(State):
@@ -59,25 +62,46 @@ class Looks(State):
         if not self.prober:
             return {}
         with self.clock("evaluation"):
-            phase = self.testing(f"after task {self.task + 1} of {len(self.stream.tasks)}")
+            phase = self.phases(f"testing after task {self.task + 1} of {len(self.stream.tasks)}")
             rows = self.prober.rows(self.model.encoder, self.task, phase)
             future = self.prober.future(self.model.encoder, self.task, phase)
             self.record.end_task(rows, future, self.prober.used(self.task))
         return rows
 
-    def testing(self, when: str) -> Phase:
-        return self.phases(f"testing {when}")
-
     def phases(self, work: str) -> Phase:
         """The phases of a piece of work: its name stands before theirs."""
         return lambda part, *count: self.watcher.phase(f"{work}, {part}", *count)
+
+    def test_reference(self) -> None:
+        """What the encoder knew before, against a bank of its own."""
+        if self.reference:
+            phase = self.phases("testing what the encoder knew before")
+            with self.clock("evaluation"):
+                self.record.test_reference(self.reference.rows(self.model.encoder, 0, phase))
+
+    def measure_features(self, indices: np.ndarray) -> None:
+        """Spread and effective rank of the features of a sample of these images; labels are not needed."""
+        if not self.config.evaluation.enabled:
+            return
+        with self.clock("evaluation"), testing(self.model.encoder):
+            chosen = torch.from_numpy(np.ascontiguousarray(indices[:: max(1, len(indices) // SAMPLE)][:SAMPLE]))
+            parts = [self.prepare(self.trainer.source.gather(part)) for part in chosen.split(128)]
+            features = torch.cat([self.model.encoder(part).float().flatten(1) for part in parts])
+        found = {"images": len(features), "spread": spread(features), "effective_rank": effective_rank(features)}
+        self.record.features.append({"task": self.task + 1, **found})
+
+    def has_past(self) -> bool:
+        """Whether the encoder knows something that the next task could make it forget."""
+        remembered = self.method.memory is not None and self.method.memory.old_count > 0
+        known = remembered or (self.weights is not None and not self.freezing.policy.needs_ratios)
+        return self.task > 0 or known
 
     def look_before(self, known: int = 0) -> None:
         """The untrained encoder. `known`: tasks on which it was tested before, for forward transfer."""
         if self.prober:
             with self.clock("evaluation"):
                 new = [split for split in self.stream.eval_splits if split.since >= max(known, 1)]
-                phase = self.testing("the encoder before training")
+                phase = self.phases("testing the encoder before training")
                 untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks), phase)
                 self.record.begin(untrained, self.prober.ahead(self.model.encoder, new, phase))
         self.look("before")
@@ -86,7 +110,7 @@ class Looks(State):
         """The encoder as it is on the next task, if that was not there when the last one ended."""
         if self.prober and 0 < self.task < len(self.stream.tasks):
             with self.clock("evaluation"):
-                phase = self.testing(f"on task {self.task + 1} before it is learnt")
+                phase = self.phases(f"testing on task {self.task + 1} before it is learnt")
                 self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1, phase), {})
 
     def look(self, moment: str) -> None:
@@ -123,12 +147,12 @@ class Looks(State):
         with self.clock("evaluation"):
             chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
             images = self.prepare(self.trainer.source.gather(chosen))
-            spread = feature_spread(self.model.encoder, images)
-        self.record.warned = spread < COLLAPSED
+            found = feature_spread(self.model.encoder, images)
+        self.record.warned = found < COLLAPSED
         if self.record.warned:
             processes.warn(
                 f"ptlf: warning: the representation has collapsed in task {self.task + 1}, epoch {done}: "
-                f"normalised features of {len(images)} images differ by {spread:.1e} (1 = spread evenly, 0 = all the "
+                f"normalised features of {len(images)} images differ by {found:.1e} (1 = spread evenly, 0 = all the "
                 "same); try a lower --training.lr or another objective"
             )
 

@@ -63,12 +63,15 @@ def plan_frontier(
     return runs
 
 
-def train_all(runs: Sequence[Planned], watch: Callable[[str], Watcher]) -> Iterator[tuple[Planned, dict[str, Any]]]:
-    """Each run with its results, as soon as it is trained."""
+def train_all(
+    runs: Sequence[Planned],
+    watch: Callable[[str], Watcher],
+    advice: str = "the same `ptlf sweep` goes on from here",
+) -> Iterator[tuple[Planned, dict[str, Any]]]:
+    """Each run with its results, as soon as it is trained. `advice` is for whoever stops them."""
     for run in runs:
         make_stream(run.config)  # fail now if data is missing, not after hours
     for run in runs:
-        advice = "the same `ptlf sweep` goes on from here"
         yield run, train_one_of_many(Run(run.config, run.folder), watch(run.name), advice, resume=True)
         gc.collect()  # a run is in reference cycles: its GPU memory would count in the next one's peak
 

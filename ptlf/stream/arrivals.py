@@ -18,7 +18,8 @@ from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
 from ptlf.stream.decode import BATCH_BYTES, ImageFile, square
 from ptlf.stream.disk import disk_errors, files_below
-from ptlf.stream.folders import PackOptions, pack_folder, pack_images, subfolders
+from ptlf.stream.folders import PackOptions, pack_files, pack_folder, subfolders
+from ptlf.stream.given import pack_images
 from ptlf.stream.pack import Pack, natural, open_pack, read_manifest, write_pack
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, exam
 
@@ -147,7 +148,7 @@ class Arrays(NamedTuple):
 
 def pack_incoming(
     folder: Path,
-    source: Path | str | Arrays,
+    source: Path | str | Arrays | Sequence[Any],
     name: str | None,
     size: int | None,
     *,
@@ -160,14 +161,18 @@ def pack_incoming(
 
     A folder of images, at any depth, is a task without labels. With a `train` folder that holds a folder per class, or
     with `test_fraction`, it has labels. A packed set (its folder, or its name in `root`) and an .npz are taken as they
-    are. size: of the images in pixels; None: that of a packed set or array, else `default_size`.
+    are; a list or a data set as `given.pack_images` does.
+    size: of the images in pixels; None: that of a packed set or array, else `default_size`.
     options: of `PackOptions`.
     """
     number, incoming = len(arrivals(folder)) + 1, folder / TASKS / INCOMING
     if isinstance(source, Arrays):
         place = f"{number:04}-{file_name(name or 'images')}"
         return pack_arrays(source, Pack(incoming / place, size or square_size(source.images), "tasks", ()))
-    given = find_pack(source, root)
+    if not isinstance(source, str | os.PathLike):
+        target = incoming / f"{number:04}-{file_name(name or 'images')}"
+        return pack_images(source, target, size or default_size, test_fraction=test_fraction, **options)
+    given = find_pack(Path(source), root)
     path = given.path if given else Path(source)
     place = f"{number:04}-{file_name(name or (path.stem if path.is_file() else path.resolve().name))}"
     target, told = incoming / place, str(path.resolve())
@@ -186,7 +191,7 @@ def pack_incoming(
     if not files:
         raise UserError(f"{path} holds no images")
     described = Pack(target, size, "tasks", (task_name_of(place),), source=told)
-    return pack_images(described, {"train": files}, PackOptions(**options))
+    return pack_files(described, {"train": files}, PackOptions(**options))
 
 
 def accept(folder: Path, incoming: Pack) -> Pack:

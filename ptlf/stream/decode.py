@@ -48,12 +48,7 @@ def decode_image(content: bytes, size: int) -> np.ndarray:
     try:
         # Warnings are about large images and odd metadata, which do no harm.
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content)) as image:
-            frames = getattr(image, "n_frames", 1)
-            # The further frames of a camera's MPO file are a preview or a gain map, not an animation.
-            if frames > 1 and image.format != "MPO":
-                raise BadImage(f"animated or multi-page, {frames} frames")
-            image.load()
-            return np.asarray(square(to_rgb(ImageOps.exif_transpose(image)), size))
+            return from_picture(image, size)
     except BadImage:
         raise
     except MemoryError:
@@ -64,6 +59,16 @@ def decode_image(content: bytes, size: int) -> np.ndarray:
         raise BadImage(error.strerror or str(error)) from None
     except Exception as error:  # Pillow can raise almost any exception on malformed bytes
         raise BadImage(f"{type(error).__name__}: {error}") from None
+
+
+def from_picture(image: Image.Image, size: int) -> np.ndarray:
+    """(S, S, 3) uint8 of an opened image, or BadImage."""
+    frames = getattr(image, "n_frames", 1)
+    # The further frames of a camera's MPO file are a preview or a gain map, not an animation.
+    if frames > 1 and image.format != "MPO":
+        raise BadImage(f"animated or multi-page, {frames} frames")
+    image.load()
+    return np.asarray(square(to_rgb(ImageOps.exif_transpose(image)), size))
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

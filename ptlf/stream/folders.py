@@ -66,10 +66,10 @@ def pack_folder(
         if "test" in splits:
             raise UserError("test_fraction is given, but the source has a test folder; use one of them")
         splits = hold_out(splits["train"], names, test_fraction)
-    return pack_images(Pack(target, size, folders, tuple(names), source=str(source.resolve())), splits, packing)
+    return pack_files(Pack(target, size, folders, tuple(names), source=str(source.resolve())), splits, packing)
 
 
-def pack_images(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: PackOptions) -> Pack:
+def pack_files(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: PackOptions) -> Pack:
     """Decode the listed image files and pack them, in this order. `pack` describes the set, without splits."""
     total = sum(map(len, splits.values()))
     enough = min(os.cpu_count() or 1, 1 + total // 1000)  # starting a process costs about as much as 1000 images
@@ -93,13 +93,17 @@ def pack_images(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: 
 
         streams = {split: (len(files), chunks(files)) for split, files in splits.items()}
         made = write_pack(pack, streams, overwrite=options.overwrite, progress=options.progress)
+    note_skipped(made, total)
+    return made
+
+
+def note_skipped(made: Pack, total: int) -> None:
     if made.skipped:
         warn(f"{made.name}: skipped {len(made.skipped)} of {total} images:")
         for entry in made.skipped[:SHOWN_SKIPS]:
             warn(f"  {entry['file']}: {entry['why']}")
         if len(made.skipped) > SHOWN_SKIPS:
             warn(f"  and {len(made.skipped) - SHOWN_SKIPS} more, all named in {made.path / 'pack.json'}")
-    return made
 
 
 def split_folders(source: Path) -> dict[str, Path]:

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -58,7 +58,7 @@ class Pack:
     path: Path
     size: int
     folders: Folders
-    names: tuple[str, ...]  # of the classes or tasks, in label order
+    names: Sequence[str]  # of the classes or tasks, in label order
     splits: Mapping[str, Split] = field(default_factory=dict)
     skipped: list[dict[str, str]] = field(default_factory=list)  # {"file", "why"}
     source: str = ""
@@ -183,7 +183,8 @@ def way_out(name: str, overwrite: bool = True) -> str:
 def write_pack(pack: Pack, chunks: Mapping[str, Announced], *, overwrite: bool = False, progress: bool = False) -> Pack:
     """Write a packed set: `pack` describes it, without splits; `chunks` are written as they come.
 
-    `pack.skipped` may grow while the chunks are read. The images written plus those skipped must equal the announced.
+    `pack.skipped`, and `pack.names` if it is a list, may grow while the chunks are read. The images written plus those
+    skipped must equal the announced.
     """
     names = pack.names
     if len(set(names)) != len(names):
