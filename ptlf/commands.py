@@ -423,6 +423,8 @@ def data_get(name: str, data_root: str | None, **how: Any) -> None:
 
 def data_pack(source: Path, name: str, data_root: str | None, **how: Any) -> None:
     show_pack(pack_folder(source, fetch.data_root(data_root), name, **how))
+    if how["fit"] == "crop":
+        print("  what lies outside an image's centre square was cut off; --fit squash or pad keeps it")
 
 
 def data_verify(names: Sequence[str], data_root: str | None) -> None:
@@ -448,4 +450,6 @@ def data_list(data_root: str | None) -> None:
 
 def show_pack(pack: Pack) -> None:
     counts = ", ".join(f"{split.count} {name}" for name, split in pack.splits.items())
-    print(f"{pack.name}: {counts} images of {pack.size} px, {len(pack.names)} {pack.folders}, in {pack.path}")
+    print(
+        f"{pack.name}: {counts} images of {pack.size} px ({pack.fit}), {len(pack.names)} {pack.folders}, in {pack.path}"
+    )

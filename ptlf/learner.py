@@ -26,7 +26,7 @@ from ptlf.report.runs import flatten
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml, to_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run
-from ptlf.run.fitting import fit, free_settings
+from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, claimed, has_finished, load_encoder, save_encoder
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
@@ -177,7 +177,7 @@ class Learner:
         name: of the task; default: the folder's or file's.
         again: learn a task even though its images were learnt before.
         watcher: told what happens; default: a progress bar.
-        packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`.
+        packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`; for a new run also `fit`.
         """
         if source is None and not self.exists:
             raise UserError(f"{self.folder} holds no run; give the images of its first task")
@@ -285,7 +285,7 @@ class Learner:
 
     def embed(self, images: Any, batch: int = 256) -> np.ndarray:
         """Features (N, dim) float32 of images in any form that `learn` takes: a folder (files sorted by path), a packed
-        set, an .npz, an array, a list, a data set. They are resized and cropped as the run's own images were."""
+        set, an .npz, an array, a list, a data set. They are made square as the run's own images were."""
         parts = self._loaded()
         with testing(parts.model.encoder):
             return LoadedEncoder(parts.model.encoder, card_of(parts), parts.device).embed(images, batch)
@@ -328,13 +328,21 @@ class Learner:
     def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Pack:
         if isinstance(source, np.ndarray):
             source = check_arrays({"images": source}, "the array")
-        size = make_stream(self.config, self.folder).size if self.exists else self.size
+        size, own = self.size, None
+        if self.exists:
+            stream = make_stream(self.config, self.folder)
+            size, own = stream.size, stream.fit
+        wanted = packing.get("fit")
+        if own and wanted not in (None, own):
+            raise UserError(f"the images of {self.folder} were packed with --fit {own}; leave out --fit {wanted}")
         root, default = data_root(self.config.data_root), self.config.views.size or SIZE
-        return pack_incoming(self.folder, source, name, size, root=root, default_size=default, **packing)
+        how = {**packing, "fit": own or wanted or "crop"}
+        return pack_incoming(self.folder, source, name, size, root=root, default_size=default, **how)
 
     def _fit(self, first: Pack, said: Callable[[str], None] | None) -> None:
         """Choose the settings that are free for the images of the first task."""
-        values, told = fit(as_dict(self.config), self.free, [first.split("train").count], first.size)
+        sizes = [first.split("train").count]
+        values, told = fit_settings(as_dict(self.config), self.free, sizes, first.size)
         self.config = from_dict(values)
         if told and said:
             said(told)

@@ -74,10 +74,12 @@ def fit_pack(values: Settings, free: Collection[str]) -> tuple[Settings, str]:
         return values, ""
     divided = division(pack, counts, stream) if "stream.tasks" in free else {}
     values = merge(Config, values, {"stream": divided})
-    return fit(values, {*free} - {"stream.tasks"}, task_sizes(pack, counts, values["stream"]), pack.size, divided)
+    return fit_settings(
+        values, {*free} - {"stream.tasks"}, task_sizes(pack, counts, values["stream"]), pack.size, divided
+    )
 
 
-def fit(
+def fit_settings(
     values: Settings, free: Collection[str], sizes: Sequence[int], size: int, divided: Settings | None = None
 ) -> tuple[Settings, str]:
     """`values`, all settings, with what is free chosen for tasks of so many images of `size` px, and what to say of it.

@@ -82,7 +82,7 @@ class Run(Looks):
             return processes.warn(
                 f"ptlf: method {self.config.method.name!r} keeps no memory; memory.images is not used"
             )
-        views = (self.view_specs, self.view_size, self.random, self.method.needs_outputs)
+        views = (self.view_specs, self.view_size, self.random, self.method.needs_outputs, self.stream.fit)
         self.record.memory_images = fill_memory(self.method.memory, self.model.encoder, self.config, *views)
 
     def train_task(self, indices: np.ndarray) -> None:

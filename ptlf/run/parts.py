@@ -45,7 +45,7 @@ class Parts:
         self.prober = self.gallery = None
         if tests.enabled and self.stream.eval_splits:
             self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, sources)
-        self.reference = make_reference(config, self.stream.size, self.prepare, self.device)
+        self.reference = make_reference(config, self.stream, self.prepare, self.device)
         if config.memory.images and not (self.folder and (self.folder / "config.yaml").exists()):
             given(find_given(config, config.memory.images))  # a run that goes on has them in its memory
         if tests.enabled and tests.gallery and self.out:

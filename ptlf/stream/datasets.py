@@ -38,7 +38,7 @@ def packed(root: Path, name: str) -> Dataset:
     splits = {name: Images(pack.images(name), pack.labels(name), pack.split(name).checksum) for name in pack.splits}
     if "train" not in splits:
         raise UserError(f"{name} has no training images; pack it again with a train folder")
-    return Dataset(name, tuple(pack.names), splits["train"], splits.get("test"), pack.folders)
+    return Dataset(name, tuple(pack.names), splits["train"], splits.get("test"), pack.folders, pack.fit)
 
 
 @functools.cache

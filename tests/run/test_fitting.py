@@ -22,6 +22,7 @@ from ptlf.run.fitting import EPOCHS, FLOPS_PER_PIXEL, Machine, batch, epochs, ne
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
 from ptlf.run.watcher import Watcher
+from ptlf.stream.arrivals import arrivals
 from ptlf.stream.folders import pack_folder
 
 CORES, GPU = Machine(gpu=False, cores=2), Machine(gpu=True, cores=8)
@@ -228,3 +229,26 @@ def test_a_learner_in_python_chooses_too(root: Path, tmp_path: Path) -> None:
     learner.learn(root / "day-pictures" / "day1", watcher=Watcher())
     assert learner.config.encoder.name == "resnet18-mini"
     assert (learner.config.training.batch, learner.config.training.epochs) == (16, 1)
+
+
+def test_how_images_become_squares_is_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of wide pictures whose sides differ, a run with --fit squash sees all; so do its later tasks and `embed`."""
+    wide = np.random.default_rng(0).integers(0, 256, (6, SIZE, 3 * SIZE, 3), np.uint8)
+    for day, images in (("day1", wide), ("day2", wide[::-1] // 2)):
+        (tmp_path / day).mkdir()
+        for number, pixels in enumerate(images):
+            Image.fromarray(pixels).save(tmp_path / day / f"{number}.png")
+    small = ["--size", str(SIZE), "--objective.projection", "16", "--objective.bottleneck", "8", "--device", "cpu"]
+    small += ["--evaluation.gallery", "false", "--training.epochs", "1", "--fit", "squash"]
+    run = tmp_path / "run"
+    assert main(["learn", str(run), str(tmp_path / "day1"), *small]) == 0
+    assert main(["learn", str(run), str(tmp_path / "day2"), "--fit", "crop"]) == 2
+    assert "were packed with --fit squash; leave out --fit crop" in capsys.readouterr().err
+    assert main(["learn", str(run), str(tmp_path / "day2")]) == 0
+    learner = ptlf.Learner.load(run)
+    squashed = np.stack([np.asarray(Image.fromarray(p).resize((SIZE, SIZE), Image.Resampling.BICUBIC)) for p in wide])
+    for task, images in zip(arrivals(run), (squashed, None), strict=True):
+        assert task.fit == "squash"
+        assert images is None or np.array_equal(task.images("train"), images)
+    for found in (learner.embed(tmp_path / "day1"), ptlf.load_encoder(run, device="cpu").embed(tmp_path / "day1")):
+        np.testing.assert_allclose(found, learner.embed(squashed), rtol=1e-4, atol=1e-5)
