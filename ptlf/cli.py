@@ -173,6 +173,7 @@ def new_file(text: str) -> Path:
     return path
 
 
+FITS = ("crop", "squash", "pad")
 TRUST = "follow PACKAGE.MODULE:NAME in the run's folder or the YAML file: it runs code"
 HOLD_FOR_ALL = "Settings, such as --training.epochs 20, hold for all runs."
 
@@ -202,6 +203,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("--name", "of the task (default: the folder's)")
     add("--again", "learn SOURCE even if its images were learnt before", bool)
     add("--test-fraction", "SOURCE has a folder per class: this share of each is for testing", float, default=0.0)
+    add("--fit", "for a new run: how images become squares; see `ptlf data pack --help` (default: crop)", choices=FITS)
     add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
     add("--workers", "processes that decode (default: by the number of images and cores)", positive)
     add("--watch", "learn every subfolder of DIR, oldest first, as it appears", Path, metavar="DIR")
@@ -341,10 +343,12 @@ def add_data_verbs(verb: Verb) -> None:
     pack("source", "[train/, test/ with] a folder per class, or a folder per task", folder)
     pack("--name", "name of the packed set; a stream reads it with stream.pack", required=True)
     pack("--size", "side of the square images in pixels", pixels, required=True)
+    about = "how images become squares: crop (the centre), squash (all, distorted), pad (all, between grey bars)"
+    pack("--fit", about, choices=FITS, default="crop")
     pack("--folders", "what a folder is", choices=("classes", "tasks"), default="classes")
     pack("--test-fraction", "share of each class held out for testing", float, default=0.0)
     for add in (get, pack):
-        add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
+        add("--on-error", "for broken images and empty folders", choices=("refuse", "skip"), default="refuse")
         add("--workers", "processes (default: by the number of images and cores)", partial(whole, least=1, most=1024))
         add("--overwrite", "replace the packed set if it exists", bool)
     verify = verb("data verify", "Check a packed set against its checksums.")

@@ -2,14 +2,14 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import write_whole
-from ptlf.core.settings import as_dict, parse_overrides
+from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.freezing import POLICIES
@@ -26,11 +26,12 @@ from ptlf.run import reproduce as reproduction
 from ptlf.run import sweep as sweeps
 from ptlf.run.build import choose_device, make_encoder, make_stream
 from ptlf.run.cluster import train_all as train_jobs
-from ptlf.run.config import Config
+from ptlf.run.config import Config, read_yaml
 from ptlf.run.embedding import embed_images
 from ptlf.run.environment import commit, environment
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run
 from ptlf.run.export import export_run
+from ptlf.run.fitting import free_settings
 from ptlf.run.folder import finished, has_finished
 from ptlf.run.loop import Run
 from ptlf.run.paper import FIGURES, TABLES
@@ -65,10 +66,14 @@ def train(
             train_in(resume, processes.broadcast_object(settings), resume=True, strict=False)
         elif out:
             # After a restart by torchrun the command is the same, and the run is there already.
-            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code)
-            train_in(out, chosen, resume=processes.restarts() > 0)
+            said = tell if processes.is_first() and not (out / "config.yaml").exists() else unsaid
+            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code, tell=said)
+            train_in(out, processes.broadcast_object(chosen), resume=processes.restarts() > 0)
         else:
             raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
+
+
+def unsaid(line: str) -> None: ...
 
 
 def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True) -> None:
@@ -126,7 +131,9 @@ def open_learner(
             if word not in ("--stream.labelled", "--stream.resident"):
                 raise UserError(f"`ptlf learn` takes tasks as they arrive; leave out {word}")
         chosen = resolve_config(recipe or LEARN, config, overrides, trust_code=trust_code)
-        return Learner.new(chosen, folder, size)
+        given = merge(Config, read_yaml(config) if config else {}, parse_overrides(Config, overrides))
+        own = STREAMS.find(chosen.recipe.partition("/")[0]).own
+        return Learner.new(chosen, folder, size, free_settings(given) if own else ())
     given = {"--recipe": recipe, "-c": config, "--size": size}
     for word in [word for word, value in given.items() if value]:
         raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {word}")
@@ -145,7 +152,7 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
     if not jobs["cluster"] and any(jobs.values()):
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
     check_alone("sweep")
-    runs = sweeps.plan(recipes, seeds, out, overrides)
+    runs = sweeps.plan(recipes, seeds, out, overrides, tell_once())
     missing = [run for run in runs if not finished(run.folder, run.config)]
     for run in runs:
         if run not in missing:
@@ -235,12 +242,24 @@ def frontier(recipe: str, seeds: list[int], out: Path, overrides: Words, **grid:
     for word in overrides:
         if word.partition("=")[0] in ("--seed", "--freezing.policy", "--freezing.initial", "--freezing.final"):
             raise UserError(f"`ptlf frontier` varies what {word.partition('=')[0]} sets; see `ptlf frontier --help`")
-    runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, **grid)
+    runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=tell_once(), **grid)
     missing = [run for run in runs if not finished(run.folder, run.config)]
     tell(f"{len(runs)} runs, {len(runs) - len(missing)} of them finished")
     for run, results in sweeps.train_all(missing, Live):
         show_results(console, results, run.folder, brief=True)
     write_page([run.folder for run in runs], out / "report.html", f"no-freezing-seed{seeds[0]}")
+
+
+def tell_once() -> Callable[[str], None]:
+    """Tells a line the first time: what is chosen is the same for all runs."""
+    told: set[str] = set()
+
+    def say(line: str) -> None:
+        if line not in told:
+            tell(line)
+        told.add(line)
+
+    return say
 
 
 def check_alone(verb: str) -> None:
@@ -381,7 +400,8 @@ def timed_runs(
         raise UserError(f"{out} already holds runs; choose another --out")
     if size and not noise:
         raise UserError("--size is of --noise images; the size of a data set's is its own")
-    configs = [resolve_config(recipe, None, overrides) for recipe in recipes or BENCH_PAIR]
+    say = tell_once()
+    configs = [resolve_config(recipe, None, overrides, tell=say) for recipe in recipes or BENCH_PAIR]
     check_alike([as_dict(config) for config in configs])
     streams = [bench.noise_for(config, noise, size or 32) if noise else make_stream(config) for config in configs]
     bench.check_tasks([len(stream.tasks) for stream in streams])
@@ -403,6 +423,8 @@ def data_get(name: str, data_root: str | None, **how: Any) -> None:
 
 def data_pack(source: Path, name: str, data_root: str | None, **how: Any) -> None:
     show_pack(pack_folder(source, fetch.data_root(data_root), name, **how))
+    if how["fit"] == "crop":
+        print("  what lies outside an image's centre square was cut off; --fit squash or pad keeps it")
 
 
 def data_verify(names: Sequence[str], data_root: str | None) -> None:
@@ -428,4 +450,6 @@ def data_list(data_root: str | None) -> None:
 
 def show_pack(pack: Pack) -> None:
     counts = ", ".join(f"{split.count} {name}" for name, split in pack.splits.items())
-    print(f"{pack.name}: {counts} images of {pack.size} px, {len(pack.names)} {pack.folders}, in {pack.path}")
+    print(
+        f"{pack.name}: {counts} images of {pack.size} px ({pack.fit}), {len(pack.names)} {pack.folders}, in {pack.path}"
+    )

@@ -4,7 +4,7 @@ import gc
 import html
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -20,12 +20,13 @@ from ptlf.core.processes import warn
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation.prober import testing
-from ptlf.report.live import Live
+from ptlf.report.live import Live, tell
 from ptlf.report.page import write_report
 from ptlf.report.runs import flatten
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml, to_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run
+from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, claimed, has_finished, load_encoder, save_encoder
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
@@ -65,7 +66,7 @@ class Learner:
 
     def __init__(
         self,
-        encoder: str | nn.Module = "resnet18",
+        encoder: str | nn.Module | None = None,
         objective: str = "simsiam",
         method: str = "ptlf",
         out: Path | str = "runs/learner",
@@ -76,20 +77,27 @@ class Learner:
         """A new run; nothing is written before the first task. For one that is there: `Learner.load`.
 
         encoder: a name (`ptlf list encoders`) or a module that maps images (B, 3, S, S) to vectors (B, dim). Copies of
-            it are trained; it stays as it is.
+            it are trained; it stays as it is. None: one that fits the first task's images and the machine.
         method: a method, or one with freezing, as recipes name them: "lump", "ptlf", "ptlf-cost", ...
         size: side of the images in pixels; default: that of a packed set or array, else the views' or 32.
         settings: sections, as training={"epochs": 20}, or keys, as **{"training.epochs": 20}; also seed and device.
+            Batch and epochs, where they are not given, are chosen with the first task.
         """
-        given = {"encoder": encoder if isinstance(encoder, str) else "given", **settings}
-        values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), *(nested(k, v) for k, v in given.items()))
-        self._begin(from_dict(values), out, size, None if isinstance(encoder, str) else encoder)
+        given: dict[str, Any] = {}
+        if encoder is not None:
+            given["encoder"] = {"name": encoder if isinstance(encoder, str) else "given"}
+        for name, value in settings.items():
+            given = merge(Config, given, nested(name, value))
+        values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
+        module = encoder if isinstance(encoder, nn.Module) else None
+        self._begin(from_dict(values), out, size, module, free_settings(given))
 
     @classmethod
-    def new(cls, config: Config, out: Path | str, size: int | None = None) -> Self:
-        """A new run with a complete configuration, whose stream is left aside."""
+    def new(cls, config: Config, out: Path | str, size: int | None = None, free: Collection[str] = ()) -> Self:
+        """A new run with a complete configuration, whose stream is left aside. free: settings to choose with the first
+        task, as `fitting.free_settings` names them."""
         learner = cls.__new__(cls)
-        learner._begin(config, out, size, None)
+        learner._begin(config, out, size, None, free)
         return learner
 
     @classmethod
@@ -111,15 +119,17 @@ class Learner:
         values = read_yaml(folder / "config.yaml")
         with nullcontext() if trust_code else settings_from(folder / "config.yaml"):
             stored = from_dict(values)
-        learner.folder, learner.size, learner.module = folder, None, encoder
+        learner.folder, learner.size, learner.module, learner.free = folder, None, encoder, frozenset()
         learner.config = from_dict(merge(Config, as_dict(stored), given))
         if stored.encoder.name == "given" and encoder is None:
             raise UserError(f"the encoder of {folder} was given as a module; load it with encoder=MODULE in Python")
         learner._parts = learner.run = None
         return learner
 
-    def _begin(self, config: Config, out: Path | str, size: int | None, module: nn.Module | None) -> None:
-        self.folder, self.size, self.module = Path(out), size, module
+    def _begin(
+        self, config: Config, out: Path | str, size: int | None, module: nn.Module | None, free: Collection[str]
+    ) -> None:
+        self.folder, self.size, self.module, self.free = Path(out), size, module, frozenset(free) - {"stream.tasks"}
         if (self.folder / "config.yaml").exists():
             raise UserError(f"{out} already holds a run; Learner.load goes on with it, or choose another folder")
         stream = StreamConfig(name=STREAM, labelled=config.stream.labelled, resident=config.stream.resident)
@@ -167,10 +177,11 @@ class Learner:
         name: of the task; default: the folder's or file's.
         again: learn a task even though its images were learnt before.
         watcher: told what happens; default: a progress bar.
-        packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`.
+        packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`; for a new run also `fit`.
         """
         if source is None and not self.exists:
             raise UserError(f"{self.folder} holds no run; give the images of its first task")
+        said = tell if watcher is None else None
         watcher = watcher or Live(name_of(as_dict(self.config)))
         with self._held():
             finished = not self.exists or self._can_go_on()
@@ -187,6 +198,8 @@ class Learner:
                 if not finished:
                     self._train(self._build(), watcher)
                 if incoming is not None:
+                    if not self.exists:
+                        self._fit(incoming, said)
                     accepted = accept(self.folder, incoming)
                     try:
                         run = self._build()
@@ -272,7 +285,7 @@ class Learner:
 
     def embed(self, images: Any, batch: int = 256) -> np.ndarray:
         """Features (N, dim) float32 of images in any form that `learn` takes: a folder (files sorted by path), a packed
-        set, an .npz, an array, a list, a data set. They are resized and cropped as the run's own images were."""
+        set, an .npz, an array, a list, a data set. They are made square as the run's own images were."""
         parts = self._loaded()
         with testing(parts.model.encoder):
             return LoadedEncoder(parts.model.encoder, card_of(parts), parts.device).embed(images, batch)
@@ -315,9 +328,24 @@ class Learner:
     def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Pack:
         if isinstance(source, np.ndarray):
             source = check_arrays({"images": source}, "the array")
-        size = make_stream(self.config, self.folder).size if self.exists else self.size
+        size, own = self.size, None
+        if self.exists:
+            stream = make_stream(self.config, self.folder)
+            size, own = stream.size, stream.fit
+        wanted = packing.get("fit")
+        if own and wanted not in (None, own):
+            raise UserError(f"the images of {self.folder} were packed with --fit {own}; leave out --fit {wanted}")
         root, default = data_root(self.config.data_root), self.config.views.size or SIZE
-        return pack_incoming(self.folder, source, name, size, root=root, default_size=default, **packing)
+        how = {**packing, "fit": own or wanted or "crop"}
+        return pack_incoming(self.folder, source, name, size, root=root, default_size=default, **how)
+
+    def _fit(self, first: Pack, said: Callable[[str], None] | None) -> None:
+        """Choose the settings that are free for the images of the first task."""
+        sizes = [first.split("train").count]
+        values, told = fit_settings(as_dict(self.config), self.free, sizes, first.size)
+        self.config = from_dict(values)
+        if told and said:
+            said(told)
 
     def _start(self) -> nn.Module | None:
         """A copy of the module that was given, with the weights that training began with."""

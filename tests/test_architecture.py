@@ -16,7 +16,7 @@ import ptlf
 PACKAGE = Path(ptlf.__file__).parent
 # Every module, in an order in which each imports only those before it. A room's own name is its __init__.
 ORDER = """
-core: core words errors reading memory files processes batch randomness registry settings
+core: core words errors phases reading memory files processes batch randomness registry settings
 stream: decode disk archives pack task datasets stream folders given arrivals fetch loading
 views: view named operations views
 encoders: encoder extras norm resnet vit weights encoders
@@ -28,7 +28,7 @@ training: training checkpoint triton_bn fused_resnet compiled cost distributed e
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
-run: run config recipes build results folder environment start parts inference embedding export
+run: run config fitting recipes build results folder environment start parts inference embedding export
 run: record watcher state looks loop sweep bench cluster evaluate paper reproduce
 report: report checks intervals theme drawing runs measures paired tables live
 report.figures: figures axes accuracy cost freezing frontier gallery learning paper
@@ -44,7 +44,7 @@ FORBIDDEN = {
     "evaluation": {"training", "methods", "objectives", "freezing", "model"},
 }
 REPORT_MAY_USE = {"ptlf", "ptlf.run.paper", "ptlf.run.results", "ptlf.run.watcher"}
-REPORT_MAY_USE |= {f"ptlf.core.{name}" for name in ("errors", "files", "reading", "words")}
+REPORT_MAY_USE |= {f"ptlf.core.{name}" for name in ("errors", "files", "phases", "reading", "words")}
 
 
 def ordered() -> list[str]:

@@ -11,11 +11,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ptlf.core.phases import Phase, silent
 from ptlf.evaluation.prober import EvaluationConfig, testing
 from ptlf.stream import Stream
 
 QUERIES, NEIGHBOURS = 12, 5
 TILE, SPRITE_BYTES = 48, 110_000  # pixels; bytes before base64, which adds a third
+BATCH = 64  # images per forward, at most: it shows progress on a CPU too
 POOL, POINTS = 2000, 600  # candidates for neighbours; how many of them are on the map
 UNLABELLED_POOL = 300  # of a stream without labels, where looking at images is all that evaluation does
 
@@ -71,16 +73,20 @@ class Gallery:
                 self.labels[places] = images.labels[chosen[places]]
         self.queries = pick_queries(self.labels, QUERIES)
 
-    def look(self, moment: str, encoder: nn.Module) -> None:
+    def look(self, moment: str, encoder: nn.Module, phase: Phase = silent) -> None:
         """moment: "before" or "after"."""
         self.read()
-        with testing(encoder):
-            inputs = (self.prepare(part.to(self.device)) for part in torch.from_numpy(self.pixels).split(self.batch))
-            features = torch.cat([F.normalize(encoder(x).float(), dim=1).cpu() for x in inputs])  # (N, D)
+        parts = []
+        with testing(encoder), phase("features", len(self.pixels)) as advance:
+            for part in torch.from_numpy(self.pixels).split(min(self.batch, BATCH)):
+                parts.append(F.normalize(encoder(self.prepare(part.to(self.device))).float(), dim=1).cpu())
+                advance(len(part))
+        features = torch.cat(parts)  # (N, D)
         similarity = features[self.queries] @ features.T  # (Q, N)
         similarity[torch.arange(len(self.queries)), self.queries] = -torch.inf
         nearest = similarity.topk(min(NEIGHBOURS, len(features) - 1), dim=1).indices.tolist()
-        self.looks[moment] = {"neighbours": nearest, "points": flat_map(features[:POINTS].numpy())}
+        with phase("map"):
+            self.looks[moment] = {"neighbours": nearest, "points": flat_map(features[:POINTS].numpy())}
 
     def as_dict(self) -> dict[str, Any]:
         """Images are tile numbers in the sprite; points are (x, y) in [0, 1]."""

@@ -55,7 +55,7 @@ def evaluate_labelled(
     """
     encoder = load(folder, module, config.device, trust_code=True)  # as whoever made `config` decided
     path = find_images(labelled, data_root(config.data_root))
-    data = labelled_dataset(path, encoder.card["image_size"], config.evaluation.reference_test)
+    data = labelled_dataset(path, encoder.card["image_size"], config.evaluation.reference_test, encoder.fit)
     stream = split(data, StreamConfig(name="labelled", tasks=1), 0)
     prober = Prober(stream, config.evaluation, config.probes, encoder.normalise, encoder.device)
     if chosen is not None:

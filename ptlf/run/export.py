@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_error, write_whole
 from ptlf.run.folder import encoder_bytes
-from ptlf.run.inference import KEY, MODEL, LoadedEncoder, load_encoder
+from ptlf.run.inference import KEY, MODEL, SHAPES, LoadedEncoder, load_encoder
 from ptlf.run.results import Json, read_results, to_json
 
 Model = Callable[[Tensor], np.ndarray]  # images (N, 3, V, V) to features (N, feature_dim)
@@ -166,18 +166,20 @@ def write_folder(encoder: LoadedEncoder, path: Path, results: Json | None, licen
     config = {"model_type": "ptlf-encoder", "architectures": [kind], **card}
     write_whole(path / "config.json", to_json(config) + "\n")
     write_whole(path / MODEL, encoder_bytes(encoder.module, {"format": "pt", KEY: json.dumps(card)}))
-    write_whole(path / "preprocessor_config.json", to_json(processor_config(card)) + "\n")
+    if card.get("fit") != "pad":  # which Hugging Face's image processors do not do
+        write_whole(path / "preprocessor_config.json", to_json(processor_config(card)) + "\n")
     write_whole(path / "README.md", model_card(card, results, licence, name))
 
 
 def processor_config(card: Json) -> Json:
     """The preprocessing as Hugging Face's image processors read it."""
     view = card["view_size"]
+    side = max(card["image_size"], view)
     return {
         "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": max(card["image_size"], view)},
+        "size": {"height": side, "width": side} if card.get("fit") == "squash" else {"shortest_edge": side},
         "resample": 3,  # bicubic
         "do_center_crop": True,
         "crop_size": {"height": view, "width": view},
@@ -259,10 +261,9 @@ def preprocessing(card: Json) -> str:
     mean, std = (", ".join(f"{value:g}" for value in card[key]) for key in ("mean", "std"))
     size, view = card["image_size"], card["view_size"]
     crop = f"; the centre {view} px are used" if view != size else ""
-    return (
-        f"EXIF orientation is applied, the short side is resized to {size} px (bicubic, antialiased), and the centre "
-        f"cropped to a square{crop}. Values are divided by 255 and normalised with mean ({mean}) and deviation ({std})."
-    )
+    shape = SHAPES[card.get("fit", "crop")].replace("image_size", f"{size} px")
+    values = f"divided by 255 and normalised with mean ({mean}) and deviation ({std})"
+    return f"EXIF orientation is applied; {shape}{crop}. Values are {values}."
 
 
 def folder_model(path: Path) -> Model:

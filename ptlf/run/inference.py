@@ -27,12 +27,18 @@ from ptlf.run.folder import load_encoder as load_weights
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.results import read_results
+from ptlf.stream.decode import Fit
 from ptlf.stream.given import Given, Squares, given, squares
 from ptlf.views import normalise
 
 KEY = "ptlf"  # of the card in the metadata of encoder.safetensors
 MODEL = "model.safetensors"  # the same file in an exported folder
-CROP = "short side resized to image_size (bicubic, antialiased), centre cropped"
+# How an image becomes a square of image_size; resizing is bicubic and antialiased.
+SHAPES: dict[Fit, str] = {
+    "crop": "short side resized to image_size (bicubic, antialiased), centre cropped",
+    "squash": "both sides resized to image_size (bicubic, antialiased)",
+    "pad": "long side resized to image_size (bicubic, antialiased), centred on grey (127)",
+}
 Card = dict[str, Any]
 OnProblem = Callable[[list[tuple[str, str]]], None]  # takes (name, reason) of images that cannot be read
 
@@ -48,7 +54,8 @@ def card_of(parts: Parts) -> Card:
         "module": f"{type(parts.model.encoder).__module__}.{type(parts.model.encoder).__qualname__}",
         "image_size": parts.stream.size,
         "view_size": parts.view_size,
-        "crop": CROP,
+        "fit": parts.stream.fit,
+        "crop": SHAPES[parts.stream.fit],
         "mean": list(view.mean),
         "std": list(view.std),
         "feature_dim": output_dim(parts.model.encoder, parts.view_size),
@@ -76,6 +83,11 @@ class LoadedEncoder:
     @property
     def feature_dim(self) -> int:
         return self.card["feature_dim"]
+
+    @property
+    def fit(self) -> Fit:
+        """How images become squares."""
+        return self.card.get("fit", "crop")
 
     def preprocess(self, images: Any) -> Tensor:
         """The module's input (N, 3, view_size, view_size), float32 on its device, of one image or of several.
@@ -110,7 +122,7 @@ class LoadedEncoder:
         several = [images] if is_one(images) else images
         parts = [several] if isinstance(several, Given) else given(several).values()
         for part in parts:
-            for found in squares(part, self.card["image_size"]):
+            for found in squares(part, self.card["image_size"], self.fit):
                 if found.problems:
                     (on_problem or refuse)(found.problems)
                 for start in range(0, len(found.images), batch):
@@ -174,16 +186,19 @@ def checked(card: Card) -> Card:
     for key in ("mean", "std"):
         if len(card[key]) != 3 or not all(isinstance(value, int | float) for value in card[key]):
             raise ValueError(f"its metadata say {key} {card[key]!r}")
+    if card.get("fit", "crop") not in SHAPES:
+        raise ValueError(f"its metadata say fit {card['fit']!r}")
     return card
 
 
 def card_from_settings(folder: Path) -> Card:
     """Of a run whose encoder has no card. The size of its images may have to be read from its data."""
     config = from_dict(read_yaml(folder / "config.yaml"))
-    size = make_stream(config).size
+    stream = make_stream(config)
+    size = stream.size
     view_size = config.views.size or size
-    card: Card = {"encoder": as_dict(config.encoder), "image_size": size, "view_size": view_size, "crop": CROP}
-    card |= {"recipe": name_of(as_dict(config))}
+    card: Card = {"encoder": as_dict(config.encoder), "image_size": size, "view_size": view_size}
+    card |= {"recipe": name_of(as_dict(config)), "fit": stream.fit, "crop": SHAPES[stream.fit]}
     if METHODS.find(config.method.name).adapt_encoder is not Method.adapt_encoder:
         card |= {"method": as_dict(config.method), "tasks": len(read_results(folder)["tasks"])}
     module = rebuilt(card, folder, None)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
+from ptlf.core.phases import Phase
 from ptlf.evaluation.prober import testing
 from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spread
 from ptlf.freezing.correlation import TaskCorrelation
@@ -27,7 +28,8 @@ class Looks(State):
         memory, freezer, settings = self.method.memory, self.freezing.freezer, self.config.freezing
         assert memory is not None
         self.model.train()
-        with self.clock("correlation"), self.trainer.engine.arithmetic():
+        place = f"correlation of task {self.task + 1} with those before"
+        with self.clock("correlation"), self.trainer.engine.arithmetic(), self.watcher.phase(place):
             correlation = TaskCorrelation(
                 self.model.encoder,
                 self.prepare(memory.past()),
@@ -40,7 +42,7 @@ class Looks(State):
             )
 
         def ratios(names: Sequence[str]) -> dict[str, float]:
-            with self.clock("correlation"):
+            with self.clock("correlation"), self.watcher.phase(place):
                 found = processes.broadcast_object(correlation(names))
             entry = self.freezing.log[-1]
             entry["directions"] = correlation.directions | entry.get("directions", {})  # those of the task's start stay
@@ -60,16 +62,22 @@ class Looks(State):
         if not self.prober:
             return {}
         with self.clock("evaluation"):
-            rows = self.prober.rows(self.model.encoder, self.task)
-            future = self.prober.future(self.model.encoder, self.task)
+            phase = self.phases(f"testing after task {self.task + 1} of {len(self.stream.tasks)}")
+            rows = self.prober.rows(self.model.encoder, self.task, phase)
+            future = self.prober.future(self.model.encoder, self.task, phase)
             self.record.end_task(rows, future, self.prober.used(self.task))
         return rows
+
+    def phases(self, work: str) -> Phase:
+        """The phases of a piece of work: its name stands before theirs."""
+        return lambda part, *count: self.watcher.phase(f"{work}, {part}", *count)
 
     def test_reference(self) -> None:
         """What the encoder knew before, against a bank of its own."""
         if self.reference:
+            phase = self.phases("testing what the encoder knew before")
             with self.clock("evaluation"):
-                self.record.test_reference(self.reference.rows(self.model.encoder, 0))
+                self.record.test_reference(self.reference.rows(self.model.encoder, 0, phase))
 
     def measure_features(self, indices: np.ndarray) -> None:
         """Spread and effective rank of the features of a sample of these images; labels are not needed."""
@@ -93,21 +101,23 @@ class Looks(State):
         if self.prober:
             with self.clock("evaluation"):
                 new = [split for split in self.stream.eval_splits if split.since >= max(known, 1)]
-                untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
-                self.record.begin(untrained, self.prober.ahead(self.model.encoder, new))
+                phase = self.phases("testing the encoder before training")
+                untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks), phase)
+                self.record.begin(untrained, self.prober.ahead(self.model.encoder, new, phase))
         self.look("before")
 
     def look_ahead(self) -> None:
         """The encoder as it is on the next task, if that was not there when the last one ended."""
         if self.prober and 0 < self.task < len(self.stream.tasks):
             with self.clock("evaluation"):
-                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1), {})
+                phase = self.phases(f"testing on task {self.task + 1} before it is learnt")
+                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1, phase), {})
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""
         if self.gallery and self.out:
             with self.clock("evaluation"):
-                self.gallery.look(moment, self.model.encoder)
+                self.gallery.look(moment, self.model.encoder, self.phases(f"gallery {moment} training"))
                 write_json(self.out / "gallery.json", self.gallery.as_dict())
 
     def check_numbers(self) -> None:

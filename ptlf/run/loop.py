@@ -82,7 +82,7 @@ class Run(Looks):
             return processes.warn(
                 f"ptlf: method {self.config.method.name!r} keeps no memory; memory.images is not used"
             )
-        views = (self.view_specs, self.view_size, self.random, self.method.needs_outputs)
+        views = (self.view_specs, self.view_size, self.random, self.method.needs_outputs, self.stream.fit)
         self.record.memory_images = fill_memory(self.method.memory, self.model.encoder, self.config, *views)
 
     def train_task(self, indices: np.ndarray) -> None:
@@ -109,8 +109,12 @@ class Run(Looks):
         frozen = len(self.freezing.freezer.frozen)
         self.watcher.begin_epoch(self.task, self.epoch, self.trainer.steps_per_epoch(indices), frozen)
         # Closed at once if the run stops: threads may be reading ahead.
-        with self.clock("training"), contextlib.closing(self.trainer.epoch(indices, self.epoch, state)) as steps:
+        training = contextlib.closing(self.trainer.epoch(indices, self.epoch, state))
+        with contextlib.ExitStack() as compiling, self.clock("training"), training as steps:
+            if self.compiles and not state.steps:
+                compiling.enter_context(self.watcher.phase("compiling the step"))
             for _ in steps:
+                compiling.close()
                 self.watcher.step(state.views)
                 self.pause()
             result = state.result()
@@ -128,7 +132,9 @@ class Run(Looks):
         self.record.begin_epoch(self.clock.seconds)
         with self.clock("rebuild"):
             self.record.newly_frozen = self.freezing.begin_epoch(self.epoch, lambda: self.correlate(indices))
-            if self.record.newly_frozen or self.epoch == 0:
+            changed = bool(self.record.newly_frozen) or self.epoch == 0
+            self.compiles = changed and self.trainer.engine_kind != "eager"
+            if changed:
                 self.variant = self.trainer.rebuild()
         self.epoch_state = self.trainer.begin_epoch()
         return self.epoch_state

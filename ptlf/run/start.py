@@ -22,7 +22,8 @@ from ptlf.methods import METHODS, Memory, Method
 from ptlf.run.build import make_encoder
 from ptlf.run.config import Config
 from ptlf.run.folder import START, save_encoder
-from ptlf.stream import StreamConfig
+from ptlf.stream import Stream, StreamConfig
+from ptlf.stream.decode import Fit
 from ptlf.stream.given import find_images, given, labelled_dataset, sample_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.task import split
@@ -77,6 +78,7 @@ def fill_memory(
     view_size: int,
     random: Randomness,
     needs_outputs: bool,
+    fit: Fit,
 ) -> dict[str, Any]:
     """Fill the memory as if the images of `memory.images` had been a task before the first: a sample of them, each with
     a second view, and with the encoder's vector of its first view if the method needs that. Returns what was done."""
@@ -84,7 +86,7 @@ def fill_memory(
     draws = np.random.default_rng(derived_seed(config.seed, "memory images"))
     count = given(path)["train"].count
     seen = count * config.training.epochs
-    pixels, _ = sample_images(path, memory.images.shape[1], min(seen, memory.size), draws)
+    pixels, _ = sample_images(path, memory.images.shape[1], min(seen, memory.size), draws, fit)
     images = torch.from_numpy(pixels).to(device)
     uniforms = draw(len(images), random["memory images"], len(view_specs))
     views: list[Tensor] = []
@@ -101,13 +103,14 @@ def fill_memory(
 
 
 def make_reference(
-    config: Config, size: int, prepare: Callable[[Tensor], Tensor], device: torch.device
+    config: Config, stream: Stream, prepare: Callable[[Tensor], Tensor], device: torch.device
 ) -> Prober | None:
-    """Tests an encoder on the labelled images of `evaluation.reference`, against a bank of their own."""
+    """Tests an encoder on the labelled images of `evaluation.reference`, against a bank of their own, in size and shape
+    as those of the stream."""
     tests = config.evaluation
     if tests.reference is None or not tests.enabled:
         return None
-    data = labelled_dataset(find_given(config, tests.reference), size, tests.reference_test)
+    data = labelled_dataset(find_given(config, tests.reference), stream.size, tests.reference_test, stream.fit)
     try:
         return Prober(split(data, StreamConfig(name="reference", tasks=1), 0), tests, config.probes, prepare, device)
     except UserError as error:

@@ -61,6 +61,7 @@ class State(Parts):
         self.epoch_state: EpochState | None = None  # of the epoch that runs
         self.clock = Stopwatch(self.device)
         self.record = Record()
+        self.compiles = False  # the next step, since its operations changed
         self.variant = ""  # key of the step's operations as units are frozen now
         self.step_costs: dict[str, StepCost] = {}  # by variant
         self.begun: list[list[dict[str, Any]]] = []  # by task, see `images_begun`

@@ -16,7 +16,7 @@ from PIL import Image
 from ptlf.core.errors import UserError
 from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
-from ptlf.stream.decode import BATCH_BYTES, ImageFile, square
+from ptlf.stream.decode import BATCH_BYTES, Fit, ImageFile, square
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.folders import PackOptions, pack_files, pack_folder, subfolders
 from ptlf.stream.given import pack_images
@@ -93,7 +93,7 @@ def checksum(pack: Pack) -> str:
 
 
 def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> Stream:
-    """The stream `arriving` before its first task; image size as in `packs`."""
+    """The stream `arriving` before its first task; size and shape of the images as in `packs`."""
     plain = StreamConfig(name=config.name, labelled=config.labelled, resident=config.resident)
     for field in fields(StreamConfig):
         if getattr(config, field.name) != getattr(plain, field.name):
@@ -103,7 +103,7 @@ def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> St
         raise UserError(f"stream {config.name!r} has no task yet; `ptlf learn RUN IMAGES` brings the first")
     size = packs[0].size
     nothing = Images(np.zeros((0, size, size, 3), np.uint8), np.zeros(0, np.int64))
-    data = Dataset(config.name, (), nothing, None, "tasks")
+    data = Dataset(config.name, (), nothing, None, "tasks", packs[0].fit)
     labelled = packed(root, config.labelled) if config.labelled else None
     return Stream(config.name, data, (), exam(labelled, data), classes=labelled.names if labelled else ())
 
@@ -166,9 +166,11 @@ def pack_incoming(
     options: of `PackOptions`.
     """
     number, incoming = len(arrivals(folder)) + 1, folder / TASKS / INCOMING
+    fit = PackOptions(**options).fit
     if isinstance(source, Arrays):
         place = f"{number:04}-{file_name(name or 'images')}"
-        return pack_arrays(source, Pack(incoming / place, size or square_size(source.images), "tasks", ()))
+        made = Pack(incoming / place, size or square_size(source.images), "tasks", (), fit=fit)
+        return pack_arrays(source, made)
     if not isinstance(source, str | os.PathLike):
         target = incoming / f"{number:04}-{file_name(name or 'images')}"
         return pack_images(source, target, size or default_size, test_fraction=test_fraction, **options)
@@ -182,7 +184,8 @@ def pack_incoming(
         return pack_again(given, target, size)
     if path.is_file():
         arrays = read_npz(path)
-        return pack_arrays(arrays, Pack(target, size or square_size(arrays.images), "tasks", (), source=told))
+        made = Pack(target, size or square_size(arrays.images), "tasks", (), source=told, fit=fit)
+        return pack_arrays(arrays, made)
     size = size or default_size
     with disk_errors(path):
         if test_fraction or ((path / "train").is_dir() and subfolders(path / "train")):
@@ -267,7 +270,7 @@ def pack_again(pack: Pack, target: Path, size: int | None) -> Pack:
 
 
 def pack_arrays(arrays: Arrays, pack: Pack) -> Pack:
-    """Images of another size are resized and cropped as those of files are."""
+    """Images of another size are made square as those of files are."""
     pairs = {"train": (arrays.images, arrays.labels), "test": (arrays.test_images, arrays.test_labels)}
     names = tuple(arrays.names)
     if arrays.labels is None:
@@ -275,19 +278,19 @@ def pack_arrays(arrays: Arrays, pack: Pack) -> Pack:
     elif not names:
         names = tuple(map(str, range(1 + int(max(labels.max() for _, labels in pairs.values() if labels is not None)))))
     chunks = {
-        split: (len(images), blocks(images, labels, pack.size))
+        split: (len(images), blocks(images, labels, pack.size, pack.fit))
         for split, (images, labels) in pairs.items()
         if images is not None and labels is not None
     }
     return write_pack(replace(pack, folders="classes" if arrays.labels is not None else "tasks", names=names), chunks)
 
 
-def blocks(images: np.ndarray, labels: np.ndarray, size: int | None = None) -> Iterator[Chunk]:
+def blocks(images: np.ndarray, labels: np.ndarray, size: int | None = None, fit: Fit = "crop") -> Iterator[Chunk]:
     step = max(1, BATCH_BYTES // max(1, images[0].nbytes))
     for start in range(0, len(images), step):
         part = np.asarray(images[start : start + step])
         if size is not None and part.shape[1:3] != (size, size):
-            part = np.stack([np.asarray(square(Image.fromarray(image), size)) for image in part])
+            part = np.stack([np.asarray(square(Image.fromarray(image), size, fit)) for image in part])
         yield part, labels[start : start + step]
 
 

@@ -1,7 +1,7 @@
 """Images in whatever form people have them: read one by one, and packed, with bounded memory.
 
 A path (a folder, a packed set, an .npz or .npy file), a uint8 array, a list of paths, pictures or arrays, a torch
-`Dataset` or a Hugging Face dataset. Sizes may differ: every image is resized and cropped as `ptlf data pack` does.
+`Dataset` or a Hugging Face dataset. Sizes may differ: every image is made square as `ptlf data pack` does.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from PIL import Image
 from ptlf.core.errors import UserError
 from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
-from ptlf.stream.decode import BATCH_BYTES, BadImage, ImageFile, decode_image, from_picture
+from ptlf.stream.decode import BATCH_BYTES, BadImage, Fit, ImageFile, decode_image, from_picture
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.folders import PackOptions, note_skipped, pack_files, pack_folder
 from ptlf.stream.pack import Pack, check_free, check_name, natural, open_pack, quoted, write_pack
@@ -81,7 +81,7 @@ def pack_images(
     names: of the classes, which labels number; without labels, the name of the one task (default: the target's).
     labelled: None: labels are used if there are any, and folders in a folder are classes; False: they are not.
     test_fraction: share of each class held out for testing.
-    options: of `PackOptions`: on_error, workers, overwrite, progress.
+    options: of `PackOptions`: on_error, fit, workers, overwrite, progress.
     Labelled images make a set of classes, others a set with one task, which has no test images.
     """
     packing, target = PackOptions(**options), Path(target)
@@ -137,6 +137,7 @@ def pack_path(
 def write_given(pack: Pack, splits: Mapping[str, Given], options: PackOptions) -> Pack:
     if pack.size < 1:
         raise UserError(f"size must be at least 1, not {pack.size}")
+    pack = replace(pack, fit=options.fit)
     numbers = {name: number for number, name in enumerate(pack.names)}
 
     def number_of(name: str, label: Any, known: Sequence[str] | None) -> int:
@@ -152,7 +153,7 @@ def write_given(pack: Pack, splits: Mapping[str, Given], options: PackOptions) -
         return numbers[str(label)]
 
     def chunks(part: Given) -> Iterator[Chunk]:
-        for batch in squares(part, pack.size):
+        for batch in squares(part, pack.size, pack.fit):
             refuse_or_skip(batch.problems, pack.skipped, options.on_error)
             pairs = zip(batch.names, batch.labels, strict=True)
             yield batch.images, np.array([number_of(*pair, part.names) for pair in pairs], np.int64)
@@ -170,37 +171,37 @@ def refuse_or_skip(problems: Sequence[tuple[str, str]], skipped: list[dict[str, 
     skipped.extend({"file": file, "why": why} for file, why in problems)
 
 
-def squares(images: Given, size: int) -> Iterator[Squares]:
+def squares(images: Given, size: int, fit: Fit = "crop") -> Iterator[Squares]:
     """Batches of squares, in order. Decoded by threads: Pillow works outside Python's lock."""
     step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
     rows = iter(images.read())
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         while batch := list(itertools.islice(rows, step)):
-            made = list(pool.map(lambda row: attempt(row.image, size), batch))
+            made = list(pool.map(lambda row: attempt(row.image, size, fit), batch))
             kept = [(row, square) for row, square in zip(batch, made, strict=True) if isinstance(square, np.ndarray)]
             problems = [(row.name, str(why)) for row, why in zip(batch, made, strict=True) if isinstance(why, BadImage)]
             stacked = np.stack([square for _, square in kept]) if kept else np.zeros((0, size, size, 3), np.uint8)
             yield Squares([row.name for row, _ in kept], stacked, [row.label for row, _ in kept], problems)
 
 
-def attempt(image: Any, size: int) -> np.ndarray | BadImage:
+def attempt(image: Any, size: int, fit: Fit) -> np.ndarray | BadImage:
     try:
-        return to_square(image, size)
+        return to_square(image, size, fit)
     except BadImage as problem:
         return problem
 
 
-def to_square(image: Any, size: int) -> np.ndarray:
+def to_square(image: Any, size: int, fit: Fit = "crop") -> np.ndarray:
     """(S, S, 3) uint8 of a path, the bytes of a file, a PIL image, an array (H, W[, C]) or a tensor ([C, ]H, W)."""
     if isinstance(image, str | os.PathLike):
         try:
-            return decode_image(Path(image).read_bytes(), size)
+            return decode_image(Path(image).read_bytes(), size, fit)
         except OSError as error:
             raise BadImage(error.strerror or str(error)) from None
     if isinstance(image, bytes):
-        return decode_image(image, size)
+        return decode_image(image, size, fit)
     if isinstance(image, Mapping):  # a Hugging Face image that was not decoded
-        return to_square(image.get("bytes") or image.get("path"), size)
+        return to_square(image.get("bytes") or image.get("path"), size, fit)
     if isinstance(image, torch.Tensor):
         image = image.detach().cpu()
         image = (image.permute(1, 2, 0) if image.ndim == 3 and image.shape[0] in CHANNELS else image).numpy()
@@ -215,7 +216,7 @@ def to_square(image: Any, size: int) -> np.ndarray:
     if not isinstance(image, Image.Image):
         raise BadImage(f"a {type(image).__name__} is no image; give a path, a PIL image, an array or a tensor")
     try:
-        return from_picture(image, size)
+        return from_picture(image, size, fit)
     except BadImage:
         raise
     except Exception as error:  # Pillow can raise almost any exception on malformed bytes
@@ -360,7 +361,9 @@ def hold_out(images: Given, fraction: float) -> dict[str, Given]:
     return {"train": part(False), "test": part(True)}
 
 
-def sample_images(path: Path, size: int, most: int, random: np.random.Generator) -> tuple[np.ndarray, int]:
+def sample_images(
+    path: Path, size: int, most: int, random: np.random.Generator, fit: Fit = "crop"
+) -> tuple[np.ndarray, int]:
     """`most` of the training images, (most, S, S, 3) uint8, and how many there are. Fewer are used several times."""
     images = given(path)["train"]
     rounds = -(-most // images.count)
@@ -371,14 +374,14 @@ def sample_images(path: Path, size: int, most: int, random: np.random.Generator)
     def rows() -> Iterator[Row]:
         return (row for index, row in enumerate(images.read()) if index in wanted)
 
-    return read_all(Given(len(chosen), rows), size)[0][places], images.count
+    return read_all(Given(len(chosen), rows), size, fit)[0][places], images.count
 
 
-def read_all(images: Given, size: int) -> tuple[np.ndarray, list[Any]]:
+def read_all(images: Given, size: int, fit: Fit = "crop") -> tuple[np.ndarray, list[Any]]:
     """All images (N, S, S, 3) uint8 and their labels, in memory. A broken image is refused."""
     pixels = np.empty((images.count, size, size, 3), np.uint8)
     labels: list[Any] = []
-    for batch in squares(images, size):
+    for batch in squares(images, size, fit):
         for file, why in batch.problems:
             raise UserError(f"{file} cannot be used: {why}; repair or remove it")
         pixels[len(labels) : len(labels) + len(batch.images)] = batch.images
@@ -386,7 +389,7 @@ def read_all(images: Given, size: int) -> tuple[np.ndarray, list[Any]]:
     return pixels, labels
 
 
-def labelled_dataset(path: Path, size: int, test_fraction: float) -> Dataset:
+def labelled_dataset(path: Path, size: int, test_fraction: float, fit: Fit = "crop") -> Dataset:
     """A labelled set with test images, read into memory; a packed set of this size stays a memory map."""
     if (path / "pack.json").is_file():
         data = packed(path.absolute().parent, path.name)
@@ -403,7 +406,7 @@ def labelled_dataset(path: Path, size: int, test_fraction: float) -> Dataset:
             f"pack it with `ptlf data pack {path} --name NAME --size {size} --test-fraction 0.2` and give that name"
         )
         raise UserError(f"{path} takes {needed / 1e9:.1f} GB at {size} px; {advice}")
-    read = {split: read_all(part, size) for split, part in splits.items()}
+    read = {split: read_all(part, size, fit) for split, part in splits.items()}
     known = splits["train"].names
     names = list(known) if known is not None else sorted({str(label) for label in read["train"][1]}, key=natural)
     images = {}
