@@ -44,9 +44,10 @@ class FollowingDDP(nn.Module):
         self._wrapped.clear()
         still = set(self._still())
         ignored = [name for name, buffer in self.module.named_buffers() if buffer in still]
-        if first:
+        if first or self._options.get("broadcast_buffers", True):
+            # Each process has updated the statistics since the last exchange; the first one's are frozen on all.
             group = self._options.get("process_group")
-            for buffer in self._still():  # the wrap leaves out what it ignores
+            for buffer in self._still():
                 distributed.broadcast(buffer, distributed.get_process_group_ranks(group)[0], group)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.module, ignored)
         if any(trained):  # DistributedDataParallel refuses a model without trainable parameters

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ptlf.freezing import kernels
 from ptlf.freezing.estimate import Estimate, Loss, StepCost, parse_bytes, spoken_bytes, step_cost
@@ -35,7 +36,7 @@ class Freezer:
     accumulated one is dropped, and so is their optimizer state (its param_groups stay). Neither an optimizer step nor
     `module.train()` changes them. The patched forwards are in the modules' `__dict__`, so `state_dict()` is unaffected.
 
-    optimizer: one or several, or none.
+    optimizer: one or several, or none; one that is made later is set as `freezer.optimizers = [optimizer]`.
     units: the units that may freeze; default: all units found by one forward.
     example: the input of that forward, see `find_units`.
     batch_statistics: in train mode, frozen norms normalise by the batch, without updating their running statistics. By
@@ -76,7 +77,7 @@ class Freezer:
         self._foldable, self._relus = seen.foldable, seen.relus
         self._frozen: dict[str, _Frozen] = {}
         # Kept after a thaw: compiled code is reused only if it finds the same patch object again.
-        self._patches: dict[tuple[nn.Module, type[ForwardPatch]], ForwardPatch] = {}
+        self._patches: dict[tuple[Any, ...], ForwardPatch] = {}
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -242,12 +243,14 @@ class Freezer:
             parameter.grad = None
             for optimizer in self.optimizers:
                 optimizer.state.pop(parameter, None)
+        _touch(unit)
         for parametrization in parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
             self._patch(record, parametrization, EvalMode)
         layer, norm = unit.layer, unit.norm
         patched = self.save_memory and kernels.is_plain_layer(layer)
         fold = patched and not self.batch_statistics and unit.name in self._foldable
-        fold = fold and kernels.is_plain_batch_norm(norm)
+        # A shard (of fully_shard) holds only a part of the weight between forwards.
+        fold = fold and kernels.is_plain_batch_norm(norm) and not hasattr(layer.weight, "full_tensor")
         if patched:
             self._patch(record, layer, FrozenLayer, norm if fold else None)
         for held in unit.norms:
@@ -266,6 +269,9 @@ class Freezer:
         for parameter, trained in zip(unit.parameters(), record.trained, strict=True):
             if trained:
                 parameter.requires_grad_(True)
+        _touch(unit)
+        for optimizer in self.optimizers:
+            _start_momentum(optimizer, unit.parameters())
         for norm in record.untracked:
             norm.track_running_stats = True  # type: ignore[assignment]
         still = {module for other in self._frozen.values() for module in other.patched}
@@ -287,9 +293,10 @@ class Freezer:
             record.patched.append(module)
         if module in self._patched:
             return
-        if (module, kind) not in self._patches:
-            self._patches[module, kind] = kind(module, *arguments)
-        self._patched[module] = self._patches[module, kind]
+        key = (kind, module, *arguments)
+        if key not in self._patches:
+            self._patches[key] = kind(module, *arguments)
+        self._patched[module] = self._patches[key]
         self._patched[module].attach()
 
     @contextmanager
@@ -328,6 +335,29 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer
             raise TypeError(f"a Freezer takes one torch.optim.Optimizer or several, not a {type(optimizer).__name__}")
         found.append(optimizer)
     return found
+
+
+def _touch(unit: Unit) -> None:
+    """Make compiled code check the unit's parameters again. Dynamo (torch 2.13 and before) looks at a parameter's
+    requires_grad only if the dictionary that holds the parameter has changed since."""
+    held = [unit.layer, *([] if unit.norm is None else [unit.norm])]
+    for module in {*unit.extra.values(), *(part for owner in held for part in owner.modules())}:
+        for name, parameter in list(module._parameters.items()):
+            module._parameters[name] = None
+            module._parameters[name] = parameter
+
+
+def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Zero momentum for thawed parameters: the fused SGD of torch 2.13 fails if only some of a group have one.
+
+    With a rate on the device the training step does that itself, in the memory that it was captured with.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        if group["fused"] and group["momentum"] and not isinstance(group["lr"], Tensor):
+            thawed = set(parameters) & set(group["params"])
+            if any(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in group["params"]):
+                for parameter in thawed:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def parametrizations(layer: nn.Module) -> list[nn.Module]:
