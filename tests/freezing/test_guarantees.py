@@ -332,6 +332,7 @@ def test_optimizers(kind, name):
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(precision, name):
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
     raw, x = network(name)
     model, optimizer = accelerator.prepare(raw.train(), SGD(raw.parameters()))
