@@ -23,7 +23,9 @@ encoders: encoder extras norm resnet vit weights encoders
 objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
 model
 methods: memory method cassle der finetune lump pnn si methods
-freezing: units kernels correlation freezer savings policy policies schedule progressive freezing
+freezing: units kernels correlation kept select schedule timetable estimate following freezer savings
+freezing: policy policies progressive freezing
+integrations: integrations plan lightning huggingface
 training: training checkpoint triton_bn fused_resnet compiled cost distributed engine
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer

@@ -1,59 +1,83 @@
 """Freeze and thaw the units of a module: weights, norms, optimizer state, and tensors saved for backward."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from ptlf.core.errors import unknown
 from ptlf.freezing import kernels
+from ptlf.freezing.estimate import Estimate, Loss, StepCost, parse_bytes, spoken_bytes, step_cost
+from ptlf.freezing.following import FollowingDDP
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough
+from ptlf.freezing.schedule import FreezeSchedule
+from ptlf.freezing.select import Selector, select
+from ptlf.freezing.timetable import Timetable
 from ptlf.freezing.units import BATCH_NORMS, INSTANCE_NORMS, Trace, Unit, trace
 
 
+@dataclass
+class _Frozen:
+    """What freezing a unit changed."""
+
+    trained: list[bool]  # for each parameter of the unit: whether it required a gradient
+    patched: list[nn.Module] = field(default_factory=list)
+    untracked: list[nn.Module] = field(default_factory=list)  # norms whose track_running_stats was switched off
+
+
 class Freezer:
-    """Freezes units of `module` by name, in place, and thaws them all.
+    """Freezes units of `module`, in place, and thaws them.
 
     The weights, affine parameters and statistics of a frozen unit stay bitwise the same: they get no gradient, an
     accumulated one is dropped, and so is their optimizer state (its param_groups stay). Neither an optimizer step nor
     `module.train()` changes them. The patched forwards are in the modules' `__dict__`, so `state_dict()` is unaffected.
 
+    optimizer: one or several, or none; one that is made later is set as `freezer.optimizers = [optimizer]`.
     units: the units that may freeze; default: all units found by one forward.
     example: the input of that forward, see `find_units`.
     batch_statistics: in train mode, frozen norms normalise by the batch, without updating their running statistics. By
         default they use the running statistics.
     save_memory: save only what backward needs. False: plain PyTorch, which saves as much as if nothing were frozen.
 
+    Units are chosen by name or prefix ("layer1"), compiled regular expression, number (the first n), function of a
+    unit, or several of these: see `select`.
+
     A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output, and the norm passes it
-    on. Weights loaded into a frozen module are noticed, except by compiled or captured code, or if they were written
-    through `.data`: then call `refresh()`.
+    on. Weights that `load_state_dict` loads into a frozen module count at once, also in compiled or captured code.
+    Those written in place (`copy_`, as an average of weights does) are noticed by eager code only, and those written
+    through `.data` not at all: then call `refresh()`.
     copy.deepcopy(module) gives an independent frozen module; copy.deepcopy((module, freezer)) one that can be thawed.
+
+    ratios: correlation ratios by unit name, if they were set; `budget` and `print(freezer)` use them.
+    saved: bytes that each unit saves if it alone freezes, once `budget` or `measure` has found them.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
         *,
         units: Sequence[Unit] | None = None,
         example: Any = None,
         batch_statistics: bool = False,
         save_memory: bool = True,
     ) -> None:
-        self.module, self.optimizer = module, optimizer
+        self.module, self.optimizers = module, _optimizers(optimizer)
         self.batch_statistics, self.save_memory = batch_statistics, save_memory
-        self._replaced: dict[nn.Module, Any] = {}  # module -> its own `forward` in __dict__ before, mostly None
+        self._patched: dict[nn.Module, ForwardPatch] = {}
         self._check_unfrozen()
         seen = trace(module, example) if units is None or save_memory else Trace([], frozenset(), [])
         self.units = list(seen.units if units is None else units)
+        self.ratios: Mapping[str, float] = {}
+        self.saved: dict[str, int] = {}
         self._foldable, self._relus = seen.foldable, seen.relus
-        self._by_name = {unit.name: unit for unit in self.units}
-        self._frozen: dict[str, list[nn.Parameter]] = {}  # unit -> its parameters that required a gradient
+        self._frozen: dict[str, _Frozen] = {}
         # Kept after a thaw: compiled code is reused only if it finds the same patch object again.
-        self._patches: dict[tuple[nn.Module, type[ForwardPatch]], ForwardPatch] = {}
-        self._tracked: list[nn.Module] = []  # norms whose track_running_stats was switched off
+        self._patches: dict[tuple[Any, ...], ForwardPatch] = {}
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -65,38 +89,114 @@ class Freezer:
         """The folded weights and biases in use, which are extra copies."""
         return [tensor for patch in self._layers() for tensor in patch.tensors()]
 
-    def freeze(self, names: Iterable[str]) -> None:
-        """Freeze these units, in addition to those already frozen."""
-        names = [names] if isinstance(names, str) else list(names)
-        for name in names:
-            if name not in self._by_name:
-                raise ValueError(str(unknown("unit", name, self._by_name)))
+    def freeze(self, units: Selector) -> list[str]:
+        """Freeze these units, in addition to those already frozen; the names of those that were not yet."""
+        chosen = [unit for unit in select(self.units, units) if unit.name not in self._frozen]
         self._check_unfrozen()
-        for name in names:
-            if name not in self._frozen:
-                self._freeze(self._by_name[name])
-        for relu in self._relus if self.save_memory and self._frozen else ():
-            # If a trainable layer saves the output too, a mask saves nothing.
-            if relu.keepers <= self._frozen.keys() and "forward" not in relu.module.__dict__:
-                self._replace(relu.module, MaskedReLU)
+        for unit in chosen:
+            self._freeze(unit)
+        self._mask()
+        return [unit.name for unit in chosen]
 
-    def thaw(self) -> None:
-        """Make all units trainable again, as they were before. Their optimizer state starts empty."""
-        for parameters in self._frozen.values():
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-        for norm in self._tracked:
-            norm.track_running_stats = True  # type: ignore[assignment]
-        for module, before in self._replaced.items():
-            if before is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = before
-        for record in (self._frozen, self._tracked, self._replaced):
-            record.clear()
+    def thaw(self, units: Selector | None = None) -> list[str]:
+        """Make these units (by default all) trainable again, as they were before; the names of those that were frozen.
+        Their optimizer state starts empty."""
+        chosen = self.units if units is None else select(self.units, units)
+        thawed = [unit for unit in chosen if unit.name in self._frozen]
+        for unit in thawed:
+            self._thaw(unit)
+        self._mask()
+        return [unit.name for unit in thawed]
+
+    unfreeze = thaw
+
+    def freeze_only(self, units: Selector) -> list[str]:
+        """Freeze these units and thaw all others; the names of those that were not frozen before."""
+        wanted = [unit.name for unit in select(self.units, units)]
+        self.thaw([name for name in self.frozen if name not in wanted])
+        return self.freeze(wanted)
+
+    @contextmanager
+    def frozen_for(self, units: Selector) -> Iterator[list[str]]:
+        """Inside, these units are frozen too; at the end, those that were not before thaw."""
+        names = self.freeze(units)
+        try:
+            yield names
+        finally:
+            self.thaw(names)
+
+    def schedule(
+        self,
+        when: FreezeSchedule | Mapping[int | float, Selector],
+        total: int | None = None,
+        order: Sequence[str] | None = None,
+    ) -> Timetable:
+        """`plan = freezer.schedule({0.25: "layer1", 0.5: "layer1 layer2".split()}, total=steps)`, and `plan.at(step)`
+        before each step: see `Timetable`."""
+        return Timetable(self.units, self.freeze_only, when, total, order)
+
+    def estimate(self, units: Selector, example: Any, *, loss: Loss | None = None) -> Estimate:
+        """What a training step on `example` costs now, and with these units frozen too. Nothing changes.
+
+        example: a whole batch, as the module is called with, or tensors of its shape on the meta device. loss: of the
+        module's output, by default its sum. Call it in the mode and under the autocast of training.
+        """
+        names = tuple(unit.name for unit in select(self.units, units) if unit.name not in self._frozen)
+        with self._pretending():
+            now = self._cost(example, loss)
+            self.freeze(names)
+            return Estimate(names, now, self._cost(example, loss))
+
+    def measure(self, example: Any, *, loss: Loss | None = None) -> dict[str, int]:
+        """The bytes of a step that each unit saves if it alone freezes beside those that are frozen, by name."""
+        with self._pretending():
+            now = self._cost(example, loss, backward=False).bytes
+            for name in [unit.name for unit in self.units if unit.name not in self._frozen]:
+                with self.frozen_for(name):
+                    self.saved[name] = now - self._cost(example, loss, backward=False).bytes
+        return self.saved
+
+    def budget(self, limit: str | int, example: Any, *, loss: Loss | None = None) -> Estimate:
+        """The units to freeze so that a step on `example` takes at most `limit` bytes ("12GiB"): `names` of what is
+        returned. Nothing changes.
+
+        First come the units that save the most bytes or, with `ratios`, the most bytes for what is lost: 1 - ratio, the
+        share of the new gradient that the past's inputs do not span. `StepCost` says which bytes count.
+        """
+        most = parse_bytes(limit)
+        with self._pretending():
+            now = self._cost(example, loss)
+            if now.bytes <= most:
+                return Estimate((), now, now)
+            saved = self.measure(example, loss=loss)
+            candidates = [unit.name for unit in self.units if unit.name not in self._frozen]
+
+            def worth(name: str) -> float:
+                return saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3) if self.ratios else saved[name]
+
+            order = sorted(candidates, key=worth, reverse=True)
+            too_few, enough, found = 0, len(order), None
+            while found is None or enough - too_few > 1:
+                count = enough if found is None else (too_few + enough) // 2
+                with self.frozen_for(order[:count]):
+                    cost = self._cost(example, loss)
+                if cost.bytes <= most:
+                    enough, found = count, cost
+                elif found is None:
+                    missing = f"{spoken_bytes(cost.bytes)}, {spoken_bytes(cost.bytes - most)} more than {limit}"
+                    parts = f"of which {spoken_bytes(cost.held_bytes)} are weights and buffers"
+                    raise ValueError(f"with all units frozen a step takes {missing}, {parts}; take a smaller batch")
+                else:
+                    too_few = count
+            return Estimate(tuple(name for name in candidates if name in order[:enough]), now, found)
+
+    def ddp(self, model: nn.Module | None = None, **options: Any) -> FollowingDDP:
+        """`model` (by default the module), which contains the module, as a DistributedDataParallel that follows what
+        freezes and thaws. options: those of DistributedDataParallel."""
+        return FollowingDDP(self.module if model is None else model, self._still, **options)
 
     def refresh(self) -> None:
-        """Fold the norms again: needed if weights were changed from outside and the code is compiled or captured."""
+        """Fold the norms again: needed if weights were changed in place and the code is compiled or captured."""
         for patch in self._layers():
             patch.refresh()
 
@@ -108,48 +208,156 @@ class Freezer:
         self.thaw()
         self.freeze(state["frozen"])
 
+    def __str__(self) -> str:
+        """A line per unit."""
+        head = ["unit", "parameters", "norm", "frozen", "ratio", "saved"]
+        rows = [
+            [
+                unit.name,
+                f"{sum(parameter.numel() for parameter in unit.parameters()):,}",
+                ", ".join(dict.fromkeys(type(norm).__name__ for norm in unit.norms)) or "-",
+                "yes" if unit.name in self._frozen else "-",
+                f"{self.ratios[unit.name]:.3f}" if unit.name in self.ratios else "-",
+                spoken_bytes(self.saved[unit.name]) if unit.name in self.saved else "-",
+            ]
+            for unit in self.units
+        ]
+        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+        numbers = (1, 4, 5)
+        cells = [
+            [row[i].rjust(widths[i]) if i in numbers else row[i].ljust(widths[i]) for i in range(len(head))]
+            for row in [head, *rows]
+        ]
+        lines = ["  ".join(row).rstrip() for row in cells]
+        return "\n".join([*lines, f"{len(self._frozen)} of {len(self.units)} units frozen"])
+
     def _check_unfrozen(self) -> None:
         for name, child in self.module.named_modules():
-            if isinstance(child.__dict__.get("forward"), ForwardPatch) and child not in self._replaced:
+            if isinstance(child.__dict__.get("forward"), ForwardPatch) and child not in self._patched:
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
 
     def _freeze(self, unit: Unit) -> None:
-        self._frozen[unit.name] = [parameter for parameter in unit.parameters() if parameter.requires_grad]
+        record = self._frozen[unit.name] = _Frozen([parameter.requires_grad for parameter in unit.parameters()])
         for parameter in unit.parameters():
             parameter.requires_grad_(False)
             parameter.grad = None
-            if self.optimizer is not None:
-                self.optimizer.state.pop(parameter, None)
+            for optimizer in self.optimizers:
+                optimizer.state.pop(parameter, None)
+        _touch(unit)
         for parametrization in parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
-            self._replace(parametrization, EvalMode)
+            self._patch(record, parametrization, EvalMode)
         layer, norm = unit.layer, unit.norm
         patched = self.save_memory and kernels.is_plain_layer(layer)
         fold = patched and not self.batch_statistics and unit.name in self._foldable
-        fold = fold and kernels.is_plain_batch_norm(norm)
+        # A shard (of fully_shard) holds only a part of the weight between forwards.
+        fold = fold and kernels.is_plain_batch_norm(norm) and not hasattr(layer.weight, "full_tensor")
         if patched:
-            self._replace(layer, FrozenLayer, norm if fold else None)
+            self._patch(record, layer, FrozenLayer, norm if fold else None)
         for held in unit.norms:
             if not isinstance(held, BATCH_NORMS | INSTANCE_NORMS) or held.running_mean is None:
                 continue
             # An InstanceNorm has no mode that normalises by its input and leaves its statistics alone.
             if not self.batch_statistics or isinstance(held, INSTANCE_NORMS):
-                self._replace(held, PassThrough if fold and held is norm else EvalMode)
+                self._patch(record, held, PassThrough if fold and held is norm else EvalMode)
             elif held.track_running_stats:
                 # PyTorch then uses batch statistics in train mode and running ones in eval mode, updating neither.
                 held.track_running_stats = False
-                self._tracked.append(held)
+                record.untracked.append(held)
 
-    def _replace(self, module: nn.Module, kind: type[ForwardPatch], *arguments: Any) -> None:
-        self._replaced.setdefault(module, module.__dict__.get("forward"))
-        if (module, kind) not in self._patches:
-            self._patches[module, kind] = kind(module, *arguments)
-        patch = module.__dict__["forward"] = self._patches[module, kind]
-        if isinstance(patch, FrozenLayer):
-            patch.refresh()
+    def _thaw(self, unit: Unit) -> None:
+        record = self._frozen.pop(unit.name)
+        for parameter, trained in zip(unit.parameters(), record.trained, strict=True):
+            if trained:
+                parameter.requires_grad_(True)
+        _touch(unit)
+        for optimizer in self.optimizers:
+            _start_momentum(optimizer, unit.parameters())
+        for norm in record.untracked:
+            norm.track_running_stats = True  # type: ignore[assignment]
+        still = {module for other in self._frozen.values() for module in other.patched}
+        for module in record.patched:
+            if module not in still:  # two layers may share a parametrization
+                self._patched.pop(module).detach()
+
+    def _mask(self) -> None:
+        """Masked ReLUs are those whose output no trainable layer saves: it would keep the output beside the mask."""
+        for relu in self._relus if self.save_memory else ():
+            masked = bool(self._frozen) and relu.keepers <= self._frozen.keys()
+            if masked and "forward" not in relu.module.__dict__:
+                self._patch(None, relu.module, MaskedReLU)
+            elif not masked and relu.module in self._patched:
+                self._patched.pop(relu.module).detach()
+
+    def _patch(self, record: _Frozen | None, module: nn.Module, kind: type[ForwardPatch], *arguments: Any) -> None:
+        if record is not None:
+            record.patched.append(module)
+        if module in self._patched:
+            return
+        key = (kind, module, *arguments)
+        if key not in self._patches:
+            self._patches[key] = kind(module, *arguments)
+        self._patched[module] = self._patches[key]
+        self._patched[module].attach()
+
+    @contextmanager
+    def _pretending(self) -> Iterator[None]:
+        """What freezes inside thaws at the end, and its gradients and optimizer state come back."""
+        frozen, states = self.frozen, [dict(optimizer.state) for optimizer in self.optimizers]
+        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        try:
+            yield
+        finally:
+            self.thaw([name for name in self.frozen if name not in frozen])
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                optimizer.state.clear()
+                optimizer.state.update(state)
+
+    def _cost(self, example: Any, loss: Loss | None, *, backward: bool = True) -> StepCost:
+        return step_cost(self.module, self.optimizers, example, self.folded, loss, backward=backward)
+
+    def _still(self) -> list[Tensor]:
+        """Statistics of frozen norms."""
+        return [b for u in self.units if u.name in self._frozen for norm in u.norms for b in norm.buffers()]
 
     def _layers(self) -> list[FrozenLayer]:
-        patches = (module.__dict__["forward"] for module in self._replaced)
-        return [patch for patch in patches if isinstance(patch, FrozenLayer)]
+        return [patch for patch in self._patched.values() if isinstance(patch, FrozenLayer)]
+
+
+def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    """The optimizers, out of wrappers such as those of Accelerate."""
+    found = []
+    for optimizer in [] if given is None else [given] if hasattr(given, "param_groups") else list(given):
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"a Freezer takes one torch.optim.Optimizer or several, not a {type(optimizer).__name__}")
+        found.append(optimizer)
+    return found
+
+
+def _touch(unit: Unit) -> None:
+    """Make compiled code check the unit's parameters again. Dynamo (torch 2.13 and before) looks at a parameter's
+    requires_grad only if the dictionary that holds the parameter has changed since."""
+    held = [unit.layer, *([] if unit.norm is None else [unit.norm])]
+    for module in {*unit.extra.values(), *(part for owner in held for part in owner.modules())}:
+        for name, parameter in list(module._parameters.items()):
+            module._parameters[name] = None
+            module._parameters[name] = parameter
+
+
+def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Zero momentum for thawed parameters: the fused SGD of torch 2.13 fails if only some of a group have one.
+
+    With a rate on the device the training step does that itself, in the memory that it was captured with.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        if group["fused"] and group["momentum"] and not isinstance(group["lr"], Tensor):
+            thawed = set(parameters) & set(group["params"])
+            if any(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in group["params"]):
+                for parameter in thawed:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def parametrizations(layer: nn.Module) -> list[nn.Module]:

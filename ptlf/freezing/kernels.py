@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ptlf.encoders.norm import SharedStatistics, ViewBatchNorm2d
 from ptlf.freezing.units import BATCH_NORMS, Convolution
@@ -172,14 +173,25 @@ class ForwardPatch:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.before: Any = None  # what the module had there, mostly nothing
+
+    def attach(self) -> None:
+        self.before = self.module.__dict__.get("forward")
+        self.module.__dict__["forward"] = self
+
+    def detach(self) -> None:
+        if self.before is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self.before
 
 
 class FrozenLayer(ForwardPatch):
     """Forward of a frozen convolution or linear layer; `norm`, if given, is folded in.
 
-    The folded tensors are neither parameters nor buffers. Eager code folds again if a source tensor has changed;
-    compiled or captured code cannot check that, so call `refresh`. After a thaw the tensors keep their memory, because
-    a captured graph may still read it.
+    The folded tensors are neither parameters nor buffers. They are folded again when a state_dict is loaded, and by
+    eager code if a source tensor has changed; compiled or captured code cannot check that, so call `refresh`. After a
+    thaw the tensors keep their memory, because a captured graph may still read it.
     """
 
     module: PlainLayer
@@ -190,6 +202,7 @@ class FrozenLayer(ForwardPatch):
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.versions: list[tuple[int, int]] = []
+        self.handles: list[RemovableHandle] = []
         self.refresh()
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -217,6 +230,22 @@ class FrozenLayer(ForwardPatch):
         else:
             self.weight, self.bias = weight, bias
         self.versions = self._versions()
+
+    def attach(self) -> None:
+        super().attach()
+        # On both: whichever is loaded last folds what the other one has loaded.
+        sources = [] if self.norm is None else [self.module, self.norm]
+        self.handles = [source.register_load_state_dict_post_hook(self._loaded) for source in sources]
+        self.refresh()
+
+    def detach(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        super().detach()
+
+    def _loaded(self, module: nn.Module, keys: Any) -> None:
+        self.refresh()
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.weight, self.bias) if tensor is not None]

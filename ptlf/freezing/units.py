@@ -230,6 +230,10 @@ def _run(module: nn.Module, example: Any, *, train: bool = False) -> tuple[_Reco
     record = _Record()
     with ExitStack() as stack:
         stack.enter_context(unchanged(module))
+        # A parameter that does not train now is in the graph too.
+        for parameter in [p for p in module.parameters() if p.is_floating_point() and not p.requires_grad]:
+            stack.callback(parameter.requires_grad_, False)
+            parameter.requires_grad_()
         for part in module.modules():
             part.training = train and not isinstance(part, NORMS)
             if isinstance(part, (Layer, *NORMS)) or type(part) is nn.ReLU:

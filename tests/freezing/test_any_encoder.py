@@ -43,6 +43,16 @@ def test_every_parameter_is_in_one_unit_or_named_with_a_reason(name):
     assert set(seen.outside.values()) <= {"no output of the forward depends on it"}
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_units_do_not_depend_on_what_trains(name):
+    model, example = make(name)
+    expected = [(unit.name, [*unit.extra]) for unit in find_units(model, example)]
+    model.requires_grad_(False)
+    next(model.parameters()).requires_grad_()
+    assert [(unit.name, [*unit.extra]) for unit in find_units(model, example)] == expected
+    assert [parameter.requires_grad for parameter in model.parameters()][:2] == [True, False]
+
+
 def extras(name: str) -> dict[str, list[str]]:
     model, example = make(name)
     return {unit.name: list(unit.extra) for unit in find_units(model, example)}

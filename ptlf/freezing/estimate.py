@@ -1,0 +1,188 @@
+"""What a step would cost with some units frozen, before anything is trained."""
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from ptlf.freezing.kept import kept_bytes
+from ptlf.freezing.units import tensors_in, unchanged
+
+Loss = Callable[[Any], Tensor]  # of the module's output
+SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Bytes and FLOPs of one training step. Work space of kernels and intermediate gradients are not in it."""
+
+    kept_bytes: int  # that autograd keeps for backward
+    backward_flops: int
+    gradient_bytes: int  # of the parameters that train
+    optimizer_bytes: int  # state after the first step
+    held_bytes: int  # parameters, buffers, folded weights
+
+    @property
+    def bytes(self) -> int:
+        """All together, at the end of the forward."""
+        return self.kept_bytes + self.gradient_bytes + self.optimizer_bytes + self.held_bytes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`names` are frozen in `then` and not in `now`."""
+
+    names: tuple[str, ...]
+    now: StepCost
+    then: StepCost
+
+    def __str__(self) -> str:
+        rows = [
+            ("kept for backward", self.now.kept_bytes, self.then.kept_bytes, spoken_bytes),
+            ("gradients", self.now.gradient_bytes, self.then.gradient_bytes, spoken_bytes),
+            ("optimizer state", self.now.optimizer_bytes, self.then.optimizer_bytes, spoken_bytes),
+            ("weights and buffers", self.now.held_bytes, self.then.held_bytes, spoken_bytes),
+            ("together", self.now.bytes, self.then.bytes, spoken_bytes),
+            ("backward GFLOPs", self.now.backward_flops, self.then.backward_flops, lambda n: f"{n / 1e9:.3g}"),
+        ]
+        lines = [f"{len(self.names)} units to freeze".ljust(26) + f"{'now':>12}{'then':>12}{'saved':>12}"]
+        lines += [f"{name:<26}{say(a):>12}{say(b):>12}{say(a - b):>12}" for name, a, b, say in rows]
+        return "\n".join(lines)
+
+
+def step_cost(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    example: Any,
+    folded: Sequence[Tensor] = (),
+    loss: Loss | None = None,
+    *,
+    backward: bool = True,
+) -> StepCost:
+    """Cost of a step on `example`, in the module's current mode and autocast, which is left unchanged.
+
+    The step runs on fake tensors, which have shapes and no memory. A module that they cannot run (its forward looks at
+    values) runs for real. loss: by default the sum of all outputs. backward: whether to count its FLOPs.
+    """
+    held = [*module.parameters(), *module.buffers(), *folded]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with unchanged(module):
+        try:
+            with mode:
+                # Views of a parameter alias its fake.
+                exclude = [*held, *(mode.from_tensor(tensor) for tensor in held)]
+                kept, flops = _run(module, _on_device(example, held[0].device), exclude, loss, backward)
+        except Exception:
+            if any(tensor.is_meta for tensor in tensors_in(example)):
+                raise
+            kept, flops = _run(module, example, held, loss, backward)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return StepCost(
+        kept_bytes=kept,
+        backward_flops=flops,
+        gradient_bytes=sum(parameter.nbytes for parameter in trained),
+        optimizer_bytes=sum(state_bytes(optimizer, trained) for optimizer in optimizers),
+        held_bytes=sum(tensor.nbytes for tensor in held),
+    )
+
+
+def _on_device(example: Any, device: torch.device) -> Any:
+    """Tensors of the meta device as (fake) tensors of the module's device."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+    return tree_map_only(Tensor, moved, example)
+
+
+def _run(
+    module: nn.Module, example: Any, exclude: Sequence[Tensor], loss: Loss | None, backward: bool
+) -> tuple[int, int]:
+    """Bytes kept and FLOPs of backward. No gradient is accumulated."""
+    total: list[Tensor] = []
+
+    def forward() -> list[Tensor]:
+        kwargs = example if isinstance(example, Mapping) else {}
+        args = () if kwargs else example if isinstance(example, tuple) else (example,)
+        output = module(*args, **kwargs)
+        if loss is not None:
+            total.append(loss(output))
+        else:
+            results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            total.append(torch.stack([tensor.sum() for tensor in results]).sum() if results else torch.zeros(()))
+        return total
+
+    torch.clear_autocast_cache()  # it must hold no real cast for the fakes, nor a fake one afterwards
+    try:
+        with torch.enable_grad():
+            kept = kept_bytes(forward, exclude)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not (backward and total[0].requires_grad and trained):
+            return kept, 0
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(total[0], trained, allow_unused=True)
+        return kept, counter.get_total_flops()
+    finally:
+        torch.clear_autocast_cache()
+
+
+def state_bytes(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
+    """Bytes of the optimizer's state for these parameters; where it has none yet, of what its first step will make."""
+    wanted, made, total = set(parameters), {}, 0
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in wanted:
+                continue
+            if known := optimizer.state.get(parameter):
+                total += sum(tensor.nbytes for tensor in tensors_in(known))
+                continue
+            kind = index, parameter.ndim, parameter.dtype, parameter.device
+            if kind not in made:
+                made[kind] = _first_state(optimizer, group, parameter)
+            alike, rest = made[kind]
+            total += alike * parameter.numel() + rest
+    return total
+
+
+def _first_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> tuple[int, int]:
+    """Bytes per element and bytes per parameter, from a step of a copy of the optimizer on a small stand-in."""
+    stand_in = nn.Parameter(
+        torch.ones([min(2, side) for side in parameter.shape], dtype=parameter.dtype).to(parameter.device)
+    )
+    stand_in.grad = torch.ones_like(stand_in)
+    twin = copy.copy(optimizer)
+    twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [stand_in]}]
+    twin.step()
+    tensors = list(tensors_in(twin.state[stand_in]))
+    alike = [tensor for tensor in tensors if tensor.shape == stand_in.shape]
+    return sum(tensor.element_size() for tensor in alike), sum(t.nbytes for t in tensors) - sum(t.nbytes for t in alike)
+
+
+def parse_bytes(text: str | int) -> int:
+    """12884901888, "12GiB", "500 MB" or "2g" (of 10^9) as a number of bytes."""
+    if not isinstance(text, str):
+        return int(text)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    if found is None or found[2].lower() not in SIZES:
+        raise ValueError(f"{text!r} is not an amount of memory; write it as 12GiB, 500MB or a number of bytes")
+    return int(float(found[1]) * SIZES[found[2].lower()])
+
+
+def spoken_bytes(amount: int) -> str:
+    size = float(amount)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

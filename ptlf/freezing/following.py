@@ -1,0 +1,55 @@
+"""DistributedDataParallel that follows what freezes and thaws."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class FollowingDDP(nn.Module):
+    """`model` as a DistributedDataParallel, which is made anew when a parameter froze or thawed since the last forward.
+
+    A DistributedDataParallel decides once which gradients it averages. It waits for ever for one that froze, and never
+    averages one that thawed. Every process must freeze the same units between the same steps.
+
+    state_dict() has the keys of DistributedDataParallel, which begin with "module.".
+    still: gives the buffers that frozen norms hold, which need no exchange.
+    """
+
+    def __init__(self, model: nn.Module, still: Callable[[], Iterable[Tensor]] = tuple, **options: Any) -> None:
+        super().__init__()
+        self.module = model
+        self._still, self._options = still, options
+        self._trained: list[bool] = []
+        self._wrapped: list[DistributedDataParallel] = []  # in a list: it is no submodule, whose parameters count twice
+        self._follow()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow()
+        return self._wrapped[0](*args, **kwargs) if self._wrapped else self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients are accumulated without being averaged."""
+        self._follow()
+        return self._wrapped[0].no_sync() if self._wrapped else nullcontext()
+
+    def _follow(self) -> None:
+        trained = [parameter.requires_grad for parameter in self.module.parameters()]
+        if trained == self._trained:
+            return
+        first = not self._trained
+        self._trained = trained
+        self._wrapped.clear()
+        still = set(self._still())
+        ignored = [name for name, buffer in self.module.named_buffers() if buffer in still]
+        if first or self._options.get("broadcast_buffers", True):
+            # Each process has updated the statistics since the last exchange; the first one's are frozen on all.
+            group = self._options.get("process_group")
+            for buffer in self._still():
+                distributed.broadcast(buffer, distributed.get_process_group_ranks(group)[0], group)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.module, ignored)
+        if any(trained):  # DistributedDataParallel refuses a model without trainable parameters
+            # Processes exchange weights at the first wrap only: they are equal from then on.
+            self._wrapped.append(DistributedDataParallel(self.module, init_sync=first, **self._options))

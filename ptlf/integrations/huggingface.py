@@ -1,0 +1,69 @@
+"""A callback for the Trainer of Hugging Face that freezes units as training goes on, also after a resume."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ptlf.integrations.plan import FreezingPlan
+
+try:
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+except ImportError:  # the class says so when it is made
+
+    class TrainerCallback:  # type: ignore[no-redef]
+        pass
+
+    class ExportableState:  # type: ignore[no-redef]
+        pass
+
+
+class FreezingCallback(TrainerCallback, ExportableState):
+    """`Trainer(..., callbacks=[FreezingCallback({0.25: "vit.embeddings", 0.5: 12}, by="step")])`.
+
+    The arguments are those of `FreezingPlan`. Ratios come from the replay and from the loss that the model computes of
+    a batch of the train dataloader. The state is in `trainer_state.json`, and found there when training resumes. All
+    units thaw when training has ended.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if TrainerCallback.__module__ == __name__:
+            raise ImportError("FreezingCallback needs transformers: pip install transformers accelerate")
+        self.plan = FreezingPlan(*args, **kwargs)
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        train_dataloader: Any = None,
+        **others: Any,
+    ) -> None:
+        kept = (state.stateful_callbacks or {}).get(type(self).__name__)
+        if state.global_step > 0 and kept:
+            self.plan.load((kept[0] if isinstance(kept, list) else kept)["attributes"])
+        total = state.num_train_epochs if self.plan.by == "epoch" else state.max_steps
+        device = next(model.parameters()).device
+
+        def loss_fn(batch: Mapping[str, Any]) -> Tensor:
+            moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+            return model(**moved)["loss"]
+
+        self.plan.begin(model, [optimizer], int(total) or None, loss_fn, lambda: train_dataloader)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.plan.by == "epoch":
+            self.plan.at(int(state.epoch or 0))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.plan.by == "step":
+            self.plan.at(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.plan.end()
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": self.plan.state()}

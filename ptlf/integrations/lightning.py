@@ -1,0 +1,73 @@
+"""A Lightning callback that freezes units as training goes on, and has them frozen again after a resume."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ptlf.integrations.plan import FreezingPlan
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:  # the class says so when it is made
+    Callback = object
+
+
+class FreezingCallback(Callback):
+    """`Trainer(callbacks=[FreezingCallback(FreezeSchedule(0, 0.5, epochs), part="encoder")])`.
+
+    The arguments are those of `FreezingPlan`. Ratios come from the replay and from the module's own `training_step` on
+    batches of the train dataloader, whose logging is left out. The callback's state is in Lightning's checkpoints:
+    `fit(ckpt_path=...)` goes on with the same units frozen, and the same bits. All units thaw when `fit` has ended.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if Callback is object:
+            raise ImportError("FreezingCallback needs Lightning: pip install lightning")
+        super().__init__()
+        self.plan = FreezingPlan(*args, **kwargs)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        wrapped = trainer.strategy.model
+        if isinstance(wrapped, DistributedDataParallel) and not wrapped.find_unused_parameters:
+            raise ValueError("units freeze under DDP only with Trainer(strategy='ddp_find_unused_parameters_true')")
+        if not pl_module.automatic_optimization and self.plan.replay is not None:
+            raise ValueError(
+                "a training_step that optimizes by itself gives no loss to rank units with; leave replay out"
+            )
+        total = trainer.max_epochs if self.plan.by == "epoch" else trainer.estimated_stepping_batches
+
+        def loss_fn(batch: Any) -> Tensor:
+            with ExitStack() as stack:
+                for name in ("log", "log_dict"):
+                    stack.enter_context(patch.object(pl_module, name, lambda *args, **kwargs: None))
+                stack.enter_context(trainer.strategy.precision_plugin.forward_context())
+                result = pl_module.training_step(trainer.strategy.batch_to_device(batch), 0)
+            return result["loss"] if isinstance(result, Mapping) else result
+
+        def new() -> Iterable[Any]:
+            return trainer.train_dataloader
+
+        total = total if isinstance(total, int) and total > 0 else None
+        self.plan.begin(pl_module, trainer.optimizers, total, loss_fn, new, trainer.strategy.broadcast)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.plan.by == "epoch":
+            self.plan.at(trainer.current_epoch)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.plan.by == "step":
+            self.plan.at(trainer.global_step)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self.plan.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.plan.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.plan.load(state_dict)

@@ -1,0 +1,110 @@
+"""What the callbacks share: a freezer made when training begins, a timetable, and a state that survives a resume."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ptlf.freezing import Freezer, FreezeSchedule, correlation_ratios
+from ptlf.freezing.select import Selector
+from ptlf.freezing.timetable import Timetable
+
+
+class FreezingPlan:
+    """Freezes units of a model, or of a part of it, as training goes on.
+
+    when: a `FreezeSchedule` or a mapping of moments to units, as in `Freezer.schedule`. Moments are epochs or steps.
+    by: "epoch" or "step", what the moments count. The epochs of a `FreezeSchedule` are counted in this unit too.
+    part: path of the module to freeze in, such as "encoder"; by default the whole model.
+    replay: inputs of past tasks (one tensor, or several, as a loader gives). If given, a `FreezeSchedule` freezes the
+        units with the largest correlation ratio first; else those nearest to the input.
+    batches: how many batches of the new task the ratios take.
+    options: of `Freezer`, such as example and batch_statistics.
+    """
+
+    def __init__(
+        self,
+        when: FreezeSchedule | Mapping[int | float, Selector],
+        *,
+        by: str = "epoch",
+        part: str = "",
+        replay: Tensor | Iterable[Any] | None = None,
+        batches: int = 8,
+        threshold: float = 0.99,
+        **options: Any,
+    ) -> None:
+        if by not in ("epoch", "step"):
+            raise ValueError(f"moments are counted by 'epoch' or by 'step', not by {by!r}")
+        if replay is not None and not isinstance(when, FreezeSchedule):
+            raise ValueError("replay ranks the units for a FreezeSchedule; a mapping names its units itself")
+        self.when, self.by, self.part, self.replay = when, by, part, replay
+        self.batches, self.threshold, self.options = batches, threshold, options
+        self.freezer: Freezer | None = None
+        self.timetable: Timetable | None = None
+        self.order: list[str] | None = None
+        self.loaded: Mapping[str, Any] | None = None  # a state that waits for the model
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        total: int | None,
+        loss_fn: Callable[[Any], Tensor],
+        new: Callable[[], Iterable[Any]],
+        agree: Callable[[dict[str, float]], dict[str, float]] = lambda ratios: ratios,
+    ) -> None:
+        """Weights and optimizers are loaded by now.
+
+        loss_fn: the loss on a batch of the new task; new: gives its batches. agree: the same ratios on all processes.
+        """
+        module = model.get_submodule(self.part)
+        self.freezer = Freezer(module, optimizers, **self.options)
+        state, self.loaded = self.loaded, None
+        if state is not None:
+            self.order, self.freezer.ratios = state["order"], state["ratios"]
+            self.freezer.load_state_dict(state)
+        elif self.replay is not None:
+            batches = _endless(new)
+            ratios = self.freezer.ratios = agree(
+                correlation_ratios(
+                    module,
+                    [batch if isinstance(batch, Tensor) else batch[0] for batch in _batches(self.replay)],
+                    lambda: loss_fn(next(batches)),
+                    self.threshold,
+                    units=[unit for unit in self.freezer.units if all(w.requires_grad for w in unit.weights)],
+                    batches=self.batches,
+                    keep=[model],
+                )
+            )
+            self.order = sorted(ratios, key=lambda name: -ratios[name])
+        self.timetable = self.freezer.schedule(self.when, total, self.order)
+
+    def at(self, now: int) -> list[str]:
+        """Freeze what is due; a `FreezeSchedule` stays as it is behind its last epoch."""
+        assert self.timetable is not None
+        if isinstance(self.when, FreezeSchedule):
+            now = min(now, self.when.epochs - 1)
+        return self.timetable.at(now)
+
+    def end(self) -> None:
+        if self.freezer is not None:
+            self.freezer.thaw()
+
+    def state(self) -> dict[str, Any]:
+        if self.freezer is None:  # not begun yet: what was loaded
+            return dict(self.loaded or {"frozen": [], "order": None, "ratios": {}})
+        return {**self.freezer.state_dict(), "order": self.order, "ratios": dict(self.freezer.ratios)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Waits for `begin`."""
+        self.loaded = state
+
+
+def _batches(replay: Tensor | Iterable[Any]) -> Iterable[Any]:
+    return [replay] if isinstance(replay, Tensor) else replay
+
+
+def _endless(new: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    while True:
+        yield from new()

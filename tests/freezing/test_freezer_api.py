@@ -1,0 +1,432 @@
+"""What people type: which units, when, for how long, and what it would save."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import hugging
+from test_freezer import OPTIMIZERS, SOME, gradients, images, plainly_frozen, small, with_statistics
+from torch import Tensor, nn
+
+from ptlf.encoders.resnet import BasicBlock, ResNet
+from ptlf.encoders.vit import ViT
+from ptlf.freezing.estimate import parse_bytes, spoken_bytes, state_bytes
+from ptlf.freezing.freezer import Freezer
+from ptlf.freezing.schedule import FreezeSchedule
+from ptlf.training.cost import backward_flops, kept_bytes
+
+ALL = (
+    "stem.conv",
+    "stages.0.0.conv1",
+    "stages.0.0.conv2",
+    "stages.1.0.conv1",
+    "stages.1.0.conv2",
+    "stages.1.0.shortcut.0",
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("stages.1.0.conv1", ALL[3:4]),
+        ("stages.0", ALL[1:3]),
+        ("stages", ALL[1:]),
+        (re.compile(r"conv1$"), (ALL[1], ALL[3])),
+        (0, ()),
+        (2, ALL[:2]),
+        (6, ALL),
+        (lambda unit: unit.layer.kernel_size == (1, 1), ALL[5:]),
+        (lambda unit: False, ()),
+        (["stem", re.compile("shortcut")], (ALL[0], ALL[5])),
+        (iter(["stages.1", "stem.conv"]), (ALL[0], *ALL[3:])),
+        ([], ()),
+    ],
+    ids=repr,
+)
+def test_units_are_chosen_as_people_write_them(wanted, expected):
+    freezer = Freezer(small())
+    assert tuple(freezer.freeze(wanted)) == expected == freezer.frozen
+    rest = freezer.freeze(len(ALL))
+    assert set(rest) == set(ALL) - set(expected)
+
+
+def test_a_prefix_ends_at_a_dot():
+    model = nn.Sequential()
+    model.layer1, model.layer10 = nn.Linear(4, 4), nn.Linear(4, 4)
+    freezer = Freezer(model, example=torch.randn(2, 4))
+    assert freezer.freeze("layer1") == ["layer1"]
+    inner = Freezer(nn.Sequential(model.layer10, nn.Sequential(nn.Linear(4, 4))), example=torch.randn(2, 4))
+    assert inner.freeze("1") == ["1.0"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "message"),
+    [
+        ("stage", ValueError, "unknown unit 'stage'"),
+        ("", ValueError, "unknown unit ''"),
+        ("stem.bn", ValueError, "'stem.bn' is not a unit of its own: it freezes with 'stem.conv'"),
+        (re.compile("attention"), ValueError, "'attention' is found in no name"),
+        (7, ValueError, "there are 6 units"),
+        (-1, ValueError, "there are 6 units"),
+        (True, TypeError, "not by a bool"),
+        (1.5, TypeError, "not by a float"),
+        (["stem.conv", "nothing"], ValueError, "unknown unit 'nothing'"),
+    ],
+    ids=repr,
+)
+def test_what_means_no_unit_is_refused_and_nothing_happens(wanted, error, message):
+    freezer = Freezer(small())
+    for act in (freezer.freeze, freezer.thaw):
+        with pytest.raises(error, match=re.escape(message)):
+            act(wanted)
+    assert freezer.frozen == ()
+
+
+def compare(model: nn.Module, freezer: Freezer, twin: nn.Module, x: Tensor) -> None:
+    """Gradients and features of the frozen module against its copy, plainly frozen."""
+    plainly_frozen(twin, Freezer(twin, example=x, save_memory=False).units, set(freezer.frozen))
+    twin.load_state_dict(model.state_dict())
+    found, expected = gradients(model, x), gradients(twin, x)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+    assert {k for k, p in model.named_parameters() if p.requires_grad} == set(found)
+
+
+@pytest.mark.parametrize("options", [{}, {"save_memory": False}], ids=str)
+@pytest.mark.parametrize("name", ["resnet", "vit", "convnext"])
+def test_any_order_of_freezing_and_thawing_gives_the_gradients_of_plain_pytorch(name, options):
+    model, x = network(name, 8)
+    model, x = with_statistics(model).double().train(), x[:3].double()
+    twin, freezer, draw = copy.deepcopy(model), Freezer(model, example=x, **options), random.Random(0)
+    names, unused = [unit.name for unit in freezer.units], {"inner.layernorm.weight", "inner.layernorm.bias"}
+    for parameter in [p for key, p in model.named_parameters() if key in unused]:
+        parameter.requires_grad_(False)
+    for _ in range(8):
+        some = draw.sample(names, draw.randint(1, len(names) // 2))
+        draw.choice([freezer.freeze, freezer.freeze, freezer.thaw])(some)
+        if len(freezer.frozen) < len(names):
+            compare(model, freezer, twin.requires_grad_(True), x)
+    freezer.unfreeze()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all(p.requires_grad for key, p in model.named_parameters() if key not in unused)
+
+
+def test_thawing_some_units_restores_masks_folding_and_statistics_of_those_alone():
+    model = small()
+    freezer = Freezer(model)
+    freezer.freeze("stages")
+
+    def patched() -> set[str]:
+        return {name for name, module in model.named_modules() if "forward" in module.__dict__}
+
+    everything = patched()
+    assert {"stages.0.0.relu2", "stages.1.0.bn1", "stages.1.0.conv1"} <= everything
+    assert freezer.thaw("stages.1.0.conv1") == ["stages.1.0.conv1"]
+    # The thawed convolution saves the output of stages.0.0.relu2 again.
+    assert everything - patched() == {"stages.0.0.relu2", "stages.1.0.bn1", "stages.1.0.conv1"}
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.train()(images())
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert {key.rpartition(".")[0] for key in moved} == {"stem.bn", "stages.1.0.bn1"}
+    freezer.freeze("stages.1.0.conv1")
+    assert patched() == everything
+    assert freezer.thaw() == list(ALL[1:]) and patched() == set()
+
+
+def test_batch_statistics_thaw_one_by_one():
+    model = small()
+    freezer = Freezer(model, batch_statistics=True)
+    freezer.freeze(3)
+    freezer.thaw("stages.0")
+    model.train()(images())
+    tracked = [name for name, m in model.named_modules() if getattr(m, "num_batches_tracked", None)]
+    assert tracked == [f"stages.{bn}" for bn in ("0.0.bn1", "0.0.bn2", "1.0.bn1", "1.0.bn2", "1.0.shortcut.1")]
+
+
+def test_frozen_for_thaws_what_it_froze_even_after_an_error():
+    freezer = Freezer(small())
+    freezer.freeze("stem")
+    with pytest.raises(KeyError), freezer.frozen_for(3) as names:
+        assert names == list(ALL[1:3]) and freezer.frozen == ALL[:3]
+        raise KeyError
+    assert freezer.frozen == ALL[:1]
+
+
+def test_a_timetable_by_step_thaws_gradually():
+    freezer = Freezer(small())
+    plan = freezer.schedule({0: 6, 2: 3, 5: 0})
+    assert [(plan.at(step), len(freezer.frozen))[1] for step in range(7)] == [6, 6, 3, 3, 3, 0, 0]
+    plan.at(3)  # a loop that resumes there
+    assert freezer.frozen == ALL[:3]
+
+
+def test_a_timetable_by_fraction_of_training():
+    freezer = Freezer(small())
+    plan = freezer.schedule({0.29: "stem", 0.5: ["stem", "stages.1"]}, total=100)
+    assert plan.at(28) == [] and plan.at(29) == ["stem.conv"] and plan.at(49) == []
+    assert plan.at(50) == list(ALL[3:]) and freezer.frozen == (ALL[0], *ALL[3:])
+    share = freezer.schedule({0.0: 1, 0.5: 2})
+    assert [len(share.names(now)) for now in (0.0, 0.49, 0.5, 1.0)] == [1, 1, 2, 2]
+    with pytest.raises(ValueError, match=r"1\.5 is not a fraction"):
+        freezer.schedule({1.5: 1})
+
+
+@pytest.mark.parametrize("shape", ["linear", "printed"])
+def test_a_timetable_of_a_schedule_freezes_its_share_in_the_order_given(shape):
+    freezer, order = Freezer(small()), ALL[::-1]
+    plan = freezer.schedule(FreezeSchedule(0.0, 0.5, 4, shape), order=order)
+    counts = [len((plan.at(epoch), freezer.frozen)[1]) for epoch in range(4)]
+    assert counts == ([0, 1, 2, 3] if shape == "linear" else [3, 3, 3, 3])
+    assert set(freezer.frozen) == set(order[:3])
+    with pytest.raises(ValueError, match="'nothing', which is not a unit"):
+        freezer.schedule(FreezeSchedule(), order=["nothing"])
+
+
+def test_several_optimizers():
+    model, x = small(), images()
+    halves = [list(model.stem.parameters()), list(model.stages.parameters())]
+    optimizers = [OPTIMIZERS["sgd"](halves[0]), OPTIMIZERS["adamw"](halves[1])]
+    freezer = Freezer(model, optimizers)
+
+    def step() -> None:
+        gradients(model, x)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    step()
+    freezer.freeze(["stem", "stages.1"])
+    assert not optimizers[0].state and len(optimizers[1].state) == 6
+    before = [parameter.clone() for parameter in halves[0]]
+    step()
+    assert all(torch.equal(a, b) for a, b in zip(before, halves[0], strict=True))
+    with pytest.raises(TypeError, match="not a int"):
+        Freezer(model, [1, 2])
+
+
+def test_a_state_that_replaces_the_parameters_freezes_and_thaws():
+    model, other = small(), small(1)
+    freezer = Freezer(model)
+    freezer.freeze(SOME)
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert {unit.name for unit in freezer.units if not unit.layer.weight.requires_grad} == set(SOME)
+    torch.testing.assert_close(model.eval()(images()), other.eval()(images()))
+    freezer.thaw()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_weights_loaded_under_compile_count_at_once():
+    model, other, x = small(0), small(1).eval(), images()
+    freezer = Freezer(model.eval())
+    freezer.freeze("stages")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+    assert not torch.allclose(compiled(x), other(x))
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(compiled(x), other(x))
+    compiled.load_state_dict({f"_orig_mod.{key}": value for key, value in small(2).state_dict().items()})
+    torch.testing.assert_close(compiled(x), small(2).eval()(x))
+    third = small(3).eval()
+    with torch.no_grad():
+        for mine, theirs in zip(
+            [*model.parameters(), *model.buffers()], [*third.parameters(), *third.buffers()], strict=True
+        ):
+            mine.copy_(theirs)
+    freezer.refresh()
+    torch.testing.assert_close(compiled(x), third(x))
+    freezer.thaw()
+    assert not any(module._load_state_dict_post_hooks for module in model.modules())
+
+
+def network(name: str, batch: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    if name == "convnext":
+        model, _ = hugging("convnext") if pytest.importorskip("transformers") else (None, None)
+        return model, images(batch, 16)
+    if name == "vit":
+        return ViT(16, 2, 16, heads=2), images(batch, 16)
+    return ResNet(BasicBlock, (1, 1), width=8), images(batch, 16)
+
+
+ESTIMATED = ["resnet", "vit", "convnext"]
+MAKERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "plain sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "lars": OPTIMIZERS["lars"],
+}
+
+
+@pytest.mark.parametrize("share", ["none", "first", "middle", "all"])
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_the_estimate_is_what_is_then_measured(name, share):
+    """Bytes and FLOPs within 3 % of a step with another loss, gradients and optimizer state exactly."""
+    model, x = network(name, 8)
+    optimizer = torch.optim.AdamW(model.train().parameters(), 0.01)
+    freezer = Freezer(model, optimizer, example=x[:2])
+    names = [unit.name for unit in freezer.units]
+    third = len(names) // 3
+    chosen = {"none": [], "first": names[:third], "middle": names[third : 2 * third], "all": names}[share]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    estimate = freezer.estimate(chosen, x)
+    assert freezer.frozen == () and not optimizer.state and all(p.requires_grad for p in model.parameters())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(random_state, torch.get_rng_state())
+
+    for cost in (estimate.now, estimate.then):
+        held = [*model.parameters(), *model.buffers(), *freezer.folded]
+
+        def loss() -> Tensor:
+            return F.mse_loss(model(x), torch.zeros(()).expand_as(model(x).detach()))
+
+        kept = kept_bytes(loss, exclude=held)
+        trained = loss()
+        flops = backward_flops(trained) if trained.requires_grad else 0
+        assert cost.kept_bytes == pytest.approx(kept, rel=0.03, abs=x.nbytes // 10)
+        assert cost.backward_flops == pytest.approx(flops, rel=0.03)
+        optimizer.step()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        unused = [p for key, p in model.named_parameters() if "inner.layernorm" in key]  # no output depends on it
+        assert cost.gradient_bytes == sum(g.nbytes for g in grads) + sum(p.nbytes for p in unused)
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        steps = 4 * len(unused)
+        assert cost.optimizer_bytes == sum(v.nbytes for v in moments) + 2 * sum(p.nbytes for p in unused) + steps
+        assert cost.held_bytes == sum(tensor.nbytes for tensor in held)
+        model.zero_grad()
+        freezer.freeze(chosen)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_state_of_an_optimizer_is_known_before_its_first_step(maker):
+    model = small()
+    optimizer = MAKERS[maker](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    expected = state_bytes(optimizer, list(model.parameters()))
+    assert not optimizer.state
+    gradients(model, images())
+    optimizer.step()
+    scheduler.step()
+    found = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+    assert expected == found == state_bytes(optimizer, list(model.parameters()))
+
+
+def test_an_estimate_keeps_gradients_and_optimizer_state_and_takes_shapes_alone():
+    model, x = small(), images()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    freezer = Freezer(model, optimizer)
+    gradients(model, x)
+    optimizer.step()
+    states = {p: {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()}
+    grads = [parameter.grad for parameter in model.parameters()]
+    estimate = freezer.estimate(3, x)
+    assert list(optimizer.state) == list(states)
+    assert all(torch.equal(optimizer.state[p][k], v) for p, state in states.items() for k, v in state.items())
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), grads, strict=True))
+    assert freezer.estimate(3, torch.empty(x.shape, device="meta")) == estimate
+    kept = [freezer.estimate(3, torch.empty(n, *x.shape[1:], device="meta")).then.kept_bytes for n in (4, 5, 1_000_000)]
+    assert kept[2] == kept[0] + (kept[1] - kept[0]) * (1_000_000 - 4)
+    assert "kept for backward" in str(estimate) and estimate.names == ALL[:3]
+
+
+def test_an_estimate_under_autocast_leaves_no_fake_weights_behind():
+    model, x = small().train(), images()
+    freezer = Freezer(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = freezer.estimate(2, x)
+        model(x).float().sum().backward()
+    assert low.now.kept_bytes < freezer.estimate(2, x).now.kept_bytes
+    assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
+
+
+class Looks(nn.Module):
+    """A forward that depends on values, which fake tensors do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.second(x).relu() if float(x.detach().sum()) > -1e9 else x
+
+
+def test_a_forward_that_looks_at_values_is_measured_for_real():
+    model, x = Looks(), torch.randn(6, 4)
+    freezer = Freezer(model, example=x)
+    estimate = freezer.estimate("first", x)
+    assert estimate.now.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
+    freezer.freeze("first")
+    assert estimate.then.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet", "vit"])
+def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name):
+    model, x = network(name, 8)
+    freezer = Freezer(model.train(), torch.optim.AdamW(model.parameters()), example=x[:2])
+    nothing, everything = freezer.estimate([], x).now.bytes, freezer.estimate(len(freezer.units), x).then.bytes
+    assert freezer.budget(nothing, x).names == ()
+    for share in (0.25, 0.5, 0.75, 1.0):
+        limit = int(everything + share * (nothing - everything) - 1)
+        found = freezer.budget(limit, x)
+        assert found.then.bytes <= limit < found.now.bytes and freezer.frozen == ()
+        assert freezer.estimate(found.names, x) == found
+        # Most bytes first, and the last one is needed.
+        order = sorted(freezer.saved, key=lambda unit: freezer.saved[unit], reverse=True)
+        assert set(found.names) == set(order[: len(found.names)])
+        assert freezer.estimate(order[: len(found.names) - 1], x).then.bytes > limit
+    assert len(freezer.budget(everything, x).names) == len(freezer.units)
+    with pytest.raises(ValueError, match=r"with all units frozen a step takes .*B, 1 B more than .*smaller batch"):
+        freezer.budget(everything - 1, x)
+
+
+def test_with_ratios_a_budget_prefers_units_whose_gradient_the_past_spans():
+    model, x = network("resnet", 8)
+    freezer = Freezer(model.train(), example=x[:2])
+    limit = int(freezer.estimate([], x).now.bytes * 0.95)
+    by_bytes = freezer.budget(limit, x).names
+    freezer.ratios = {unit.name: 0.0 if unit.name in by_bytes else 0.99 for unit in freezer.units}
+    assert not set(freezer.budget(limit, x).names) & set(by_bytes)
+
+
+def test_what_a_unit_saves_alone_is_what_is_measured():
+    model, x = network("resnet", 4)
+    freezer = Freezer(model.train(), example=x[:2])
+    freezer.freeze(1)
+    for name, saved in freezer.measure(x).items():
+        found = freezer.estimate(name, x)
+        assert saved == found.now.bytes - found.then.bytes
+    assert set(freezer.saved) == {unit.name for unit in freezer.units[1:]}
+
+
+def test_the_table_of_units():
+    model, x = network("resnet", 4)
+    freezer = Freezer(model.train(), example=x[:2])
+    freezer.freeze("stem")
+    freezer.ratios = {"stages.0.0.conv1": 0.98765}
+    freezer.measure(x)
+    lines = str(freezer).splitlines()
+    assert lines[0].split() == ["unit", "parameters", "norm", "frozen", "ratio", "saved"]
+    assert lines[1].split() == ["stem.conv", f"{8 * 27 + 16:,}", "ViewBatchNorm2d", "yes", "-", "-"]
+    saved = spoken_bytes(freezer.saved["stages.0.0.conv1"]).split()
+    assert lines[2].split() == ["stages.0.0.conv1", f"{8 * 72 + 16:,}", "ViewBatchNorm2d", "-", "0.988", *saved]
+    assert lines[-1] == "1 of 6 units frozen"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("12GiB", 12 * 2**30), ("500 MB", 500_000_000), ("1.5k", 1500), ("7", 7), (9, 9)]
+)
+def test_amounts_of_memory(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-1GB", "iB"])
+def test_what_is_no_amount_of_memory(text):
+    with pytest.raises(ValueError, match="is not an amount of memory"):
+        parse_bytes(text)
