@@ -38,6 +38,7 @@ SETTINGS: dict[str, Any] = {
     "objective.projection": 128,
     "training": {"epochs": 2, "batch": 32},
     "memory.size": 64,
+    "freezing.batches": 2,
     "views": {"name": "digits", "memory": "digits"},
     "probes.knn_class.k": 20,
     "evaluation": {"tasks": "last:5", "gallery": False},
@@ -56,12 +57,12 @@ print(time.process_time() - started)
 
 
 def images_of(task: int) -> Arrays:
-    """96 training and 32 test images of two classes, 16 px."""
+    """64 training and 32 test images of two classes, 16 px."""
     random = np.random.default_rng(task)
-    pixels = random.integers(0, 256, (128, 16, 16, 3), dtype=np.uint8)
-    labels = np.arange(128) % 2
+    pixels = random.integers(0, 256, (96, 16, 16, 3), dtype=np.uint8)
+    labels = np.arange(96) % 2
     names = [f"class {2 * task}", f"class {2 * task + 1}"]
-    return Arrays(pixels[:96], labels[:96], pixels[96:], labels[96:], names)
+    return Arrays(pixels[:64], labels[:64], pixels[64:], labels[64:], names)
 
 
 def start_up(folder: Path) -> float:

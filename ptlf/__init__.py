@@ -12,8 +12,19 @@ _LAZY = {
     "Config": "ptlf.run.config",
     "Learner": "ptlf.learner",
     "Run": "ptlf.run.loop",
+    "load_encoder": "ptlf.run.inference",
 }
-__all__ = ["Config", "FreezeSchedule", "Freezer", "Learner", "Run", "__version__", "correlation_ratios", "find_units"]
+__all__ = [
+    "Config",
+    "FreezeSchedule",
+    "Freezer",
+    "Learner",
+    "Run",
+    "__version__",
+    "correlation_ratios",
+    "find_units",
+    "load_encoder",
+]
 
 
 def __dir__() -> list[str]:

@@ -173,6 +173,7 @@ def new_file(text: str) -> Path:
     return path
 
 
+FITS = ("crop", "squash", "pad")
 TRUST = "follow PACKAGE.MODULE:NAME in the run's folder or the YAML file: it runs code"
 HOLD_FOR_ALL = "Settings, such as --training.epochs 20, hold for all runs."
 
@@ -202,6 +203,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("--name", "of the task (default: the folder's)")
     add("--again", "learn SOURCE even if its images were learnt before", bool)
     add("--test-fraction", "SOURCE has a folder per class: this share of each is for testing", float, default=0.0)
+    add("--fit", "for a new run: how images become squares; see `ptlf data pack --help` (default: crop)", choices=FITS)
     add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
     add("--workers", "processes that decode (default: by the number of images and cores)", positive)
     add("--watch", "learn every subfolder of DIR, oldest first, as it appears", Path, metavar="DIR")
@@ -220,6 +222,19 @@ def add_run_verbs(verb: Verb) -> None:
     add("--job-options", "for submitit, as slurm_partition=gpu", nargs="+", default=[], metavar="KEY=VALUE")
     add("--baseline", "what costs are relative to: a recipe or its end (default: lump, if any)")
 
+    about = "The paper's tables: find the runs, make those that are missing, print ours beside the paper's."
+    epilog = "It can be stopped at any moment; the same command goes on. " + HOLD_FOR_ALL
+    add = verb("reproduce", about, overrides=True, epilog=epilog)
+    tables = ("main", "cost", "imagenet100", "one-shot", "top-layers", "ratio", "supervised", "all", "figures")
+    add("table", f"one of {', '.join(tables)}", choices=tables, metavar="TABLE")
+    scales = "smoke: minutes on a CPU; short: 20 epochs; paper: the full protocol"
+    add("--scale", scales, choices=("smoke", "short", "paper"), default="paper")
+    add("--seeds", "each run with each of them; others that are there count too", int, nargs="+", default=[0])
+    add("--runs", "a folder below this for each run (default: runs/reproduce/SCALE)", Path, metavar="DIR")
+    add("--plan", "train nothing: which runs are there, which are missing, how long they would take", bool)
+    add("--write", "train nothing: write this Markdown page from the runs that are there", new_file, metavar="FILE")
+    add("--pictures", "folder for the pictures of `figures` (default: figures in the folder of the runs)", Path)
+
     about = "Train a recipe with growing shares of its units frozen, and draw what accuracy costs."
     epilog = "`ptlf report` draws the same picture of finished runs. " + HOLD_FOR_ALL
     add = verb("frontier", about, overrides=True, epilog=epilog)
@@ -230,11 +245,35 @@ def add_run_verbs(verb: Verb) -> None:
     add("--seeds", "each with each of them", whole, nargs="+", default=[0], metavar="SEED")
     add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
 
-    epilog = "Settings of the probes may be changed: --probes.knn_class.k 50"
+    epilog = (
+        "Settings of the probes may be changed: --probes.knn_class.k 50\n"
+        "--stream.labelled PACK or FOLDER tests on these labelled images, and needs none of the run's own."
+    )
     add = verb("evaluate", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
     add("folder", "a run's folder", folder, metavar="DIR")
     add("--trust-code", TRUST, bool)
     add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")
+
+    add = verb("embed", "Features of any images, by the encoder of a run, into one file.")
+    add("folder", "a run's folder", Path, metavar="RUN")
+    add("images", "folders of any depth, packed sets, .npz or .npy files", nargs="+", metavar="IMAGES")
+    add(
+        "--out",
+        "FILE.npz or FILE.parquet: names, features, labels if there are folders per class",
+        new_file,
+        required=True,
+    )
+    add("--batch", "images per forward", positive, default=256)
+    add("--device", "cpu or cuda; auto is cuda where there is one", default="auto")
+    add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
+    add("--trust-code", TRUST, bool)
+
+    add = verb("export", "The encoder of a run for other programs, checked against PyTorch.")
+    add("folder", "a run's folder", Path, metavar="RUN")
+    add("--to", "FILE.onnx, FILE.pt2 (torch.export), or a folder as on the Hugging Face hub", Path, required=True)
+    add("--license", "of the encoder, for the folder's model card, as mit or cc-by-4.0", dest="licence")
+    add("--overwrite", "replace what is there", bool)
+    add("--trust-code", TRUST, bool)
 
     add = verb("report", "Runs side by side as one page of pictures.", "ptlf.report.page:report")
     add("folders", "a run's folder, or a folder of runs", folder, nargs="+", metavar="DIR")
@@ -304,10 +343,12 @@ def add_data_verbs(verb: Verb) -> None:
     pack("source", "[train/, test/ with] a folder per class, or a folder per task", folder)
     pack("--name", "name of the packed set; a stream reads it with stream.pack", required=True)
     pack("--size", "side of the square images in pixels", pixels, required=True)
+    about = "how images become squares: crop (the centre), squash (all, distorted), pad (all, between grey bars)"
+    pack("--fit", about, choices=FITS, default="crop")
     pack("--folders", "what a folder is", choices=("classes", "tasks"), default="classes")
     pack("--test-fraction", "share of each class held out for testing", float, default=0.0)
     for add in (get, pack):
-        add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
+        add("--on-error", "for broken images and empty folders", choices=("refuse", "skip"), default="refuse")
         add("--workers", "processes (default: by the number of images and cores)", partial(whole, least=1, most=1024))
         add("--overwrite", "replace the packed set if it exists", bool)
     verify = verb("data verify", "Check a packed set against its checksums.")

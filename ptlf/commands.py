@@ -2,31 +2,39 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.settings import as_dict, parse_overrides
+from ptlf.core.files import write_whole
+from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.freezing import POLICIES
 from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
+from ptlf.report.figures.paper import write_paper_figures
 from ptlf.report.live import Live, console, tell
 from ptlf.report.page import write_report
+from ptlf.report.reproduction import document, show_differences, show_table
 from ptlf.report.tables import show_comparison, show_kernels, show_matrix, show_results, show_rows, show_runs
 from ptlf.run import bench
+from ptlf.run import reproduce as reproduction
 from ptlf.run import sweep as sweeps
 from ptlf.run.build import choose_device, make_encoder, make_stream
 from ptlf.run.cluster import train_all as train_jobs
-from ptlf.run.config import Config
+from ptlf.run.config import Config, read_yaml
+from ptlf.run.embedding import embed_images
 from ptlf.run.environment import commit, environment
-from ptlf.run.evaluate import evaluate_run
+from ptlf.run.evaluate import evaluate_labelled, evaluate_run
+from ptlf.run.export import export_run
+from ptlf.run.fitting import free_settings
 from ptlf.run.folder import finished, has_finished
 from ptlf.run.loop import Run
+from ptlf.run.paper import FIGURES, TABLES
 from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
 from ptlf.run.results import check_alike, read_results, write_json
 from ptlf.stream import STREAMS, fetch
@@ -58,10 +66,14 @@ def train(
             train_in(resume, processes.broadcast_object(settings), resume=True, strict=False)
         elif out:
             # After a restart by torchrun the command is the same, and the run is there already.
-            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code)
-            train_in(out, chosen, resume=processes.restarts() > 0)
+            said = tell if processes.is_first() and not (out / "config.yaml").exists() else unsaid
+            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code, tell=said)
+            train_in(out, processes.broadcast_object(chosen), resume=processes.restarts() > 0)
         else:
             raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
+
+
+def unsaid(line: str) -> None: ...
 
 
 def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True) -> None:
@@ -119,7 +131,9 @@ def open_learner(
             if word not in ("--stream.labelled", "--stream.resident"):
                 raise UserError(f"`ptlf learn` takes tasks as they arrive; leave out {word}")
         chosen = resolve_config(recipe or LEARN, config, overrides, trust_code=trust_code)
-        return Learner.new(chosen, folder, size)
+        given = merge(Config, read_yaml(config) if config else {}, parse_overrides(Config, overrides))
+        own = STREAMS.find(chosen.recipe.partition("/")[0]).own
+        return Learner.new(chosen, folder, size, free_settings(given) if own else ())
     given = {"--recipe": recipe, "-c": config, "--size": size}
     for word in [word for word, value in given.items() if value]:
         raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {word}")
@@ -138,7 +152,7 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
     if not jobs["cluster"] and any(jobs.values()):
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
     check_alone("sweep")
-    runs = sweeps.plan(recipes, seeds, out, overrides)
+    runs = sweeps.plan(recipes, seeds, out, overrides, tell_once())
     missing = [run for run in runs if not finished(run.folder, run.config)]
     for run in runs:
         if run not in missing:
@@ -157,18 +171,95 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
     write_page([run.folder for run in runs], out / "report.html", baseline)
 
 
+def reproduce(
+    table: str,
+    scale: str,
+    seeds: list[int],
+    runs: Path | None,
+    plan: bool,
+    write: Path | None,
+    pictures: Path | None,
+    overrides: Words,
+) -> None:
+    if any(word.partition("=")[0] == "--seed" for word in overrides):
+        raise UserError("`ptlf reproduce` takes --seeds, such as --seeds 0 1 2, in place of --seed")
+    check_alone("reproduce")
+    if write and (table, scale) != ("all", "paper"):
+        raise UserError("--write is of all tables at the paper's scale: `ptlf reproduce all --write FILE`")
+    chosen = {"figures": FIGURES, **TABLES}
+    tables = list(TABLES.values()) if table == "all" else [chosen[table]]
+    runs = runs or Path("runs", "reproduce", scale)
+    kept = reproduction.project_results()
+    planned = reproduction.make_plan(tables, scale, seeds, runs, overrides, [kept] if kept else [])
+    if write:
+        return write_whole(write, document(planned.results(), reproduction.remarks(kept)))
+    for reason in planned.left_out:
+        tell(f"{reason}; until then its cells are empty")
+    if plan:
+        return show_plan(planned)
+    failed = []
+    for run, results in reproduction.train_missing(planned, Live):
+        if isinstance(results, UserError):
+            failed.append(run.name)
+            tell(f"{run.name}: failed: {results}")
+    if table == "figures":
+        drawn = write_paper_figures(planned.results(), pictures or runs / "figures")
+        tell(f"{drawn} files in {pictures or runs / 'figures'}")
+    for one in tables if table != "figures" else []:
+        show_table(console, one, planned.results())
+    if scale != "paper":
+        tell(f"at --scale {scale} figures are not comparable with the paper's, whose protocol is --scale paper")
+    show_differences(console, planned.results())
+    if failed:
+        raise UserError(f"{len(failed)} runs failed, as told above: {', '.join(failed)}; the same command tries again")
+
+
+def show_plan(plan: reproduction.Plan) -> None:
+    """What is there and what is missing, with its estimated time here."""
+    for found in (found for seeds in plan.found.values() for found in seeds.values()):
+        tell(f"there: {found.folder}")
+    estimate, total = reproduction.Estimate(), 0.0
+    for run in plan.missing:
+        total += (seconds := estimate(run.config))
+        begun = ", begun" if (run.folder / "config.yaml").exists() else ""
+        tell(f"to run: {run.name}, about {duration(seconds)}{begun}, in {run.folder}")
+    there = sum(len(seeds) for seeds in plan.found.values())
+    tell(f"{there} runs are there, {len(plan.missing)} are to be made" + (", about " + duration(total)) * bool(total))
+    if plan.missing:
+        tell("an estimate, from one step of LUMP measured here on noise for each objective and image size: evaluation,")
+        tell("correlations, and what other methods add to a step or freezing takes from it are not in it")
+
+
+def duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
 def frontier(recipe: str, seeds: list[int], out: Path, overrides: Words, **grid: Any) -> None:
     """grid: `orders`, `initial` and `final`, for `sweep.plan_frontier`."""
     check_alone("frontier")
     for word in overrides:
         if word.partition("=")[0] in ("--seed", "--freezing.policy", "--freezing.initial", "--freezing.final"):
             raise UserError(f"`ptlf frontier` varies what {word.partition('=')[0]} sets; see `ptlf frontier --help`")
-    runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, **grid)
+    runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=tell_once(), **grid)
     missing = [run for run in runs if not finished(run.folder, run.config)]
     tell(f"{len(runs)} runs, {len(runs) - len(missing)} of them finished")
     for run, results in sweeps.train_all(missing, Live):
         show_results(console, results, run.folder, brief=True)
     write_page([run.folder for run in runs], out / "report.html", f"no-freezing-seed{seeds[0]}")
+
+
+def tell_once() -> Callable[[str], None]:
+    """Tells a line the first time: what is chosen is the same for all runs."""
+    told: set[str] = set()
+
+    def say(line: str) -> None:
+        if line not in told:
+            tell(line)
+        told.add(line)
+
+    return say
 
 
 def check_alone(verb: str) -> None:
@@ -186,15 +277,34 @@ def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) 
 
 
 def evaluate(folder: Path, probe: Sequence[str] | None, trust_code: bool, overrides: Words) -> None:
+    given = ("--probes.", "--evaluation.", "--device", "--data-root", "--stream.labelled")
     for word in overrides:
-        if word.startswith("--") and not word.startswith(("--probes.", "--evaluation.", "--device", "--data-root")):
+        if word.startswith("--") and not word.startswith(given):
             raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
     for name in probe or ():
         PROBES.find(name)
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
-    probes, eval_splits = evaluate_run(folder, config, probe)
+    if any(word.startswith("--stream.labelled") for word in overrides) and config.stream.labelled:
+        probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe)
+    else:
+        probes, eval_splits = evaluate_run(folder, config, probe)
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, values["test_images"])
+
+
+def embed(folder: Path, images: Words, out: Path, **how: Any) -> None:
+    """how: the arguments of `embed_images`."""
+    count, dim, skipped = embed_images(folder, images, out, **how)
+    left_out = f", {len(skipped)} skipped" if skipped else ""
+    tell(f"{out}: features of {count} images, {dim} numbers each{left_out}")
+
+
+def export(folder: Path, to: Path, **how: Any) -> None:
+    """how: the arguments of `export_run`."""
+    difference, greatest = export_run(folder, to, **how)
+    tell(
+        f"{to}: checked on random images; differs from PyTorch by {difference:.1e} where features reach {greatest:.2g}"
+    )
 
 
 def list_members(what: str | None) -> None:
@@ -290,7 +400,8 @@ def timed_runs(
         raise UserError(f"{out} already holds runs; choose another --out")
     if size and not noise:
         raise UserError("--size is of --noise images; the size of a data set's is its own")
-    configs = [resolve_config(recipe, None, overrides) for recipe in recipes or BENCH_PAIR]
+    say = tell_once()
+    configs = [resolve_config(recipe, None, overrides, tell=say) for recipe in recipes or BENCH_PAIR]
     check_alike([as_dict(config) for config in configs])
     streams = [bench.noise_for(config, noise, size or 32) if noise else make_stream(config) for config in configs]
     bench.check_tasks([len(stream.tasks) for stream in streams])
@@ -312,6 +423,8 @@ def data_get(name: str, data_root: str | None, **how: Any) -> None:
 
 def data_pack(source: Path, name: str, data_root: str | None, **how: Any) -> None:
     show_pack(pack_folder(source, fetch.data_root(data_root), name, **how))
+    if how["fit"] == "crop":
+        print("  what lies outside an image's centre square was cut off; --fit squash or pad keeps it")
 
 
 def data_verify(names: Sequence[str], data_root: str | None) -> None:
@@ -337,4 +450,6 @@ def data_list(data_root: str | None) -> None:
 
 def show_pack(pack: Pack) -> None:
     counts = ", ".join(f"{split.count} {name}" for name, split in pack.splits.items())
-    print(f"{pack.name}: {counts} images of {pack.size} px, {len(pack.names)} {pack.folders}, in {pack.path}")
+    print(
+        f"{pack.name}: {counts} images of {pack.size} px ({pack.fit}), {len(pack.names)} {pack.folders}, in {pack.path}"
+    )

@@ -4,7 +4,7 @@ import gc
 import html
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch import nn
 
 from ptlf.core.errors import UserError
@@ -21,35 +20,34 @@ from ptlf.core.processes import warn
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation.prober import testing
-from ptlf.report.live import Live
+from ptlf.report.live import Live, tell
 from ptlf.report.page import write_report
 from ptlf.report.runs import flatten
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml, to_yaml
-from ptlf.run.evaluate import evaluate_run
+from ptlf.run.evaluate import evaluate_labelled, evaluate_run
+from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, claimed, has_finished, load_encoder, save_encoder
+from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of, recipe
 from ptlf.run.results import read_results
+from ptlf.run.start import without_start
 from ptlf.run.watcher import Watcher
 from ptlf.stream import StreamConfig
 from ptlf.stream.arrivals import (
-    Arrays,
     accept,
     arrivals,
-    blocks,
     check_arrays,
     checksum,
     clear,
     pack_incoming,
-    read_npz,
     settled,
     task_name,
 )
-from ptlf.stream.decode import ImageFile, decoders
 from ptlf.stream.disk import disk_errors, files_below
-from ptlf.stream.pack import data_root
+from ptlf.stream.pack import Pack, data_root
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
 
@@ -57,7 +55,7 @@ STREAM = "arriving"
 SIZE = 32  # pixels, where neither the images nor the settings say
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
 MAY_CHANGE = ("device", "evaluation.tasks")  # of a run that is there
-Source = Path | str | np.ndarray | Arrays
+Source = Any  # a path, an array, a list of images, a data set
 
 
 class Learner:
@@ -68,7 +66,7 @@ class Learner:
 
     def __init__(
         self,
-        encoder: str | nn.Module = "resnet18",
+        encoder: str | nn.Module | None = None,
         objective: str = "simsiam",
         method: str = "ptlf",
         out: Path | str = "runs/learner",
@@ -79,20 +77,27 @@ class Learner:
         """A new run; nothing is written before the first task. For one that is there: `Learner.load`.
 
         encoder: a name (`ptlf list encoders`) or a module that maps images (B, 3, S, S) to vectors (B, dim). Copies of
-            it are trained; it stays as it is.
+            it are trained; it stays as it is. None: one that fits the first task's images and the machine.
         method: a method, or one with freezing, as recipes name them: "lump", "ptlf", "ptlf-cost", ...
         size: side of the images in pixels; default: that of a packed set or array, else the views' or 32.
         settings: sections, as training={"epochs": 20}, or keys, as **{"training.epochs": 20}; also seed and device.
+            Batch and epochs, where they are not given, are chosen with the first task.
         """
-        given = {"encoder": encoder if isinstance(encoder, str) else "given", **settings}
-        values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), *(nested(k, v) for k, v in given.items()))
-        self._begin(from_dict(values), out, size, None if isinstance(encoder, str) else encoder)
+        given: dict[str, Any] = {}
+        if encoder is not None:
+            given["encoder"] = {"name": encoder if isinstance(encoder, str) else "given"}
+        for name, value in settings.items():
+            given = merge(Config, given, nested(name, value))
+        values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
+        module = encoder if isinstance(encoder, nn.Module) else None
+        self._begin(from_dict(values), out, size, module, free_settings(given))
 
     @classmethod
-    def new(cls, config: Config, out: Path | str, size: int | None = None) -> Self:
-        """A new run with a complete configuration, whose stream is left aside."""
+    def new(cls, config: Config, out: Path | str, size: int | None = None, free: Collection[str] = ()) -> Self:
+        """A new run with a complete configuration, whose stream is left aside. free: settings to choose with the first
+        task, as `fitting.free_settings` names them."""
         learner = cls.__new__(cls)
-        learner._begin(config, out, size, None)
+        learner._begin(config, out, size, None, free)
         return learner
 
     @classmethod
@@ -114,15 +119,17 @@ class Learner:
         values = read_yaml(folder / "config.yaml")
         with nullcontext() if trust_code else settings_from(folder / "config.yaml"):
             stored = from_dict(values)
-        learner.folder, learner.size, learner.module = folder, None, encoder
+        learner.folder, learner.size, learner.module, learner.free = folder, None, encoder, frozenset()
         learner.config = from_dict(merge(Config, as_dict(stored), given))
         if stored.encoder.name == "given" and encoder is None:
             raise UserError(f"the encoder of {folder} was given as a module; load it with encoder=MODULE in Python")
         learner._parts = learner.run = None
         return learner
 
-    def _begin(self, config: Config, out: Path | str, size: int | None, module: nn.Module | None) -> None:
-        self.folder, self.size, self.module = Path(out), size, module
+    def _begin(
+        self, config: Config, out: Path | str, size: int | None, module: nn.Module | None, free: Collection[str]
+    ) -> None:
+        self.folder, self.size, self.module, self.free = Path(out), size, module, frozenset(free) - {"stream.tasks"}
         if (self.folder / "config.yaml").exists():
             raise UserError(f"{out} already holds a run; Learner.load goes on with it, or choose another folder")
         stream = StreamConfig(name=STREAM, labelled=config.stream.labelled, resident=config.stream.resident)
@@ -165,18 +172,20 @@ class Learner:
         A task that was interrupted is finished first; without a source nothing else is done.
 
         source: a folder of images; a folder with a `train` and a `test` folder, each with a folder per class; a packed
-            set; an .npz; an array (N, H, W, 3) uint8. Labels are used for testing only.
+            set; an .npz; an array (N, H, W, 3) uint8, a list of images, a torch Dataset or a Hugging Face dataset of
+            images or (image, label) pairs. Labels are used for testing only.
         name: of the task; default: the folder's or file's.
         again: learn a task even though its images were learnt before.
         watcher: told what happens; default: a progress bar.
-        packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`.
+        packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`; for a new run also `fit`.
         """
         if source is None and not self.exists:
             raise UserError(f"{self.folder} holds no run; give the images of its first task")
+        said = tell if watcher is None else None
         watcher = watcher or Live(name_of(as_dict(self.config)))
         with self._held():
             finished = not self.exists or self._can_go_on()
-            incoming = None
+            incoming: Pack | None = None
             try:
                 if source is not None:
                     incoming = self._pack(source, name, packing)
@@ -189,6 +198,8 @@ class Learner:
                 if not finished:
                     self._train(self._build(), watcher)
                 if incoming is not None:
+                    if not self.exists:
+                        self._fit(incoming, said)
                     accepted = accept(self.folder, incoming)
                     try:
                         run = self._build()
@@ -256,29 +267,28 @@ class Learner:
             raise Stopped(self.folder, self.run.signals.asked, advice)
         return results
 
-    def evaluate(self, probes: Sequence[str] | None = None, **settings: Any) -> dict[str, Any]:
+    def evaluate(
+        self, probes: Sequence[str] | None = None, labelled: Path | str | None = None, **settings: Any
+    ) -> dict[str, Any]:
         """The probes' rows on the encoder as it is now, by name: `settings`, `matrix` (one row), `accuracy`.
 
         probes: which; default: those of the run. settings: of `probes` and `evaluation`.
+        labelled: test on these images, a packed set or a folder per class, in place of the run's own.
         """
         given: dict[str, Any] = {}
         for name, value in settings.items():
             given = merge(Config, given, nested(name, value))
         config = from_dict(merge(Config, as_dict(self.config), given))
+        if labelled is not None:
+            return evaluate_labelled(self.folder, config, str(labelled), probes, self._start())[0]
         return evaluate_run(self.folder, config, probes, self._start())[0]
 
-    def embed(self, images: Source, batch: int = 256) -> np.ndarray:
-        """Features (N, dim) float32 of images: a folder (files sorted by path), an .npz or an array (N, H, W, 3) uint8.
-        They are resized and cropped as the run's own images were."""
+    def embed(self, images: Any, batch: int = 256) -> np.ndarray:
+        """Features (N, dim) float32 of images in any form that `learn` takes: a folder (files sorted by path), a packed
+        set, an .npz, an array, a list, a data set. They are made square as the run's own images were."""
         parts = self._loaded()
-        size = parts.stream.size
-        found = []
         with testing(parts.model.encoder):
-            for pixels in decoded(images, size):
-                for part in torch.from_numpy(pixels).split(batch):
-                    features = parts.model.encoder(parts.prepare(part.to(parts.device)))
-                    found.append(features.float().cpu().numpy())
-        return np.concatenate(found)
+            return LoadedEncoder(parts.model.encoder, card_of(parts), parts.device).embed(images, batch)
 
     def _repr_html_(self) -> str:
         """The report page, for notebooks."""
@@ -315,12 +325,27 @@ class Learner:
             raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot go on without it")
         return finished
 
-    def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Any:
+    def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Pack:
         if isinstance(source, np.ndarray):
             source = check_arrays({"images": source}, "the array")
-        size = make_stream(self.config, self.folder).size if self.exists else self.size
+        size, own = self.size, None
+        if self.exists:
+            stream = make_stream(self.config, self.folder)
+            size, own = stream.size, stream.fit
+        wanted = packing.get("fit")
+        if own and wanted not in (None, own):
+            raise UserError(f"the images of {self.folder} were packed with --fit {own}; leave out --fit {wanted}")
         root, default = data_root(self.config.data_root), self.config.views.size or SIZE
-        return pack_incoming(self.folder, source, name, size, root=root, default_size=default, **packing)
+        how = {**packing, "fit": own or wanted or "crop"}
+        return pack_incoming(self.folder, source, name, size, root=root, default_size=default, **how)
+
+    def _fit(self, first: Pack, said: Callable[[str], None] | None) -> None:
+        """Choose the settings that are free for the images of the first task."""
+        sizes = [first.split("train").count]
+        values, told = fit_settings(as_dict(self.config), self.free, sizes, first.size)
+        self.config = from_dict(values)
+        if told and said:
+            said(told)
 
     def _start(self) -> nn.Module | None:
         """A copy of the module that was given, with the weights that training began with."""
@@ -337,7 +362,7 @@ class Learner:
         return Run(self.config, self.folder, encoder=self._start())
 
     def _train(self, run: Run, watcher: Watcher) -> None:
-        if self.module is not None and not self.exists:
+        if self.module is not None and not self.exists and run.weights is None:
             save_encoder(self.folder, self.module, START)
         if self.exists:
             stored = from_dict(read_yaml(self.folder / "config.yaml"))
@@ -352,7 +377,8 @@ class Learner:
         """The run's parts, with the encoder as the last task left it."""
         if self._parts is None:
             stream, quiet = make_stream(self.config, self.folder), replace(self.config.evaluation, enabled=False)
-            self._parts = Parts(replace(self.config, evaluation=quiet), None, self._start(), stream)
+            config = without_start(replace(self.config, evaluation=quiet))
+            self._parts = Parts(config, None, self._start(), stream)
             load_encoder(self.folder, self._parts.model.encoder)
         return self._parts
 
@@ -364,29 +390,9 @@ def appearance(folder: Path) -> list[tuple[str, int, int]]:
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def refuse_twin(incoming: Any, learnt: Sequence[Any]) -> None:
+def refuse_twin(incoming: Pack, learnt: Sequence[Pack]) -> None:
     for number, pack in enumerate(learnt, start=1):
         if checksum(pack) == checksum(incoming):
-            same = f"{task_name(incoming)} holds the very images of task {task_name(pack)}, the {number}. that arrived"
+            place = f"task {task_name(pack)}, number {number} of those that arrived"
+            same = f"{task_name(incoming)} holds the very images of {place}"
             raise UserError(f"{same}; give --again (again=True) to learn them once more")
-
-
-def decoded(images: Source, size: int) -> Iterator[np.ndarray]:
-    """Blocks of images (n, size, size, 3) uint8."""
-    if isinstance(images, (Path, str)) and Path(images).is_dir():
-        with disk_errors(Path(images)):
-            files = [ImageFile(0, str(file)) for file in files_below(Path(images))]
-        if not files:
-            raise UserError(f"{images} holds no images")
-        with decoders(1) as decode:
-            for pixels, _, problems in decode(files, size):
-                for file, why in problems:
-                    raise UserError(f"{file} cannot be read: {why}; repair or remove it")
-                yield pixels
-        return
-    if isinstance(images, np.ndarray):
-        arrays = check_arrays({"images": images}, "the array")
-    else:
-        arrays = images if isinstance(images, Arrays) else read_npz(Path(images))
-    for pixels, _ in blocks(arrays.images, np.zeros(len(arrays.images)), size):
-        yield pixels

@@ -40,7 +40,7 @@ def test_train_evaluate_and_repeat(capsys, tmp_path) -> None:
     assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(tmp_path / "a"), *QUICK]) == 0
     shown = capsys.readouterr().out
     for words in (
-        "task 2/2",
+        "task 2 of 2 learnt",
         "nothing (encoder before training)",  # our own code may have given it weights
         "at 95 %",
         "knn_class accuracy, %",

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import tiny_config
+import torch
+from conftest import tiny_config, tiny_encoder
 from PIL import Image
 
 from ptlf.core.registry import Registry
@@ -57,6 +58,7 @@ BASES: dict[str, Settings] = {
     "freezing.": FREEZING,
     "training.warmup": {**PLAIN, "training.epochs": 2},
     "evaluation.gallery": SAVING,
+    "evaluation.reference_test": {**PLAIN, "evaluation.reference": "images/one/pets"},
     "checkpoint.": SAVING,
     "probes.": {
         **PLAIN,
@@ -88,11 +90,14 @@ VALUES: Settings = {
     "views.memory": "lump",
     "views.size": 12,
     "encoder.name": "conftest:dropping_encoder",
+    "encoder.weights": "weights.pt",
     "objective.name": "supervised",
     "resnet18-mini encoder.width": 4,
     "vit-small encoder.patch": 8,
     "vit-small encoder.heads": 2,
     "si method.clip": 0.001,
+    "memory.images": "images/one/pets",
+    "evaluation.reference": "images/one/pets",
     "freezing.policy.name": "ascending",
     "cost_aware freezing.policy.sharpness": 0.0,
     "freezing.initial": 0.34,
@@ -218,6 +223,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of packed sets, `one` and `other`, that hold sets of the same names."""
     root = tmp_path_factory.mktemp("packs")
     random = np.random.default_rng(0)
+    torch.save(tiny_encoder().state_dict(), root / "weights.pt")
     for place in ("one", "other"):
         for name, folders in (("pets", "classes"), ("plants", "classes"), ("days", "tasks"), ("cifar10", "classes")):
             for label in range(10 if name == "cifar10" else 2):
@@ -253,7 +259,7 @@ def outcome(case: Case, out: Path, **changed: Any) -> dict[str, Any]:
     if not run.freezing.policy.freezes:  # then nothing is saved, and measuring takes longer than training
         run.trainer.cost_of_step = lambda indices: StepCost(0, 0.0, None)
     results = run.train()
-    parts = ("class_order", "tasks", "eval_splits", "units", "probes", "freezing", "cost")
+    parts = ("class_order", "tasks", "eval_splits", "units", "probes", "reference", "freezing", "cost")
     encoder = run.model.encoder.state_dict()
     return {
         **without_seconds({part: results[part] for part in parts}),

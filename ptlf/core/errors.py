@@ -1,13 +1,38 @@
 """UserError: the user can fix this, and the message says how."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ptlf.core.words import clipped
 
 
 class UserError(Exception):
     """Bad input. The command line prints the message, without a traceback, and exits with code 2."""
+
+    problems: Sequence[str] = ()  # one by one, where it tells several
+
+
+class Refusals:
+    """Several checks told together: `with refused: ...` for each, then `refused.end()`."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, UserError):
+            self.problems += getattr(error, "problems", None) or [str(error)]
+        return isinstance(error, UserError)
+
+    def end(self) -> None:
+        """Raise one error for all, if there is any."""
+        if not self.problems:
+            return
+        several = [f"({number}) {problem}" for number, problem in enumerate(self.problems, start=1)]
+        error = UserError("; ".join(several) if len(several) > 1 else self.problems[0])
+        error.problems = self.problems
+        raise error
 
 
 def unknown(kind: str, value: object, known: Iterable[object]) -> UserError:

@@ -48,14 +48,14 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
                 raise UserError(f"{path} cannot be read: it is no regular file")
-            content = file.read(most + 1) if found.st_size <= most else b"x" * (most + 1)
+            if found.st_size > most:
+                kept = f"{most >> 10} KiB" if most >= 1024 else f"{most} bytes"
+                raise UserError(f"{path} cannot be read: it has more than the {kept} that are read of such a file")
+            return file.read(found.st_size)  # what is appended meanwhile is for the next time
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    if len(content) > most:
-        raise UserError(f"{path} cannot be read: it has more than the {most >> 10} KiB that are read of such a file")
-    return content
 
 
 def read_json(path: Path, way_out: str = "") -> Any:

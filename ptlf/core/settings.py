@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ptlf.core.errors import UserError, unknown
+from ptlf.core.errors import Refusals, UserError, unknown
 from ptlf.core.reading import load_yaml
 from ptlf.core.registry import Registry
 from ptlf.core.words import shown
@@ -81,23 +81,31 @@ def _kind(meta: Mapping[str, Any], value: Any) -> Kind:
 
 
 def build(kind: Kind, values: Mapping[str, Any], path: str = "") -> Any:
-    """An instance of the dataclass `kind` from a nested dict. Keys left out keep their defaults."""
+    """An instance of the dataclass `kind` from a nested dict. Keys left out keep their defaults. All that is wrong is
+    told at once."""
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} must hold keys and values, not {shown(values)}")
     prefix = f"{path}." if path else ""
-    made = {}
+    made: dict[str, Any] = {}
+    refused = Refusals()
     for name, value in values.items():
-        where = f"{prefix}{name}"
-        if meta := _section(kind, name):
-            value = _named(meta, value)
-            made[name] = build(_kind(meta, value), value, where)
-            continue
-        fields = _fields(typing.cast("type", kind))
-        if name not in fields:
-            raise unknown("key", where, [f"{prefix}{known}" for known in fields])
-        hint, limits = fields[name]
-        made[name] = _checked(_cast(hint, value, where), limits, where)
+        with refused:
+            made[name] = _value(kind, name, value, prefix)
+    refused.end()
     return {**_default(kind, None), **made} if isinstance(kind, Registry) else kind(**made)
+
+
+def _value(kind: Kind, name: str, value: Any, prefix: str) -> Any:
+    """Of a key or section of `kind`, checked."""
+    where = f"{prefix}{name}"
+    if meta := _section(kind, name):
+        value = _named(meta, value)
+        return build(_kind(meta, value), value, where)
+    fields = _fields(typing.cast("type", kind))
+    if name not in fields:
+        raise unknown("key", where, [f"{prefix}{known}" for known in fields])
+    hint, limits = fields[name]
+    return _checked(_cast(hint, value, where), limits, where)
 
 
 def _cast(hint: Any, value: Any, where: str) -> Any:

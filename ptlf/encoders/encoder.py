@@ -26,6 +26,7 @@ Call = Callable[[nn.Module, Tensor], Tensor]
 @dataclass
 class EncoderConfig:
     name: str = key("resnet18", "`ptlf list encoders` names them; also timm:NAME, torchvision:NAME, hf:FOLDER")
+    weights: str | None = key(None, "file or run to start from: safetensors or a state_dict; null = random weights")
 
 
 @dataclass

@@ -11,20 +11,23 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ptlf.core.phases import Phase, silent
 from ptlf.evaluation.prober import EvaluationConfig, testing
 from ptlf.stream import Stream
 
 QUERIES, NEIGHBOURS = 12, 5
 TILE, SPRITE_BYTES = 48, 110_000  # pixels; bytes before base64, which adds a third
+BATCH = 64  # images per forward, at most: it shows progress on a CPU too
 POOL, POINTS = 2000, 600  # candidates for neighbours; how many of them are on the map
+UNLABELLED_POOL = 300  # of a stream without labels, where looking at images is all that evaluation does
 
 
 class Gallery:
     """Call `look` with the untrained and with the trained encoder; `as_dict` is the content of gallery.json.
 
     The images are test images of the tasks' evaluation splits, or the tasks' training images where a task has no test
-    images. They are chosen by the seed alone, so runs with the same seed show the same images. They are read at the
-    first look.
+    images. They are chosen by the seed alone, so runs with the same seed show the same images. They are read when
+    they are first needed.
     """
 
     pixels: np.ndarray  # (N, H, W, 3) uint8
@@ -54,8 +57,11 @@ class Gallery:
         self.looks: dict[str, dict[str, Any]] = {}
 
     def read(self) -> None:
-        """The images, in the order in which `spread` draws them."""
-        chosen, self.groups = spread([indices for _, _, indices in self.drawn], POOL, np.random.default_rng(self.seed))
+        """The images, in the order in which `spread` draws them, unless they are here already."""
+        if hasattr(self, "pixels"):
+            return
+        pool = POOL if self.labelled else UNLABELLED_POOL
+        chosen, self.groups = spread([indices for _, _, indices in self.drawn], pool, np.random.default_rng(self.seed))
         size = self.drawn[0][1].size
         self.pixels, self.labels = np.empty((len(chosen), size, size, 3), np.uint8), np.array(self.groups)
         for images in {images: None for _, images, _ in self.drawn}:
@@ -67,26 +73,31 @@ class Gallery:
                 self.labels[places] = images.labels[chosen[places]]
         self.queries = pick_queries(self.labels, QUERIES)
 
-    def look(self, moment: str, encoder: nn.Module) -> None:
+    def look(self, moment: str, encoder: nn.Module, phase: Phase = silent) -> None:
         """moment: "before" or "after"."""
-        if not hasattr(self, "pixels"):
-            self.read()
-        with testing(encoder):
-            inputs = (self.prepare(part.to(self.device)) for part in torch.from_numpy(self.pixels).split(self.batch))
-            features = torch.cat([F.normalize(encoder(x).float(), dim=1).cpu() for x in inputs])  # (N, D)
+        self.read()
+        parts = []
+        with testing(encoder), phase("features", len(self.pixels)) as advance:
+            for part in torch.from_numpy(self.pixels).split(min(self.batch, BATCH)):
+                parts.append(F.normalize(encoder(self.prepare(part.to(self.device))).float(), dim=1).cpu())
+                advance(len(part))
+        features = torch.cat(parts)  # (N, D)
         similarity = features[self.queries] @ features.T  # (Q, N)
         similarity[torch.arange(len(self.queries)), self.queries] = -torch.inf
         nearest = similarity.topk(min(NEIGHBOURS, len(features) - 1), dim=1).indices.tolist()
-        self.looks[moment] = {"neighbours": nearest, "points": flat_map(features[:POINTS].numpy())}
+        with phase("map"):
+            self.looks[moment] = {"neighbours": nearest, "points": flat_map(features[:POINTS].numpy())}
 
     def as_dict(self) -> dict[str, Any]:
         """Images are tile numbers in the sprite; points are (x, y) in [0, 1]."""
+        self.read()
         shown = sorted({*self.queries} | {n for look in self.looks.values() for row in look["neighbours"] for n in row})
         tile = {index: number for number, index in enumerate(shown)}
         looks = {moment: dict(look) for moment, look in self.looks.items()}
         for look in looks.values():
             look["neighbours"] = [[tile[n] for n in row] for row in look["neighbours"]]
         return {
+            "labelled": self.labelled,  # false: the labels are the tasks
             "groups": self.group_names,
             "labels": self.label_names,
             "sprite": sprite([self.pixels[index] for index in shown]),

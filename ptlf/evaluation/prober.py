@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
+from ptlf.core.phases import Advance, Phase, silent
 from ptlf.core.settings import key
 from ptlf.evaluation.probe import OWN, Probe, ProbeConfig
 from ptlf.evaluation.probes import PROBES
@@ -27,6 +28,8 @@ class EvaluationConfig:
     enabled: bool = key(True, "test the encoder after every task")
     batch: int = key(512, "images per forward", least=1)
     tasks: str = key("all", "which tasks are tested on after a task: all, last:N, or sample:N, the newest among them")
+    reference: str | None = key(None, "labelled folder or packed set: what the encoder knew before; null = none")
+    reference_test: float = key(0.2, "share of it held out for testing if it has no test images", above=0, most=0.9)
     gallery: bool = key(True, "keep nearest images and a map of the features, before and after, for the report")
 
     def __post_init__(self) -> None:
@@ -100,49 +103,58 @@ class Prober:
                 found[name] = {key: min(each[key] for each in own) for key in own[0]}
         return found
 
-    def rows(self, encoder: nn.Module, task: int) -> dict[str, Row]:
+    def rows(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
         """A row of each accuracy matrix after task number `task` (from 0), with None for splits that are not tested."""
         splits = self.stream.eval_splits
         chosen = self.config.tested(splits, task)
         places = [place for place, split in enumerate(splits) if split in chosen]
-        exams, seen = self.examined(encoder, chosen), self.seen(task)
+        exams, seen = self.examined(encoder, chosen, phase), self.seen(task)
         rows: dict[str, Row] = {name: [None] * len(splits) for probe in self.probes for name in probe.rows}
         if not exams:
             return rows
         features, labels = (torch.cat(part) for part in zip(*(bank for _, bank, _ in exams), strict=True))
-        for probe in self.probes:
-            for name, bank in probe.rows.items():
-                score = probe.fit(features, labels, seen) if bank != OWN else None
-                for place, exam in zip(places, exams, strict=True):
-                    rows[name][place] = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, seen)
+        with phase("probes", len(rows) * len(exams), "scores") as advance:
+            for probe in self.probes:
+                for name, bank in probe.rows.items():
+                    score = probe.fit(features, labels, seen) if bank != OWN else None
+                    for place, exam in zip(places, exams, strict=True):
+                        rows[name][place] = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, seen)
+                        advance(1)
         return rows
 
     def seen(self, task: int) -> int:
         return sum(split.since <= task for split in self.stream.eval_splits)
 
-    def future(self, encoder: nn.Module, task: int) -> dict[str, Row]:
+    def future(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
         """Accuracies on the splits whose task comes after task number `task`, by row, for forward transfer."""
-        return self.ahead(encoder, [split for split in self.stream.eval_splits if split.since == task + 1])
+        return self.ahead(encoder, [split for split in self.stream.eval_splits if split.since == task + 1], phase)
 
-    def ahead(self, encoder: nn.Module, splits: Sequence[EvalSplit]) -> dict[str, Row]:
+    def ahead(self, encoder: nn.Module, splits: Sequence[EvalSplit], phase: Phase = silent) -> dict[str, Row]:
         """Accuracies on splits whose task is yet to come, by row; as many tasks count as seen as right after it, so
         that the figures do not depend on what comes later still."""
         forward = [probe for probe in self.probes if probe.forward]
         owners = {name: probe for probe in forward for name, bank in probe.rows.items() if bank == OWN}
-        exams = self.examined(encoder, splits if owners else [])
+        exams = self.examined(encoder, splits if owners else [], phase)
         return {
             name: [own_accuracy(probe, encoder, *exam, self.seen(exam[0].since)) for exam in exams]
             for name, probe in owners.items()
         }
 
-    def examined(self, encoder: nn.Module, splits: Sequence[EvalSplit]) -> list[tuple[EvalSplit, Labelled, Labelled]]:
+    def examined(
+        self, encoder: nn.Module, splits: Sequence[EvalSplit], phase: Phase = silent
+    ) -> list[tuple[EvalSplit, Labelled, Labelled]]:
         """The splits, with their bank and test images as the encoder sees them."""
-        with testing(encoder):
-            banks = [self.features(encoder, split.bank_images, split.bank) for split in splits]
-            tests = [self.features(encoder, split.test_images, split.test) for split in splits]
+        if not splits:
+            return []
+        images = sum(len(split.bank) + len(split.test) for split in splits)
+        with testing(encoder), phase("features", images) as advance:
+            banks = [self.features(encoder, split.bank_images, split.bank, advance) for split in splits]
+            tests = [self.features(encoder, split.test_images, split.test, advance) for split in splits]
         return list(zip(splits, banks, tests, strict=True))
 
-    def features(self, encoder: nn.Module, images: Images, indices: np.ndarray) -> Labelled:
+    def features(
+        self, encoder: nn.Module, images: Images, indices: np.ndarray, advance: Advance = lambda amount: None
+    ) -> Labelled:
         """Features (N, D) in float32 and labels (N,) of the images with these indices."""
         source = self.sources(images)
         chosen = torch.from_numpy(indices)
@@ -150,7 +162,10 @@ class Prober:
         filled = torch.cat((chosen, chosen[-1:].expand(-len(chosen) % processes.world_size())))
         mine = filled[processes.shard(len(filled))]
         with source.batches(mine.split(self.config.batch)) as batches:
-            parts = [encoder(self.prepare(batch)).float() for batch in batches]
+            parts = []
+            for batch in batches:
+                parts.append(encoder(self.prepare(batch)).float())
+                advance(len(batch) * processes.world_size())
         return processes.all_gather_rows(torch.cat(parts))[: len(chosen)], source.labels[chosen].to(self.device)
 
     def settings(self) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
-"""Spread of an encoder's features, which detects collapse: all images mapped to the same vector."""
+"""What features are like without labels: their spread, which detects collapse, and their effective rank."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -9,10 +10,25 @@ COLLAPSED = 1e-3  # encoders that learn have 0.1 to 0.5, or 0.01 while running s
 
 
 def feature_spread(encoder: nn.Module, images: Tensor) -> float:
+    """Of the images' features. `images` are inputs of the encoder."""
+    with testing(encoder):
+        return spread(encoder(images).float().flatten(1))
+
+
+def spread(features: Tensor) -> float:
     """Standard deviation over the images of their L2-normalised features (N, D), averaged over D, times sqrt(D).
 
-    1: directions are spread evenly; 0: all features have the same direction. `images` are inputs of the encoder.
+    1: directions are spread evenly; 0: all features have the same direction.
     """
-    with testing(encoder):
-        features = F.normalize(encoder(images).float().flatten(1), dim=1)
-        return float(features.std(0, correction=0).mean() * features.shape[1] ** 0.5)
+    normalised = F.normalize(features, dim=1)
+    return float(normalised.std(0, correction=0).mean() * features.shape[1] ** 0.5)
+
+
+def effective_rank(features: Tensor) -> float:
+    """exp of the entropy of the singular values of features (N, D), divided by their sum: between 1 and min(N, D).
+
+    How many directions the features use, as RankMe (Garrido et al., 2023) measures it.
+    """
+    values = torch.linalg.svdvals(features.double())
+    shares = values / values.sum().clamp_min(1e-300)
+    return float(torch.special.entr(shares).sum().exp())

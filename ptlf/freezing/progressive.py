@@ -45,11 +45,11 @@ class ProgressiveFreezing:
         self.log: list[dict[str, Any]] = []
         self.active = False
 
-    def begin_task(self, index: int) -> None:
-        """Everything thaws. The first task (index 0) has no past: nothing freezes in it."""
+    def begin_task(self, index: int, past: bool | None = None) -> None:
+        """Everything thaws. In a task without a past nothing freezes; by default that is the first one (index 0)."""
         self.freezer.thaw()
         self.context.ratios = None
-        self.active = index > 0 and self.policy.freezes
+        self.active = (index > 0 if past is None else past) and self.policy.freezes
         if self.active:
             self.log.append({"task": index + 1, "ratios": {}, "order": [], "events": []})
 

@@ -15,7 +15,7 @@ from ptlf.methods.method import Method, MethodConfig
 class LumpConfig(MethodConfig):
     name: str = "lump"
     alpha: float = key(0.4, "mixing weight lam ~ Beta(alpha, alpha), one per step", above=0)
-    mix_first_task: bool = key(True, "mix in the first task too, from its second step on, as the public code does")
+    mix_first_task: bool = key(True, "mix in a task without a past too, from its second step on, as public code does")
 
 
 class Lump(Method):
@@ -31,7 +31,8 @@ class Lump(Method):
 
     def draw(self, batch: int) -> dict[str, Tensor]:
         draws, lam = self.memory.draw(batch, self.generator), beta(self.config.alpha, self.generator)
-        mixing = (self.task > 0 or self.config.mix_first_task) and len(self.memory) > 0
+        past = self.task > 0 or self.memory.old_count > 0
+        mixing = (past or self.config.mix_first_task) and len(self.memory) > 0
         return {**draws, "lam": lam if mixing else torch.ones(()), **super().draw(batch)}
 
     def mix(self, batch: Batch) -> list[Tensor]:

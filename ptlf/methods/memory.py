@@ -16,6 +16,7 @@ from ptlf.views import UNIFORMS_PER_VIEW, View, apply_view
 @dataclass
 class MemoryConfig:
     size: int = key(256, "images in the replay memory", least=1)
+    images: str | None = key(None, "folder or packed set that fills it before the first task; null = it begins empty")
 
 
 class Memory(nn.Module):
@@ -47,7 +48,8 @@ class Memory(nn.Module):
         self.register_buffer("old_images", torch.zeros_like(self.images))
         self.register_buffer("old_seen", torch.zeros_like(self.seen))
         self.count = 0  # `seen` on the host: asking the device would make it wait
-        self.register_load_state_dict_post_hook(lambda memory, _: setattr(memory, "count", int(memory.seen)))
+        self.old_count = 0  # `old_seen` on the host
+        self.register_load_state_dict_post_hook(lambda memory, _: memory.count_again())
 
     def __len__(self) -> int:
         return min(self.count, self.size)
@@ -88,6 +90,18 @@ class Memory(nn.Module):
             self.outputs.index_copy_(0, slots, outputs)
         self.seen += len(batch) * processes.world_size()
 
+    def count_again(self) -> None:
+        self.count, self.old_count = int(self.seen), int(self.old_seen)
+
+    def fill(self, images: Tensor, views: Tensor, outputs: Tensor | None, seen: int) -> None:
+        """Begin with a sample of `seen` images: images (n, H, W, 3), with n the lesser of `seen` and the size."""
+        rows = len(images)
+        self.images[:rows], self.views[:rows] = images, views
+        if outputs is not None:
+            self.outputs[:rows] = outputs
+        self.seen.fill_(seen)
+        self.count = seen
+
     def fresh(self, picks: Tensor, uniforms: Tensor) -> Tensor:
         """A new augmentation of the picked images, (B, 3, S, S)."""
         return self.accelerator(apply_view, self.images[picks], uniforms, self.view, self.view_size)
@@ -96,7 +110,8 @@ class Memory(nn.Module):
         """From here on, `past` is what the memory holds now."""
         self.old_images.copy_(self.images)
         self.old_seen.copy_(self.seen)
+        self.old_count = self.count
 
     def past(self) -> Tensor:
         """The images held when the task began, (len, H, W, 3) uint8: none of the task's own."""
-        return self.old_images[: min(int(self.old_seen), self.size)]
+        return self.old_images[: min(self.old_count, self.size)]

@@ -1,16 +1,19 @@
-"""A run as it goes: a progress bar in a terminal, a line per task everywhere else."""
+"""A run as it goes: a progress bar in a terminal, a line per phase, epoch and task everywhere else."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ptlf.core.phases import Advance
 from ptlf.report.tables import percent
 from ptlf.run.watcher import Watcher
 
 # Names come from users and from files: what looks like markup or an emoji in them is text.
 console = Console(markup=False, emoji=False)
+EVERY = 10.0  # seconds between lines of epochs, where they are shorter
 
 
 def tell(line: str) -> None:
@@ -18,10 +21,12 @@ def tell(line: str) -> None:
 
 
 class Live(Watcher):
-    """Progress over all steps of the stream: task, epoch, loss, views per second, units frozen, time left."""
+    """One bar: of the phase that the run is in, or of all steps of the stream, with loss, views per second, units
+    frozen and time left. Without a terminal, lines: every phase that is new, the first and the last epoch of a task,
+    and of the others one every ten seconds."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.name, self.clock = name, clock
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -32,33 +37,74 @@ class Live(Watcher):
             transient=True,
             disable=not (console.is_terminal or console.is_jupyter),
         )
+        self.bar = self.progress.add_task(name, visible=False, figures="")
+        self.begun = False
+        self.told: set[str] = set()  # phases
 
     def begin(self, about: Sequence[str], tasks: int, epochs: int, units: int, frozen: int, done: int) -> None:
         self.tasks, self.epochs, self.units, self.frozen = tasks, epochs, units, frozen
         console.print(f"{self.name}: " + "\n  ".join(about))
-        self.bar = self.progress.add_task(self.name, total=tasks * epochs, completed=done, figures="")
+        self.progress.reset(self.bar, total=tasks * epochs, completed=done, visible=True, figures="")
         self.progress.start()
-        self.loss, self.started = "", time.perf_counter()
+        self.begun, self.loss, self.place, self.rate = True, "", "", 0.0
+        self.started = self.last_line = self.clock()
+
+    @contextmanager
+    def phase(self, name: str, of: int | None = None, unit: str = "images") -> Iterator[Advance]:
+        counted = f" {of:,} {unit}" if of else ""
+        if name not in self.told:
+            self.told.add(name)
+            self.line(f"{name}{':' * bool(counted)}{counted}")
+        self.progress.update(self.bar, visible=False)
+        shown = self.progress.add_task(name, total=of, figures=counted.strip())
+        self.progress.start()
+        done = 0
+
+        def advance(amount: int) -> None:
+            nonlocal done
+            done += amount
+            self.progress.update(shown, advance=amount, figures=f"{done:,} of {of or done:,} {unit}")
+
+        try:
+            yield advance
+        finally:
+            self.progress.remove_task(shown)
+            self.progress.update(self.bar, visible=self.begun)
+            if not self.begun:
+                self.progress.stop()
 
     def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None:
-        self.frozen, self.steps, self.epoch_started = frozen, steps, time.perf_counter()
-        place = f"task {task + 1}/{self.tasks}, epoch {epoch + 1}/{self.epochs}"
-        self.progress.update(self.bar, description=place)
+        self.frozen, self.steps, self.epoch, self.epoch_started = frozen, steps, epoch, self.clock()
+        self.place = f"task {task + 1} of {self.tasks}, epoch {epoch + 1} of {self.epochs}"
+        self.progress.update(self.bar, description=self.place)
 
     def step(self, views: int) -> None:
-        rate = views / (time.perf_counter() - self.epoch_started)
-        figures = f"{self.loss}{rate:,.0f} views/s, {self.frozen}/{self.units} frozen"
-        self.progress.update(self.bar, advance=1 / self.steps, figures=figures)
+        self.rate = views / max(self.clock() - self.epoch_started, 1e-9)
+        self.progress.update(self.bar, advance=1 / self.steps, figures=f"{self.loss}{self.speed}")
+
+    @property
+    def speed(self) -> str:
+        return f"{self.rate:,.0f} views/s, {self.frozen}/{self.units} frozen"
 
     def end_epoch(self, losses: Mapping[str, float]) -> None:
         self.loss = "".join(f"{name} {value:.4f}, " for name, value in losses.items())
+        now = self.clock()
+        if self.epoch in (0, self.epochs - 1) or now - self.last_line >= EVERY:
+            self.last_line = now
+            self.line(f"{self.place}: {self.loss}{self.speed}, {now - self.started:.0f} s")
 
     def end_task(self, task: int, rows: Mapping[str, list[float | None]]) -> None:
         seen = {probe: [value for value in row if value is not None] for probe, row in rows.items()}
         means = [f"{probe} {percent(sum(values) / len(values))}" for probe, values in seen.items() if values]
         learned = f"{self.loss}{', '.join(means) or 'not evaluated'}, {self.frozen}/{self.units} frozen"
-        elapsed = time.perf_counter() - self.started
-        console.print(f"  task {task + 1}/{self.tasks}: {learned}, {elapsed:.0f} s", soft_wrap=True)
+        elapsed = self.clock() - self.started
+        console.print(f"  task {task + 1} of {self.tasks} learnt: {learned}, {elapsed:.0f} s", soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        """Where there is no bar."""
+        if self.progress.disable:
+            console.print(f"  {text}", soft_wrap=True, highlight=False)
 
     def end(self) -> None:
         self.progress.stop()
+        self.begun = False

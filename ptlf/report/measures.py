@@ -84,6 +84,17 @@ def probe_measures(probe: str, groups: Sequence[Group] = ()) -> list[Measure]:
     ]
 
 
+def reference_measures(probe: str) -> list[Measure]:
+    """What the encoder knew before the stream: accuracy before and after it, and the difference."""
+    title, path = title_of(probe), ("reference", "probes", probe)
+    known: dict[str, Any] = {"short": "knew before", "rising": True}
+    return [
+        Measure(f"what it knew before, at the start, {title}", (*path, "before"), "%", below="at the start", **known),
+        Measure(f"what it knew before, at the end, {title}", (*path, "accuracy"), "%", below="at the end", **known),
+        Measure(f"lost of what it knew before, {title}", (*path, "lost"), "points", short="lost", below="knew before"),
+    ]
+
+
 def cost(title: str, key: str, unit: str, digits: int = 1, short: str = "", below: str = "", **more: Any) -> Measure:
     more.setdefault("cost", True)
     return Measure(title, ("cost", key), unit, digits, short=short, below=below, **more)

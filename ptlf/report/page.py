@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 
 from ptlf import __version__
 from ptlf.core.files import write_whole
+from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured
 from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures
@@ -74,6 +75,8 @@ def page(comparison: Comparison) -> str:
         base=comparison.baseline,
         tables=tables(measured(comparison, comparison.probes)),
         costs=MAIN_COSTS,
+        paired=paired_rows(comparison),
+        unit=paired.unit,
         problems=list(problems(comparison)),
         differences=differences(comparison),
         details=[details(run, group) for group in comparison.groups for run in group.runs],
@@ -112,8 +115,27 @@ def headline(comparison: Comparison) -> dict[str, Any]:
     best = []
     for measure in measured(comparison, comparison.probes[:1]):
         means = [(mean, group) for group in comparison.groups if (mean := group.mean(measure.path)) is not None]
-        best.append((measure, (max if measure.rising else min)(means, key=lambda pair: pair[0])[1]))
+        first = (max if measure.rising else min)(means, key=lambda pair: pair[0])[1]
+        best.append((measure, first, standing(first, comparison.baseline, measure)))
     return {"told": [], "best": best}
+
+
+def standing(group: Group, base: Group | None, measure: Measure) -> str:
+    """What seeds allow to say of an accuracy or of forgetting beside the baseline's; of costs their ratio says it."""
+    if base is None or base is group or measure.cost:
+        return ""
+    found = paired.compared(group, base, measure)
+    if found is None or found.half is None:
+        return f"; one seed does not tell it from {base.label}"
+    said = paired.verdict(found, measure.rising)
+    return f"; {said} than {base.label} by seed" if said else f"; {found.count} seeds do not tell it from {base.label}"
+
+
+def paired_rows(comparison: Comparison) -> list[tuple[Measure, list[tuple[Group, str]]]]:
+    """A row per measure with the difference of every run that shares two seeds or more with the baseline."""
+    others, base = paired.several_seeds(comparison.groups, comparison.baseline), comparison.baseline
+    measures = measured(comparison, comparison.probes) if others else []
+    return [(m, [(group, paired.words(paired.compared(group, base, m), m)) for group in others]) for m in measures]
 
 
 def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ptlf.report.drawing import Drawing
-from ptlf.report.figures import accuracy, cost, freezing, frontier, gallery
+from ptlf.report.figures import accuracy, cost, freezing, frontier, gallery, learning
 from ptlf.report.intervals import neighbours
 from ptlf.report.measures import title_of
 from ptlf.report.runs import Comparison, Group
@@ -54,7 +54,7 @@ def per_run(name: str, draw: Callable[[Group, float], Drawing | None], groups: S
 
 
 def parts(comparison: Comparison) -> list[Part]:
-    makers = (answer_part, accuracy_part, ratio_part, freezing_part, cost_part, gallery_part)
+    makers = (answer_part, accuracy_part, learning_part, ratio_part, freezing_part, cost_part, gallery_part)
     return [make(comparison) for make in makers]
 
 
@@ -67,7 +67,7 @@ def answer_part(comparison: Comparison) -> Part:
         how += " Whiskers are one standard deviation over seeds."
     part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])
     if base and len(comparison.groups) > 2:
-        how = f"Costs relative to {base.label}. The dashed line joins the runs that no other one beats in both."
+        how = f"Costs relative to {base.label}. The dashed line joins the runs whose means no other one beats in both."
         part.add("What accuracy costs", how, [Picture("frontier", partial(frontier.frontier, comparison))])
     if base is None and len(comparison.groups) > 1:
         part.notes.append("No baseline: none of these runs is LUMP without freezing; `--baseline` names another one.")
@@ -92,9 +92,24 @@ def accuracy_part(comparison: Comparison) -> Part:
         if ks := sorted({words for group in tested if (words := neighbours(group.first["probes"][probe]))}):
             how += f" Neighbours{'; '.join(ks).replace(', k = ', ': ')}."
         part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", heat_map, tested), HALF)
+    for probe in comparison.known:
+        how = "Accuracy in % on the images of `evaluation.reference`, before the first task (0) and after each."
+        line = Picture(f"known-{probe}", partial(accuracy.known_before, comparison, probe))
+        part.add(f"What it knew before, {title_of(probe)}", how.replace("`", ""), [line], HALF)
     for group in comparison.groups:
         if not group.first["probes"]:
             part.notes.append(f"{group.label} was not evaluated: it needs labelled test images and evaluation.enabled.")
+    return part
+
+
+def learning_part(comparison: Comparison) -> Part:
+    part = Part("learning", "How it learned, without labels")
+    names = learning.losses(comparison)
+    if names:
+        how = "The mean of each loss over every epoch, with its own scale; triangles or dots mark freezing."
+        part.add("Losses", how, [Picture("losses", partial(learning.loss_curves, comparison))])
+    for key, (title, how) in learning.FEATURES.items():
+        part.add(title, how, [Picture(key, partial(learning.over_tasks, comparison, key))], HALF)
     return part
 
 
@@ -152,7 +167,8 @@ def gallery_part(comparison: Comparison) -> Part:
         if group not in shown:
             reason = group.runs[0].gallery_problem or "it is drawn when the run has finished"
             part.notes.append(f"No pictures of {group.label}: {reason}.")
-    how = "A test image, then those with the nearest features; of another class where faded and underlined."
+    kinds = {"another class" if gallery.has_classes(group) else "another task" for group in shown}
+    how = f"An image, then those with the nearest features; of {' or '.join(sorted(kinds))} where faded and underlined."
     part.add("Nearest images before and after", how, per_run("neighbours", gallery.neighbours, shown))
     how = "Each dot is an image, coloured by its task; close dots have similar features (t-SNE, axes mean nothing)."
     part.add("Map of the features", how, per_run("features", gallery.feature_map, shown), HALF)

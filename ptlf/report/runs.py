@@ -81,6 +81,11 @@ class Group:
         return self.first["config"]
 
     @property
+    def given(self) -> bool:
+        """Whether it began with weights from a file."""
+        return bool(self.first.get("encoder_weights"))
+
+    @property
     def state(self) -> str:
         return self.runs[0].state
 
@@ -146,8 +151,18 @@ class Comparison:
         return list(dict.fromkeys(probe for group in self.groups for probe in group.first["probes"]))
 
     @property
+    def known(self) -> list[str]:
+        """Probes of what the encoders knew before the stream."""
+        return list(dict.fromkeys(probe for group in self.groups for probe in known_probes(group.first)))
+
+    @property
     def tasks(self) -> int:
         return max(max(len(group.first["tasks"]), len(group.first["eval_splits"])) for group in self.groups)
+
+
+def known_probes(results: Json) -> dict[str, Json]:
+    """Of `evaluation.reference`, by probe."""
+    return (results.get("reference") or {}).get("probes", {})
 
 
 def read_comparison(folders: Sequence[Path], baseline: str | None = None) -> Comparison:

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ptlf.core.words import clipped
-from ptlf.report import measures
+from ptlf.report import measures, paired
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures
-from ptlf.report.runs import Group, RunRecord
+from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures
+from ptlf.report.runs import Group, RunRecord, known_probes
 from ptlf.run.results import Json, ratio
 
 
@@ -37,16 +37,21 @@ def show_matrix(
     eval_splits: list[str],
     test_images: Sequence[int] = (),
     start: str = RANDOM,
+    known: Json | None = None,
 ) -> None:
     """One probe's accuracy matrix: a row per task trained, a column per split, the encoder before training on top; at
-    the bottom the interval of the last row, from the number of test images."""
+    the bottom the interval of the last row, from the number of test images. known: what it knew before, for a last
+    column."""
     console.print(f"\n{probe}: accuracy in %{neighbours(values)}, bank: {values['settings'].get('bank')}")
-    table = new_table("", ["after training on"], [clipped(split, 14) for split in eval_splits])
+    headings = [clipped(split, 14) for split in eval_splits] + ["what it\nknew before"] * bool(known)
+    table = new_table("", ["after training on"], headings)
+    before, after = ([percent(known["before"])], known["after"]) if known else ([], [])
     if values.get("untrained"):
-        table.add_row(f"nothing ({start})", *map(percent, values["untrained"]), style="dim")
+        table.add_row(f"nothing ({start})", *map(percent, values["untrained"]), *before, style="dim")
     for number, row in enumerate(values["matrix"], start=1):
         name = "all tasks" if len(values["matrix"]) == 1 else f"task {number}"
-        table.add_row(name, *["" if value is None else percent(value) for value in row])
+        aside = map(percent, after[number - 1 : number])
+        table.add_row(name, *["" if value is None else percent(value) for value in row], *aside)
     if values["matrix"] and len(test_images) == len(eval_splits):
         last = zip(values["matrix"][-1], test_images, strict=True)
         cells = ["" if value is None or not n else f"±{half_width(value, n):.2f}" for value, n in last]
@@ -67,6 +72,24 @@ def show_runs(
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
         if group.doubt:
             console.print(f"{group.label}: {group.doubt}", soft_wrap=True)
+    show_differences(console, list(groups.values()), base)
+
+
+def show_differences(console: Console, groups: Sequence[Group], base: Group | None) -> None:
+    """By seed, of every run with two seeds or more in common with the baseline."""
+    others = paired.several_seeds(groups, base)
+    if base is None or not others:
+        return
+    probes = dict.fromkeys(probe for group in groups for probe in group.first["probes"])
+    rows = {f"{probe} {m.short}": m for probe in probes for m in probe_measures(probe)[:2]}
+    rows |= {m.title: m for m in MAIN_COSTS if any(group.values(m.path) for group in groups)}
+    _, short = shortened([group.label for group in groups])
+    names = {group.label: name for group, name in zip(groups, short, strict=True)}
+    table = new_table(f"By seed: {paired.HOW.format(base=names[base.label])}", [""], [names[g.label] for g in others])
+    for name, measure in rows.items():
+        cells = [paired.words(paired.compared(group, base, measure), measure) for group in others]
+        table.add_row(f"{name}, {paired.unit(measure)}", *cells)
+    console.print(table)
 
 
 def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | None, title: str) -> None:
@@ -81,6 +104,18 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
             cells = [score(measure, group) for group in groups]
             table.add_row(f"{probe} {measure.short}, {measure.unit}", *cells)
         table.add_section()
+    for probe in dict.fromkeys(probe for group in groups for probe in known_probes(group.first)):
+        before, after, lost = reference_measures(probe)
+        cells = [f"{score(before, group)} → {score(after, group)}" for group in groups]
+        table.add_row(f"{probe} what it knew before, %", *cells)
+        table.add_row(f"{probe} lost of that, points", *[score(lost, group) for group in groups])
+        table.add_section()
+    for key, title in {"effective_rank": "effective rank", "spread": "spread"}.items():
+        last = [(group.first.get("features") or [{}])[-1].get(key) for group in groups]
+        if any(value is not None for value in last):
+            cells = ["-" if value is None else f"{value:.2f}" for value in last]
+            table.add_row(f"{title} of the features, last task", *cells)
+    table.add_section()
     for measure in COSTS:
         cells = [beside(measure.words(group.mean(measure.path)), measure.ratio(group, base)) for group in groups]
         if set(cells) != {"-"}:
@@ -133,12 +168,13 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     """A finished run: its accuracy matrices, its figures, and where the files are."""
     for probe, values in results["probes"].items():
         if not brief or (probe == "knn_class" and len(results["eval_splits"]) <= 10):
-            tests = results.get("test_images") or ()
-            show_matrix(console, probe, values, results["eval_splits"], tests, start_of(results))
+            tests, known = results.get("test_images") or (), known_probes(results).get(probe)
+            show_matrix(console, probe, values, results["eval_splits"], tests, start_of(results), known)
     if not brief:
         show_runs(console, {results["name"]: [results]})
     if not results["probes"]:
-        console.print("not evaluated: no labelled test images (or evaluation.enabled is false)")
+        later = f"`ptlf evaluate {folder} --stream.labelled PACK` takes labels that come later"
+        console.print(f"not evaluated: no labelled test images (or evaluation.enabled is false); {later}")
     console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors")
 
 

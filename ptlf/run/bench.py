@@ -119,9 +119,10 @@ def step(
     profile: a folder for a trace of each stage; the rows then also have the kernels that took the most time.
     """
     config.stream.resident = False if streamed else config.stream.resident
-    with TemporaryDirectory() as folder:  # the run holds the file open
+    with TemporaryDirectory() as folder:
         file = Path(folder) / "noise.npy" if streamed else None
         run = Run(config, stream=noise_for(config, 4 * config.training.batch, size, 1, file))
+        run.trainer.sources(run.trainer.images)  # opens the file, and holds it open
     names = [unit.name for unit in run.freezing.freezer.units]
     for frozen in stages:
         if not 0 <= frozen <= len(names):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import UserError
+from ptlf.core.errors import Refusals, UserError
 from ptlf.core.memory import check_fits
 from ptlf.core.randomness import seeded
+from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
 from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim
 from ptlf.encoders.encoder import SizedConfig
@@ -24,6 +25,7 @@ from ptlf.methods import METHODS, Memory, Method
 from ptlf.model import Accelerator, Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
+from ptlf.run.fitting import expected_sizes
 from ptlf.run.recipes import conflict
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
@@ -32,8 +34,8 @@ from ptlf.training.compiled import CompiledParts
 from ptlf.training.cost import kept_bytes
 from ptlf.training.engine import choose_engine
 from ptlf.training.optimizers import OPTIMIZERS
-from ptlf.training.rate import peak_rate
-from ptlf.training.trainer import Trainer, TrainingConfig
+from ptlf.training.rate import check_warmup, peak_rate
+from ptlf.training.trainer import Trainer, TrainingConfig, check_batch
 from ptlf.views import View, named_views
 
 
@@ -190,19 +192,49 @@ def check_grows(config: Config) -> None:
         raise UserError("checkpoint.enabled is false, and without a checkpoint a run cannot go on; leave that out")
 
 
-def check_combination(config: Config, stream: Stream) -> None:
+def check_combination(config: Config, stream: Stream | None) -> None:
+    """Refuse settings that do not go together, all at once. stream: None where it cannot be made."""
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
     initial, final = config.freezing.initial, config.freezing.final
-    if initial > final:
-        shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
-        raise UserError(f"{shares}; what is frozen stays frozen, so the share can only rise")
-    if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
-        raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")
-    if why := conflict(objective, method):
-        names = f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}"
-        raise UserError(f"{names}: {why}")
-    if stream.arrived:
-        check_grows(config)
-    if objective.needs_labels and stream.data.folders == "tasks":
-        lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
-        raise UserError(f"{lacking}; choose another objective")
+    refused = Refusals()
+    with refused:
+        if initial > final:
+            shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
+            raise UserError(f"{shares}; what is frozen stays frozen, so the share can only rise")
+    with refused:
+        if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
+            raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")
+    with refused:
+        if why := conflict(objective, method):
+            names = f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}"
+            raise UserError(f"{names}: {why}")
+    with refused:
+        if stream and stream.arrived:
+            check_grows(config)
+    with refused:
+        if stream and objective.needs_labels and stream.data.folders == "tasks":
+            lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
+            raise UserError(f"{lacking}; choose another objective")
+    refused.end()
+
+
+def checked_stream(config: Config, folder: Path | None, given: Stream | None = None) -> Stream:
+    """The stream, with the settings checked against it and each other: all that is refused is told at once, before
+    anything is made that takes time."""
+    refused, stream = Refusals(), given
+    with refused:
+        choose_device(config.device)
+    with refused:
+        stream = stream or make_stream(config, folder)
+    with refused:
+        named_views(config.views.name, config.views.size or (stream.size if stream else 32))
+    with refused:
+        check_combination(config, stream)
+    with refused:
+        check_warmup(config.training, config.training.epochs)
+    with refused:
+        sizes = [len(task.train) for task in stream.tasks] if stream else expected_sizes(as_dict(config))
+        check_batch(config.training, sizes, stream.arrived if stream else 0)
+    refused.end()
+    assert stream is not None
+    return stream

@@ -24,7 +24,7 @@ from ptlf.stream.arrivals import arrived_names
 from ptlf.stream.disk import file_digest
 
 ENCODER = "encoder.safetensors"
-START = "start.safetensors"  # the weights that training began with, if no setting says how to make them
+START = "start.safetensors"  # the weights that training began with, if they do not follow from the seed
 
 
 @contextmanager
@@ -53,13 +53,20 @@ def lock_of_run(folder: Path) -> Iterator[None]:
         yield
 
 
-def save_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> str:
+def save_encoder(
+    folder: Path, encoder: nn.Module, name: str = ENCODER, metadata: Mapping[str, str] | None = None
+) -> str:
     """The file's SHA-256."""
-    # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
-    tensors = {key: value.cpu().clone() for key, value in encoder.state_dict().items() if torch.is_tensor(value)}
-    data = save({key: value.contiguous() for key, value in tensors.items()})
+    data = encoder_bytes(encoder, metadata or {})
     write_whole(folder / name, data)
     return hashlib.sha256(data).hexdigest()
+
+
+def encoder_bytes(encoder: nn.Module, metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file of its state. With one key of metadata at most, the same state gives the same bytes."""
+    # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
+    tensors = {key: value.cpu().clone() for key, value in encoder.state_dict().items() if torch.is_tensor(value)}
+    return save({key: value.contiguous() for key, value in tensors.items()}, dict(metadata) or None)
 
 
 def has_finished(folder: Path) -> bool:

@@ -8,12 +8,16 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.evaluation.spread import COLLAPSED, feature_spread
+from ptlf.core.phases import Phase
+from ptlf.evaluation.prober import testing
+from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
 from ptlf.run.results import write_json
 from ptlf.run.state import State
 from ptlf.training.trainer import StepCost
+
+SAMPLE = 512  # images of a task whose features are measured after it
 
 
 class Looks(State):
@@ -24,7 +28,8 @@ class Looks(State):
         memory, freezer, settings = self.method.memory, self.freezing.freezer, self.config.freezing
         assert memory is not None
         self.model.train()
-        with self.clock("correlation"), self.trainer.engine.arithmetic():
+        place = f"correlation of task {self.task + 1} with those before"
+        with self.clock("correlation"), self.trainer.engine.arithmetic(), self.watcher.phase(place):
             correlation = TaskCorrelation(
                 self.model.encoder,
                 self.prepare(memory.past()),
@@ -37,7 +42,7 @@ class Looks(State):
             )
 
         def ratios(names: Sequence[str]) -> dict[str, float]:
-            with self.clock("correlation"):
+            with self.clock("correlation"), self.watcher.phase(place):
                 found = processes.broadcast_object(correlation(names))
             entry = self.freezing.log[-1]
             entry["directions"] = correlation.directions | entry.get("directions", {})  # those of the task's start stay
@@ -57,31 +62,62 @@ class Looks(State):
         if not self.prober:
             return {}
         with self.clock("evaluation"):
-            rows = self.prober.rows(self.model.encoder, self.task)
-            future = self.prober.future(self.model.encoder, self.task)
+            phase = self.phases(f"testing after task {self.task + 1} of {len(self.stream.tasks)}")
+            rows = self.prober.rows(self.model.encoder, self.task, phase)
+            future = self.prober.future(self.model.encoder, self.task, phase)
             self.record.end_task(rows, future, self.prober.used(self.task))
         return rows
+
+    def phases(self, work: str) -> Phase:
+        """The phases of a piece of work: its name stands before theirs."""
+        return lambda part, *count: self.watcher.phase(f"{work}, {part}", *count)
+
+    def test_reference(self) -> None:
+        """What the encoder knew before, against a bank of its own."""
+        if self.reference:
+            phase = self.phases("testing what the encoder knew before")
+            with self.clock("evaluation"):
+                self.record.test_reference(self.reference.rows(self.model.encoder, 0, phase))
+
+    def measure_features(self, indices: np.ndarray) -> None:
+        """Spread and effective rank of the features of a sample of these images; labels are not needed."""
+        if not self.config.evaluation.enabled:
+            return
+        with self.clock("evaluation"), testing(self.model.encoder):
+            chosen = torch.from_numpy(np.ascontiguousarray(indices[:: max(1, len(indices) // SAMPLE)][:SAMPLE]))
+            parts = [self.prepare(self.trainer.source.gather(part)) for part in chosen.split(128)]
+            features = torch.cat([self.model.encoder(part).float().flatten(1) for part in parts])
+        found = {"images": len(features), "spread": spread(features), "effective_rank": effective_rank(features)}
+        self.record.features.append({"task": self.task + 1, **found})
+
+    def has_past(self) -> bool:
+        """Whether the encoder knows something that the next task could make it forget."""
+        remembered = self.method.memory is not None and self.method.memory.old_count > 0
+        known = remembered or (self.weights is not None and not self.freezing.policy.needs_ratios)
+        return self.task > 0 or known
 
     def look_before(self, known: int = 0) -> None:
         """The untrained encoder. `known`: tasks on which it was tested before, for forward transfer."""
         if self.prober:
             with self.clock("evaluation"):
                 new = [split for split in self.stream.eval_splits if split.since >= max(known, 1)]
-                untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks))
-                self.record.begin(untrained, self.prober.ahead(self.model.encoder, new))
+                phase = self.phases("testing the encoder before training")
+                untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks), phase)
+                self.record.begin(untrained, self.prober.ahead(self.model.encoder, new, phase))
         self.look("before")
 
     def look_ahead(self) -> None:
         """The encoder as it is on the next task, if that was not there when the last one ended."""
         if self.prober and 0 < self.task < len(self.stream.tasks):
             with self.clock("evaluation"):
-                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1), {})
+                phase = self.phases(f"testing on task {self.task + 1} before it is learnt")
+                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1, phase), {})
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""
         if self.gallery and self.out:
             with self.clock("evaluation"):
-                self.gallery.look(moment, self.model.encoder)
+                self.gallery.look(moment, self.model.encoder, self.phases(f"gallery {moment} training"))
                 write_json(self.out / "gallery.json", self.gallery.as_dict())
 
     def check_numbers(self) -> None:
@@ -111,12 +147,12 @@ class Looks(State):
         with self.clock("evaluation"):
             chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
             images = self.prepare(self.trainer.source.gather(chosen))
-            spread = feature_spread(self.model.encoder, images)
-        self.record.warned = spread < COLLAPSED
+            found = feature_spread(self.model.encoder, images)
+        self.record.warned = found < COLLAPSED
         if self.record.warned:
             processes.warn(
                 f"ptlf: warning: the representation has collapsed in task {self.task + 1}, epoch {done}: "
-                f"normalised features of {len(images)} images differ by {spread:.1e} (1 = spread evenly, 0 = all the "
+                f"normalised features of {len(images)} images differ by {found:.1e} (1 = spread evenly, 0 = all the "
                 "same); try a lower --training.lr or another objective"
             )
 

@@ -1,6 +1,7 @@
 """The loop of a run: task after task, epoch after epoch, evaluated after every task, saved so that it can go on."""
 
 import contextlib
+import json
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from ptlf.core.reading import DAMAGE, check, damaged, reason
 from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
 from ptlf.run.config import differing, resume_command, to_yaml
-from ptlf.run.folder import claimed, save_encoder
+from ptlf.run.folder import ENCODER, claimed, save_encoder
+from ptlf.run.inference import KEY, card_of
 from ptlf.run.looks import Looks
 from ptlf.run.results import append_line, keep_lines, write_json
+from ptlf.run.start import fill_memory, save_start
 from ptlf.run.state import STATE
 from ptlf.run.watcher import Watcher
 from ptlf.training.checkpoint import Position
@@ -43,7 +46,8 @@ class Run(Looks):
             try:
                 self.train_stream()
                 if self.out:
-                    self.encoder_sha256 = save_encoder(self.out, self.model.encoder)
+                    card = json.dumps(card_of(self))
+                    self.encoder_sha256 = save_encoder(self.out, self.model.encoder, ENCODER, {KEY: card})
             except BaseException as error:
                 if last := self.checkpoints.last if self.checkpoints else None:
                     command = resume_command(last.parent.parent, self.config)
@@ -60,6 +64,8 @@ class Run(Looks):
 
     def train_stream(self) -> None:
         if self.position == Position():
+            self.fill_memory()
+            self.test_reference()
             self.look_before()
             self.save_results()
         while self.task < len(self.stream.tasks):
@@ -68,18 +74,31 @@ class Run(Looks):
         self.freezing.freezer.thaw()
         self.look("after")
 
+    def fill_memory(self) -> None:
+        """With images of `memory.images`, before the first task."""
+        if self.config.memory.images is None:
+            return
+        if self.method.memory is None:
+            return processes.warn(
+                f"ptlf: method {self.config.method.name!r} keeps no memory; memory.images is not used"
+            )
+        views = (self.view_specs, self.view_size, self.random, self.method.needs_outputs, self.stream.fit)
+        self.record.memory_images = fill_memory(self.method.memory, self.model.encoder, self.config, *views)
+
     def train_task(self, indices: np.ndarray) -> None:
         if self.position.between_tasks:
             self.model.objective.begin_task(self.config.training.epochs * self.trainer.steps_per_epoch(indices))
             self.method.begin_task(self.task, self.model)
             if self.method.memory is not None:
                 self.method.memory.begin_task()
-            self.freezing.begin_task(self.task)
+            self.freezing.begin_task(self.task, self.has_past())
         while self.epoch < self.config.training.epochs:
             self.train_epoch(indices)
             self.epoch, self.epoch_state = self.epoch + 1, None
             self.pause()
         self.method.end_task(self.task, self.model)
+        self.test_reference()
+        self.measure_features(indices)
         self.watcher.end_task(self.task, self.evaluate())
         self.task, self.epoch = self.task + 1, 0
         self.save_results()
@@ -90,8 +109,12 @@ class Run(Looks):
         frozen = len(self.freezing.freezer.frozen)
         self.watcher.begin_epoch(self.task, self.epoch, self.trainer.steps_per_epoch(indices), frozen)
         # Closed at once if the run stops: threads may be reading ahead.
-        with self.clock("training"), contextlib.closing(self.trainer.epoch(indices, self.epoch, state)) as steps:
+        training = contextlib.closing(self.trainer.epoch(indices, self.epoch, state))
+        with contextlib.ExitStack() as compiling, self.clock("training"), training as steps:
+            if self.compiles and not state.steps:
+                compiling.enter_context(self.watcher.phase("compiling the step"))
             for _ in steps:
+                compiling.close()
                 self.watcher.step(state.views)
                 self.pause()
             result = state.result()
@@ -109,7 +132,9 @@ class Run(Looks):
         self.record.begin_epoch(self.clock.seconds)
         with self.clock("rebuild"):
             self.record.newly_frozen = self.freezing.begin_epoch(self.epoch, lambda: self.correlate(indices))
-            if self.record.newly_frozen or self.epoch == 0:
+            changed = bool(self.record.newly_frozen) or self.epoch == 0
+            self.compiles = changed and self.trainer.engine_kind != "eager"
+            if changed:
                 self.variant = self.trainer.rebuild()
         self.epoch_state = self.trainer.begin_epoch()
         return self.epoch_state
@@ -133,6 +158,8 @@ class Run(Looks):
         """The folder as a run that has come this far would have left it."""
         if self.out and not (self.out / "config.yaml").exists():
             write_whole(self.out / "config.yaml", to_yaml(self.config))
+        if self.out and self.weights:
+            save_start(self.out, self.model.encoder, self.weights)
         if resume and self.resumable:
             self.load_checkpoint()
         if resume and self.out:
@@ -204,6 +231,10 @@ class Run(Looks):
         images = sum(len(task.train) for task in tasks)
         data = f"{len(tasks)} tasks, {images} images of {self.stream.size} px, {epochs} epochs each"
         about = [f"{data}, {self.config.encoder.name} with {units} units, on {self.device}"]
+        if self.weights and self.position == Position():
+            about += self.weights.lines()
+        if self.gallery and not self.prober and self.position == Position():
+            about.append("first a look at the encoder as it is, for the report")
         if self.trainer.engine_kind != "eager":
             about.append("compiling the step: about a minute the first time on a machine, then seconds")
         if self.position != Position():

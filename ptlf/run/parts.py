@@ -10,12 +10,13 @@ from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.evaluation import Gallery, Prober
 from ptlf.run import build
 from ptlf.run.config import Config
+from ptlf.run.start import find_given, make_reference, starting_encoder
 from ptlf.stream import Stream
+from ptlf.stream.given import given
 from ptlf.stream.loading import Sources
 from ptlf.training.distributed import make_alike
-from ptlf.training.rate import check_warmup
-from ptlf.training.trainer import Trainer, check_batch
-from ptlf.views import named_views, normalise
+from ptlf.training.trainer import Trainer
+from ptlf.views import normalise
 
 
 class Parts:
@@ -31,25 +32,26 @@ class Parts:
         """`encoder` and `stream` take the place of those the configuration names."""
         self.own_encoder = encoder is not None or ":" in config.encoder.name  # which may come with weights
         self.config, self.folder = config, Path(out) if out else None
+        self.encoder_given = encoder is not None
         self.out = self.folder if processes.is_first() else None  # where this process writes
+        self.stream = build.checked_stream(config, self.folder, stream)
         self.device = processes.local_device(build.choose_device(config.device))
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # streams, graphs and Triton kernels use the current device
         self.random = Randomness(config.seed)
-        self.stream = stream or build.make_stream(config, self.folder)
         self.view_size = config.views.size or self.stream.size
-        named_views(config.views.name, self.view_size)  # an unknown name is refused before anything is opened
-        build.check_combination(config, self.stream)
-        check_warmup(config.training, config.training.epochs)
-        check_batch(config.training, [len(task.train) for task in self.stream.tasks], self.stream.arrived)
         sources = Sources(self.device, config.stream.resident)
         tests = config.evaluation
         self.prober = self.gallery = None
         if tests.enabled and self.stream.eval_splits:
             self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, sources)
+        self.reference = make_reference(config, self.stream, self.prepare, self.device)
+        if config.memory.images and not (self.folder and (self.folder / "config.yaml").exists()):
+            given(find_given(config, config.memory.images))  # a run that goes on has them in its memory
         if tests.enabled and tests.gallery and self.out:
             seed = derived_seed(config.seed, "gallery")
             self.gallery = Gallery(self.stream, self.prepare, self.device, config=tests, seed=seed)
+        encoder, self.weights = starting_encoder(config, encoder, self.folder, self.view_size)
         self.model = build.make_model(config, self.stream, self.view_size, self.device, encoder)
         self.view_specs = build.views_for(self.model.encoder, config.views.name, self.view_size)
         build.check_memory(config, self.model.encoder, len(self.view_specs), self.view_size, self.device)

@@ -5,13 +5,13 @@ bring presets too.
 `EXPECTED` says what a recipe takes and gives, for those that were run; the runs are kept in `results/`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.registry import settings_from
-from ptlf.core.settings import merge, parse_overrides
+from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.core.words import shown
 from ptlf.encoders import ENCODERS
 from ptlf.freezing import POLICIES
@@ -19,6 +19,7 @@ from ptlf.freezing.policy import PolicyConfig
 from ptlf.methods import METHODS, Method
 from ptlf.objectives import OBJECTIVES, Objective
 from ptlf.run.config import Config, from_dict, read_yaml
+from ptlf.run.fitting import fit_pack, free_settings
 from ptlf.stream import STREAMS
 from ptlf.training.optimizers import OPTIMIZERS
 
@@ -130,26 +131,36 @@ def name_of(config: Settings) -> str:
 
 
 def resolve_config(
-    recipe_name: str | None, file: Path | None, overrides: Sequence[str], *, trust_code: bool = False
+    recipe_name: str | None,
+    file: Path | None,
+    overrides: Sequence[str],
+    *,
+    trust_code: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Config:
-    """The configuration: command line over file over recipe (the one named, or the file's, or the default).
+    """The configuration: command line over file over recipe (the one named, or the file's, or the default). A recipe
+    for the user's own images chooses what fits them.
 
     trust_code: follow names of code, "package.module:attribute", that only the file holds.
+    tell: gets a line on what was chosen.
     """
     values = read_yaml(file) if file is not None else {}
     if file is not None and not trust_code:
         with settings_from(file, [recipe_name or "", *overrides]):
-            return configured(recipe_name, file, values, overrides)
-    return configured(recipe_name, file, values, overrides)
+            return configured(recipe_name, file, values, overrides, tell)
+    return configured(recipe_name, file, values, overrides, tell)
 
 
-def configured(recipe_name: str | None, file: Path | None, values: Settings, overrides: Sequence[str]) -> Config:
+def configured(
+    recipe_name: str | None, file: Path | None, values: Settings, overrides: Sequence[str], tell: Callable[[str], None]
+) -> Config:
     if not isinstance(values.get("recipe"), str | None):
         raise UserError(f"recipe in {file} must be text, not {shown(values['recipe'])}")
     if recipe_name and values.get("recipe") not in (None, recipe_name):
         named = f"{file} is of recipe {shown(values['recipe'])}"
         raise UserError(f"{named}, and --recipe says {recipe_name}; leave one of them out")
     given = merge(Config, values, parse_overrides(Config, overrides))
+    free = free_settings(given)
     base = recipe(adapted(recipe_name or values.get("recipe") or DEFAULT, given))
     if encoder := name_in(given, "encoder"):
         presets, (stream, *_) = ENCODERS.find(encoder).presets, base["recipe"].split("/")
@@ -158,7 +169,14 @@ def configured(recipe_name: str | None, file: Path | None, values: Settings, ove
     rule = name_in(given.get("training"), "optimizer")
     if rule and rule != base["training"]["optimizer"]["name"]:  # the recipe's rate is for another optimizer
         base = merge(Config, base, {"training": {"lr": OPTIMIZERS.find(rule).lr}})
-    return from_dict(merge(Config, base, given))
+    settings = merge(Config, base, given)
+    stream = base["stream"]["name"]
+    if free and STREAMS.find(stream).own and name_in(settings, "stream") == stream:
+        fitted, told = fit_pack(as_dict(from_dict(settings)), free)
+        settings = {**fitted}
+        if told:
+            tell(told)
+    return from_dict(settings)
 
 
 def adapted(name: str, given: Settings) -> str:

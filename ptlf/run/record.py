@@ -32,6 +32,9 @@ class Record:
     newly_frozen: list[str] = field(default_factory=list)  # in the epoch that runs
     spent_before: dict[str, float] = field(default_factory=dict)  # seconds by purpose, when it began
     warned: bool = False  # of a collapse
+    features: list[dict[str, Any]] = field(default_factory=list)  # spread and effective rank after each task
+    memory_images: dict[str, Any] | None = None  # what the memory was filled with before the first task
+    reference: dict[str, list[float]] = field(default_factory=dict)  # before the first task and after each, by probe
 
     def begin_epoch(self, spent: Mapping[str, float]) -> None:
         self.spent_before, self.newly_frozen = dict(spent), []
@@ -94,6 +97,20 @@ class Record:
             if future := self.future.get(probe):
                 base = self.untrained_future.get(probe) or before[1:]
                 found[probe]["forward_transfer"] = evaluation.forward_transfer(future, base[: len(future)])
+        return found
+
+    def test_reference(self, rows: Mapping[str, Row]) -> None:
+        for probe, row in rows.items():
+            self.reference.setdefault(probe, []).extend(value for value in row if value is not None)
+
+    def reference_probes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Accuracies on what the encoder knew: before the first task, and after each."""
+        found = {}
+        for probe, values in self.reference.items():
+            after = values[1:]
+            lost = values[0] - after[-1] if after else None
+            last = {"accuracy": after[-1] if after else None, "lost": lost}
+            found[probe] = {"settings": settings.get(probe, {}), "before": values[0], "after": after, **last}
         return found
 
     def cost(self, seconds: Mapping[str, float]) -> dict[str, Any]:

@@ -40,6 +40,8 @@ FROZEN: Json = {
     "ratios_by_epoch?": {"*": {"*": NUMBER}},
     "events": [{"epoch": (1, MANY), "frozen": [str]}],
 }
+FEATURES: Json = {"task": (1, MANY), "effective_rank": NUMBER, "spread": NUMBER}
+KNOWN: Json = {"before": NUMBER, "after": [NUMBER], "accuracy?": NUMBER, "lost?": NUMBER}
 EPOCH: Json = {
     **dict.fromkeys(("task", "epoch"), (1, MANY)),
     "frozen": COUNT,
@@ -68,6 +70,9 @@ RESULTS: Json = {
     "config": {**SETTINGS, "freezing": {"policy": {"name": str}}, "training": {"epochs": (1, MANY)}, "recipe?": str},
     "probes": {"*": PROBE},
     "freezing": [FROZEN],
+    "features?": [FEATURES],
+    "reference?": {"probes": {"*": KNOWN}},
+    "encoder_weights?": {"path?": str, "sha256": str},
     "cost": {
         **dict.fromkeys(("train_seconds", "backward_flops"), NUMBER),
         **dict.fromkeys((f"{name}_seconds?" for name in COSTS), NUMBER),

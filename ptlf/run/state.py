@@ -15,7 +15,7 @@ from ptlf.run.environment import commit, environment
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.record import Record
-from ptlf.run.results import ACCURACY, COUNT, EPOCH, FROZEN, SCHEMA, Json
+from ptlf.run.results import ACCURACY, COUNT, EPOCH, FEATURES, FROZEN, SCHEMA, Json
 from ptlf.run.watcher import Watcher
 from ptlf.stream.task import digest
 from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
@@ -41,6 +41,9 @@ STATE: Json = {
         "newly_frozen": [str],
         "spent_before": {"*": NUMBER},
         "warned": bool,
+        "features?": [FEATURES],
+        "memory_images?": dict,
+        "reference?": {"*": [NUMBER]},
     },
     "settings?": dict,
     "tasks?": COUNT,
@@ -58,6 +61,7 @@ class State(Parts):
         self.epoch_state: EpochState | None = None  # of the epoch that runs
         self.clock = Stopwatch(self.device)
         self.record = Record()
+        self.compiles = False  # the next step, since its operations changed
         self.variant = ""  # key of the step's operations as units are frozen now
         self.step_costs: dict[str, StepCost] = {}  # by variant
         self.begun: list[list[dict[str, Any]]] = []  # by task, see `images_begun`
@@ -141,6 +145,7 @@ class State(Parts):
             "status": self.status,
             "config": as_dict(self.config),
             "environment": environment(self.device) | self.trainer.arithmetic() | {"processes": processes.world_size()},
+            "encoder_weights": self.weights.as_dict() if self.weights else None,
             "seed": self.config.seed,
             "class_order": list(self.stream.class_order),
             "tasks": [task.name for task in self.stream.tasks],
@@ -151,6 +156,22 @@ class State(Parts):
             "encoder_sha256": self.encoder_sha256,
             "units": [unit.name for unit in self.freezing.freezer.units],
             "probes": self.record.probes(self.prober.settings() if self.prober else {}),
+            "reference": self.reference_results(),
+            "memory_images": self.record.memory_images,
+            "features": self.record.features,
             "freezing": self.freezing.log,
             "cost": self.record.cost(self.clock.seconds),
+        }
+
+    def reference_results(self) -> dict[str, Any] | None:
+        if self.reference is None:
+            return None
+        stream = self.reference.stream
+        images = {"bank": len(stream.eval_splits[0].bank), "test": len(stream.eval_splits[0].test)}
+        probes = self.record.reference_probes(self.reference.settings())
+        return {
+            "path": self.config.evaluation.reference,
+            "classes": list(stream.data.names),
+            **images,
+            "probes": probes,
         }

@@ -16,6 +16,8 @@ from ptlf.run.results import check_alike
 from ptlf.run.watcher import Watcher
 from ptlf.training.process import Stopped
 
+Tell = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -24,12 +26,14 @@ class Planned:
     folder: Path
 
 
-def plan(recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str]) -> list[Planned]:
-    """A run for every recipe and seed. Runs that could not be compared are refused."""
+def plan(
+    recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str], tell: Tell = lambda line: None
+) -> list[Planned]:
+    """A run for every recipe and seed. Runs that could not be compared are refused. tell: as for `resolve_config`."""
     runs = []
     for recipe, seed in itertools.product(recipes, seeds):
         name = recipe if len(seeds) == 1 else f"{recipe} seed {seed}"
-        config = resolve_config(recipe, None, [*overrides, f"--seed={seed}"])
+        config = resolve_config(recipe, None, [*overrides, f"--seed={seed}"], tell=tell)
         runs.append(Planned(name, config, out / f"{recipe.replace('/', '-')}-seed{seed}"))
     check_alike([as_dict(run.config) for run in runs])
     return runs
@@ -43,6 +47,7 @@ def plan_frontier(
     seeds: Sequence[int],
     out: Path,
     overrides: Sequence[str],
+    tell: Tell = lambda line: None,
 ) -> list[Planned]:
     """The recipe without freezing, then every order with every initial share and every final one that is not less."""
     runs = []
@@ -53,17 +58,20 @@ def plan_frontier(
                 shares = [f"--freezing.initial={low}", f"--freezing.final={high}"]
                 settings[f"{order}-{low:g}-{high:g}"] = [f"--freezing.policy={order}", *shares]
         for name, words in settings.items():
-            config = resolve_config(recipe, None, [*overrides, *words, f"--seed={seed}"])
+            config = resolve_config(recipe, None, [*overrides, *words, f"--seed={seed}"], tell=tell)
             runs.append(Planned(f"{recipe} {name} seed {seed}", config, out / f"{name}-seed{seed}"))
     return runs
 
 
-def train_all(runs: Sequence[Planned], watch: Callable[[str], Watcher]) -> Iterator[tuple[Planned, dict[str, Any]]]:
-    """Each run with its results, as soon as it is trained."""
+def train_all(
+    runs: Sequence[Planned],
+    watch: Callable[[str], Watcher],
+    advice: str = "the same `ptlf sweep` goes on from here",
+) -> Iterator[tuple[Planned, dict[str, Any]]]:
+    """Each run with its results, as soon as it is trained. `advice` is for whoever stops them."""
     for run in runs:
         make_stream(run.config)  # fail now if data is missing, not after hours
     for run in runs:
-        advice = "the same `ptlf sweep` goes on from here"
         yield run, train_one_of_many(Run(run.config, run.folder), watch(run.name), advice, resume=True)
         gc.collect()  # a run is in reference cycles: its GPU memory would count in the next one's peak
 

@@ -10,8 +10,8 @@ MEMBERS: dict[str, StreamEntry] = {
     "split-cifar100": StreamEntry("CIFAR-100, 20 tasks x 5 classes, 32 px", "cifar100", tasks=20),
     "split-tinyimagenet": StreamEntry("first 100 classes of Tiny-ImageNet, 20 x 5, 64 px", "tinyimagenet", 20, 100),
     "imagenet100": StreamEntry("100 ImageNet classes, 5 tasks x 20, 224 px", "imagenet100", 5, protocol="cassle"),
-    "arriving": StreamEntry("tasks that arrive one by one: `ptlf learn RUN IMAGES`", arriving=True),
-    "folder": StreamEntry("your own packed image folder: stream.pack with stream.tasks or stream.groups"),
+    "arriving": StreamEntry("tasks that arrive one by one: `ptlf learn RUN IMAGES`", own=True, arriving=True),
+    "folder": StreamEntry("your own packed image folder, stream.pack: a folder per task or per class", own=True),
 }
 STREAMS: Registry[StreamEntry] = Registry("stream", "ptlf.streams", StreamEntry, MEMBERS, wrap=from_function)
 

@@ -16,9 +16,10 @@ from PIL import Image
 from ptlf.core.errors import UserError
 from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
-from ptlf.stream.decode import BATCH_BYTES, ImageFile, square
+from ptlf.stream.decode import BATCH_BYTES, Fit, ImageFile, square
 from ptlf.stream.disk import disk_errors, files_below
-from ptlf.stream.folders import PackOptions, pack_folder, pack_images, subfolders
+from ptlf.stream.folders import PackOptions, pack_files, pack_folder, subfolders
+from ptlf.stream.given import pack_images
 from ptlf.stream.pack import Pack, natural, open_pack, read_manifest, write_pack
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, exam
 
@@ -92,7 +93,7 @@ def checksum(pack: Pack) -> str:
 
 
 def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> Stream:
-    """The stream `arriving` before its first task; image size as in `packs`."""
+    """The stream `arriving` before its first task; size and shape of the images as in `packs`."""
     plain = StreamConfig(name=config.name, labelled=config.labelled, resident=config.resident)
     for field in fields(StreamConfig):
         if getattr(config, field.name) != getattr(plain, field.name):
@@ -102,7 +103,7 @@ def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> St
         raise UserError(f"stream {config.name!r} has no task yet; `ptlf learn RUN IMAGES` brings the first")
     size = packs[0].size
     nothing = Images(np.zeros((0, size, size, 3), np.uint8), np.zeros(0, np.int64))
-    data = Dataset(config.name, (), nothing, None, "tasks")
+    data = Dataset(config.name, (), nothing, None, "tasks", packs[0].fit)
     labelled = packed(root, config.labelled) if config.labelled else None
     return Stream(config.name, data, (), exam(labelled, data), classes=labelled.names if labelled else ())
 
@@ -147,7 +148,7 @@ class Arrays(NamedTuple):
 
 def pack_incoming(
     folder: Path,
-    source: Path | str | Arrays,
+    source: Path | str | Arrays | Sequence[Any],
     name: str | None,
     size: int | None,
     *,
@@ -160,14 +161,20 @@ def pack_incoming(
 
     A folder of images, at any depth, is a task without labels. With a `train` folder that holds a folder per class, or
     with `test_fraction`, it has labels. A packed set (its folder, or its name in `root`) and an .npz are taken as they
-    are. size: of the images in pixels; None: that of a packed set or array, else `default_size`.
+    are; a list or a data set as `given.pack_images` does.
+    size: of the images in pixels; None: that of a packed set or array, else `default_size`.
     options: of `PackOptions`.
     """
     number, incoming = len(arrivals(folder)) + 1, folder / TASKS / INCOMING
+    fit = PackOptions(**options).fit
     if isinstance(source, Arrays):
         place = f"{number:04}-{file_name(name or 'images')}"
-        return pack_arrays(source, Pack(incoming / place, size or square_size(source.images), "tasks", ()))
-    given = find_pack(source, root)
+        made = Pack(incoming / place, size or square_size(source.images), "tasks", (), fit=fit)
+        return pack_arrays(source, made)
+    if not isinstance(source, str | os.PathLike):
+        target = incoming / f"{number:04}-{file_name(name or 'images')}"
+        return pack_images(source, target, size or default_size, test_fraction=test_fraction, **options)
+    given = find_pack(Path(source), root)
     path = given.path if given else Path(source)
     place = f"{number:04}-{file_name(name or (path.stem if path.is_file() else path.resolve().name))}"
     target, told = incoming / place, str(path.resolve())
@@ -177,7 +184,8 @@ def pack_incoming(
         return pack_again(given, target, size)
     if path.is_file():
         arrays = read_npz(path)
-        return pack_arrays(arrays, Pack(target, size or square_size(arrays.images), "tasks", (), source=told))
+        made = Pack(target, size or square_size(arrays.images), "tasks", (), source=told, fit=fit)
+        return pack_arrays(arrays, made)
     size = size or default_size
     with disk_errors(path):
         if test_fraction or ((path / "train").is_dir() and subfolders(path / "train")):
@@ -186,7 +194,7 @@ def pack_incoming(
     if not files:
         raise UserError(f"{path} holds no images")
     described = Pack(target, size, "tasks", (task_name_of(place),), source=told)
-    return pack_images(described, {"train": files}, PackOptions(**options))
+    return pack_files(described, {"train": files}, PackOptions(**options))
 
 
 def accept(folder: Path, incoming: Pack) -> Pack:
@@ -262,7 +270,7 @@ def pack_again(pack: Pack, target: Path, size: int | None) -> Pack:
 
 
 def pack_arrays(arrays: Arrays, pack: Pack) -> Pack:
-    """Images of another size are resized and cropped as those of files are."""
+    """Images of another size are made square as those of files are."""
     pairs = {"train": (arrays.images, arrays.labels), "test": (arrays.test_images, arrays.test_labels)}
     names = tuple(arrays.names)
     if arrays.labels is None:
@@ -270,19 +278,19 @@ def pack_arrays(arrays: Arrays, pack: Pack) -> Pack:
     elif not names:
         names = tuple(map(str, range(1 + int(max(labels.max() for _, labels in pairs.values() if labels is not None)))))
     chunks = {
-        split: (len(images), blocks(images, labels, pack.size))
+        split: (len(images), blocks(images, labels, pack.size, pack.fit))
         for split, (images, labels) in pairs.items()
         if images is not None and labels is not None
     }
     return write_pack(replace(pack, folders="classes" if arrays.labels is not None else "tasks", names=names), chunks)
 
 
-def blocks(images: np.ndarray, labels: np.ndarray, size: int | None = None) -> Iterator[Chunk]:
+def blocks(images: np.ndarray, labels: np.ndarray, size: int | None = None, fit: Fit = "crop") -> Iterator[Chunk]:
     step = max(1, BATCH_BYTES // max(1, images[0].nbytes))
     for start in range(0, len(images), step):
         part = np.asarray(images[start : start + step])
         if size is not None and part.shape[1:3] != (size, size):
-            part = np.stack([np.asarray(square(Image.fromarray(image), size)) for image in part])
+            part = np.stack([np.asarray(square(Image.fromarray(image), size, fit)) for image in part])
         yield part, labels[start : start + step]
 
 

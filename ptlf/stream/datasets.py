@@ -24,6 +24,7 @@ class StreamEntry:
     embedded: Callable[[Any], Dataset] | None = None  # makes the images, from an instance of Config
     Config: type[StreamConfig] = StreamConfig
     protocol: str = "lump"  # the settings its recipes start from
+    own: bool = False  # images of the user's: what fits them and the machine is chosen, see run/fitting.py
     arriving: bool = False  # has no tasks of its own: `ptlf learn` brings them
 
 
@@ -37,7 +38,7 @@ def packed(root: Path, name: str) -> Dataset:
     splits = {name: Images(pack.images(name), pack.labels(name), pack.split(name).checksum) for name in pack.splits}
     if "train" not in splits:
         raise UserError(f"{name} has no training images; pack it again with a train folder")
-    return Dataset(name, pack.names, splits["train"], splits.get("test"), pack.folders)
+    return Dataset(name, tuple(pack.names), splits["train"], splits.get("test"), pack.folders, pack.fit)
 
 
 @functools.cache

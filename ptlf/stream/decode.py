@@ -1,8 +1,8 @@
 """Decode image files to square uint8 arrays, in this process or in several.
 
 EXIF orientation is applied, transparency composited on white, 16-bit grey divided by 257, and CMYK, palette and grey
-converted to RGB. The short side is resized to S (bicubic, antialiased) and the centre cropped. A broken or animated
-image is refused with a reason.
+converted to RGB. Images are made square as `Fit` says, resized bicubic and antialiased. A broken or animated image is
+refused with a reason.
 """
 
 import functools
@@ -19,7 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -28,6 +28,10 @@ from ptlf.core.errors import UserError
 
 Decoded: TypeAlias = tuple[np.ndarray, np.ndarray, list[tuple[str, str]]]  # images, labels, (file, why) of the failures
 
+# How a rectangle becomes a square: its centre; all of it, distorted; all of it, between grey bars.
+Fit = Literal["crop", "squash", "pad"]
+FITS: tuple[Fit, ...] = get_args(Fit)
+GREY = (127, 127, 127)
 BATCH_BYTES = 4 << 20
 
 
@@ -41,19 +45,14 @@ class ImageFile(NamedTuple):
     archive: str | None = None  # a zip file
 
 
-def decode_image(content: bytes, size: int) -> np.ndarray:
+def decode_image(content: bytes, size: int, fit: Fit = "crop") -> np.ndarray:
     """(S, S, 3) uint8, or BadImage."""
     if not content:
         raise BadImage("empty file, 0 bytes")
     try:
         # Warnings are about large images and odd metadata, which do no harm.
         with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content)) as image:
-            frames = getattr(image, "n_frames", 1)
-            # The further frames of a camera's MPO file are a preview or a gain map, not an animation.
-            if frames > 1 and image.format != "MPO":
-                raise BadImage(f"animated or multi-page, {frames} frames")
-            image.load()
-            return np.asarray(square(to_rgb(ImageOps.exif_transpose(image)), size))
+            return from_picture(image, size, fit)
     except BadImage:
         raise
     except MemoryError:
@@ -64,6 +63,16 @@ def decode_image(content: bytes, size: int) -> np.ndarray:
         raise BadImage(error.strerror or str(error)) from None
     except Exception as error:  # Pillow can raise almost any exception on malformed bytes
         raise BadImage(f"{type(error).__name__}: {error}") from None
+
+
+def from_picture(image: Image.Image, size: int, fit: Fit = "crop") -> np.ndarray:
+    """(S, S, 3) uint8 of an opened image, or BadImage."""
+    frames = getattr(image, "n_frames", 1)
+    # The further frames of a camera's MPO file are a preview or a gain map, not an animation.
+    if frames > 1 and image.format != "MPO":
+        raise BadImage(f"animated or multi-page, {frames} frames")
+    image.load()
+    return np.asarray(square(to_rgb(ImageOps.exif_transpose(image)), size, fit))
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -80,18 +89,27 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def square(image: Image.Image, size: int) -> Image.Image:
-    """Resize the short side to `size` and crop the centre, in one resampling."""
+def square(image: Image.Image, size: int, fit: Fit = "crop") -> Image.Image:
+    """Crop: resize the short side to `size` and crop the centre, in one resampling. Squash: resize both sides. Pad:
+    resize the long side, the image in the middle of a grey square."""
+    if fit == "squash":
+        return image.resize((size, size), Image.Resampling.BICUBIC)
+    if fit == "pad":
+        width, height = (max(1, round(side * size / max(image.size))) for side in image.size)
+        made = Image.new("RGB", (size, size), GREY)
+        resized = image.resize((width, height), Image.Resampling.BICUBIC)
+        made.paste(resized, ((size - width) // 2, (size - height) // 2))
+        return made
     short = min(image.size)
     left, top = (image.width - short) / 2, (image.height - short) / 2
     return image.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + short, top + short))
 
 
-def decode_batch(files: Sequence[ImageFile], size: int) -> Decoded:
+def decode_batch(files: Sequence[ImageFile], size: int, fit: Fit = "crop") -> Decoded:
     images, labels, problems = [], [], []
     for file in files:
         try:
-            images.append(decode_image(read_bytes(file), size))
+            images.append(decode_image(read_bytes(file), size, fit))
             labels.append(file.label)
         except (BadImage, OSError) as problem:
             shown = f"{file.archive}:{file.member}" if file.archive else file.member
@@ -110,17 +128,17 @@ def open_zip(archive: str) -> zipfile.ZipFile:
 
 
 @contextmanager
-def decoders(workers: int) -> Iterator[Callable[[Sequence[ImageFile], int], Iterator[Decoded]]]:
-    """Yields `decode(files, size)`: batches in the order of `files`, decoded by so many processes; one worker is a
+def decoders(workers: int) -> Iterator[Callable[[Sequence[ImageFile], int, Fit], Iterator[Decoded]]]:
+    """Yields `decode(files, size, fit)`: batches in the order of `files`, decoded by so many processes; one worker is a
     thread of this process."""
     spawn = multiprocessing.get_context("spawn")
     pool = ThreadPoolExecutor(1) if workers == 1 else ProcessPoolExecutor(workers, spawn, initializer=start_decoder)
 
-    def decode(files: Sequence[ImageFile], size: int) -> Iterator[Decoded]:
+    def decode(files: Sequence[ImageFile], size: int, fit: Fit) -> Iterator[Decoded]:
         running: deque[Future] = deque()
         step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
         for start in range(0, len(files), step):
-            running.append(pool.submit(decode_batch, files[start : start + step], size))
+            running.append(pool.submit(decode_batch, files[start : start + step], size, fit))
             if len(running) >= 2 * workers:  # bounds the memory
                 yield running.popleft().result()
         while running:

@@ -21,7 +21,7 @@ from ptlf.core.processes import warn
 from ptlf.core.words import clipped, shown
 from ptlf.stream.archives import SOURCES, Archive, Contents, Source, tinyimagenet_folder
 from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar
-from ptlf.stream.folders import PackOptions, pack_folder, pack_images, subfolders
+from ptlf.stream.folders import PackOptions, pack_files, pack_folder, subfolders
 from ptlf.stream.pack import Pack, check_free, data_root, write_pack
 
 __all__ = ["SOURCES", "data_root", "get"]
@@ -82,7 +82,7 @@ def pack_contents(contents: Contents, target: Path, source: str, options: PackOp
         return write_pack(pack, chunks, overwrite=options.overwrite, progress=options.progress)
     if len(names) != entry.classes:
         raise UserError(f"{source} has {len(names)} class folders, {target.name} has {entry.classes}")
-    return pack_images(pack, contents.files, options)
+    return pack_files(pack, contents.files, options)
 
 
 def pack_source(entry: Source, source: Path, target: Path, options: PackOptions) -> Pack:

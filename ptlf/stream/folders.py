@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.processes import warn
 from ptlf.stream.archives import Chunk
-from ptlf.stream.decode import ImageFile, decoders
+from ptlf.stream.decode import FITS, Fit, ImageFile, decoders
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.pack import Folders, Pack, check_free, check_name, natural, quoted, write_pack
 
@@ -21,7 +21,8 @@ SHOWN_SKIPS = 20
 
 @dataclass(frozen=True)
 class PackOptions:
-    on_error: OnError = "refuse"  # for an image that cannot be decoded
+    on_error: OnError = "refuse"  # for an image that cannot be decoded, and a folder without images
+    fit: Fit = "crop"  # how images become squares
     workers: int | None = None  # decoding processes; None: by the number of images
     overwrite: bool = False
     progress: bool = True
@@ -29,6 +30,8 @@ class PackOptions:
     def __post_init__(self) -> None:
         if self.on_error not in ("refuse", "skip"):
             raise unknown("on_error", self.on_error, ("refuse", "skip"))
+        if self.fit not in FITS:
+            raise unknown("fit", self.fit, FITS)
 
 
 def pack_folder(
@@ -53,12 +56,17 @@ def pack_folder(
         raise unknown("folders", folders, ("classes", "tasks"))
     check_name(name)
     check_free(target, packing.overwrite)
+    skipped: list[dict[str, str]] = []
     with disk_errors(source):
         trees = split_folders(source)
         if names is None:
             names = subfolders(trees["train"])
             if "test" in trees and (extra := set(subfolders(trees["test"])) - set(names)):
                 raise UserError(f"{trees['test']} has folders that {trees['train']} lacks: {quoted(sorted(extra))}")
+        if packing.on_error == "skip":
+            empty = [name for name in names if is_empty(trees["train"] / name)]
+            skipped = [{"file": str(trees["train"] / name), "why": "a folder without files"} for name in empty]
+            names = [name for name in names if name not in empty]
         splits = {split: list_images(tree, names) for split, tree in trees.items()}
     if test_fraction:
         if folders == "tasks":
@@ -66,11 +74,14 @@ def pack_folder(
         if "test" in splits:
             raise UserError("test_fraction is given, but the source has a test folder; use one of them")
         splits = hold_out(splits["train"], names, test_fraction)
-    return pack_images(Pack(target, size, folders, tuple(names), source=str(source.resolve())), splits, packing)
+    pack = Pack(target, size, folders, tuple(names), skipped=skipped, source=str(source.resolve()))
+    return pack_files(pack, splits, packing)
 
 
-def pack_images(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: PackOptions) -> Pack:
-    """Decode the listed image files and pack them, in this order. `pack` describes the set, without splits."""
+def pack_files(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: PackOptions) -> Pack:
+    """Decode the listed image files and pack them, in this order. `pack` describes the set, without splits. Of skipped
+    images, so are folders in which no other is left."""
+    pack, before = replace(pack, fit=options.fit), list(pack.skipped)
     total = sum(map(len, splits.values()))
     enough = min(os.cpu_count() or 1, 1 + total // 1000)  # starting a process costs about as much as 1000 images
     workers = enough if options.workers is None else options.workers
@@ -81,7 +92,7 @@ def pack_images(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: 
 
         def chunks(files: Sequence[ImageFile]) -> Iterator[Chunk]:
             seen: set[int] = set()
-            for images, labels, problems in decode(files, pack.size):
+            for images, labels, problems in decode(files, pack.size, pack.fit):
                 if problems and options.on_error == "refuse":
                     file, why = problems[0]
                     raise UserError(f"{file} cannot be packed: {why}; repair or remove it, or give --on-error skip")
@@ -89,17 +100,53 @@ def pack_images(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: 
                 seen.update(labels.tolist())
                 yield images, labels
             if empty := {file.label for file in files} - seen:
+                if files is splits["train"] and seen and options.on_error == "skip":
+                    raise Emptied(empty)
                 raise UserError(f"no readable image is left in {quoted(pack.names[label] for label in sorted(empty))}")
 
         streams = {split: (len(files), chunks(files)) for split, files in splits.items()}
-        made = write_pack(pack, streams, overwrite=options.overwrite, progress=options.progress)
+        try:
+            made = write_pack(pack, streams, overwrite=options.overwrite, progress=options.progress)
+        except Emptied as emptied:
+            return pack_files(*without(emptied.labels, pack, splits, before), options)
+    note_skipped(made, total)
+    return made
+
+
+class Emptied(Exception):
+    """No readable image is left in the folders with these labels."""
+
+    def __init__(self, labels: set[int]) -> None:
+        super().__init__(labels)
+        self.labels = labels
+
+
+def without(
+    labels: set[int], pack: Pack, splits: Mapping[str, Sequence[ImageFile]], before: Sequence[dict[str, str]]
+) -> tuple[Pack, dict[str, list[ImageFile]]]:
+    """The set without the folders that have these labels. before: what was skipped before the images were read."""
+    kept = [label for label in range(len(pack.names)) if label not in labels]
+    number = {label: place for place, label in enumerate(kept)}
+    files = {
+        split: [file._replace(label=number[file.label]) for file in part if file.label in number]
+        for split, part in splits.items()
+    }
+    left_out = [{"file": pack.names[label], "why": "a folder without a readable image"} for label in sorted(labels)]
+    names = tuple(pack.names[label] for label in kept)
+    return replace(pack, names=names, skipped=[*before, *left_out]), files
+
+
+def is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not files_below(folder)
+
+
+def note_skipped(made: Pack, total: int) -> None:
     if made.skipped:
-        warn(f"{made.name}: skipped {len(made.skipped)} of {total} images:")
+        warn(f"{made.name}: skipped {len(made.skipped)}, of {total} images:")
         for entry in made.skipped[:SHOWN_SKIPS]:
             warn(f"  {entry['file']}: {entry['why']}")
         if len(made.skipped) > SHOWN_SKIPS:
             warn(f"  and {len(made.skipped) - SHOWN_SKIPS} more, all named in {made.path / 'pack.json'}")
-    return made
 
 
 def split_folders(source: Path) -> dict[str, Path]:
@@ -139,7 +186,9 @@ def list_images(tree: Path, names: Sequence[str]) -> list[ImageFile]:
         raise UserError(f"{tree} has no folder {quoted(missing)}")
     listed = [files_below(tree / name) for name in names]
     if [] in listed:
-        raise UserError(f"{tree / names[listed.index([])]} holds no files; fill it or remove it")
+        raise UserError(
+            f"{tree / names[listed.index([])]} holds no files; fill it or remove it, or give --on-error skip"
+        )
     return [ImageFile(label, str(file)) for label, files in enumerate(listed) for file in files]
 
 

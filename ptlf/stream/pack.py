@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ import numpy as np
 from ptlf.core.errors import UserError
 from ptlf.core.reading import DAMAGE, check, parse_json, read_text, reason
 from ptlf.stream.archives import SOURCES, Chunk
+from ptlf.stream.decode import FITS, Fit
 from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar, staged
 
 TEXTS = dict.fromkeys(("images", "sha256", "labels", "labels_sha256"), str)
@@ -32,6 +33,7 @@ MANIFEST = {
     },
     "skipped": [{"file": str, "why": str}],
     "source": str,
+    "fit?": str,
 }
 Folders = Literal["classes", "tasks"]
 Announced = tuple[int, Iterable[Chunk]]  # number of images in all, and the chunks
@@ -58,10 +60,11 @@ class Pack:
     path: Path
     size: int
     folders: Folders
-    names: tuple[str, ...]  # of the classes or tasks, in label order
+    names: Sequence[str]  # of the classes or tasks, in label order
     splits: Mapping[str, Split] = field(default_factory=dict)
     skipped: list[dict[str, str]] = field(default_factory=list)  # {"file", "why"}
     source: str = ""
+    fit: Fit = "crop"  # how its images became squares
 
     @property
     def name(self) -> str:
@@ -140,8 +143,11 @@ def read_manifest(root: Path, name: str) -> Pack:
             raise ValueError("splits must name files beside pack.json")
         if data["folders"] not in ("classes", "tasks"):
             raise ValueError(f"folders is {data['folders']!r}")
+        fit = data.get("fit") or FITS[0]
+        if fit not in FITS:
+            raise ValueError(f"fit is {fit!r}")
         names, skipped = tuple(data["names"]), list(data["skipped"])
-        return Pack(file.parent, data["size"], data["folders"], names, splits, skipped, data["source"])
+        return Pack(file.parent, data["size"], data["folders"], names, splits, skipped, data["source"], fit)
     except (UserError, OSError, *DAMAGE) as error:
         raise UserError(f"{file} cannot be read ({reason(error)}); {way_out(name)}") from error
 
@@ -183,7 +189,8 @@ def way_out(name: str, overwrite: bool = True) -> str:
 def write_pack(pack: Pack, chunks: Mapping[str, Announced], *, overwrite: bool = False, progress: bool = False) -> Pack:
     """Write a packed set: `pack` describes it, without splits; `chunks` are written as they come.
 
-    `pack.skipped` may grow while the chunks are read. The images written plus those skipped must equal the announced.
+    `pack.skipped`, and `pack.names` if it is a list, may grow while the chunks are read. The images written plus those
+    skipped must equal the announced.
     """
     names = pack.names
     if len(set(names)) != len(names):

@@ -10,6 +10,7 @@ import numpy as np
 
 from ptlf.core.errors import UserError
 from ptlf.core.settings import key
+from ptlf.stream.decode import Fit
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Dataset:
     train: Images
     test: Images | None
     folders: str = "classes"
+    fit: Fit = "crop"  # how the images became squares
 
     @property
     def size(self) -> int:
@@ -92,6 +94,10 @@ class Stream:
     @property
     def size(self) -> int:
         return self.data.size
+
+    @property
+    def fit(self) -> Fit:
+        return self.data.fit
 
     def joint(self) -> Stream:
         """All tasks' images as one task, evaluated on every split: the upper bound of continual learning."""

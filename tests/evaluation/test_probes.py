@@ -66,6 +66,12 @@ def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, pr
     assert untrained == pytest.approx([by_hand(stream, task, k=3) for task in range(TASKS)])
 
 
+def test_no_more_neighbours_than_the_bank_holds(stream: Stream, prober: Prober) -> None:
+    """However many tasks were seen."""
+    bank, labels = torch.randn(4, 3), torch.tensor([0, 0, 0, 0])
+    assert next(iter(prober.probes)).fit(bank, labels, seen_tasks=50)(torch.randn(2, 3), torch.tensor([0, 0])) == 100
+
+
 def test_a_number_of_neighbours_that_was_asked_for_holds_after_every_task(stream: Stream) -> None:
     prober = make_prober(stream, knn_task=KnnTaskConfig(k=4))
     assert prober.rows(nn.Flatten(), 0)["knn_task"][0] == pytest.approx(by_hand(stream, 0, k=4))

@@ -53,7 +53,8 @@ def test_jobs_give_what_a_plain_sweep_gives(tmp_path, capsys, jobs_find_us) -> N
 
 
 def test_a_job_that_fails_is_named(tmp_path, capsys, jobs_find_us) -> None:
-    words = ["sweep", RECIPES[0], "--out", str(tmp_path), "--cluster", "local", *QUICK, "--training.lr", "1e30"]
+    hopeless = ["--training.lr", "1e6", "--training.optimizer.weight_decay", "1000"]
+    words = ["sweep", RECIPES[0], "--out", str(tmp_path), "--cluster", "local", *QUICK, *hopeless]
     assert main(words) == 2
     told = capsys.readouterr().err
     assert "digits/simsiam/finetune failed (" in told

@@ -287,13 +287,13 @@ class TestResume:
         assert main(["train", "--resume", str(folder), "--trust-code", "--device", "cpu"]) == 0
 
 
-def noise(tasks: int, seed: int, count: int = 30, **more) -> Stream:
+def noise(tasks: int, seed: int, count: int = 30) -> Stream:
     """A folder per task: one array of images, with task numbers as labels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (tasks * count, 8, 8, 3), dtype=np.uint8)
     labels = np.repeat(np.arange(tasks), count)
     data = Dataset("noise", tuple(map(str, range(tasks))), Images(pixels, labels), None, "tasks")
-    made = tuple(Task(f"day {n}", np.flatnonzero(labels == n)) for n in range(tasks))
-    return Stream("noise", data, made, (), None, **more)
+    made = tuple(Task(f"day {n}", data.train, np.flatnonzero(labels == n)) for n in range(tasks))
+    return Stream("noise", data, made, ())
 
 
 class TestResumeImages:
@@ -324,7 +324,7 @@ class TestResumeImages:
         more = noise(4, seed=0)  # the same numbers, and then 30 images more
         with pytest.raises(UserError, match="the stream had 3 tasks and now has 4"):
             Run(tiny(training__batch=10), tmp_path / "run", stream=more).train(resume=True)
-        grown = replace(more, grows=True)
+        grown = replace(more, arrived=1)
         assert len(Run(tiny(training__batch=10), tmp_path / "run", stream=grown).train(resume=True)["tasks"]) == 4
 
     def test_a_repacked_set_is_refused(self, tmp_path, capsys, monkeypatch) -> None:

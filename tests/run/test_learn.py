@@ -17,6 +17,7 @@ import torch
 from conftest import StopsAt, tiny_config, tiny_encoder
 from faults import before_call, lasting, same
 from PIL import Image
+from safetensors.torch import load_file
 
 import ptlf
 from ptlf import learner as learner_module
@@ -123,7 +124,8 @@ def check_same(one: Path, other: Path) -> None:
         assert same(states[0][name], states[1][name]), name
     records = [{**found["record"], "spent_before": None} for found in states]  # seconds
     assert lasting(records[0]) == lasting(records[1])
-    assert (one / "encoder.safetensors").read_bytes() == (other / "encoder.safetensors").read_bytes()
+    encoders = [load_file(folder / "encoder.safetensors") for folder in (one, other)]  # its card names the stream
+    assert same(*encoders)
     results = [json.loads((folder / "results.json").read_text()) for folder in (one, other)]
     for name in ("probes", "freezing", "cost", "status", "class_order", "units"):
         assert lasting(results[0][name]) == lasting(results[1][name]), name
@@ -564,3 +566,57 @@ def test_a_stopped_run_says_so_from_python(run: Path, root: Path) -> None:
     with pytest.raises(Stopped):
         ptlf.Learner.load(run, trust_code=True).learn(root / "day2", watcher=StopsAt(1))
     assert ptlf.Learner.load(run, trust_code=True).learn(watcher=QUIET)["status"] == "finished"
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __init__(self, pixels: np.ndarray) -> None:
+        self.pixels = pixels
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, str]:
+        return Image.fromarray(self.pixels[index]), "ab"[index % 2]
+
+
+def test_lists_and_data_sets_are_learnt_and_embedded(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (24, SIZE + 3, SIZE + 1, 3), dtype=np.uint8)
+    settings = {"training.epochs": 1, "training.batch": 8, "device": "cpu", "evaluation.gallery": False}
+    learner = ptlf.Learner(tiny_encoder(), out=tmp_path / "run", size=SIZE, **settings, **{"probes.knn_class.k": 3})
+    learner.learn([Image.fromarray(image) for image in pixels], name="list", watcher=QUIET)
+    results = learner.learn(Pairs(pixels[::-1]), name="pairs", test_fraction=0.25, watcher=QUIET)
+    assert results["tasks"] == ["list", "pairs"] and results["eval_splits"] == ["pairs"]
+    features = learner.embed(Pairs(pixels))
+    assert np.array_equal(features, learner.embed(list(pixels))) and features.shape == (24, 16)
+    module = ptlf.load_encoder(tmp_path / "run", encoder=tiny_encoder(), device="cpu")
+    assert np.allclose(module.embed(pixels), features, atol=1e-6)
+    np.savez(tmp_path / "later.npz", images=pixels, labels=np.arange(24) % 2)
+    found = learner.evaluate(["knn_class"], labelled=tmp_path / "later.npz")
+    assert 0 <= found["knn_class"]["accuracy"] <= 100
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["by name", "a module"])
+def test_a_run_that_began_with_a_file_goes_on_without_it(tmp_path: Path, own: bool) -> None:
+    """Nor does it need the images that filled its memory."""
+    pixels = np.random.default_rng(2).integers(0, 256, (40, SIZE, SIZE, 3), dtype=np.uint8)
+    np.save(tmp_path / "known.npy", pixels[:16])
+    torch.save(tiny_encoder().state_dict(), tmp_path / "w.pt")
+    settings = {"training.epochs": 1, "training.batch": 8, "device": "cpu", "evaluation.gallery": False}
+    settings |= {"encoder.weights": str(tmp_path / "w.pt"), "memory.images": str(tmp_path / "known.npy")}
+
+    def new(out: Path) -> ptlf.Learner:
+        return ptlf.Learner(tiny_encoder() if own else "conftest:tiny_encoder", out=out, **settings)
+
+    whole = new(tmp_path / "whole")
+    for start in (16, 28):
+        whole.learn(pixels[start : start + 12], name=f"t{start}", watcher=QUIET)
+    first = new(tmp_path / "first")
+    first.learn(pixels[16:28], name="t16", watcher=QUIET)
+    (tmp_path / "w.pt").unlink()
+    (tmp_path / "known.npy").unlink()
+    again = ptlf.Learner.load(tmp_path / "first", encoder=tiny_encoder() if own else None, trust_code=True)
+    results = again.learn(pixels[28:], name="t28", watcher=QUIET)
+    assert results["encoder_weights"]["matched"] > 0 and results["memory_images"]["images"] == 16
+    assert [entry["task"] for entry in results["freezing"]] == [1, 2]
+    encoders = [load_file(tmp_path / name / "encoder.safetensors") for name in ("first", "whole")]
+    assert same(*encoders)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -131,11 +132,65 @@ def test_bad_image_is_refused_by_name_or_skipped_by_name(
 
 
 def test_a_class_whose_images_all_fail(tmp_path: Path) -> None:
-    source = tree(tmp_path / "source", "a", "b")
+    source = tree(tmp_path / "source", "a", "b", "c")
     for file in (source / "b").iterdir():
         file.write_bytes(b"")
-    with pytest.raises(UserError, match="no readable image is left in 'b'"):
-        pack_folder(source, tmp_path / "root", "set", size=8, on_error="skip", progress=False)
+    with pytest.raises(UserError, match="cannot be packed: empty file"):
+        pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
+    pack = pack_folder(source, tmp_path / "root", "set", size=8, on_error="skip", progress=False)
+    assert (pack.names, pack.labels("train").tolist()) == (("a", "c"), [0, 0, 0, 1, 1, 1])
+    assert pack.skipped == [{"file": "b", "why": "a folder without a readable image"}]
+    assert np.array_equal(pack.images("train")[5], np.asarray(Image.open(source / "c" / "2.png")))
+    for file in (*(source / "a").iterdir(), *(source / "c").iterdir()):
+        file.write_bytes(b"")
+    with pytest.raises(UserError, match="no readable image is left in 'a', 'b', 'c'"):
+        pack_folder(source, tmp_path / "root", "other", size=8, on_error="skip", progress=False)
+
+
+def test_test_images_that_all_fail(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        tree(tmp_path / "s" / split, "a", "b")
+    for file in (tmp_path / "s" / "test" / "a").iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(UserError, match="no readable image is left in 'a'"):
+        pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, on_error="skip", progress=False)
+
+
+def test_an_empty_folder_is_skipped_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tree(tmp_path / "s", "a", "c")
+    (source / "b").mkdir()
+    with pytest.raises(UserError, match=r"s/b holds no files; .* --on-error skip"):
+        pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
+    pack = pack_folder(source, tmp_path / "root", "set", size=8, on_error="skip", progress=False)
+    assert (pack.names, pack.labels("train").tolist()) == (("a", "c"), [0, 0, 0, 1, 1, 1])
+    assert pack.skipped == [{"file": str(source / "b"), "why": "a folder without files"}]
+    assert "s/b: a folder without files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
+def test_how_a_rectangle_becomes_a_square(tmp_path: Path, fit: str) -> None:
+    """A picture of three stripes, red, green and blue, twice as wide as high."""
+    pixels = np.zeros((24, 48, 3), np.uint8)
+    for stripe in range(3):
+        pixels[:, 16 * stripe : 16 * (stripe + 1), stripe] = 255
+    (tmp_path / "s" / "a").mkdir(parents=True)
+    Image.fromarray(pixels).save(tmp_path / "s" / "a" / "0.png")
+    pack = pack_folder(tmp_path / "s", tmp_path / "root", "set", size=12, fit=fit, progress=False)
+    assert pack.fit == fit
+    assert json.loads((pack.path / "pack.json").read_text())["fit"] == fit
+    (image,) = pack.images("train")
+    row, red, green, blue = image[6], [255, 0, 0], [0, 255, 0], [0, 0, 255]
+    assert row[6].tolist() == green
+    if fit == "squash":
+        assert [row[1].tolist(), row[10].tolist(), image[0, 6].tolist()] == [red, blue, green]
+    elif fit == "pad":
+        assert [row[1].tolist(), row[10].tolist(), image[0, 6].tolist()] == [red, blue, [127, 127, 127]]
+        assert (image[:3] == 127).all() and (image[9:] == 127).all() and not (image[3:9] == 127).all()
+    else:  # the middle half: 4 of 24 columns on each side are not green
+        assert [row[0].tolist(), row[11].tolist(), image[0, 6].tolist()] == [red, blue, green]
+        assert (row[:, 1] > 127).sum() == 8
+    with pytest.raises(UserError, match="unknown fit 'fold'"):
+        pack_folder(tmp_path / "s", tmp_path / "root", "other", size=12, fit="fold", progress=False)
 
 
 def test_worker_processes_give_the_same_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ def test_a_signal_to_one_stops_all(tmp_path) -> None:
     finally:
         (code, told), (second, silent) = finish(processes, 60)
     assert (code, second) == (143, 143), told + silent
-    assert f"go on with `ptlf train --resume {folder}`" in told
+    assert f"go on with `ptlf train --resume {folder} --trust-code`" in told
     assert silent == ""
     assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
 

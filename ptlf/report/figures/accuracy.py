@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import SMALL, TINY, Scale, Series, legend, line_chart, padded, shortened, words_width
 from ptlf.report.intervals import half_width
-from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, title_of
-from ptlf.report.runs import Comparison, Group, means
+from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
+from ptlf.report.runs import Comparison, Group, known_probes, means
 from ptlf.report.theme import STEPS, heat_step
 
 Bounds = tuple[float, float]
@@ -15,8 +15,10 @@ ROW, HEAD, NAME = 30.0, 40.0, 13.0  # of the answer: row height, room for titles
 
 
 def measured(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:
-    """The accuracies of these probes and the main costs, as far as a run has them."""
-    measures = [measure for probe in probes for measure in probe_measures(probe)[:2]] + MAIN_COSTS
+    """The accuracies of these probes, what was known before, and the main costs, as far as a run has them."""
+    known = [probe for probe in comparison.known if probe in probes] or comparison.known[:1]
+    measures = [measure for probe in probes for measure in probe_measures(probe)[:2]]
+    measures += [measure for probe in known for measure in reference_measures(probe)[1:]] + MAIN_COSTS
     return [m for m in measures if any(group.values(m.path) for group in comparison.groups)]
 
 
@@ -97,9 +99,10 @@ def half_widths(groups: Sequence[Group], probe: str) -> list[float]:
 def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     """Rows: after each task; columns: eval_splits. The untrained encoder stands apart on top."""
     cells, eval_splits = accuracies(group, probe), group.first["eval_splits"]
+    known = known_by_task(group, probe)
     rows = sorted({row for row, _ in cells})
     left, top, gap = 62.0, 34.0, 6.0 if 0 in rows else 0.0
-    cell, tall = cell_size((width - left) / max(len(eval_splits), 1))
+    cell, tall = cell_size((width - left - (gap if known else 0.0)) / max(len(eval_splits) + bool(known), 1))
     drawing = Drawing(width, top + gap + tall * len(rows) + 2, f"{title_of(probe)} accuracy of {group.label}")
     drawing.text(0, top - 6, "after", "soft", size=TINY)
     drawing.text(left, 10, "tested on the classes of task", "soft", size=TINY)
@@ -108,7 +111,8 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     joint = rows[-1:] == [1] and len(eval_splits) > 1 and len(group.first["tasks"]) == 1
     places = {row: top + number * tall + (gap if row else 0.0) for number, row in enumerate(rows)}
     tests = group.first.get("test_images") or []
-    names = {row: "untrained" if row == 0 else "all tasks" if joint else f"task {row}" for row in rows}
+    begin = "as given" if group.given else "untrained"
+    names = {row: begin if row == 0 else "all tasks" if joint else f"task {row}" for row in rows}
     for row, y in places.items():
         drawing.text(0, y + tall / 2 + 3.5, names[row], "ink" if row else "soft", size=TINY)
     for (row, column), value in cells.items():
@@ -116,7 +120,34 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
         if title and len(tests) == len(eval_splits) and tests[column]:
             title += f" ({tests[column]} images, ±{half_width(value, tests[column]):.1f} at 95 %)"
         heat_cell(drawing, (left + column * cell, places[row], cell, tall), value, bounds, title)
+    aside = left + len(eval_splits) * cell + gap
+    if known:
+        drawing.text(aside + cell / 2, top - 6, "before", "soft", size=TINY, anchor="middle")
+    for row, (value, _) in known.items():
+        if row in places:
+            title = f"{names[row]}, tested on what it knew before" if width > 400 else ""
+            heat_cell(drawing, (aside, places[row], cell, tall), value, bounds, title)
     return drawing
+
+
+def known_by_task(group: Group, probe: str) -> Series:
+    """Accuracy on what was known before: 0 is before the first task, n after task n."""
+    found = [known_probes(run.results).get(probe) for run in group.runs]
+    rows = [[one["before"], *one["after"]] for one in found if one]
+    return means([pair for row in rows for pair in enumerate(row)])
+
+
+def known_before(comparison: Comparison, probe: str, width: float) -> Drawing | None:
+    """A line per run, from before the first task."""
+    lines = [(group, known_by_task(group, probe)) for group in comparison.groups]
+    known = [end for _, series in lines for mean, spread in series.values() for end in (mean - spread, mean + spread)]
+    if not known:
+        return None
+    low, high = padded(known, least=2.0)
+    places = range(0, comparison.tasks + 1, 1 if comparison.tasks <= 10 or width > 400 else 2)
+    label = f"what it knew before, {title_of(probe)}"
+    ends = (low, min(high, 100.4))
+    return line_chart(label, "after task", lines, comparison.tasks, places, ends, width, first=0)
 
 
 def cell_size(wide: float) -> tuple[float, float]:

@@ -102,15 +102,22 @@ def grid_y(
 
 
 def line_chart(
-    label: str, below: str, lines: Lines, last: int, places: Sequence[float], ends: tuple[float, float], width: float
+    label: str,
+    below: str,
+    lines: Lines,
+    last: int,
+    places: Sequence[float],
+    ends: tuple[float, float],
+    width: float,
+    first: int = 1,
 ) -> Drawing:
-    """A line per run from 1 to `last`, with a band of one standard deviation where there are seeds. `places` are named
-    on the axis, and `below` says what they are; `ends` are the least and the greatest value shown."""
+    """A line per run from `first` to `last`, with a band of one standard deviation where there are seeds. `places` are
+    named on the axis, and `below` says what they are; `ends` are the least and the greatest value shown."""
     drawing, left, height = Drawing(width, 0, label), 40.0, 190.0
     top = legend(drawing, left, 10, width - left, [group for group, _ in lines]) + 8
     y = Scale(*ends, top + height, top)
-    x = Scale(1, last, left + 12, width - 12) if last > 1 else Scale(0, 2, left, width)
-    grid_y(drawing, y, left, width, highest=100.0)
+    x = Scale(first, last, left + 12, width - 12) if last > first else Scale(first - 1, first + 1, left, width)
+    grid_y(drawing, y, left, width, highest=100.0 if ends[1] < 101 else math.inf)  # no tick above 100 %
     for place in places:
         drawing.text(x(place), top + height + 16, plain(place), "soft", size=TINY, anchor="middle")
     drawing.text(width, top + height + 31, below, "soft", size=TINY, anchor="end")

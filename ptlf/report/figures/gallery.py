@@ -7,7 +7,16 @@ from ptlf.report.figures.axes import SMALL, TINY, task_key
 from ptlf.report.runs import Group
 from ptlf.run.results import Json
 
-MOMENTS = {"before": "untrained", "after": "after the stream"}
+MOMENTS = ("before", "after")
+
+
+def begin_of(group: Group) -> str:
+    return "as given" if group.given else "untrained"
+
+
+def has_classes(group: Group) -> bool:
+    """Whether the images have labels of their own; else their task takes that place."""
+    return bool((shown_gallery(group) or {}).get("labelled", True))
 
 
 def shown_gallery(group: Group) -> Json | None:
@@ -16,7 +25,8 @@ def shown_gallery(group: Group) -> Json | None:
 
 
 def neighbours(group: Group, width: float) -> Drawing | None:
-    """A row per query: itself, its nearest before, its nearest after. Another class is faded and underlined."""
+    """A row per query: itself, its nearest before, its nearest after. Another class (another task, for images without
+    labels) is faded and underlined."""
     gallery = shown_gallery(group)
     if gallery is None:
         return None
@@ -29,13 +39,14 @@ def neighbours(group: Group, width: float) -> Drawing | None:
     queries = gallery["queries"]
     total, rows = len(queries) * count, math.ceil(len(queries) / columns)
     before, after = (same_class(gallery, moment) for moment in MOMENTS)
-    words = f"Of the same class: {before} of {total} untrained, {after} of {total} trained."
+    begin, kind = begin_of(group), "class" if has_classes(group) else "task"
+    words = f"Of the same {kind}: {before} of {total} {begin}, {after} of {total} trained."
     drawing.text(0, 12, words, "ink", size=SMALL)
     for place, query in enumerate(queries):
         left, top = place // rows * (wide + between), 44 + place % rows * (side + 6)
         if place % rows == 0:
             drawing.text(left, 36, "image", "soft", size=TINY)
-            drawing.text(left + side + inner, 36, "nearest, untrained", "soft", size=TINY)
+            drawing.text(left + side + inner, 36, f"nearest, {begin}", "soft", size=TINY)
             drawing.text(left + side + 2 * inner + count * side, 36, "nearest, trained", "ink", size=TINY, bold=True)
         tile(drawing, gallery, query, query, left, top, side)
         for block, moment in enumerate(MOMENTS):
@@ -71,7 +82,7 @@ def feature_map(group: Group, width: float) -> Drawing | None:
     drawing = Drawing(width, 0, f"Map of features before and after, {group.label}")
     top = task_key(drawing, 0, 10, width, range(1, len(gallery["groups"]) + 1)) + 18
     radius = 2.6 if width > 400 else 1.7
-    for block, (moment, words) in enumerate(MOMENTS.items()):
+    for block, (moment, words) in enumerate(zip(MOMENTS, (begin_of(group), "after the stream"), strict=True)):
         left = block * (side + 20)
         drawing.text(left, top - 4, words, "ink" if block else "soft", size=SMALL, bold=bool(block))
         drawing.rect(left, top + 2, side, side, "card", stroke="line")

@@ -1,0 +1,150 @@
+"""Weights from a file into an encoder: safetensors or a state_dict saved by torch, read without running any code."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ptlf.core.errors import UserError
+from ptlf.stream.disk import file_digest
+
+FILES = ("encoder.safetensors", "model.safetensors")  # of a run's folder, of an exported one
+WRAPPERS = ("state_dict", "model", "model_state_dict", "encoder")  # under which training scripts save a state_dict
+PREFIXES = ("", "module.", "encoder.", "backbone.", "module.encoder.", "module.backbone.")
+# Names of torchvision's and timm's residual networks, and ours.
+RESNET = ((r"^conv1\.", "stem.conv."), (r"^bn1\.", "stem.bn."), (r"\.downsample\.", ".shortcut."))
+COUNTER = "num_batches_tracked"  # of a BatchNorm; many files leave it out
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What came of loading a file. Names are the encoder's, or for `unexpected` the file's without the prefix."""
+
+    path: str
+    sha256: str
+    prefix: str  # left out of the file's names
+    matched: int
+    missing: list[str]
+    unexpected: list[str]
+    other_shape: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """A table for the terminal."""
+        head = f"encoder.weights {self.path}" + (f", names without {self.prefix!r}" if self.prefix else "")
+        rows = {"matched": [], "missing": self.missing, "unexpected": self.unexpected, "other shape": self.other_shape}
+        shown = [f"  {what:<12}{len(names):>5}  {some(names)}".rstrip() for what, names in rows.items()]
+        shown[0] = f"  {'matched':<12}{self.matched:>5}"
+        return [head, *shown]
+
+
+def load_weights(encoder: nn.Module, path: Path) -> Weights:
+    """Load the file into the encoder. A missing final classifier is fine, and so are parts that the encoder does not
+    have, such as a classifier or heads; weights of another architecture are refused."""
+    file = find_file(path)
+    read = read_tensors(file)
+    own = {name: value for name, value in encoder.state_dict().items() if isinstance(value, Tensor)}
+    firsts = dict.fromkeys(f"{name.partition('.')[0]}." for name in read if "." in name)
+    ways = [(prefix, stripped(read, prefix)) for prefix in dict.fromkeys((*PREFIXES, *firsts))]
+    shared = {name.partition(".")[0] for name in own}
+    if len(shared) == 1:  # a wrapper, which adds a name of its own
+        ways += [(prefix, {f"{min(shared)}.{name}": value for name, value in state.items()}) for prefix, state in ways]
+    ways += [(prefix, {as_ours(name): value for name, value in state.items()}) for prefix, state in ways]
+    prefix, state = max(ways, key=lambda way: len(matches(own, way[1])))  # of equals, the first
+    found = matches(own, state)
+    shapes = [name for name in own if name in state and name not in found]
+    missing = [name for name in own if name not in state and not name.endswith(COUNTER)]
+    unexpected = [name for name in state if name not in own and not name.endswith(COUNTER)]
+    unexpected += [name for name in read if not name.startswith(prefix)]
+    classifier = last_linear(encoder)
+    lacking = [name for name in (*missing, *shapes) if not name.startswith(classifier)]
+    parts = {name.partition(".")[0] for name in own}
+    surplus = [name for name in unexpected if name.partition(".")[0] in parts and name in state]
+    if lacking or surplus or not found:
+        problems = {
+            "it lacks": [name for name in missing if name in lacking],
+            "of another shape are": [described(name, own, state) for name in shapes if name in lacking],
+            "it also has": surplus,
+        }
+        why = "; ".join(f"{what} {some(names)}" for what, names in problems.items() if names)
+        count = f"{len(found)} of {len(own)} tensors match"
+        raise UserError(f"{file} has the weights of another architecture than {kind_of(encoder)}: {count}; {why}")
+    encoder.load_state_dict(encoder.state_dict() | {name: state[name] for name in found})
+    return Weights(str(path), file_digest(file, "sha256"), prefix, len(found), missing, unexpected, shapes)
+
+
+def find_file(path: Path) -> Path:
+    """The file, or the one in a run's or an exported folder."""
+    if path.is_dir():
+        path = next((path / name for name in FILES if (path / name).exists()), path / FILES[0])
+    if not path.is_file():
+        raise UserError(f"encoder.weights: there is no file {path}")
+    return path
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Tensors by name. Nothing in the file is executed."""
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        value = torch.load(file, map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise UserError(f"{file} is no readable safetensors file: {error}") from None
+    except Exception as error:  # a malformed file can raise almost any exception
+        why = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
+        advice = "save a state_dict: torch.save(model.state_dict(), FILE), or safetensors"
+        raise UserError(f"{file} cannot be read as plain tensors ({why}); {advice}") from None
+    while isinstance(value, Mapping) and (inner := next((k for k in WRAPPERS if is_mapping(value.get(k))), None)):
+        value = value[inner]
+    tensors = {str(k): v for k, v in value.items() if isinstance(v, Tensor)} if isinstance(value, Mapping) else {}
+    if not tensors:
+        raise UserError(f"{file} holds no tensors by name; save a state_dict: torch.save(model.state_dict(), FILE)")
+    return tensors
+
+
+def is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def stripped(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def as_ours(name: str) -> str:
+    """The name in our residual networks of a tensor of torchvision's."""
+    for pattern, new in RESNET:
+        name = re.sub(pattern, new, name)
+    return re.sub(r"^layer(\d)\.", lambda found: f"stages.{int(found[1]) - 1}.", name)
+
+
+def matches(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, value in own.items() if name in state and state[name].shape == value.shape]
+
+
+def last_linear(encoder: nn.Module) -> str:
+    """What the names of the final classifier's tensors begin with: the encoder's last module with weights, if it is
+    linear."""
+    weighted = [(name, module) for name, module in encoder.named_modules() if list(module.parameters(recurse=False))]
+    last = weighted[-1] if len(weighted) > 1 else None
+    return f"{last[0]}." if last and isinstance(last[1], nn.Linear) else "(none)"
+
+
+def described(name: str, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
+    return f"{name} {tuple(state[name].shape)} where {tuple(own[name].shape)} is needed"
+
+
+def some(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def kind_of(encoder: nn.Module) -> str:
+    return f"this {type(encoder).__name__}"

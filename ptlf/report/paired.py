@@ -1,0 +1,103 @@
+"""Methods compared by seed: the mean difference to the baseline's run of the same seed, and its 95 % t interval.
+
+"Better" and "worse" are said only where the interval excludes zero.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from ptlf.report.measures import Measure
+from ptlf.report.runs import Group, RunRecord
+
+# 97.5 % quantiles of Student's t, from 1 degree of freedom on.
+QUANTILES = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+NORMAL = 1.959964  # the same of the normal distribution
+HOW = "mean difference to {base} with the same seed, 95 % t interval; better or worse only where it excludes zero"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean of `count` values. `half` is half the width of its 95 % t interval, None for a single value."""
+
+    mean: float
+    half: float | None
+    count: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.half is not None and abs(self.mean) > self.half
+
+
+def quantile(degrees: int) -> float:
+    """Beyond the table, the first terms of the expansion in 1 / degrees (error below 1e-4 there)."""
+    if degrees <= len(QUANTILES):
+        return QUANTILES[degrees - 1]
+    z = NORMAL
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    if not values:
+        return None
+    half = None
+    if len(values) > 1:
+        half = quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(statistics.fmean(values), half, len(values))
+
+
+def at(results: Any, path: Sequence[str]) -> float | None:
+    """The number at this path of a record, if it is there."""
+    return reduce(lambda value, key: (value or {}).get(key), path, results)
+
+
+def by_seed(runs: Sequence[RunRecord], path: Sequence[str]) -> dict[int, float]:
+    found = {int(run.results.get("seed") or 0): at(run.results, path) for run in runs}
+    return {seed: float(value) for seed, value in found.items() if value is not None}
+
+
+def difference(mine: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
+    """Over the seeds that both have."""
+    return interval([mine[seed] - base[seed] for seed in sorted(mine) if seed in base])
+
+
+def compared(group: Group, base: Group | None, measure: Measure) -> Interval | None:
+    """None for the baseline itself and where there is no seed in common."""
+    if base is None or base is group:
+        return None
+    return difference(by_seed(group.runs, measure.path), by_seed(base.runs, measure.path))
+
+
+def verdict(found: Interval | None, rising: bool) -> str:
+    """`rising`: more is better."""
+    if found is None or not found.excludes_zero:
+        return ""
+    return "better" if (found.mean > 0) == rising else "worse"
+
+
+def words(found: Interval | None, measure: Measure) -> str:
+    """As in "+0.31 ± 0.25 better"."""
+    if found is None:
+        return "-"
+    shown = f"{'+' * (found.mean > 0)}{measure.show(found.mean)}"
+    if found.half is not None:
+        shown += f" ± {measure.show(found.half, found.mean)}"
+    return f"{shown} {verdict(found, measure.rising)}".rstrip()
+
+
+def unit(measure: Measure) -> str:
+    """Of a difference: percentages differ by points."""
+    return "points" if measure.unit == "%" else measure.unit
+
+
+def several_seeds(groups: Sequence[Group], base: Group | None) -> list[Group]:
+    """Those with at least two seeds in common with the baseline."""
+    own = {run.results.get("seed") for run in base.runs} if base else set()
+    return [g for g in groups if g is not base and len(own & {run.results.get("seed") for run in g.runs}) > 1]

@@ -1,0 +1,256 @@
+"""The paper's tables with our figures in them: in the terminal, and as docs/reproduction.md."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from rich.console import Console
+
+from ptlf.core.errors import UserError
+from ptlf.report.paired import Interval, at, interval, verdict
+from ptlf.report.tables import new_table
+from ptlf.run.paper import METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
+from ptlf.run.results import Json, epoch_lines
+
+Key = tuple[str, tuple[str, ...]]  # `Cell.key`
+Found = Mapping[Key, Sequence[Json]]  # the results of every seed of a run
+Remarks = Mapping[str, str]  # by `Cell.name`
+PATHS = {
+    "time": ("cost", "learning_seconds"),
+    "memory": ("cost", "mean_kept_bytes"),
+    "flops": ("cost", "backward_flops"),
+}
+MINUS = "−"
+
+
+def figure(table: Table, cell: Cell, measure: str, found: Found) -> Interval | None:
+    """Ours, over the seeds. Costs are ratios to the baseline's run of the same seed; seconds only on one device."""
+    runs = found.get(cell.key, ())
+    if measure not in PATHS:
+        values = [at(run, ("probes", table.probe, measure)) for run in runs]
+        return interval([value for value in values if value is not None])
+    path = PATHS[measure]
+    if not cell.baseline:
+        return Interval(1.0, None, len(runs)) if any(at(run, path) for run in runs) else None
+    bases = {run["seed"]: run for run in found.get((cell.baseline, ()), ())}
+    ratios = []
+    for run in runs:
+        base = bases.get(run["seed"])
+        if base and (measure != "time" or device(run) == device(base)) and (mine := at(run, path)) and at(base, path):
+            ratios.append(mine / (at(base, path) or 1.0))
+    return interval(ratios)
+
+
+def device(results: Json) -> str:
+    return str(results["environment"].get("device_name"))
+
+
+def commit(results: Json) -> str:
+    """Its first seven digits; `-dirty` where files had changed."""
+    words = str(results.get("commit") or "not known")
+    return words[:7] + "-dirty" * words.endswith("-dirty") if words[:7].isalnum() else words
+
+
+def number(value: float | None, measure: str, *, sign: bool = False) -> str:
+    if value is None:
+        return ""
+    shown = f"{value:{'+' if sign else ''}.2f}".replace("-", MINUS)
+    return shown + "x" * (measure in PATHS and not sign)
+
+
+def ours(found: Interval | None, measure: str) -> str:
+    if found is None:
+        return ""
+    return number(found.mean, measure) + ("" if found.half is None else f" ±{found.half:.2f}")
+
+
+def show_table(console: Console, table: Table, found: Found) -> None:
+    """A row per method and a column per stream and measure, as in the paper; below ours the paper's and the difference.
+    What was not run is empty."""
+    streams = [column.removeprefix("Split ").replace("-ImageNet", "-\nImageNet") for column in table.columns]
+    headings = [f"{stream}\n{measure}" for stream in streams for measure in table.measures]
+    shown = new_table(f"{table.title}; ±: 95 % t interval over seeds", ["", ""], headings)
+    for row in table.rows:
+        lines: dict[str, list[str]] = {"ours": [], "paper": [], "difference": []}
+        for column in table.columns:
+            cell = table.cell(row, column)
+            for measure in table.measures:
+                mine = figure(table, cell, measure, found) if cell else None
+                theirs = cell.paper.get(measure) if cell else None
+                lines["ours"].append(ours(mine, measure))
+                lines["paper"].append(number(theirs, measure))
+                both = mine.mean - theirs if mine and theirs is not None else None
+                lines["difference"].append(number(both, measure, sign=True))
+        shown.add_section()
+        for name, cells in lines.items():
+            if name == "ours" or any(cells):
+                shown.add_row(row if name == "ours" else "", name, *cells)
+    console.print(shown)
+    for note in table.notes:
+        console.print(note, style="dim", highlight=False)
+
+
+LEARNING = ("train_seconds", "correlation_seconds", "rebuild_seconds")
+
+
+def later_seconds(results: Json) -> float | None:
+    """Of training in all tasks but the first: steps, correlations, rebuilds."""
+    later = [task.get(key) for task in results["cost"]["per_task"] if task["task"] > 1 for key in LEARNING]
+    return sum(later) if later and None not in later else None
+
+
+def later_kept(results: Json) -> float | None:
+    """MiB kept for backward, mean over the epochs of all tasks but the first."""
+    later = [line["kept_bytes"] for line in epoch_lines(results) if line["task"] > 1]
+    return statistics.fmean(later) / 2**20 if later else None
+
+
+# What methods are compared by; whether more is better. Later tasks are those after the first, in which units freeze.
+DIFFERENCES: Mapping[str, tuple[Callable[[Json], float | None], bool]] = {
+    "accuracy, points": (lambda run: at(run, ("probes", "knn_task", "accuracy")), True),
+    "forgetting, points": (lambda run: at(run, ("probes", "knn_task", "forgetting")), False),
+    "knn_class, points": (lambda run: at(run, ("probes", "knn_class", "accuracy")), True),
+    "knn_class forgetting, points": (lambda run: at(run, ("probes", "knn_class", "forgetting")), False),
+    "training of later tasks, s": (later_seconds, False),
+    "kept in later tasks, MiB": (later_kept, False),
+}
+
+
+def differences(found: Found) -> dict[str, dict[str, list[tuple[str, Interval | None]]]]:
+    """For every stream and objective, each method with two seeds or more in common with LUMP: its differences, and what
+    may be said of each."""
+    tables: dict[str, dict[str, list[tuple[str, Interval | None]]]] = {}
+    for (recipe, settings), runs in found.items():
+        stream, objective, method = recipe.split("/")
+        bases = {run["seed"]: run for run in found.get((f"{stream}/{objective}/lump", ()), ())}
+        if method not in METHODS or method == "lump" or settings or len(bases.keys() & {r["seed"] for r in runs}) < 2:
+            continue
+        row = []
+        for value, rising in DIFFERENCES.values():
+            pairs = [(run, bases[run["seed"]]) for run in runs if run["seed"] in bases]
+            if value is later_seconds:
+                pairs = [(run, base) for run, base in pairs if device(run) == device(base)]
+            values = [(value(run), value(base)) for run, base in pairs]
+            both = interval([mine - theirs for mine, theirs in values if mine is not None and theirs is not None])
+            row.append((verdict(both, rising), both))
+        tables.setdefault(f"{STREAMS[stream]}, {OBJECTIVES[objective]}", {})[METHODS[method]] = row
+    return tables
+
+
+def signed(found: Interval | None) -> str:
+    if found is None:
+        return ""
+    half = "" if found.half is None else f" ± {found.half:.2f}"
+    return f"{found.mean:+.2f}{half}".replace("-", MINUS)
+
+
+def show_differences(console: Console, found: Found) -> None:
+    for title, rows in differences(found).items():
+        shown = new_table(f"{title}: difference to LUMP by seed, 95 % t interval", [""], list(DIFFERENCES))
+        for method, cells in rows.items():
+            count = max(both.count for _, both in cells if both)
+            shown.add_row(f"{method}, {count} seeds", *[f"{signed(both)} {said}".strip() for said, both in cells])
+        console.print(shown)
+
+
+HEAD = """# The paper's tables, and ours
+
+Made by `ptlf reproduce all --write docs/reproduction.md` from the runs in [results](../results), which a test checks.
+`ptlf reproduce TABLE` makes the runs that are missing. An empty cell was not run. ± is half the width of a 95 % t
+interval over the seeds; a single seed has none. Seconds are of the whole training (steps, correlations, rebuilds), the
+mean over the seeds. Rows without a value of the paper are ours.
+"""
+PAIRED = """## Differences to LUMP, by seed
+
+A method's value minus LUMP's with the same seed: mean and 95 % t interval. "Better" and "worse" stand only where the
+interval excludes zero. Later tasks are all but the first, the ones in which units freeze; training is the seconds of
+steps, correlations and rebuilds; kept is the mean over their epochs of what is kept for backward.
+"""
+
+
+FIGURES = """## The paper's figures: `ptlf reproduce figures`
+
+Drawn from small runs, kept in [results/figures](../results/figures): 100 images per class of CIFAR-10, ResNet-18 with 8
+channels, 10 epochs per task, on a CPU. They show what is drawn and how it is read; for what the full protocol gives,
+the same command takes `--scale paper`. These runs and pictures were made by
+
+```sh
+ptlf reproduce figures --scale smoke --runs runs/figures --pictures docs/pictures --encoder.name resnet18 \\
+  --encoder.width 8 --views.size 32 --stream.per_class 100 --training.epochs 10 --training.batch 25 \\
+  --memory.size 128 --freezing.batches 4 --probes.knn_class.k 20
+```
+
+**Task-correlation ratio by unit**, for consecutive tasks: PTLF with SimSiam beside supervised learning with the same
+freezing. Units are counted from the input. The paper draws them for LUMP, without freezing, and finds the ratios of
+supervised learning lower and more varied. These runs do not show that: with labels the ratio is the higher one in 72 of
+80 places (a unit in a task), and the ratios without labels vary more.
+
+![A panel per pair of tasks, ratios of 20 units, self-supervised and supervised.](pictures/paper-correlation.png)
+
+**Overlap of the selected units between epochs**, by task, where ratios are computed anew in every epoch in which a unit
+freezes. The paper has more than 0.8, the dashed line; here 0.83, 0.75, 0.85, 0.81 in tasks 2 to 5.
+
+![A bar per task: the share of a selection that the next one keeps.](pictures/paper-overlap.png)
+
+**Units that are updated in each task**, at final freeze ratios of 0.3 and 0.5: filled dots train to the task's end,
+hollow ones are frozen by then. In the first task nothing freezes.
+
+![Units down, tasks across, a panel per ratio.](pictures/paper-units.png)
+"""
+
+
+def document(found: Found, remarks: Remarks) -> str:
+    """docs/reproduction.md."""
+    unknown = set(remarks) - {cell.name for table in TABLES.values() for cell in table.cells}
+    if unknown:
+        raise UserError(f"results/remarks.yaml speaks of runs that no table has: {', '.join(sorted(unknown))}")
+    sections = [HEAD, *(section(name, table, found, remarks) for name, table in TABLES.items())]
+    sections += [paired_section(found), FIGURES]
+    return "\n".join(sections)
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in lines)
+
+
+def section(name: str, table: Table, found: Found, remarks: Remarks) -> str:
+    headings = ["", "stream", *(words for measure in table.measures for words in (measure, "paper", "difference"))]
+    rows, told = [], {}
+    for cell in table.cells:
+        runs, row = found.get(cell.key, ()), [cell.row, cell.column]
+        for measure in table.measures:
+            mine, theirs = figure(table, cell, measure, found), cell.paper.get(measure)
+            both = mine.mean - theirs if mine and theirs is not None else None
+            row += [ours(mine, measure), number(theirs, measure), number(both, measure, sign=True)]
+        rows.append([*row, *made_with(runs)])
+        if cell.name in remarks:
+            told[f"{cell.row}, {cell.column}"] = remarks[cell.name]
+    text = f"## {table.title}: `ptlf reproduce {name}`\n\n" + " ".join(table.notes) + "\n\n"
+    text += markdown([*headings, "seeds", "commit", "device", "seconds"], rows)
+    if told:
+        text += "\n" + "".join(f"- {where}: {words}\n" for where, words in told.items())
+    return text
+
+
+def made_with(runs: Sequence[Json]) -> list[str]:
+    if not runs:
+        return [""] * 4
+    seconds = [value for run in runs if (value := at(run, PATHS["time"])) is not None]
+    return [
+        ", ".join(str(run["seed"]) for run in runs),
+        ", ".join(dict.fromkeys(map(commit, runs))),
+        ", ".join(dict.fromkeys(map(device, runs))),
+        f"{statistics.fmean(seconds):.0f}" if seconds else "",
+    ]
+
+
+def paired_section(found: Found) -> str:
+    text = PAIRED
+    for title, rows in differences(found).items():
+        text += f"\n**{title}**\n\n"
+        shown = []
+        for method, cells in rows.items():
+            count = max(both.count for _, both in cells if both)
+            shown.append([method, str(count), *[f"{signed(both)} {said}".strip() for said, both in cells]])
+        text += markdown(["", "seeds", *DIFFERENCES], shown)
+    return text

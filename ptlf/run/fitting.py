@@ -1,0 +1,184 @@
+"""Settings that fit the user's own images and this machine: network, batch, epochs, number of tasks.
+
+They are chosen once, for a new run, where the user gives none; config.yaml then holds them like all others.
+"""
+
+import contextlib
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ptlf.core import processes
+from ptlf.core.errors import UserError
+from ptlf.core.settings import merge
+from ptlf.run.config import Config
+from ptlf.stream.pack import Pack, data_root, open_pack
+
+Settings = Mapping[str, Any]
+MOST_TASKS = 5
+MOST_GROUPED = 200  # classes; the groups of more would make config.yaml unreadable
+EPOCHS = (10, 15, 20, 30, 50, 75, 100, 150, 200)  # the greatest of them that the machine manages in its seconds
+FLOPS_PER_PIXEL = {"resnet18": 1.085e6, "resnet18-imagenet": 7.3e4, "resnet18-mini": 2.44e4}  # of a forward
+UNKNOWN_FLOPS = 7.3e4  # per pixel, of other encoders
+STEP = 6  # forwards that a step on an image costs: two views, and the backward takes as long as two forwards
+
+
+@dataclass(frozen=True)
+class Machine:
+    gpu: bool
+    cores: int
+
+    @property
+    def flops(self) -> float:
+        """Per second, in training: 57e9 were measured on two cores, 270e12 on an H200."""
+        return 2e13 if self.gpu else 2e10 * self.cores
+
+    @property
+    def seconds(self) -> float:
+        """That training may take."""
+        return 3600 if self.gpu else 300
+
+    def __str__(self) -> str:
+        return "a GPU" if self.gpu else f"{self.cores} CPU core{'s' * (self.cores > 1)}"
+
+
+def this_machine(device: str) -> Machine:
+    gpu = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+    return Machine(gpu, os.cpu_count() or 1)
+
+
+def free_settings(given: Settings) -> set[str]:
+    """Which of the settings that are chosen here the user leaves open."""
+    training, stream = (given.get(name) or {} for name in ("training", "stream"))
+    training, stream = (section if isinstance(section, Mapping) else {} for section in (training, stream))
+    free = {f"training.{name}" for name in ("batch", "epochs") if name not in training}
+    free |= {"encoder"} - set(given)
+    free |= set() if given.get("evaluation") else {"evaluation.batch"}
+    return free | (set() if {"tasks", "groups"} & set(stream) else {"stream.tasks"})
+
+
+def fit_pack(values: Settings, free: Collection[str]) -> tuple[Settings, str]:
+    """`values`, all settings, with what is free chosen for the packed set that they name, and what to say of it. A set
+    that cannot be read is left to those who open it for training."""
+    stream = values["stream"]
+    if not free or stream["pack"] is None:
+        return values, ""
+    try:
+        pack = open_pack(data_root(values["data_root"]), stream["pack"])
+        counts = class_counts(pack, stream)
+    except UserError:
+        return values, ""
+    divided = division(pack, counts, stream) if "stream.tasks" in free else {}
+    values = merge(Config, values, {"stream": divided})
+    return fit_settings(
+        values, {*free} - {"stream.tasks"}, task_sizes(pack, counts, values["stream"]), pack.size, divided
+    )
+
+
+def fit_settings(
+    values: Settings, free: Collection[str], sizes: Sequence[int], size: int, divided: Settings | None = None
+) -> tuple[Settings, str]:
+    """`values`, all settings, with what is free chosen for tasks of so many images of `size` px, and what to say of it.
+
+    divided: settings of the stream that were chosen before.
+    """
+    machine = this_machine(values["device"])
+    chosen: dict[str, Any] = {f"stream.{name}": value for name, value in (divided or {}).items()}
+    layers: list[Settings] = []
+    pixels = values["views"]["size"] or size
+    if "encoder" in free:
+        name = chosen["encoder.name"] = network(machine, pixels)
+        layers.append({"encoder": {"name": name}})
+    training = {}
+    if "training.batch" in free and sizes:
+        training["batch"] = batch(machine, min(sizes))
+    if "training.epochs" in free:
+        flops = FLOPS_PER_PIXEL.get(chosen.get("encoder.name") or values["encoder"]["name"], UNKNOWN_FLOPS) * pixels**2
+        training["epochs"] = max(epochs(machine, flops, sum(sizes)), 2 * values["training"]["warmup"])
+    chosen |= {f"training.{name}": value for name, value in training.items()}
+    if not machine.gpu and "evaluation.batch" in free:
+        layers.append({"evaluation": {"batch": 64}})  # the bar moves more often
+    if not chosen:
+        return values, ""
+    what = " ".join(f"--{name} {spoken(value)}" for name, value in chosen.items())
+    images = f"{sum(sizes)} images of {size} px on {machine}"
+    return merge(Config, values, {"training": training}, *layers), (
+        f"chosen for {images}: {what}; each can be given with a value of your own"
+    )
+
+
+def spoken(value: Any) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    sizes = "+".join(str(len(group)) for group in value)
+    return f"[{len(value)} tasks of {sizes} classes]"
+
+
+def network(machine: Machine, pixels: int) -> str:
+    if machine.gpu:
+        return "resnet18" if pixels <= 64 else "resnet18-imagenet"
+    return "resnet18-mini" if pixels <= 64 else "resnet18-imagenet"
+
+
+def batch(machine: Machine, smallest: int) -> int:
+    """A power of two, up to 256 on a GPU and 64 elsewhere: four steps in an epoch of the smallest task where that
+    leaves 16 images or more. A multiple of the number of processes."""
+    most = 256 if machine.gpu else 64
+    wanted = min(most, max(16, smallest // 4), smallest)
+    power = 1 << max(1, wanted.bit_length() - 1)
+    count = processes.world_size()
+    return max(power // count * count, 2 * count)
+
+
+def epochs(machine: Machine, flops: float, images: int) -> int:
+    """flops: of one image's forward. images: of all tasks."""
+    possible = machine.seconds * machine.flops / (STEP * flops * max(images, 1))
+    return max([number for number in EPOCHS if number <= possible], default=EPOCHS[0])
+
+
+def division(pack: Pack, counts: np.ndarray, stream: Settings) -> dict[str, Any]:
+    """`tasks`, or `groups` where that number does not divide the classes: up to five tasks, of two classes or more.
+    Empty for a folder per task."""
+    classes = len(counts)
+    if pack.folders == "tasks":
+        return {}
+    tasks = min(MOST_TASKS, max(2, classes // 2), classes)
+    if classes % tasks == 0:
+        return {"tasks": tasks}
+    fixed = stream["class_order"] != "natural" or stream["classes"] is not None
+    if fixed or classes > MOST_GROUPED:
+        return {"tasks": max(number for number in range(1, tasks + 1) if classes % number == 0)}
+    return {"groups": [[pack.names[number] for number in group] for group in np.array_split(range(classes), tasks)]}
+
+
+def class_counts(pack: Pack, stream: Settings) -> np.ndarray:
+    """Training images of each class or task that the settings take, in the pack's order."""
+    counts = np.bincount(pack.labels("train"), minlength=len(pack.names))
+    if pack.folders == "classes":
+        counts = counts[: stream["classes"]]
+    return np.minimum(counts, stream["per_class"] or counts)
+
+
+def task_sizes(pack: Pack, counts: np.ndarray, stream: Settings) -> list[int]:
+    """Training images of each task. Where the tasks do not divide the classes, or come in another order, about so."""
+    if pack.folders == "tasks":
+        return counts.tolist()
+    names = {name: int(count) for name, count in zip(pack.names, counts, strict=False)}
+    if (groups := stream["groups"]) is not None:
+        numbers = dict(enumerate(names.values()))
+        return [sum(names.get(str(name), numbers.get(name, 0)) for name in group) for group in groups]
+    return [int(part.sum()) for part in np.array_split(counts, min(stream["tasks"] or 1, len(counts)))]
+
+
+def expected_sizes(settings: Settings) -> list[int]:
+    """Sizes of the tasks of a packed set, where the stream itself cannot be made; empty if they are not known."""
+    stream = settings["stream"]
+    with contextlib.suppress(UserError):
+        if stream["pack"]:
+            pack = open_pack(data_root(settings["data_root"]), stream["pack"])
+            return task_sizes(pack, class_counts(pack, stream), stream)
+    return []

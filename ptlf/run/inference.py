@@ -1,0 +1,223 @@
+"""The encoder that a run leaves, with the preprocessing it was tested with. Needs none of the training data."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+import ptlf
+from ptlf.core.errors import UserError
+from ptlf.core.registry import settings_from
+from ptlf.core.settings import as_dict
+from ptlf.encoders import as_encoder, read_tensors
+from ptlf.evaluation.prober import testing
+from ptlf.methods import METHODS, Method
+from ptlf.run.build import choose_device, make_encoder, make_stream, views_for
+from ptlf.run.config import Config, from_dict, read_yaml
+from ptlf.run.folder import ENCODER
+from ptlf.run.folder import load_encoder as load_weights
+from ptlf.run.parts import Parts
+from ptlf.run.recipes import name_of
+from ptlf.run.results import read_results
+from ptlf.stream.decode import Fit
+from ptlf.stream.given import Given, Squares, given, squares
+from ptlf.views import normalise
+
+KEY = "ptlf"  # of the card in the metadata of encoder.safetensors
+MODEL = "model.safetensors"  # the same file in an exported folder
+# How an image becomes a square of image_size; resizing is bicubic and antialiased.
+SHAPES: dict[Fit, str] = {
+    "crop": "short side resized to image_size (bicubic, antialiased), centre cropped",
+    "squash": "both sides resized to image_size (bicubic, antialiased)",
+    "pad": "long side resized to image_size (bicubic, antialiased), centred on grey (127)",
+}
+Card = dict[str, Any]
+OnProblem = Callable[[list[tuple[str, str]]], None]  # takes (name, reason) of images that cannot be read
+
+
+def card_of(parts: Parts) -> Card:
+    """What is needed to use the encoder without the run's data, as plain values."""
+    config, view = parts.config, parts.view_specs[0]
+    kind = METHODS.find(config.method.name)
+    card = {
+        "ptlf_version": ptlf.__version__,
+        "recipe": name_of(as_dict(config)),
+        "encoder": None if parts.encoder_given else as_dict(config.encoder),
+        "module": f"{type(parts.model.encoder).__module__}.{type(parts.model.encoder).__qualname__}",
+        "image_size": parts.stream.size,
+        "view_size": parts.view_size,
+        "fit": parts.stream.fit,
+        "crop": SHAPES[parts.stream.fit],
+        "mean": list(view.mean),
+        "std": list(view.std),
+        "feature_dim": output_dim(parts.model.encoder, parts.view_size),
+    }
+    if kind.adapt_encoder is not Method.adapt_encoder:  # such as the columns of PNN
+        card |= {"method": as_dict(config.method), "tasks": len(parts.stream.tasks)}
+    return card
+
+
+def output_dim(encoder: nn.Module, size: int) -> int:
+    """Length of the vectors in eval mode."""
+    parameter = next(encoder.parameters())
+    with testing(encoder):
+        return encoder(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype)).shape[1]
+
+
+@dataclass
+class LoadedEncoder:
+    """`module` is in eval mode and maps (N, 3, view_size, view_size) to (N, feature_dim); `card` says what it is."""
+
+    module: nn.Module
+    card: Card
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def feature_dim(self) -> int:
+        return self.card["feature_dim"]
+
+    @property
+    def fit(self) -> Fit:
+        """How images become squares."""
+        return self.card.get("fit", "crop")
+
+    def preprocess(self, images: Any) -> Tensor:
+        """The module's input (N, 3, view_size, view_size), float32 on its device, of one image or of several.
+
+        images: a path, a PIL image, an array, or several of them in any form that `embed` takes.
+        """
+        return torch.cat([self.prepare(batch.images) for batch in self.batches(images, 256)])
+
+    def prepare(self, pixels: np.ndarray) -> Tensor:
+        """The input of squares (N, image_size, image_size, 3) uint8."""
+        return self.normalise(torch.from_numpy(pixels).to(self.device))
+
+    def normalise(self, images: Tensor) -> Tensor:
+        return normalise(images, self.card["mean"], self.card["std"], self.card["view_size"])
+
+    def embed(self, images: Any, batch: int = 256) -> np.ndarray:
+        """Features (N, feature_dim) float32 of images: a path (a folder, a packed set, .npz, .npy), an array
+        (N, H, W, 3) uint8, a list of paths, PIL images or arrays, a torch Dataset or a Hugging Face dataset."""
+        return np.concatenate([features for _, features in self.embedded(images, batch)])
+
+    @torch.no_grad()
+    def embedded(
+        self, images: Any, batch: int = 256, on_problem: OnProblem | None = None
+    ) -> Iterator[tuple[Squares, np.ndarray]]:
+        """Batches of images with their features (n, feature_dim) float32."""
+        for part in self.batches(images, batch, on_problem):
+            yield part, self.module(self.prepare(part.images)).float().cpu().numpy()
+
+    def batches(self, images: Any, batch: int, on_problem: OnProblem | None = None) -> Iterator[Squares]:
+        if batch < 1:
+            raise UserError(f"batch is {batch}; it must be at least 1")
+        several = [images] if is_one(images) else images
+        parts = [several] if isinstance(several, Given) else given(several).values()
+        for part in parts:
+            for found in squares(part, self.card["image_size"], self.fit):
+                if found.problems:
+                    (on_problem or refuse)(found.problems)
+                for start in range(0, len(found.images), batch):
+                    piece = slice(start, start + batch)
+                    yield Squares(found.names[piece], found.images[piece], found.labels[piece], [])
+
+
+def refuse(problems: list[tuple[str, str]]) -> None:
+    file, why = problems[0]
+    raise UserError(f"{file} cannot be used: {why}")
+
+
+def is_one(images: Any) -> bool:
+    array = isinstance(images, np.ndarray | Tensor) and images.ndim == 3 and 3 in (images.shape[0], images.shape[2])
+    return array or isinstance(images, Image.Image)
+
+
+def load_encoder(
+    folder: Path | str, encoder: nn.Module | None = None, device: str = "auto", *, trust_code: bool = False
+) -> LoadedEncoder:
+    """The encoder of a run's folder, with its preprocessing; the training data are not needed.
+
+    encoder: a module like the one trained, for a run that was made with a module and not with an encoder's name.
+    trust_code: follow names such as "package.module:function" in the folder, which runs their code.
+    """
+    folder, place = Path(folder), choose_device(device)
+    with nullcontext() if trust_code else settings_from(folder / ENCODER):
+        card = read_card(folder)
+        module = rebuilt(card, folder, encoder)
+    if (folder / ENCODER).exists():
+        load_weights(folder, module)
+    else:
+        load_exported(folder / MODEL, module)
+    return LoadedEncoder(module.to(place).eval().requires_grad_(False), card, place)
+
+
+def load_exported(path: Path, module: nn.Module) -> None:
+    own = {name: value for name, value in module.state_dict().items() if not torch.is_tensor(value)}
+    try:
+        module.load_state_dict(own | read_tensors(path))
+    except RuntimeError as error:
+        raise UserError(f"{path} does not fit its metadata: {str(error).strip().splitlines()[-1].strip()}") from None
+
+
+def read_card(folder: Path) -> Card:
+    path = next((folder / name for name in (ENCODER, MODEL) if (folder / name).exists()), folder / ENCODER)
+    if not path.exists():
+        raise UserError(f"{folder} holds no {ENCODER}; it is no run, or the run there has not finished")
+    try:
+        with safe_open(path, "pt") as file:
+            text = (file.metadata() or {}).get(KEY)
+        return card_from_settings(folder) if text is None else checked(json.loads(text))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def checked(card: Card) -> Card:
+    for key in ("image_size", "view_size", "feature_dim"):
+        if not isinstance(card[key], int) or card[key] < 1:
+            raise ValueError(f"its metadata say {key} {card[key]!r}")
+    for key in ("mean", "std"):
+        if len(card[key]) != 3 or not all(isinstance(value, int | float) for value in card[key]):
+            raise ValueError(f"its metadata say {key} {card[key]!r}")
+    if card.get("fit", "crop") not in SHAPES:
+        raise ValueError(f"its metadata say fit {card['fit']!r}")
+    return card
+
+
+def card_from_settings(folder: Path) -> Card:
+    """Of a run whose encoder has no card. The size of its images may have to be read from its data."""
+    config = from_dict(read_yaml(folder / "config.yaml"))
+    stream = make_stream(config)
+    size = stream.size
+    view_size = config.views.size or size
+    card: Card = {"encoder": as_dict(config.encoder), "image_size": size, "view_size": view_size}
+    card |= {"recipe": name_of(as_dict(config)), "fit": stream.fit, "crop": SHAPES[stream.fit]}
+    if METHODS.find(config.method.name).adapt_encoder is not Method.adapt_encoder:
+        card |= {"method": as_dict(config.method), "tasks": len(read_results(folder)["tasks"])}
+    module = rebuilt(card, folder, None)
+    load_weights(folder, module)
+    view = views_for(module, config.views.name, view_size)[0]
+    statistics = {"mean": list(view.mean), "std": list(view.std)}
+    return card | statistics | {"feature_dim": output_dim(module, view_size)}
+
+
+def rebuilt(card: Card, folder: Path, encoder: nn.Module | None) -> nn.Module:
+    """The module that the card describes, with any weights."""
+    settings = {key: card[key] for key in ("encoder", "method") if card.get(key)}
+    config: Config = from_dict(settings)
+    if encoder is None:
+        if card["encoder"] is None:
+            way_out = f"give one like it: load_encoder({str(folder)!r}, encoder=module)"
+            raise UserError(f"the run in {folder} was made with a module of your own ({card.get('module')}); {way_out}")
+        encoder = make_encoder(config.encoder, 0, card["view_size"])
+    encoder = as_encoder(encoder)
+    if "method" in card:
+        encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, card["tasks"])
+    return encoder

@@ -1,0 +1,243 @@
+"""The runs behind the paper's tables: which there are, which are missing, and what those would take."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ptlf
+from ptlf.core.errors import UserError
+from ptlf.core.registry import settings_from
+from ptlf.core.settings import as_dict
+from ptlf.run import bench
+from ptlf.run.build import choose_device, make_stream
+from ptlf.run.config import Config, from_dict, read_yaml
+from ptlf.run.folder import texts
+from ptlf.run.paper import Cell, Table
+from ptlf.run.recipes import resolve_config
+from ptlf.run.results import Json, read_results
+from ptlf.run.sweep import Planned, train_all
+from ptlf.run.watcher import Watcher
+from ptlf.stream import STREAMS
+from ptlf.stream.pack import data_root
+
+Key = tuple[str, tuple[str, ...]]  # recipe and settings: `Cell.key`
+# Neither the machine nor what is written beside the results changes what a run learns.
+IGNORED = ("recipe", "seed", "device", "data_root", "checkpoint", "evaluation", "distributed")
+SCALES = ("smoke", "short", "paper")
+FEW: Mapping[str, str] = {  # images per class: 40 per task
+    "split-cifar10": "20",
+    "split-cifar100": "8",
+    "split-tinyimagenet": "8",
+    "imagenet100": "2",
+}
+
+
+def scale_settings(scale: str, recipe: str) -> list[str]:
+    """What the scale changes in the recipe. smoke: every task of the stream with 40 images, two epochs, views of 16 px
+    and a small network, to see every cell run; short: 20 epochs, all else as the paper has it."""
+    words = ["--evaluation.gallery=false"]
+    if scale == "short":
+        words += ["--training.epochs=20"]
+    if scale == "smoke":
+        stream, objective, _ = recipe.split("/")
+        small = {"stream.per_class": FEW.get(stream, "20"), "encoder.name": "resnet18-mini", "views.size": "16"}
+        small |= {"training.epochs": "2", "training.warmup": "0", "training.batch": "20", "memory.size": "32"}
+        small |= {"freezing.batches": "1", "probes.knn_class.k": "10", "checkpoint.every_minutes": "1"}
+        if objective != "supervised":
+            small["objective.projection"] = "64"
+        if objective == "mocov2plus":
+            small |= {"objective.hidden": "64", "objective.queue": "128"}
+        if stream == "imagenet100":
+            small["probes.linear.epochs"] = "5"
+        words += [f"--{key}={value}" for key, value in small.items()]
+    return words
+
+
+@dataclass(frozen=True)
+class Found:
+    """A finished run."""
+
+    folder: Path
+    results: Json
+
+
+@dataclass
+class Plan:
+    """What a table needs. `runs` has every run by key and seed, `found` the finished ones, of any seed."""
+
+    runs: dict[tuple[Key, int], Planned] = field(default_factory=dict)
+    found: dict[Key, dict[int, Found]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)  # data sets that are not packed, with the way out
+    missing: list[Planned] = field(default_factory=list)  # the cheapest first
+
+    def results(self) -> dict[Key, list[Json]]:
+        """By seed, in order."""
+        return {key: [seeds[seed].results for seed in sorted(seeds)] for key, seeds in self.found.items()}
+
+
+def settings_of(config: Config) -> str:
+    """What must be equal for two runs to differ in nothing but the seed, as text."""
+    values: dict[str, Any] = {key: value for key, value in as_dict(config).items() if key not in IGNORED}
+    values["stream"] = {key: value for key, value in values["stream"].items() if key != "resident"}
+    return json.dumps(values, sort_keys=True)
+
+
+def kept_runs(roots: Iterable[Path], words: Sequence[str] = ()) -> dict[str, dict[int, list[Found]]]:
+    """Every finished run below these folders, by its settings and seed. A setting that a record does not have is taken
+    to have its default. What cannot be read, has settings that are no more, or names code that `words`, the user's, do
+    not name is left out."""
+    kept: dict[str, dict[int, list[Found]]] = {}
+    for path in (path for root in roots for path in sorted(root.rglob("results.json"))):
+        try:
+            results = read_results(path.parent)
+            if results["status"] != "finished":
+                continue
+            with settings_from(path, words):
+                config = from_dict(results["config"])
+        except UserError:
+            continue
+        kept.setdefault(settings_of(config), {}).setdefault(config.seed, []).append(Found(path.parent, results))
+    return kept
+
+
+def project_results() -> Path | None:
+    """The runs kept in the clone that this package is run from."""
+    root = Path(ptlf.__file__).resolve().parent.parent
+    return root / "results" if (root / "pyproject.toml").is_file() and (root / "results").is_dir() else None
+
+
+def remarks(root: Path | None) -> dict[str, str]:
+    """What was found where a cell differs from the paper's: `remarks.yaml` in that folder, by `Cell.name`."""
+    path = root / "remarks.yaml" if root else None
+    return {str(key): str(value) for key, value in read_yaml(path).items()} if path and path.exists() else {}
+
+
+def wanted(tables: Iterable[Table]) -> dict[Key, Cell]:
+    """The runs of the tables' cells, and those that their costs are relative to."""
+    cells: dict[Key, Cell] = {}
+    for cell in (cell for table in tables for cell in table.cells):
+        cells.setdefault(cell.key, cell)
+        if cell.baseline:
+            baseline = Cell("", cell.column, cell.baseline)
+            cells.setdefault(baseline.key, baseline)
+    return cells
+
+
+def make_plan(
+    tables: Iterable[Table],
+    scale: str,
+    seeds: Sequence[int],
+    runs: Path,
+    overrides: Sequence[str],
+    kept: Iterable[Path],
+) -> Plan:
+    """runs: the folder that new runs go below; finished ones are also looked for in `kept`."""
+    plan, there = Plan(), kept_runs([*kept, runs], overrides)
+    for key, cell in wanted(tables).items():
+        words = [*scale_settings(scale, cell.recipe), *overrides, *cell.settings]
+        config = resolve_config(cell.recipe, None, words)
+        alike = there.get(settings_of(config), {})
+        # Of several runs with one seed: one of this very recipe, then the first by name.
+        plan.found[key] = {
+            seed: min(some, key=lambda one: (one.results["config"]["recipe"] != cell.recipe, one.folder.name))
+            for seed, some in alike.items()
+        }
+        for seed in seeds:
+            name = f"{cell.name} seed {seed}" if len(seeds) > 1 else cell.name
+            folder = runs / f"{cell.name.replace('/', '-').replace(' ', '-')}-seed{seed}"
+            plan.runs[key, seed] = Planned(name, resolve_config(cell.recipe, None, [*words, f"--seed={seed}"]), folder)
+    lacking = [run for (key, seed), run in plan.runs.items() if seed not in plan.found[key]]
+    reasons = {run.folder: not_packed(run.config) for run in lacking}
+    plan.left_out = sorted({reason for reason in reasons.values() if reason})
+    plan.missing = [run for run in lacking if not reasons[run.folder]]
+    check_folders(plan.missing)
+    works = {run.folder: work(run.config) for run in plan.missing}
+    plan.missing.sort(key=lambda run: works[run.folder])
+    return plan
+
+
+def not_packed(config: Config) -> str:
+    """Which data set the stream lacks and what brings it; empty if it is there."""
+    root, pack = data_root(config.data_root), config.stream.pack or STREAMS.find(config.stream.name).pack
+    if pack is None or (root / pack / "pack.json").exists():
+        return ""
+    return f"{pack} is not in {root}: `ptlf data get {pack}` brings it"
+
+
+def check_folders(runs: Sequence[Planned]) -> None:
+    """A run that was begun goes on only with the settings it has."""
+    for run in runs:
+        path = run.folder / "config.yaml"
+        if not path.exists():
+            continue
+        with settings_from(path, texts(as_dict(run.config))):
+            there = from_dict(read_yaml(path))
+        if settings_of(there) != settings_of(run.config):
+            raise UserError(
+                f"{run.folder} holds a run with other settings; choose another --runs, or remove that folder"
+            )
+
+
+def size_of(config: Config) -> tuple[int, int]:
+    """Images per epoch of the whole stream, and the side of a view in pixels."""
+    stream = make_stream(config)
+    return sum(len(task.train) for task in stream.tasks), config.views.size or stream.size
+
+
+def work(config: Config) -> float:
+    """Pixels that go through the network: what runs are ordered by where nothing was measured."""
+    images, side = size_of(config)
+    return float(config.training.epochs * images * side**2)
+
+
+@dataclass
+class Estimate:
+    """Seconds of a run, from one step of LUMP (of Finetune with labels) measured here on noise, for each objective and
+    image size. Evaluation, correlations, what other methods add to a step and what freezing takes from it are left out.
+
+    steps: timed steps of each measurement.
+    """
+
+    steps: int = 3
+    seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)  # of an image, by what was measured
+
+    def __call__(self, config: Config) -> float:
+        images, side = size_of(config)
+        kind = (config.objective.name, side, config.encoder.name, config.training.batch)
+        if kind not in self.seconds:
+            self.seconds[kind] = self.measure(config, side)
+        return config.training.epochs * images * self.seconds[kind]
+
+    def measure(self, config: Config, side: int) -> float:
+        """On a CPU with a small batch: a step takes long there, and in proportion to its images."""
+        batch = config.training.batch
+        if choose_device(config.device).type == "cpu":
+            batch = min(batch, max(2, 16 * 32**2 // side**2))
+        method = "finetune" if config.objective.name == "supervised" else "lump"
+        measured = replace(
+            resolve_config(f"{config.stream.name}/{config.objective.name}/{method}", None, []),
+            device=config.device,
+            encoder=config.encoder,
+            objective=config.objective,
+            views=config.views,
+            memory=config.memory,
+            training=replace(config.training, batch=batch),
+        )
+        (row,) = bench.methods([measured], side, self.steps, 2)
+        return row["step_ms"] / 1000 / batch
+
+
+def train_missing(plan: Plan, watch: Callable[[str], Watcher]) -> Iterator[tuple[Planned, Json | UserError]]:
+    """Each run with its results, or with why it failed; the others go on."""
+    keys = {run.folder: (key, seed) for (key, seed), run in plan.runs.items()}
+    for run in plan.missing:
+        try:
+            ((_, results),) = train_all([run], watch, "the same `ptlf reproduce` goes on from here")
+        except UserError as error:
+            yield run, error
+            continue
+        key, seed = keys[run.folder]
+        plan.found[key][seed] = Found(run.folder, results)
+        yield run, results

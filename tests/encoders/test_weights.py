@@ -1,0 +1,198 @@
+"""Weights from files: what is loaded, what may differ, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_config, tiny_encoder
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ptlf.cli import main
+from ptlf.core.errors import UserError
+from ptlf.encoders import ENCODERS, load_weights
+from ptlf.run.evaluate import evaluate_run
+from ptlf.run.loop import Run
+
+
+def other(encoder: nn.Module) -> dict[str, Tensor]:
+    """A state that no constructor makes."""
+    return {name: torch.full_like(value, 2.0 + i) for i, (name, value) in enumerate(encoder.state_dict().items())}
+
+
+def same(encoder: nn.Module, state: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, state[name]) for name, value in encoder.state_dict().items())
+
+
+def made(name: str) -> nn.Module:
+    return ENCODERS[name].make(ENCODERS[name].Config(name=name))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize("prefix", ["", "module.", "encoder.", "backbone.", "module.encoder.", "module.backbone."])
+def test_files_and_prefixes(tmp_path: Path, kind: str, prefix: str) -> None:
+    encoder = tiny_encoder()
+    state = other(encoder)
+    saved = {f"{prefix}{name}": value for name, value in state.items()} | {"head.weight": torch.zeros(3)}
+    file = tmp_path / f"weights.{'safetensors' if kind == 'safetensors' else 'pth'}"
+    save_file(saved, file) if kind == "safetensors" else torch.save({"epoch": 3, "state_dict": saved}, file)
+    found = load_weights(encoder, file)
+    assert same(encoder, state)
+    assert (found.prefix, found.matched, found.missing) == (prefix, len(state), [])
+    assert found.unexpected == ["head.weight"] and found.other_shape == []
+    assert found.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert any("unexpected" in line and "1  head.weight" in line for line in found.lines())
+
+
+def test_a_prefix_is_left_alone_where_it_belongs(tmp_path: Path) -> None:
+    encoder = nn.ModuleDict({"encoder": nn.Conv2d(3, 4, 3), "neck": nn.Conv2d(4, 4, 1)})
+    state = other(encoder)
+    torch.save(state, tmp_path / "w.pt")
+    assert load_weights(encoder, tmp_path / "w.pt").prefix == "" and same(encoder, state)
+
+
+def test_counters_of_norms_may_be_missing(tmp_path: Path) -> None:
+    encoder = tiny_encoder()
+    torch.save({k: v for k, v in other(encoder).items() if "num_batches" not in k}, tmp_path / "w.pt")
+    assert load_weights(encoder, tmp_path / "w.pt").missing == []
+
+
+def test_a_final_classifier_may_differ(tmp_path: Path) -> None:
+    encoder = nn.Sequential(tiny_encoder(), nn.Linear(16, 5))
+    state = other(encoder)
+    for change in ({}, {"1.weight": torch.zeros(9, 16), "1.bias": torch.zeros(9)}):
+        torch.save({k: v for k, v in state.items() if not k.startswith("1.")} | change, tmp_path / "w.pt")
+        before = encoder[1].weight.clone()
+        found = load_weights(encoder, tmp_path / "w.pt")
+        assert torch.equal(encoder[1].weight, before) and same(encoder[0], other(encoder[0]))
+        assert found.other_shape + found.missing == ["1.weight", "1.bias"]
+
+
+def torchvision_name(name: str) -> str:
+    """Written down from torchvision/models/resnet.py, not from our table."""
+    parts = name.split(".")
+    if parts[0] == "stem":
+        return f"{'conv1' if parts[1] == 'conv' else 'bn1'}.{parts[2]}"
+    parts = [f"layer{int(parts[1]) + 1}", *("downsample" if part == "shortcut" else part for part in parts[2:])]
+    return ".".join(parts)
+
+
+@pytest.mark.parametrize("name", ["resnet18-imagenet", "resnet50-imagenet"])
+def test_names_of_torchvision_s_residual_networks(tmp_path: Path, name: str) -> None:
+    encoder = made(name)
+    state = other(encoder)
+    theirs = {f"module.{torchvision_name(key)}": value for key, value in state.items()}
+    assert {"module.layer1.0.conv1.weight", "module.layer2.0.downsample.0.weight"} < theirs.keys()
+    torch.save(theirs | {"module.fc.weight": torch.zeros(2), "module.fc.bias": torch.zeros(2)}, tmp_path / "w.pt")
+    found = load_weights(encoder, tmp_path / "w.pt")
+    assert same(encoder, state) and found.unexpected == ["fc.weight", "fc.bias"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ("resnet34", r"120 of 120 tensors match; it also has stages\.0\.2\.bn1\.bias.* and \d+ more"),
+        ("resnet18-imagenet", r"119 of 120 .*of another shape are stem\.conv\.weight \(64, 3, 7, 7\) where \(64, 3, 3"),
+        ("resnet50", "97 of 120 .*of another shape are .*it also has"),
+        ("resnet18-mini", "it lacks stages"),
+    ],
+)
+def test_other_architectures_are_named(tmp_path: Path, theirs: str, message: str) -> None:
+    encoder = made("resnet18")
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
+    save_file(made(theirs).state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match="another architecture than this ResNet.*" + message):
+        load_weights(encoder, tmp_path / "w.safetensors")
+    assert same(encoder, before)
+
+
+class Marker:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (self.path, "w"))
+
+
+def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
+    torch.save({"weight": Marker(str(tmp_path / "ran"))}, tmp_path / "w.pt")
+    with pytest.raises(UserError, match=r"w.pt cannot be read as plain tensors"):
+        load_weights(tiny_encoder(), tmp_path / "w.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"no")
+    (tmp_path / "b.pt").write_bytes(b"no")
+    torch.save([1, 2], tmp_path / "c.pt")
+    messages = {"a.safetensors": "no readable safetensors", "b.pt": "cannot be read", "c.pt": "holds no tensors"}
+    for name, message in messages.items():
+        with pytest.raises(UserError, match=message):
+            load_weights(tiny_encoder(), tmp_path / name)
+    with pytest.raises(UserError, match="there is no file"):
+        load_weights(tiny_encoder(), tmp_path / "d.pt")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["by name", "a module"])
+def test_a_run_starts_from_another_s_encoder(tmp_path: Path, own: bool) -> None:
+    first = Run(tiny_config(training__epochs=1, evaluation__gallery=False), tmp_path / "first")
+    trained = first.train()
+    module = tiny_encoder() if own else None
+    config = tiny_config(encoder__weights=str(tmp_path / "first"), training__epochs=1, evaluation__gallery=False)
+    run = Run(config, tmp_path / "second", encoder=module)
+    assert same(run.model.encoder, first.model.encoder.state_dict())
+    results = run.train()
+    assert results["encoder_weights"]["path"] == str(tmp_path / "first")
+    file = tmp_path / "first" / "encoder.safetensors"
+    assert results["encoder_weights"]["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    # What the first run could do at its end is what the second one begins with.
+    for probe in ("knn_task", "knn_class"):
+        assert results["probes"][probe]["untrained"] == trained["probes"][probe]["matrix"][-1]
+
+
+def test_the_file_is_needed_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was stopped goes on, and is tested, without the file it began with."""
+    file = tmp_path / "w.pt"
+    torch.save(other(tiny_encoder()), file)
+    config = tiny_config(encoder__weights=str(file), training__epochs=1, evaluation__gallery=False)
+    whole = Run(config, tmp_path / "whole").train()
+    calls = iter(range(10))
+    monkeypatch.setattr(Run, "train_task", lambda *_: (next(calls) and 1 / 0) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Run(config, tmp_path / "stopped").train()
+    monkeypatch.undo()
+    file.unlink()
+    results = Run(config, tmp_path / "stopped").train(resume=True)
+    assert results["encoder_weights"] == whole["encoder_weights"]
+    assert results["probes"] == whole["probes"]
+    probes, _ = evaluate_run(tmp_path / "stopped", config)
+    assert probes["knn_class"]["accuracy"] == results["probes"]["knn_class"]["accuracy"]
+    with pytest.raises(UserError, match="no file"):
+        Run(config, tmp_path / "new")
+
+
+def test_pnn_says_that_it_cannot(tmp_path: Path) -> None:
+    config = tiny_config("digits/simsiam/pnn", encoder__name="resnet18-mini", encoder__weights="w.pt")
+    with pytest.raises(UserError, match="'pnn' builds an encoder of its own"):
+        Run(config)
+
+
+def test_tables_speak_of_a_given_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--recipe", "digits/simsiam/finetune", "--encoder.name", "resnet18-mini", "--training.epochs=1"]
+    words += ["--stream.groups", "[[0, 1], [2, 3]]", "--device", "cpu", "--evaluation.gallery", "false"]
+    save_file(made("resnet18-mini").state_dict(), tmp_path / "w.safetensors")
+    given = ["--encoder.weights", str(tmp_path / "w.safetensors")]
+    assert main([*words, *given, "--out", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "nothing (given encoder)" in said and "random encoder" not in said and "knn_class given encoder" in said
+    assert "matched" in said and json.loads((tmp_path / "run" / "results.json").read_text())["encoder_weights"]
+    assert ">as given<" in (tmp_path / "run" / "report.html").read_text()
+    save_file(made("resnet18").state_dict(), tmp_path / "w.safetensors")
+    assert main([*words, *given, "--out", str(tmp_path / "other")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "another architecture" in said and not (tmp_path / "other").exists()

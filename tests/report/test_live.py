@@ -1,0 +1,136 @@
+"""The bar and the lines of a run as it goes, in a terminal that is recorded and without one."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import Any
+
+import pytest
+from conftest import tiny_config
+from rich.console import Console
+
+from ptlf.report import live
+from ptlf.report.live import EVERY, Live
+from ptlf.run.loop import Run
+from ptlf.run.watcher import Watcher
+
+
+def shown_by(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> io.StringIO:
+    out = io.StringIO()
+    made = Console(file=out, force_terminal=terminal, width=140, markup=False, emoji=False)
+    monkeypatch.setattr(live, "console", made)
+    return out
+
+
+class Told(Watcher):
+    """Notes every phase with what was announced and what was done."""
+
+    def __init__(self) -> None:
+        self.phases: list[dict[str, Any]] = []
+
+    def phase(self, name: str, of: int | None = None, unit: str = "images"):
+        entry = {"name": name, "of": of, "unit": unit, "done": 0}
+        self.phases.append(entry)
+        outer = super().phase(name, of, unit)
+
+        class Counting:
+            def __enter__(self):
+                outer.__enter__()
+                return lambda amount: entry.update(done=entry["done"] + amount)
+
+            def __exit__(self, *error: object) -> None:
+                outer.__exit__(*error)
+
+        return Counting()
+
+
+def test_every_phase_is_named_and_counted_to_its_end(tmp_path) -> None:
+    told = Told()
+    run = Run(tiny_config("digits/simsiam/ptlf", training__epochs=1), tmp_path / "run")
+    run.train(told)
+    names = list(dict.fromkeys(entry["name"] for entry in told.phases))
+    assert names == [
+        "testing the encoder before training, features",
+        "testing the encoder before training, probes",
+        "gallery before training, features",
+        "gallery before training, map",
+        "testing after task 1 of 2, features",
+        "testing after task 1 of 2, probes",
+        "correlation of task 2 with those before",
+        "testing after task 2 of 2, features",
+        "testing after task 2 of 2, probes",
+        "gallery after training, features",
+        "gallery after training, map",
+    ]
+    splits = run.stream.eval_splits
+    assert told.phases[0]["of"] == sum(len(split.bank) + len(split.test) for split in splits)
+    assert told.phases[1] == {"name": names[1], "of": 2 * len(splits), "unit": "scores", "done": 2 * len(splits)}
+    for entry in told.phases:
+        assert entry["of"] is None or entry["done"] == entry["of"], entry
+
+
+def test_what_is_compiled_is_a_phase_until_the_first_step(tmp_path) -> None:
+    told = Told()
+    run = Run(tiny_config(training__epochs=1, evaluation__enabled=False), tmp_path / "run")
+    run.trainer.engine_kind = "captured"  # for `begin_epoch`; the engine itself stays the eager one
+    run.train(told)
+    assert [entry["name"] for entry in told.phases] == ["compiling the step"] * 2  # at each task's start
+
+
+def test_a_terminal_shows_one_bar_named_by_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = shown_by(monkeypatch, terminal=True)
+    bar = Live("x/y/z", clock=itertools.count().__next__)
+
+    def look() -> str:
+        bar.progress.refresh()
+        text = out.getvalue()
+        out.seek(0)
+        out.truncate()
+        return text
+
+    bar.progress.live.auto_refresh = False
+    with bar.phase("opening"):  # before `begin`
+        assert "opening" in look()
+    bar.begin(["about"], tasks=2, epochs=3, units=9, frozen=0, done=0)
+    look()
+    with bar.phase("testing [/a]", 200) as advance:
+        advance(50)
+        text = look()
+        assert "testing [/a]" in text
+        assert " 25%" in text
+        assert "50 of 200 images" in text
+        assert "x/y/z" not in text
+    bar.begin_epoch(0, 1, steps=4, frozen=2)
+    bar.step(8)
+    text = look()
+    assert "task 1 of 2, epoch 2 of 3" in text
+    assert "testing" not in text
+    assert "2/9 frozen" in text
+    bar.end()
+
+
+def test_without_a_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = shown_by(monkeypatch, terminal=False)
+    now = 0.0
+    bar = Live("x/y/z", clock=lambda: now)
+    epochs = 12
+    bar.begin(["about"], tasks=1, epochs=epochs, units=9, frozen=0, done=0)
+    for _ in range(2):  # the second one is not new
+        with bar.phase("testing before", 20) as advance:
+            advance(20)
+    for epoch in range(epochs):
+        bar.begin_epoch(0, epoch, steps=1, frozen=0)
+        now += EVERY / 4
+        bar.step(10)
+        bar.end_epoch({"ssl": -0.5})
+    bar.end_task(0, {"knn": [50.0]})
+    bar.end()
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert lines[:2] == ["x/y/z: about", "testing before: 20 images"]
+    # Each epoch takes a quarter of the time between lines: the first, every fourth after it, and the last.
+    wanted = [f"task 1 of 1, epoch {epoch} of {epochs}:" for epoch in (1, 5, 9, 12)]
+    assert [line.partition(":")[0] + ":" for line in lines[2:6]] == wanted
+    assert lines[2] == "task 1 of 1, epoch 1 of 12: ssl -0.5000, 4 views/s, 0/9 frozen, 2 s"
+    assert lines[6] == "task 1 of 1 learnt: ssl -0.5000, knn 50.00, 0/9 frozen, 30 s"
+    assert len(lines) == 7

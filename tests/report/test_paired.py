@@ -1,0 +1,121 @@
+"""Differences by seed against scipy's; what may be called better."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import made_up
+import numpy as np
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from ptlf.report.measures import COSTS, probe_measures
+from ptlf.report.page import page
+from ptlf.report.paired import Interval, compared, difference, interval, quantile, several_seeds, verdict, words
+from ptlf.report.runs import Group, RunRecord, read_comparison
+from ptlf.report.tables import show_runs
+
+ACCURACY, FORGETTING, _ = probe_measures("knn_task")
+
+
+@pytest.mark.parametrize("degrees", [*range(1, 40), 60, 100, 1000])
+def test_quantiles_are_those_of_students_t(degrees: int) -> None:
+    assert quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), abs=6e-4)
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_interval_of_paired_differences(count: int) -> None:
+    mine, base = np.random.default_rng(count).normal(90, 2, (2, count))
+    found = difference(dict(enumerate(mine)), dict(enumerate(base)))
+    wanted = stats.ttest_rel(mine, base).confidence_interval(0.95)
+    assert found is not None
+    assert (found.mean - found.half, found.mean + found.half) == pytest.approx((wanted.low, wanted.high), rel=1e-3)
+    assert found.count == count
+    assert found.excludes_zero == (wanted.low > 0 or wanted.high < 0)
+
+
+def test_only_seeds_that_both_have_count() -> None:
+    assert difference({0: 5.0, 1: 7.0, 2: 100.0}, {1: 6.0, 0: 3.0, 3: -100.0}) == interval([2.0, 1.0])
+    assert difference({0: 1.0}, {1: 1.0}) is None
+
+
+def test_a_single_seed_has_no_interval_and_allows_no_verdict() -> None:
+    found = interval([50.0])
+    assert found == Interval(50.0, None, 1)
+    assert verdict(found, rising=True) == ""
+    assert words(found, ACCURACY) == "+50.00"
+
+
+def test_what_may_be_said() -> None:
+    clear, vague = Interval(2.0, 1.9, 3), Interval(2.0, 2.1, 3)
+    assert [verdict(clear, rising) for rising in (True, False)] == ["better", "worse"]
+    assert [verdict(vague, rising) for rising in (True, False)] == ["", ""]
+    assert words(Interval(-2.0, 1.9, 3), FORGETTING) == "−2.00 ± 1.90 better"
+    assert words(vague, ACCURACY) == "+2.00 ± 2.10"
+    assert words(Interval(0.0, 0.0, 3), COSTS[0]) == "0.0 ± 0.0"
+
+
+def runs(method: str, accuracies: list[float]) -> list[dict]:
+    made = []
+    for seed, accuracy in enumerate(accuracies):
+        made.append(made_up.results(f"digits/simsiam/{method}", seed=seed))
+        made[-1]["probes"]["knn_task"]["accuracy"] = accuracy
+    return made
+
+
+BASE = [80.0, 82.0, 84.0]
+CLEAR, VAGUE = [81.0, 83.1, 84.9], [81.0, 80.0, 87.0]  # mean differences of 1.0 and 0.67
+
+
+def test_groups_are_compared_by_seed() -> None:
+    base, other = (Group([RunRecord(Path(), one) for one in runs("lump", values)]) for values in (BASE, CLEAR[::-1]))
+    found = compared(other, base, ACCURACY)
+    assert found is not None
+    assert found.mean == pytest.approx(1.0)
+    assert found.half == pytest.approx(4.303 * np.std([4.9, 1.1, -3.0], ddof=1) / 3**0.5)
+    assert compared(base, base, ACCURACY) is None
+    assert several_seeds([base, other], base) == [other]
+    other.runs = other.runs[:1]
+    assert several_seeds([base, other], base) == []
+
+
+def test_the_table_says_better_only_of_what_is_told_apart() -> None:
+    console = Console(width=160, file=io.StringIO())
+    show_runs(console, {"a/lump": runs("lump", BASE), "a/x": runs("ptlf", CLEAR), "a/y": runs("ptlf", VAGUE)}, "a/lump")
+    line = next(line for line in console.file.getvalue().splitlines() if "knn_task accuracy, points" in line)
+    assert [cell.strip() for cell in line.split("│")[2:4]] == [
+        "+1.00 ± 0.25 better",
+        "+0.67 ± 6.25",
+    ]  # 4.303 * 2.517 / 3 ** 0.5
+    alone = Console(width=160, file=io.StringIO())
+    show_runs(alone, {"a/lump": runs("lump", BASE), "a/x": runs("ptlf", CLEAR)[:1]}, "a/lump")
+    assert "By seed" not in alone.file.getvalue()
+
+
+def made_page(tmp_path: Path, accuracies: list[float], others: int = 1) -> str:
+    for place in range(others):
+        for one in runs("ptlf", [value - place for value in accuracies]):
+            one["config"]["freezing"]["final"] = 0.4 + place / 10
+            made_up.write(tmp_path / f"ptlf-{place}-{one['seed']}", one)
+    for one in runs("lump", BASE):
+        made_up.write(tmp_path / f"lump-{one['seed']}", one)
+    return page(read_comparison([tmp_path]))
+
+
+def test_the_page_has_differences_by_seed(tmp_path: Path) -> None:
+    table = re.search(r'<table class="paired">.*?</table>', made_page(tmp_path, CLEAR), re.DOTALL)
+    assert table is not None
+    assert "+1.00 ± 0.25 better" in table.group()
+
+
+@pytest.mark.parametrize(("accuracies", "said"), [
+    (CLEAR, "; better than lump by seed"),
+    (VAGUE, "; 3 seeds do not tell it from lump"),
+    ([99.0], "; one seed does not tell it from lump"),
+])  # fmt: skip
+def test_the_page_names_the_highest_with_what_seeds_allow(tmp_path: Path, accuracies: list[float], said: str) -> None:
+    (item,) = re.findall(r"<li>Highest accuracy.*?</li>", made_page(tmp_path, accuracies, 3), re.DOTALL)
+    assert item.endswith(f"{said}</li>")

@@ -1,0 +1,182 @@
+"""The paper's tables filled from records, docs/reproduction.md, and the paper's figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import statistics
+from pathlib import Path
+
+import made_up
+import pytest
+from PIL import Image
+
+from ptlf.cli import make_parser
+from ptlf.core.errors import UserError
+from ptlf.report.figures.paper import later_entries, task_overlaps, updated_units, write_paper_figures
+from ptlf.report.reproduction import DIFFERENCES, differences, document, figure
+from ptlf.report.runs import Group, RunRecord
+from ptlf.run.paper import FIGURES, TABLES, Cell, Table
+from ptlf.run.reproduce import make_plan, project_results, remarks
+
+ROOT = Path(__file__).parent.parent.parent
+LUMP = Cell("LUMP", "digits", "digits/simsiam/lump")
+PTLF = Cell("PTLF", "digits", "digits/simsiam/ptlf", baseline=LUMP.recipe)
+TABLE = Table("Some", ("accuracy", "time", "memory"), (LUMP, PTLF))
+
+
+def found() -> dict:
+    """LUMP with seeds 0 and 1, PTLF with 1 and 2; of the costs only seed 1 can be a ratio."""
+    made: dict = {LUMP.key: [], PTLF.key: []}
+    for cell, seeds, accuracies, seconds in (
+        (LUMP, (0, 1), (80.0, 84.0), (100.0, 200.0)),
+        (PTLF, (1, 2), (85.0, 87.0), (150.0, 1.0)),
+    ):
+        for seed, accuracy, took in zip(seeds, accuracies, seconds, strict=True):
+            run = made_up.results(cell.recipe, seed=seed)
+            run["probes"]["knn_task"]["accuracy"] = accuracy
+            run["cost"] |= {"learning_seconds": took, "mean_kept_bytes": 2.0**20 * took}
+            made[cell.key].append(run)
+    return made
+
+
+def test_figures_are_means_over_seeds_and_costs_ratios_by_seed() -> None:
+    made = found()
+    accuracy = figure(TABLE, PTLF, "accuracy", made)
+    assert (accuracy.mean, accuracy.half) == (86.0, pytest.approx(12.706 * 2**0.5 / 2**0.5))
+    time = figure(TABLE, PTLF, "time", made)
+    assert (time.mean, time.half, time.count) == (0.75, None, 1)
+    assert figure(TABLE, LUMP, "time", made).mean == 1.0
+    made[PTLF.key][0]["environment"]["device_name"] = "another"
+    assert figure(TABLE, PTLF, "time", made) is None
+    assert figure(TABLE, PTLF, "memory", made).mean == 0.75
+    assert figure(TABLE, PTLF, "accuracy", {}) is None
+
+
+def test_differences_need_two_seeds_in_common() -> None:
+    recipes = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
+    made = {(recipe, ()): [made_up.results(recipe, seed=seed) for seed in range(3)] for recipe in recipes}
+    for runs, accuracies in zip(made.values(), ((80.0, 81.0, 82.0), (82.0, 83.1, 83.9)), strict=True):
+        for run, accuracy in zip(runs, accuracies, strict=True):
+            run["probes"]["knn_task"]["accuracy"] = accuracy
+            per_task = {"train_seconds": accuracy, "correlation_seconds": 1.0, "rebuild_seconds": 0.5}
+            run["cost"]["per_task"] = [{"task": task, **per_task} for task in (1, 2, 3)]
+    ((title, rows),) = differences(made).items()
+    assert title == "Split CIFAR-10, SimSiam"
+    by_name = dict(zip(DIFFERENCES, rows["PTLF"], strict=True))
+    said, accuracy = by_name["accuracy, points"]
+    assert (said, accuracy.mean, accuracy.half) == ("better", pytest.approx(2.0), pytest.approx(0.2484, abs=1e-3))
+    said, seconds = by_name["training of later tasks, s"]
+    assert (said, seconds.mean) == ("worse", pytest.approx(4.0))
+    for run in made[recipes[1], ()]:
+        run["environment"]["device_name"] = "another"
+    assert (
+        dict(zip(DIFFERENCES, differences(made)[title]["PTLF"], strict=True))["training of later tasks, s"][1] is None
+    )
+    made[recipes[1], ()] = made[recipes[1], ()][:1]
+    assert differences(made) == {}
+
+
+def kept_document() -> str:
+    kept = project_results()
+    assert kept == ROOT / "results"
+    plan = make_plan(TABLES.values(), "paper", [0], ROOT / "runs" / "none", [], [kept])
+    return document(plan.results(), remarks(kept))
+
+
+def test_the_document_is_what_the_kept_runs_say() -> None:
+    advice = (
+        "docs/reproduction.md is not what results/ says; `ptlf reproduce all --write docs/reproduction.md` writes it"
+    )
+    assert (ROOT / "docs" / "reproduction.md").read_text() == kept_document(), advice
+
+
+def test_the_document_has_every_cell_and_the_runs_values() -> None:
+    text = kept_document()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    assert sum(len(table.cells) for table in TABLES.values()) < len(rows)
+    results = json.loads((ROOT / "results" / "split-cifar10-simsiam-si-seed0" / "results.json").read_text())
+    line = next(line for line in rows if line.startswith("| SimSiam, SI | Split CIFAR-10 |"))
+    probe = results["probes"]["knn_task"]
+    wanted = ["", "SimSiam, SI", "Split CIFAR-10", f"{probe['accuracy']:.2f}", "92.75"]
+    assert [cell.strip() for cell in line.split("|")][:5] == wanted
+    assert f"| 0 | {results['commit'][:7]} | NVIDIA H200 | {results['cost']['learning_seconds']:.0f} |" in line
+    with pytest.raises(UserError, match="no table has: nothing"):
+        document({}, {"nothing": "said"})
+
+
+def figure_runs() -> dict:
+    made = {}
+    for cell in FIGURES.cells:
+        pairs = [word.removeprefix("--").split("=") for word in cell.settings]
+        dotted = {key.replace(".", "__"): value for key, value in pairs}
+        made[cell.key] = [made_up.results(cell.recipe, tasks=5, units=20, **dotted)]
+    return made
+
+
+def test_figures_of_the_paper_as_files(tmp_path: Path) -> None:
+    made = figure_runs()
+    assert write_paper_figures(made, tmp_path) == 6
+    for name in ("paper-correlation", "paper-overlap", "paper-units"):
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
+        assert Image.open(tmp_path / f"{name}.png").width > 500
+    svg = (tmp_path / "paper-correlation.svg").read_text()
+    assert [f"task {task - 1} to {task}" in svg for task in (1, 2, 3, 4, 5)] == [False, True, True, True, True]
+    del made[FIGURES.cells[1].key]
+    assert write_paper_figures(made, tmp_path / "without") == 4
+
+
+def test_filled_units_are_those_not_frozen_at_the_end_of_a_task() -> None:
+    group = Group([RunRecord(Path(), made_up.results(tasks=3, units=6))], "", 1)
+    drawing = updated_units([group])
+    marks = [shape for shape in drawing.shapes if shape.kind == "mark"]
+    hollow = sum(shape.fill == "page" for shape in marks)
+    assert len(marks) == 3 * 6
+    assert hollow == sum(len(entry["order"]) for entry in group.first["freezing"])
+    assert hollow > 0
+
+
+def test_overlap_between_epochs_by_task() -> None:
+    results = made_up.results(tasks=2, units=4, freezing__update="per-epoch")
+    (entry,) = results["freezing"]
+    entry["order"], entry["ratios"] = ["a", "c"], {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.6}
+    entry["events"] = [{"epoch": 2, "frozen": ["a"]}, {"epoch": 4, "frozen": ["c"]}]
+    # Epoch 2 chooses a and b, as before; epoch 4, with a frozen, c in place of b.
+    entry["ratios_by_epoch"] = {"4": {"b": 0.5, "c": 0.6, "d": 0.1}, "2": {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.6}}
+    group = Group([RunRecord(Path(), results)], "", 1)
+    assert list(later_entries(group)) == [2]
+    assert task_overlaps(group) == {2: pytest.approx((1.0 + 0.5) / 2)}
+
+
+def test_remarks_are_of_runs_that_are_kept() -> None:
+    """Numbers with two decimals in a remark are a run's or the paper's."""
+    cells = {cell.name: cell for table in TABLES.values() for cell in table.cells}
+    plan = make_plan(TABLES.values(), "paper", [0], ROOT / "runs" / "none", [], [ROOT / "results"])
+    for name, text in remarks(ROOT / "results").items():
+        runs = plan.found[cells[name].key].values()
+        assert runs, name
+        probes = [probe for run in runs for probe in run.results["probes"].values()]
+        known = {
+            f"{probe[key]:.2f}" for probe in probes for key in ("accuracy", "forgetting") if probe[key] is not None
+        }
+        known |= {f"{value:.2f}" for value in cells[name].paper.values()}
+        assert set(re.findall(r"\d+\.\d\d\b", text)) <= known, name
+
+
+def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp_path: Path) -> None:
+    """And what the document says of them is what they show."""
+    text = (ROOT / "docs" / "reproduction.md").read_text()
+    (command,) = re.findall(r"```sh\n(ptlf reproduce figures.*?)```", text, re.DOTALL)
+    arguments, settings = make_parser().parse_known_args(shlex.split(command.replace("\\\n", " "))[1:])
+    plan = make_plan([FIGURES], arguments.scale, arguments.seeds, tmp_path, settings, [ROOT / "results"])
+    runs = plan.results()
+    assert [len(runs[cell.key]) for cell in FIGURES.cells] == [1] * 5
+    own, labelled = ({e["task"]: e["ratios"] for e in runs[cell.key][0]["freezing"]} for cell in FIGURES.cells[:2])
+    pairs = [(own[task][unit], labelled[task][unit]) for task in own for unit in own[task]]
+    above = sum(with_labels > without for without, with_labels in pairs)
+    assert f"in {above} of {len(pairs)} places" in " ".join(text.split())
+    assert statistics.stdev(one for one, _ in pairs) > statistics.stdev(other for _, other in pairs)
+    overlaps = task_overlaps(Group([RunRecord(Path(), run) for run in runs[FIGURES.cells[2].key]]))
+    said = ", ".join(f"{overlaps[task]:.2f}" for task in sorted(overlaps))
+    assert f"here {said} in tasks 2 to 5" in " ".join(text.split())

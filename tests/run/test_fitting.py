@@ -1,0 +1,254 @@
+"""What a recipe for the user's own images chooses, that it says so, and that all refusals come at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+
+import ptlf
+from ptlf.cli import main
+from ptlf.core.errors import Refusals, UserError
+from ptlf.core.settings import as_dict
+from ptlf.encoders import ENCODERS
+from ptlf.run import fitting
+from ptlf.run.config import Config, from_dict
+from ptlf.run.fitting import EPOCHS, FLOPS_PER_PIXEL, Machine, batch, epochs, network
+from ptlf.run.loop import Run
+from ptlf.run.recipes import resolve_config
+from ptlf.run.watcher import Watcher
+from ptlf.stream.arrivals import arrivals
+from ptlf.stream.folders import pack_folder
+
+CORES, GPU = Machine(gpu=False, cores=2), Machine(gpu=True, cores=8)
+SIZE = 8
+
+
+def paint(folder: Path, count: int, seed: int = 0) -> None:
+    folder.mkdir(parents=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (count, SIZE, SIZE, 3), np.uint8)
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(folder / f"{number:03}.png")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed: `classes`, 14 of them with 5 to 18 images, and `days`, three tasks of 12, 20 and 40 images."""
+    root = tmp_path_factory.mktemp("data")
+    for number in range(14):
+        paint(root / "class-pictures" / f"c{number:02}", 5 + number, number)
+    for number, count in enumerate((12, 20, 40)):
+        paint(root / "day-pictures" / f"day{number}", count, 50 + number)
+    pack_folder(root / "class-pictures", root, "classes", size=SIZE, test_fraction=0.2, progress=False)
+    pack_folder(root / "day-pictures", root, "days", size=SIZE, folders="tasks", progress=False)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PTLF_DATA", str(root))
+    monkeypatch.setattr(fitting, "this_machine", lambda device: CORES)
+
+
+def resolved(*words: str, pack: str = "classes") -> tuple[Config, list[str]]:
+    told: list[str] = []
+    words = ("--stream.pack", pack, *words)
+    return resolve_config("folder/simsiam/ptlf", None, words, tell=told.append), told
+
+
+def test_classes_that_five_does_not_divide(root: Path) -> None:
+    config, (line,) = resolved()
+    names = [f"c{number:02}" for number in range(14)]
+    # 14 classes in 5 tasks, as equal as can be, in their order
+    assert config.stream.groups == [names[0:3], names[3:6], names[6:9], names[9:12], names[12:14]]
+    assert config.stream.tasks is None
+    run = Run(config)  # nothing is refused
+    smallest = min(len(task.train) for task in run.stream.tasks)
+    assert smallest == 15
+    assert line == (
+        "chosen for 134 images of 8 px on 2 CPU cores: --stream.groups [5 tasks of 3+3+3+3+2 classes] "
+        "--encoder.name resnet18-mini --training.batch 8 --training.epochs 200; each can be given with a value of "
+        "your own"
+    )
+
+
+def test_what_is_given_stays(root: Path) -> None:
+    words = ["--stream.tasks", "7", "--encoder", "resnet18", "--training.batch", "6", "--training.epochs", "3"]
+    config, told = resolved(*words)
+    assert told == []
+    assert (config.stream.tasks, config.stream.groups, config.encoder.name) == (7, None, "resnet18")
+    assert (config.training.batch, config.training.epochs, config.evaluation.batch) == (6, 3, 512)
+    for start in range(0, len(words), 2):
+        config, (line,) = resolved(*words[start : start + 2])
+        assert words[start] not in line
+        name, value = words[start].removeprefix("--"), words[start + 1]
+        section, _, key = f"{name}.name".partition(".")
+        assert str(as_dict(config)[section][key.removesuffix(".name")]) == value
+
+
+def test_an_order_that_is_given_is_kept() -> None:
+    config, _ = resolved("--stream.class_order", "seeded")  # groups would not go with it; 2 is what divides 14
+    assert (config.stream.tasks, config.stream.groups) == (2, None)
+    config, _ = resolved("--stream.classes", "10")
+    assert (config.stream.tasks, config.stream.groups) == (5, None)
+
+
+def test_a_folder_per_task(root: Path) -> None:
+    config, (line,) = resolved(pack="days")
+    assert (config.stream.tasks, config.stream.groups) == (None, None)
+    assert config.training.batch == 8  # a power of two, at most the smallest task's 12 images
+    assert "stream." not in line
+    Run(config)
+
+
+def test_the_file_of_a_run_leaves_nothing_to_choose(root: Path, tmp_path: Path, monkeypatch) -> None:
+    config, _ = resolved(pack="days")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_dict(config)))
+    monkeypatch.setattr(fitting, "this_machine", lambda device: GPU)
+    monkeypatch.setattr(fitting, "open_pack", lambda *words: pytest.fail("the pack need not be there"))
+    told: list[str] = []
+    assert resolve_config("", tmp_path / "config.yaml", [], tell=told.append) == config
+    assert told == []
+
+
+def test_a_set_that_is_not_there_is_refused_where_it_is_opened() -> None:
+    config, told = resolved(pack="nowhere")
+    assert told == []
+    with pytest.raises(UserError, match="no packed data set 'nowhere'"):
+        Run(config)
+
+
+def test_other_streams_are_left_alone() -> None:
+    told: list[str] = []
+    config = resolve_config("split-cifar10/simsiam/ptlf", None, [], tell=told.append)
+    assert (config.training.batch, config.training.epochs, config.encoder.name, told) == (256, 200, "resnet18", [])
+
+
+@pytest.mark.parametrize(
+    ("smallest", "on_cores", "on_gpu"),
+    [(2, 2, 2), (3, 2, 2), (17, 16, 16), (100, 16, 16), (130, 32, 32), (400, 64, 64), (9000, 64, 256)],
+)
+def test_batch(smallest: int, on_cores: int, on_gpu: int) -> None:
+    assert (batch(CORES, smallest), batch(GPU, smallest)) == (on_cores, on_gpu)
+
+
+def test_batch_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting.processes, "world_size", lambda: 3)
+    assert batch(GPU, 9000) == 255
+    assert batch(GPU, 4) == 6
+
+
+@pytest.mark.parametrize("machine", [CORES, GPU])
+def test_epochs_take_the_machines_seconds(machine: Machine) -> None:
+    for flops in (1e6, 1e8, 1e10, 1e13):
+        found = epochs(machine, flops, 1000)
+        seconds = 6 * flops * 1000 / machine.flops  # of one epoch
+        assert found in EPOCHS
+        assert found * seconds <= machine.seconds or found == EPOCHS[0]
+        longer = [number for number in EPOCHS if number > found]
+        assert not longer or longer[0] * seconds > machine.seconds
+
+
+def test_epochs_are_more_than_the_warmup() -> None:
+    config, _ = resolved("--training.warmup", "150")
+    assert config.training.epochs == 300
+
+
+@pytest.mark.parametrize("name", FLOPS_PER_PIXEL)
+def test_flops_of_the_networks(name: str) -> None:
+    entry = ENCODERS[name]
+    with torch.device("meta"):
+        encoder, images = entry.make(entry.Config(name=name)).eval(), torch.empty(1, 3, 128, 128)
+    with FlopCounterMode(display=False) as counter:
+        encoder(images)
+    assert FLOPS_PER_PIXEL[name] == pytest.approx(counter.get_total_flops() / 128**2, rel=0.02)
+
+
+def test_networks_are_known() -> None:
+    chosen = {network(machine, pixels) for machine in (CORES, GPU) for pixels in (8, 32, 64, 65, 224)}
+    assert chosen == set(FLOPS_PER_PIXEL)
+
+
+def test_all_refusals_at_once(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--stream.pack", "classes", "--stream.tasks", "4", "--training.batch", "256", "--training.warmup", "9"]
+    words += ["--training.epochs", "9", "--views.name", "nope", "--freezing.initial", "0.9", "--device", "tpu"]
+    out = tmp_path / "out"
+    assert main(["train", "--recipe", "folder/simsiam/ptlf", "--out", str(out), *words]) == 2
+    told = capsys.readouterr().err
+    for part in (
+        "(1) device must be auto",
+        "(2) 4 tasks do not divide the 14 classes",
+        "(3) unknown views 'nope'",
+        "(4) freezing.initial is 0.9",
+        "(5) training.warmup is 9 epochs",
+        "(6) training.batch is 256, but task 1 has only",
+    ):
+        assert part in told
+    assert len(told.strip().splitlines()) == 1
+    assert not out.exists()
+
+
+def test_all_wrong_settings_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        from_dict({"training": {"batch": 1, "epochs": "many"}, "seed": -1, "colour": "red"})
+    assert len(caught.value.problems) == 4
+    assert str(caught.value).startswith("(1) training.batch must be at least 2, not 1; (2) training.epochs must be")
+
+
+def test_one_refusal_is_told_as_it_is() -> None:
+    refused = Refusals()
+    with refused:
+        raise UserError("alone")
+    with pytest.raises(UserError, match=r"^alone$"):
+        refused.end()
+    with pytest.raises(ZeroDivisionError), Refusals():
+        _ = 1 / 0
+
+
+def test_learning_chooses_with_the_first_task_only(root: Path, tmp_path: Path, capsys) -> None:
+    pictures, run = root / "day-pictures", tmp_path / "run"
+    small = ["--size", str(SIZE), "--objective.projection", "16", "--objective.bottleneck", "8", "--device", "cpu"]
+    small += ["--evaluation.gallery", "false", "--training.epochs", "1", "--encoder.width", "4"]
+    assert main(["learn", str(run), str(pictures / "day2"), *small, "--encoder", "resnet18-mini"]) == 0
+    assert "chosen for 40 images of 8 px on 2 CPU cores: --training.batch 16; each can" in capsys.readouterr().out
+    stored = yaml.safe_load((run / "config.yaml").read_text())
+    assert (stored["training"]["batch"], stored["training"]["epochs"]) == (16, 1)
+    assert main(["learn", str(run), str(pictures / "day0")]) == 0  # smaller than a batch
+    assert "chosen for" not in capsys.readouterr().out
+    assert yaml.safe_load((run / "config.yaml").read_text()) == stored
+
+
+def test_a_learner_in_python_chooses_too(root: Path, tmp_path: Path) -> None:
+    small = {"objective.projection": 16, "objective.bottleneck": 8, "evaluation": {"gallery": False}, "device": "cpu"}
+    learner = ptlf.Learner(out=tmp_path / "run", size=SIZE, **small, **{"training.epochs": 1})
+    learner.learn(root / "day-pictures" / "day1", watcher=Watcher())
+    assert learner.config.encoder.name == "resnet18-mini"
+    assert (learner.config.training.batch, learner.config.training.epochs) == (16, 1)
+
+
+def test_how_images_become_squares_is_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of wide pictures whose sides differ, a run with --fit squash sees all; so do its later tasks and `embed`."""
+    wide = np.random.default_rng(0).integers(0, 256, (6, SIZE, 3 * SIZE, 3), np.uint8)
+    for day, images in (("day1", wide), ("day2", wide[::-1] // 2)):
+        (tmp_path / day).mkdir()
+        for number, pixels in enumerate(images):
+            Image.fromarray(pixels).save(tmp_path / day / f"{number}.png")
+    small = ["--size", str(SIZE), "--objective.projection", "16", "--objective.bottleneck", "8", "--device", "cpu"]
+    small += ["--evaluation.gallery", "false", "--training.epochs", "1", "--fit", "squash"]
+    run = tmp_path / "run"
+    assert main(["learn", str(run), str(tmp_path / "day1"), *small]) == 0
+    assert main(["learn", str(run), str(tmp_path / "day2"), "--fit", "crop"]) == 2
+    assert "were packed with --fit squash; leave out --fit crop" in capsys.readouterr().err
+    assert main(["learn", str(run), str(tmp_path / "day2")]) == 0
+    learner = ptlf.Learner.load(run)
+    squashed = np.stack([np.asarray(Image.fromarray(p).resize((SIZE, SIZE), Image.Resampling.BICUBIC)) for p in wide])
+    for task, images in zip(arrivals(run), (squashed, None), strict=True):
+        assert task.fit == "squash"
+        assert images is None or np.array_equal(task.images("train"), images)
+    for found in (learner.embed(tmp_path / "day1"), ptlf.load_encoder(run, device="cpu").embed(tmp_path / "day1")):
+        np.testing.assert_allclose(found, learner.embed(squashed), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,158 @@
+"""The encoder of a run, used without the run's data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_config, tiny_encoder
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import ptlf
+from ptlf.core.errors import UserError
+from ptlf.run.inference import read_card
+from ptlf.run.loop import Run
+from ptlf.stream.folders import pack_folder
+
+RNG = np.random.default_rng(3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tiny_config(training__epochs=1, evaluation__gallery=False), tmp_path_factory.mktemp("runs") / "one")
+    run.train()
+    return run
+
+
+def features_in_training(run: Run, pixels: np.ndarray) -> np.ndarray:
+    run.model.encoder.eval()
+    with torch.no_grad():
+        return run.model.encoder(run.prepare(torch.from_numpy(pixels))).numpy()
+
+
+def test_features_are_those_of_the_run(trained: Run, tmp_path: Path) -> None:
+    assert trained.stream.data.test is not None
+    pixels = trained.stream.data.test.pixels[:20]
+    encoder = ptlf.load_encoder(trained.folder, device="cpu", trust_code=True)
+    expected = features_in_training(trained, pixels)
+    assert not encoder.module.training and encoder.feature_dim == expected.shape[1] == 16
+    assert np.array_equal(encoder.embed(pixels), expected)
+    assert encoder.embed(pixels).dtype == np.float32
+    assert np.allclose(encoder.embed(pixels, batch=3), expected, atol=1e-6)
+    for index, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / f"{index:02}.png")
+    assert np.array_equal(encoder.embed(tmp_path), expected)
+    one = encoder.preprocess(tmp_path / "07.png")
+    assert one.shape == (1, 3, 16, 16) and torch.equal(one, trained.prepare(torch.from_numpy(pixels[7:8])))
+    assert torch.equal(encoder.preprocess(Image.fromarray(pixels[7])), one)
+    assert torch.equal(encoder.preprocess(pixels[7]), one)
+
+
+def test_photographs_are_cropped_as_packing_does(trained: Run, tmp_path: Path) -> None:
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    for index, shape in enumerate([(50, 31, 3), (20, 47, 3), (16, 16, 3)]):
+        Image.fromarray(RNG.integers(0, 256, shape, np.uint8)).save(tmp_path / "in" / "a" / f"{index}.png")
+    pack = pack_folder(tmp_path / "in", tmp_path, "packed", size=16, workers=1, progress=False)
+    encoder = ptlf.load_encoder(trained.folder, device="cpu", trust_code=True)
+    expected = features_in_training(trained, np.array(pack.images("train")))
+    assert np.array_equal(encoder.embed(tmp_path / "in"), expected)
+    assert np.array_equal(encoder.embed(pack.path), expected)
+
+
+def test_the_card_travels_in_the_file(trained: Run, tmp_path: Path) -> None:
+    """The file alone suffices."""
+    assert trained.folder is not None
+    shutil.copy(trained.folder / "encoder.safetensors", tmp_path)
+    card = read_card(tmp_path)
+    assert card["recipe"] == "digits/simsiam/finetune" and card["ptlf_version"] == ptlf.__version__
+    assert (card["image_size"], card["view_size"], card["mean"]) == (16, 16, [0.5, 0.5, 0.5])
+    assert ptlf.load_encoder(tmp_path, device="cpu", trust_code=True).card == card
+
+
+def without_card(run: Path, to: Path) -> Path:
+    shutil.copytree(run, to)
+    save_file(load_file(to / "encoder.safetensors"), to / "encoder.safetensors")
+    results = json.loads((run / "results.json").read_text()) | {"encoder_sha256": None}
+    (to / "results.json").write_text(json.dumps(results))
+    return to
+
+
+def test_a_run_without_a_card_is_rebuilt_from_its_settings(trained: Run, tmp_path: Path) -> None:
+    assert trained.folder is not None
+    old = ptlf.load_encoder(without_card(trained.folder, tmp_path / "old"), device="cpu", trust_code=True)
+    new = ptlf.load_encoder(trained.folder, device="cpu", trust_code=True)
+    pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
+    assert np.array_equal(old.embed(pixels), new.embed(pixels))
+    assert {key: new.card[key] for key in old.card} == old.card
+
+
+def test_columns_of_pnn_are_joined(tmp_path: Path) -> None:
+    config = tiny_config("digits/simsiam/pnn", encoder__name="conftest:tiny_resnet", training__epochs=1)
+    run = Run(config, tmp_path / "run")
+    run.train()
+    pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
+    encoder = ptlf.load_encoder(tmp_path / "run", device="cpu", trust_code=True)
+    assert encoder.feature_dim == 2 * 8
+    assert np.array_equal(encoder.embed(pixels), features_in_training(run, pixels))
+    old = ptlf.load_encoder(without_card(tmp_path / "run", tmp_path / "old"), device="cpu", trust_code=True)
+    assert np.array_equal(encoder.embed(pixels), old.embed(pixels)) and old.feature_dim == 16
+
+
+def test_views_smaller_than_the_images(tmp_path: Path) -> None:
+    run = Run(tiny_config(views__size=12, training__epochs=1), tmp_path / "run")
+    run.train()
+    pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
+    encoder = ptlf.load_encoder(tmp_path / "run", device="cpu", trust_code=True)
+    assert encoder.preprocess(pixels).shape == (4, 3, 12, 12)
+    assert np.array_equal(encoder.embed(pixels), features_in_training(run, pixels))
+
+
+def test_a_module_of_the_user_s_own(tmp_path: Path) -> None:
+    module = tiny_encoder()
+    run = Run(tiny_config(training__epochs=1), tmp_path / "run", encoder=module)
+    run.train()
+    with pytest.raises(UserError, match=r"made with a module of your own.*load_encoder\(.*encoder=module\)"):
+        ptlf.load_encoder(tmp_path / "run", trust_code=True)
+    again = ptlf.load_encoder(tmp_path / "run", encoder=tiny_encoder(), device="cpu")
+    pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
+    assert np.array_equal(again.embed(pixels), features_in_training(run, pixels))
+    with pytest.raises(UserError, match="not of an encoder like this one"):
+        ptlf.load_encoder(tmp_path / "run", encoder=torch.nn.Conv2d(3, 4, 3))
+
+
+def test_what_is_no_run(trained: Run, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no encoder.safetensors"):
+        ptlf.load_encoder(tmp_path)
+    (tmp_path / "encoder.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"encoder.safetensors cannot be read"):
+        ptlf.load_encoder(tmp_path)
+    assert trained.folder is not None
+    for change in ({"mean": [1]}, {"view_size": 0}, {"image_size": "big"}):
+        card = read_card(trained.folder) | change
+        save_file(load_file(trained.folder / "encoder.safetensors"), tmp_path / "x", {"ptlf": json.dumps(card)})
+        (tmp_path / "x").rename(tmp_path / "encoder.safetensors")
+        with pytest.raises(UserError, match=f"its metadata say {next(iter(change))}"):
+            ptlf.load_encoder(tmp_path)
+
+
+def test_code_that_a_folder_names_runs_only_if_trusted(trained: Run, tmp_path: Path) -> None:
+    """For a card, and for settings where there is none."""
+    assert trained.folder is not None
+    (tmp_path / "hostile.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef make(): pass\n")
+    shutil.copytree(trained.folder, tmp_path / "card")
+    card = read_card(trained.folder)
+    card["encoder"]["name"] = "hostile:make"
+    tensors = load_file(trained.folder / "encoder.safetensors")
+    save_file(tensors, tmp_path / "card" / "encoder.safetensors", {"ptlf": json.dumps(card)})
+    without = without_card(trained.folder, tmp_path / "settings")
+    text = (without / "config.yaml").read_text()
+    (without / "config.yaml").write_text(text.replace("conftest:tiny_encoder", "hostile:make"))
+    for folder in (tmp_path / "card", without):
+        with pytest.raises(UserError, match=r"'hostile:make' in .* names code.*trust"):
+            ptlf.load_encoder(folder)
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,216 @@
+"""A run that begins with an encoder that knows something: its memory is filled, it freezes at once, and what it knew
+is tested all along."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import StopsAt, tiny_config, tiny_encoder
+from sklearn.neighbors import KNeighborsClassifier
+
+from ptlf.cli import main
+from ptlf.core.errors import UserError
+from ptlf.run.config import Config
+from ptlf.run.loop import Run
+from ptlf.stream.datasets import digits
+from ptlf.training.process import Stopped
+
+KNOWN = [7, 8, 9]  # digits that the stream does not have
+
+
+def known_images(count: int = 90) -> tuple[np.ndarray, np.ndarray]:
+    data = digits()
+    chosen = np.flatnonzero(np.isin(data.train.labels, KNOWN))[:count]
+    return data.train.pixels[chosen], data.train.labels[chosen]
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Path:
+    images, labels = known_images()
+    np.savez(tmp_path / "known.npz", images=images, labels=labels)
+    return tmp_path / "known.npz"
+
+
+def config(method: str, known: Path, **more: Any) -> Config:
+    settings = {"memory__images": str(known), "memory__size": 32, "evaluation__gallery": False, **more}
+    return tiny_config(f"digits/simsiam/{method}", probes__knn_class__k=5, freezing__final=0.67, **settings)
+
+
+def filled(run: Run) -> Run:
+    run.fill_memory()
+    return run
+
+
+def test_the_memory_holds_a_sample(known: Path) -> None:
+    run = filled(Run(config("lump", known)))
+    memory, (images, _) = run.method.memory, known_images()
+    assert memory is not None and len(memory) == 32
+    stored = {image.tobytes() for image in memory.images[:32].numpy()}
+    assert len(stored) == 32 and stored <= {image.tobytes() for image in images}
+    # Each view is an augmentation of its image: nearer to it, in mean and place, than to the others.
+    views, plain = memory.views[:32].mean((2, 3)), run.prepare(memory.images[:32]).mean((2, 3))
+    assert torch.corrcoef(torch.stack((views[:, 0], plain[:, 0])))[0, 1] > 0.3
+    assert memory.count == int(memory.seen) == 90 * run.config.training.epochs
+    again = filled(Run(config("lump", known))).method.memory
+    assert again is not None and torch.equal(again.images, memory.images) and torch.equal(again.views, memory.views)
+    other = filled(Run(config("lump", known, seed=1))).method.memory
+    assert other is not None and not torch.equal(other.images, memory.images)
+
+
+def test_few_images_are_used_several_times(known: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "few.npy", known_images(5)[0])
+    memory = filled(Run(config("lump", tmp_path / "few.npy", training__epochs=3))).method.memory
+    assert memory is not None and len(memory) == 15 == memory.count
+    assert len({image.tobytes() for image in memory.images[:15].numpy()}) == 5
+    assert len({view.numpy().tobytes() for view in memory.views[:15]}) == 15
+
+
+def test_der_stores_the_encoder_s_vectors(known: Path) -> None:
+    run = Run(config("der", known))
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    filled(run)
+    memory = run.method.memory
+    assert memory is not None and all(
+        torch.equal(value, before[name]) for name, value in run.model.state_dict().items()
+    )
+    assert run.model.encoder.training
+    stored = memory.outputs[:32]
+    assert stored.std(0).gt(0).any() and stored.isfinite().all()
+    with torch.no_grad():  # of first views, which are others than the stored ones, but of the same images
+        unaugmented = run.model.encoder(run.prepare(memory.images[:32]))
+    assert torch.corrcoef(torch.stack((stored.mean(1), unaugmented.mean(1))))[0, 1] > 0
+
+
+def test_freezing_begins_with_the_first_task(known: Path) -> None:
+    run = Run(config("ptlf", known))
+    results = run.train()
+    first, second = results["freezing"]
+    assert (first["task"], second["task"]) == (1, 2)
+    assert first["ratios"] and first["events"] and first["directions"]
+    assert results["memory_images"] == {"path": str(known), "images": 90, "taken": 32}
+    empty = Run(config("ptlf", known, memory__images=None)).train()
+    assert [entry["task"] for entry in empty["freezing"]] == [2] and empty["memory_images"] is None
+
+
+def test_the_past_of_the_first_task_is_what_was_given(known: Path) -> None:
+    run = Run(config("ptlf", known))
+    seen: list[torch.Tensor] = []
+    correlate = run.correlate
+
+    def spy(indices: np.ndarray) -> Any:
+        assert run.method.memory is not None
+        seen.append(run.method.memory.past().clone())
+        return correlate(indices)
+
+    run.correlate = spy  # type: ignore[method-assign]
+    run.train()
+    given = {image.tobytes() for image in known_images()[0]}
+    assert len(seen[0]) == 32 and {image.tobytes() for image in seen[0].numpy()} <= given
+    assert not {image.tobytes() for image in seen[1].numpy()} <= given
+
+
+def test_a_policy_without_ratios_freezes_where_weights_are_given(tmp_path: Path) -> None:
+    torch.save(tiny_encoder().state_dict(), tmp_path / "w.pt")
+    settings = {"freezing__policy": "ascending", "freezing__final": 0.67, "evaluation__gallery": False}
+    given = Run(tiny_config(encoder__weights=str(tmp_path / "w.pt"), **settings)).train()
+    assert [entry["task"] for entry in given["freezing"]] == [1, 2]
+    plain = Run(tiny_config(**settings)).train()
+    assert [entry["task"] for entry in plain["freezing"]] == [2]
+    # Ratios need images of the past: without them the first task has none.
+    settings["freezing__policy"] = "correlation"
+    alone = Run(tiny_config(encoder__weights=str(tmp_path / "w.pt"), **settings)).train()
+    assert [entry["task"] for entry in alone["freezing"]] == [2]
+
+
+def test_lump_mixes_with_what_was_given(known: Path) -> None:
+    run = filled(Run(config("lump", known, method__mix_first_task=False)))
+    assert run.method.memory is not None
+    run.method.memory.begin_task()
+    assert all(float(run.method.draw(8)["lam"]) < 1 for _ in range(5))
+
+
+def test_a_stopped_run_needs_the_images_no_more(known: Path, tmp_path: Path) -> None:
+    whole = Run(config("ptlf", known), tmp_path / "whole")
+    whole.train()
+    settings = config("ptlf", known, checkpoint__every_steps=1)
+    with pytest.raises(Stopped):
+        Run(settings, tmp_path / "stopped").train(StopsAt(2))
+    known.unlink()
+    resumed = Run(settings, tmp_path / "stopped")
+    results = resumed.train(resume=True)
+    assert results["memory_images"]["images"] == 90
+    for mine, theirs in zip(resumed.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_method_without_a_memory_says_so(known: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run(config("finetune", known)).train()
+    assert "method 'finetune' keeps no memory; memory.images is not used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["memory.images", "evaluation.reference"])
+def test_images_that_are_not_there(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--recipe", "digits/simsiam/lump", f"--{key}", str(tmp_path / "none"), "--device", "cpu"]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 2
+    assert "none is neither a folder or file here nor a packed set" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_it_knew_is_tested_before_and_after_every_task(known: Path, tmp_path: Path) -> None:
+    settings = config("finetune", known, memory__images=None, evaluation__reference=str(known))
+    run = Run(settings, tmp_path / "run")
+    results = run.train()
+    reference = results["reference"]
+    assert reference["classes"] == ["7", "8", "9"] and (reference["bank"], reference["test"]) == (73, 17)
+    found = reference["probes"]["knn_class"]
+    assert len(found["after"]) == 2 and found["accuracy"] == found["after"][-1]
+    assert found["lost"] == pytest.approx(found["before"] - found["after"][-1])
+    # An independent kNN on the features of the trained encoder: every fifth image of a class is a test image.
+    images, labels = known_images()
+    run.model.encoder.eval()
+    with torch.no_grad():
+        features = run.model.encoder(run.prepare(torch.from_numpy(images))).numpy()
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    place = np.array([(labels[: i + 1] == label).sum() for i, label in enumerate(labels)])
+    test = place % 5 == 0
+    temperature = settings.probes["knn_class"].temperature  # type: ignore[attr-defined]
+    judge = KNeighborsClassifier(5, weights=lambda d: np.exp((1 - d**2 / 2) / temperature), metric="euclidean")
+    judge.fit(features[~test], labels[~test])
+    assert found["accuracy"] == pytest.approx(100 * judge.score(features[test], labels[test]))
+
+
+def test_the_reference_changes_nothing_that_is_trained(known: Path) -> None:
+    with_it, without = (
+        Run(config("lump", known, memory__images=None, evaluation__reference=path)) for path in (str(known), None)
+    )
+    assert with_it.train()["probes"] == without.train()["probes"]
+    for mine, theirs in zip(with_it.model.parameters(), without.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_reference_without_labels(known: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "plain.npy", known_images(6)[0])
+    with pytest.raises(UserError, match=r"plain\.npy has no labels"):
+        Run(config("finetune", known, evaluation__reference=str(tmp_path / "plain.npy")))
+
+
+def test_tables_and_page_show_it(known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--recipe", "digits/simsiam/finetune", "--stream.groups", "[[0, 1], [2, 3]]", "--device", "cpu"]
+    words += ["--training.epochs", "1", "--probes.knn_class.k", "5", "--evaluation.reference", str(known)]
+    assert main([*words, "--encoder.name", "conftest:tiny_encoder", "--out", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    found = results["reference"]["probes"]["knn_class"]
+    line = next(line for line in said.splitlines() if "knn_class what it knew before" in line)
+    assert f"{found['before']:.2f} → {found['accuracy']:.2f}" in line
+    last = [line for line in said.splitlines() if "│ task 2" in line][-1]
+    assert f"{found['after'][1]:.2f}" in last
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert 'id="known-knn_class"' in page and "What it knew before" in page
+    assert f'data-measure="reference.probes.knn_class.accuracy" data-value="{found["accuracy"]}"' in page
+    assert f"tested on what it knew before: {found['after'][1]:.2f}" in page

@@ -1,0 +1,127 @@
+"""A stream without labels: what can be seen of it, and labels that come later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_config
+from PIL import Image
+from sklearn.neighbors import KNeighborsClassifier
+
+import ptlf
+from ptlf.cli import main
+from ptlf.evaluation import gallery
+from ptlf.evaluation.spread import effective_rank
+from ptlf.run.loop import Run
+from ptlf.stream.datasets import digits
+from ptlf.stream.folders import pack_folder
+
+
+def save_digits(folder: Path, labels: list[int], start: int, count: int, *, by_class: bool) -> None:
+    data = digits()
+    for label in labels:
+        place = folder / str(label) if by_class else folder
+        place.mkdir(parents=True, exist_ok=True)
+        for index in np.flatnonzero(data.train.labels == label)[start : start + count]:
+            Image.fromarray(data.train.pixels[index]).save(place / f"{label}-{index:04}.png")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two days of unlabelled digits, packed in `data`, and labelled digits in a folder."""
+    root = tmp_path_factory.mktemp("world")
+    save_digits(root / "days" / "monday", [0, 1], 0, 40, by_class=False)
+    save_digits(root / "days" / "tuesday", [2, 3], 0, 40, by_class=False)
+    pack_folder(root / "days", root / "data", "days", size=16, folders="tasks", workers=1, progress=False)
+    save_digits(root / "labelled" / "train", [0, 1, 2, 3], 40, 30, by_class=True)
+    save_digits(root / "labelled" / "test", [0, 1, 2, 3], 80, 10, by_class=True)
+    words = ["train", "--recipe", "folder/simsiam/lump", "--stream.pack", "days", "--data-root", str(root / "data")]
+    words += ["--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2", "--training.batch", "40"]
+    assert main([*words, "--training.lr", "0.03", "--device", "cpu", "--out", str(root / "run")]) == 0
+    return root
+
+
+def test_features_are_measured_after_each_task(tmp_path: Path) -> None:
+    run = Run(tiny_config(training__epochs=1, evaluation__gallery=False), tmp_path / "run")
+    results = run.train()
+    assert [entry["task"] for entry in results["features"]] == [1, 2]
+    last, indices = results["features"][-1], run.stream.tasks[-1].train
+    images = torch.from_numpy(run.stream.data.train.pixels[indices])
+    assert last["images"] == len(images) <= 512
+    run.model.encoder.eval()
+    with torch.no_grad():
+        features = run.model.encoder(run.prepare(images))
+    assert last["effective_rank"] == pytest.approx(effective_rank(features), rel=1e-4)
+    assert Run(tiny_config(training__epochs=1, evaluation__enabled=False)).train()["features"] == []
+
+
+def test_the_record_and_the_page_of_an_unlabelled_stream(world: Path) -> None:
+    results = json.loads((world / "run" / "results.json").read_text())
+    assert results["probes"] == {} and len(results["features"]) == 2
+    assert all(1 <= entry["effective_rank"] <= 16 and 0 < entry["spread"] < 1 for entry in results["features"])
+    pictures = json.loads((world / "run" / "gallery.json").read_text())
+    assert pictures["labelled"] is False and pictures["labels"] == ["monday", "tuesday"]
+    page = (world / "run" / "report.html").read_text()
+    for words in ('id="losses"', 'id="effective_rank"', 'id="spread"', "Of the same task", "of another task where"):
+        assert words in page
+    for words in ("same class", "another class", "A test image"):
+        assert words not in page
+
+
+def test_a_labelled_stream_speaks_of_classes(tmp_path: Path) -> None:
+    assert Run(tiny_config(training__epochs=1), tmp_path / "run").train()
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Of the same class" in page and "of another class where" in page and 'id="losses"' in page
+
+
+def test_the_gallery_takes_a_sample(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gallery, "UNLABELLED_POOL", 30)
+    recipe = {"stream__groups": None, "stream__pack": "days", "data_root": str(world / "data")}
+    run = Run(tiny_config("folder/simsiam/finetune", **recipe, training__batch=40), world / "other")
+    assert run.gallery is not None
+    run.gallery.read()
+    assert len(run.gallery.pixels) == 30
+    assert np.bincount(run.gallery.groups).tolist() == [15, 15]
+
+
+def accuracy_by_hand(run: Path, labelled: Path, k: int) -> float:
+    """With scikit-learn, on what `load_encoder` gives."""
+    encoder = ptlf.load_encoder(run, device="cpu", trust_code=True)
+    parts = {}
+    for split in ("train", "test"):
+        files = sorted((labelled / split).rglob("*.png"))
+        features = encoder.embed(files)
+        parts[split] = features / np.linalg.norm(features, axis=1, keepdims=True), [file.parent.name for file in files]
+    judge = KNeighborsClassifier(k, weights=lambda d: np.exp((1 - d**2 / 2) / 0.1))
+    return 100 * judge.fit(*parts["train"]).score(*parts["test"])
+
+
+@pytest.mark.parametrize("form", ["folder", "pack", "name"])
+def test_labels_that_come_later(
+    world: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = world / "labelled"
+    if form != "folder":
+        pack = pack_folder(where, tmp_path, "later", size=16, workers=1, progress=False)
+        where = pack.path
+    root = ["--data-root", str(tmp_path)]  # the run's own images are not there
+    given = "later" if form == "name" else str(where)
+    settings = ["--probes.knn_class.k", "5", "--probes.knn_class.temperature", "0.1", "--device", "cpu"]
+    settings.append("--trust-code")
+    words = ["evaluate", str(world / "run"), "--probe", "knn_class", "--stream.labelled", given]
+    assert main([*words, *root, *settings]) == 0
+    said = capsys.readouterr().out
+    expected = accuracy_by_hand(world / "run", world / "labelled", 5)
+    assert f"{expected:.2f}" in said and expected > 50
+
+
+def test_other_settings_are_still_refused(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(world / "run"), "--stream.tasks", "2"]) == 2
+    assert "leave out --stream.tasks" in capsys.readouterr().err
+    assert main(["evaluate", str(world / "run"), "--stream.labelled", "nowhere", "--trust-code"]) == 2
+    assert "nowhere is neither" in capsys.readouterr().err
