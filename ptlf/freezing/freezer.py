@@ -315,6 +315,7 @@ class Freezer:
                 optimizer.state.update(state)
 
     def _cost(self, example: Any, loss: Loss | None, *, backward: bool = True) -> StepCost:
+        self.refresh()  # not among fake tensors, which have no values
         return step_cost(self.module, self.optimizers, example, self.folded, loss, backward=backward)
 
     def _still(self) -> list[Tensor]:

@@ -7,7 +7,6 @@ is folded into the layer before it. A ReLU needs one bit per element if nothing 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -141,12 +140,19 @@ def unpack(bits: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
     return flat.view(shape)
 
 
-@cache
+_WORDS: dict[torch.device, Tensor] = {}
+
+
 def _words(device: torch.device) -> Tensor:
     """(256,) int64: for each byte value, its eight bits as eight booleans of one byte each."""
+    if device in _WORDS:
+        return _WORDS[device]
     with torch.inference_mode(False):
         bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-        return bits.to(torch.bool).view(torch.int64).view(-1).to(device)
+        words = bits.to(torch.bool).view(torch.int64).view(-1).to(device)
+    if type(words) is Tensor:  # not a fake one
+        _WORDS[device] = words
+    return words
 
 
 def fold(layer: PlainLayer, norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.encoders.vit import ViT
+from ptlf.freezing import kernels
 from ptlf.freezing.estimate import parse_bytes, spoken_bytes, state_bytes
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.schedule import FreezeSchedule
@@ -343,6 +344,27 @@ def test_an_estimate_under_autocast_leaves_no_fake_weights_behind():
         model(x).float().sum().backward()
     assert low.now.kept_bytes < freezer.estimate(2, x).now.kept_bytes
     assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
+
+
+def test_an_estimate_leaves_no_fake_tensor_and_no_stale_weight_behind():
+    model, other, x = small().train(), small(1), images()
+    twin, freezer = copy.deepcopy(model), Freezer(model)
+    kernels._WORDS.clear()
+    freezer.freeze(2)
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            mine.copy_(theirs)
+    freezer.estimate(4, x)
+    freezer.freeze("stages.1")
+    twin.load_state_dict(model.state_dict())
+    plainly_frozen(twin, freezer_units(twin), set(freezer.frozen))
+    found, expected = gradients(model, x), gradients(twin, x)
+    assert {type(value) for value in [*found.values(), *kernels._WORDS.values()]} == {Tensor}
+    torch.testing.assert_close(found, expected)
+
+
+def freezer_units(model: nn.Module) -> list:
+    return Freezer(model, save_memory=False).units
 
 
 class Looks(nn.Module):
