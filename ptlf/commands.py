@@ -450,6 +450,5 @@ def data_list(data_root: str | None) -> None:
 
 def show_pack(pack: Pack) -> None:
     counts = ", ".join(f"{split.count} {name}" for name, split in pack.splits.items())
-    print(
-        f"{pack.name}: {counts} images of {pack.size} px ({pack.fit}), {len(pack.names)} {pack.folders}, in {pack.path}"
-    )
+    images = f"{counts} images of {pack.size} px{'' if pack.fit == 'crop' else f', {pack.fit}'}"
+    print(f"{pack.name}: {images}, {len(pack.names)} {pack.folders}, in {pack.path}")

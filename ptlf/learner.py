@@ -199,13 +199,14 @@ class Learner:
                 if incoming is not None:
                     if not self.exists:
                         self._fit(incoming, said)
-                    accepted = accept(self.folder, incoming)
+                    accepted, run = accept(self.folder, incoming), None
                     try:
                         run = self._build()
+                        self._train(run, watcher)
                     except BaseException:
-                        shutil.rmtree(accepted.path)
+                        if run is None or not run.prepared:
+                            shutil.rmtree(accepted.path)
                         raise
-                    self._train(run, watcher)
             finally:
                 clear(self.folder)
         return self.results

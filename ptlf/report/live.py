@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from ptlf.core.phases import Advance
 from ptlf.report.tables import percent
@@ -20,6 +21,13 @@ def tell(line: str) -> None:
     console.print(line, highlight=False, soft_wrap=True)
 
 
+class Percentage(TextColumn):
+    """Nothing where there is nothing to count."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.total is None else super().render(task)
+
+
 class Live(Watcher):
     """One bar: of the phase that the run is in, or of all steps of the stream, with loss, views per second, units
     frozen and time left. Without a terminal, lines: every phase that is new, the first and the last epoch of a task,
@@ -30,7 +38,7 @@ class Live(Watcher):
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
+            Percentage("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(),
             console=console,
@@ -43,7 +51,7 @@ class Live(Watcher):
 
     def begin(self, about: Sequence[str], tasks: int, epochs: int, units: int, frozen: int, done: int) -> None:
         self.tasks, self.epochs, self.units, self.frozen = tasks, epochs, units, frozen
-        console.print(f"{self.name}: " + "\n  ".join(about))
+        console.print(f"{self.name}: " + "\n  ".join(about), soft_wrap=self.progress.disable)
         self.progress.reset(self.bar, total=tasks * epochs, completed=done, visible=True, figures="")
         self.progress.start()
         self.begun, self.loss, self.place, self.rate = True, "", "", 0.0

@@ -19,7 +19,7 @@ from ptlf.run.inference import KEY, card_of
 from ptlf.run.looks import Looks
 from ptlf.run.results import append_line, keep_lines, write_json
 from ptlf.run.start import fill_memory, save_start
-from ptlf.run.state import STATE
+from ptlf.run.state import COMPARED, STATE
 from ptlf.run.watcher import Watcher
 from ptlf.training.checkpoint import Position
 from ptlf.training.engine import why_not_captured
@@ -40,6 +40,7 @@ class Run(Looks):
         folder = claimed(self.out, resume) if self.out and claim else contextlib.nullcontext()
         with folder, global_randomness, self.signals:
             self.prepare_folder(resume)
+            self.prepared = True
             if why := why_not_captured(self.config.training.engine, self.device):
                 processes.warn(f"ptlf: {why}: the step runs eagerly, not captured")
             self.tell_start()
@@ -171,8 +172,8 @@ class Run(Looks):
             return
         last = (self.checkpoints.last if self.checkpoints else None) or "the checkpoint"
         try:
-            check(state, STATE)
-        except ValueError as error:
+            check(state, STATE if state.get("settings") is None else STATE | COMPARED)
+        except (ValueError, AttributeError) as error:
             raise damaged(last, error, "remove that file to go on from the one before it") from None
         self.check_resumed(state)
         known = state.get("tasks", len(self.stream.tasks))
@@ -229,12 +230,11 @@ class Run(Looks):
         tasks, epochs, freezer = self.stream.tasks, self.config.training.epochs, self.freezing.freezer
         units, frozen = len(freezer.units), len(freezer.frozen)
         images = sum(len(task.train) for task in tasks)
-        data = f"{len(tasks)} tasks, {images} images of {self.stream.size} px, {epochs} epochs each"
+        many, each = "s" * (len(tasks) != 1), "s" * (epochs != 1)
+        data = f"{len(tasks)} task{many}, {images} images of {self.stream.size} px, {epochs} epoch{each} each"
         about = [f"{data}, {self.config.encoder.name} with {units} units, on {self.device}"]
         if self.weights and self.position == Position():
             about += self.weights.lines()
-        if self.gallery and not self.prober and self.position == Position():
-            about.append("first a look at the encoder as it is, for the report")
         if self.trainer.engine_kind != "eager":
             about.append("compiling the step: about a minute the first time on a machine, then seconds")
         if self.position != Position():

@@ -112,7 +112,7 @@ def append_line(path: Path, value: Json) -> None:
 def keep_lines(path: Path, values: Sequence[Json]) -> None:
     """Make the file hold exactly these lines. One that does, as after a clean end, is left alone."""
     text = "".join(json.dumps(value) + "\n" for value in values)
-    if not path.exists() or path.read_text() != text:
+    if not path.exists() or path.read_bytes() != text.encode():
         write_whole(path, text)
 
 

@@ -46,9 +46,9 @@ STATE: Json = {
         "reference?": {"*": [NUMBER]},
     },
     "settings?": dict,
-    "tasks?": COUNT,
-    "images?": [{"name": str, "count": int, "sha256": str}],
 }
+# What goes with `settings`, to compare.
+COMPARED: Json = {"tasks": COUNT, "images": [{"name": str, "count": int, "sha256": str}]}
 
 
 class State(Parts):
@@ -61,6 +61,7 @@ class State(Parts):
         self.epoch_state: EpochState | None = None  # of the epoch that runs
         self.clock = Stopwatch(self.device)
         self.record = Record()
+        self.prepared = False  # `train` has found the folder as it should be
         self.compiles = False  # the next step, since its operations changed
         self.variant = ""  # key of the step's operations as units are frozen now
         self.step_costs: dict[str, StepCost] = {}  # by variant
