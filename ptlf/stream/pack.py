@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -77,15 +77,23 @@ class Pack:
 
     def images(self, split: str) -> np.memmap:
         """(N, S, S, 3) uint8, memory-mapped, read-only."""
-        return np.load(self.path / self.split(split).images, mmap_mode="r")
+        return self.load(self.split(split).images, "r")
 
     def labels(self, split: str) -> np.ndarray:
         """(N,) int64: indices into `names`."""
-        file = self.path / self.split(split).labels
-        labels = np.load(file)
+        file, labels = self.path / self.split(split).labels, self.load(self.split(split).labels)
+        if labels.shape != (self.split(split).count,) or labels.dtype != np.int64:
+            raise UserError(f"{file} holds {labels.dtype} {labels.shape}; {way_out(self.name)}")
         if labels.min() < 0 or labels.max() >= len(self.names):
             raise UserError(f"{file} holds labels outside 0..{len(self.names) - 1}; {way_out(self.name)}")
         return labels
+
+    def load(self, name: str, mode: Literal["r"] | None = None) -> Any:
+        """The array in a file. mode: "r": memory-mapped."""
+        try:
+            return np.load(self.path / name, mmap_mode=mode)
+        except Exception as error:  # numpy can raise almost any exception on a malformed header
+            raise UserError(f"{self.path / name} cannot be read ({reason(error)}); {way_out(self.name)}") from None
 
 
 def data_root(option: str | None = None) -> Path:
@@ -168,11 +176,12 @@ def npy_problem(file: Path, shape: tuple[int, ...], dtype: type) -> str | None:
     found = file.stat().st_size
     try:
         with open(file, "rb") as opened:
-            np.lib.format.read_magic(opened)
+            if (version := np.lib.format.read_magic(opened)) != (1, 0):
+                raise ValueError(f"its version is {version}")
             actual, fortran, kind = np.lib.format.read_array_header_1_0(opened)
             expected = opened.tell() + int(np.prod(shape)) * np.dtype(dtype).itemsize
-    except (OSError, ValueError) as error:
-        return f"{file} ({found} bytes) is no readable .npy file ({error})"
+    except Exception as error:  # numpy can raise almost any exception on a malformed header
+        return f"{file} ({found} bytes) is no readable .npy file ({reason(error)})"
     if found != expected:
         return f"{file} has {found} bytes where {expected} are expected"
     if (actual, fortran, kind) != (shape, False, np.dtype(dtype)):

@@ -195,6 +195,9 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+SHAPED = {"momentum_buffer", "exp_avg", "exp_avg_sq"}  # state that has its parameter's shape
+
+
 def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
     """State by parameter name. Hyperparameters such as learning rates come from the settings and are left out."""
     return {names[p]: dict(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
@@ -209,6 +212,9 @@ def load_optimizer_state(
     optimizer.state.clear()
     for given, values in state.items():
         parameter = parameters[int(given)] if given.isdecimal() else known[given]
+        for name in SHAPED & values.keys():
+            if (shape := tuple(getattr(values[name], "shape", ()))) != tuple(parameter.shape):
+                raise ValueError(f"optimizer.{given}.{name} is {shape}, the parameter {tuple(parameter.shape)}")
         optimizer.state[parameter] = {name: like(parameter, value) for name, value in values.items()}
 
 
