@@ -29,10 +29,10 @@ lint: $(VENV)/.test-installed  ## style and types
 	$(BIN)/mypy
 
 test: lint  ## lint, types and all tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 
 check: lint  ## lint, types and the quick tests, in about a minute
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow"
 
 test-gpu: $(VENV)/.test-installed  ## the tests that run on a GPU
 	$(BIN)/pytest -m gpu
