@@ -155,8 +155,8 @@ def paired_rows(comparison: Comparison) -> list[tuple[Measure, list[tuple[Group,
 
 def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """What is wrong, and of what."""
-    for folder, reason in comparison.damaged.items():
-        yield folder.name, f" is left out: {reason}."
+    for folder, why in comparison.damaged.items():
+        yield folder.name, f" is left out: {why}."
     for group in comparison.groups:
         if group.state:
             yield group.label, f" is {group.state}; it is shown as far as it got."
