@@ -2,7 +2,7 @@
 
     python benchmarks/encoders_gpu.py                          # a GPU, timm: ViT-S/16, ConvNeXt-T; our ResNet-50
     python benchmarks/encoders_gpu.py --compile                # and the ResNet-50 compiled, with inductor's own fusion
-    python benchmarks/encoders_gpu.py --device cpu --source hf --batch 2 --repeats 3     # bytes; seconds mean little
+    python benchmarks/encoders_gpu.py --device cpu --source hf --batch 2 --repeats 0     # only bytes and FLOPs
 
 A step is forward, backward and AdamW on noise, under bfloat16 autocast on a GPU and in float32 on a CPU. A row per
 network, frozen units (none, the first third, the middle third, in data order) and way: bytes kept for backward, what
@@ -30,6 +30,7 @@ from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, re
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
+MEASURED = ("kept_bytes", "backward_flops", "milliseconds")
 SETS = ("nothing", "first third", "middle third")
 
 
@@ -113,6 +114,9 @@ class Bench:
         if count:
             held = [*self.model.parameters(), *self.model.buffers(), *folded()]
             row = {"kept_bytes": kept_bytes(loss, exclude=held), "backward_flops": backward_flops(loss())}
+        if not self.repeats:
+            self.model.zero_grad()
+            return row
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, 1e-4, fused=self.device.type == "cuda")
 
@@ -185,12 +189,12 @@ def main() -> None:
         if arguments.compile and name == "resnet50":
             found += bench.compiled_rows()
         for row in found:
-            ratios = {f"{key}_ratio": row[key] / found[0][key] for key in ("kept_bytes", "milliseconds") if key in row}
-            if row["peak_bytes"]:
+            ratios = {f"{key}_ratio": row[key] / found[0][key] for key in MEASURED if key in row}
+            if row.get("peak_bytes"):
                 ratios["peak_bytes_ratio"] = row["peak_bytes"] / found[0]["peak_bytes"]
             rows.append({"network": name, **row, **ratios})
-            shown = {key: round(value, 3) for key, value in ratios.items()}
-            print(f"{name:12} {row['frozen']:14} {row['way']:32} {row['milliseconds']:9.1f} ms  {shown}", flush=True)
+            shown = {key: round(value, 3) for key, value in {**row, **ratios}.items() if isinstance(value, float)}
+            print(f"{name:12} {row['frozen']:14} {row['way']:32} {shown}", flush=True)
         del bench, found
         gc.collect()
     settings = {key: str(value) for key, value in vars(arguments).items() if key != "out"}

@@ -39,7 +39,6 @@ from ptlf.stream import StreamConfig
 from ptlf.stream.arrivals import (
     accept,
     arrivals,
-    check_arrays,
     checksum,
     clear,
     pack_incoming,
@@ -327,8 +326,6 @@ class Learner:
         return finished
 
     def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Pack:
-        if isinstance(source, np.ndarray):
-            source = check_arrays({"images": source}, "the array")
         size, own = self.size, None
         if self.exists:
             stream = make_stream(self.config, self.folder)

@@ -132,7 +132,8 @@ def digs(source: str, own: set[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
+# The objects that other libraries hand to a callback have their types there.
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("ptlf.integrations.")])
 def test_no_room_is_reached_behind_an_untyped_parameter(name: str, own: set[str]) -> None:
     assert digs(MODULES[name].read_text(), own) == []
 

@@ -35,6 +35,27 @@ def test_the_guide_runs_and_is_short(tmp_path) -> None:
     assert lines[1].count("'") == 4  # two of three units
 
 
+def test_the_calls_of_the_freezer_run(tmp_path) -> None:
+    (code,) = blocks(ROOT / "docs" / "freezer.md", "python")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1 of 3 units frozen"
+
+
+def test_figures_of_frozen_encoders_are_those_of_the_benchmark() -> None:
+    rows = json.loads((ROOT / "results" / "bench" / "encoders-cpu.json").read_text())["rows"]
+    text = (ROOT / "docs" / "freezer.md").read_text()
+    pairs: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        pairs.setdefault((row["network"], row["frozen"]), {})[row["way"]] = f"{row['kept_bytes_ratio']:.2f}"
+        said = row.get("estimated_kept_bytes", row["kept_bytes"]), row.get("estimated_flops", row["backward_flops"])
+        assert said == pytest.approx((row["kept_bytes"], row["backward_flops"]), rel=0.03)
+    for (network, frozen), found in pairs.items():
+        if frozen != "nothing":
+            plain, ours = found["requires_grad_(False)"], found["ptlf.Freezer"]
+            assert f"| {network} | {frozen} | {plain} | {ours} |" in text
+
+
 def test_a_run_s_encoder_is_read_as_the_guide_says(tmp_path) -> None:
     (code,) = blocks(ROOT / "docs" / "guide.md", "py")
     Run(tiny_config(encoder__name="resnet18-mini", training__epochs=1), tmp_path / "runs" / "one").train()

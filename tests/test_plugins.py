@@ -244,4 +244,4 @@ def test_installed_packages_register_theirs_through_entry_points(tmp_path) -> No
         ]
     )
     assert "ptlf: warning: method 'lump' of package torn is left out: there is another method of that name" in warnings
-    assert len(warnings) == 3
+    assert sum("is left out" in warning for warning in warnings) == 3

@@ -73,10 +73,10 @@ class Registry(MutableMapping[str, T], Generic[T]):
             return self[name]
         if not isinstance(name, str) or ":" not in name:
             raise unknown(self.noun, name, self)
-        check_trusted(self.noun, name)
         module, _, attribute = name.partition(":")
         if module in self.prefixes:
             return self.prefixes[module](attribute)
+        check_trusted(self.noun, name)
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # as `python -m` does
         try:
@@ -84,6 +84,10 @@ class Registry(MutableMapping[str, T], Generic[T]):
         except Exception as error:
             raise UserError(f"{self.noun} {shown(name)} cannot be imported: {error}") from None
         return self._checked(found, name)
+
+    def names_code(self, name: str) -> bool:
+        """Whether the name is "package.module:attribute", and not one of a prefix."""
+        return ":" in name and name.partition(":")[0] not in self.prefixes
 
     def __getitem__(self, name: str) -> T:
         return self._members[name] if name in self._members else self._all()[name]

@@ -52,10 +52,14 @@ def hf_entry(path: str) -> EncoderEntry:
         if not where.exists():
             raise UserError(f"hf:{path} names no folder or config.json here")
         folder = where if where.is_dir() else where.parent
-        settings = transformers.AutoConfig.from_pretrained(where, local_files_only=True)
+        here = {
+            "local_files_only": True,
+            "trust_remote_code": False,
+        }  # no download, no code in the folder
+        settings = transformers.AutoConfig.from_pretrained(where, **here)
         has_weights = where.is_dir() and any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
         if has_weights:
-            model = transformers.AutoModel.from_pretrained(where, config=settings, local_files_only=True)
+            model = transformers.AutoModel.from_pretrained(where, config=settings, **here)
         else:
             if config.image_size and hasattr(settings, "image_size"):
                 settings.image_size = config.image_size

@@ -251,7 +251,8 @@ class Freezer:
         fold = patched and not self.batch_statistics and unit.name in self._foldable
         # A shard (of fully_shard) holds only a part of the weight between forwards.
         fold = fold and kernels.is_plain_batch_norm(norm) and not hasattr(layer.weight, "full_tensor")
-        if patched:
+        # PyTorch itself keeps no input for a linear layer's frozen weight: without a norm there is nothing to gain.
+        if fold or (patched and isinstance(layer, nn.Conv2d)):
             self._patch(record, layer, FrozenLayer, norm if fold else None)
         for held in unit.norms:
             if not isinstance(held, BATCH_NORMS | INSTANCE_NORMS) or held.running_mean is None:

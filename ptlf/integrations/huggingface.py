@@ -1,11 +1,14 @@
 """A callback for the Trainer of Hugging Face that freezes units as training goes on, also after a resume."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptlf.integrations.plan import FreezingPlan
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 try:
     from transformers import TrainerCallback
@@ -33,17 +36,11 @@ class FreezingCallback(TrainerCallback, ExportableState):
         self.plan = FreezingPlan(*args, **kwargs)
 
     def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any = None,
-        optimizer: Any = None,
-        train_dataloader: Any = None,
-        **others: Any,
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **others: Any
     ) -> None:
-        kept = (state.stateful_callbacks or {}).get(type(self).__name__)
-        if state.global_step > 0 and kept:
+        model: nn.Module = others["model"]
+        states: Any = state.stateful_callbacks or {}
+        if state.global_step > 0 and (kept := states.get(type(self).__name__)):
             self.plan.load((kept[0] if isinstance(kept, list) else kept)["attributes"])
         total = state.num_train_epochs if self.plan.by == "epoch" else state.max_steps
         device = next(model.parameters()).device
@@ -52,17 +49,23 @@ class FreezingCallback(TrainerCallback, ExportableState):
             moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
             return model(**moved)["loss"]
 
-        self.plan.begin(model, [optimizer], int(total) or None, loss_fn, lambda: train_dataloader)
+        self.plan.begin(model, [others["optimizer"]], int(total) or None, loss_fn, lambda: others["train_dataloader"])
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_epoch_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **others: Any
+    ) -> None:
         if self.plan.by == "epoch":
             self.plan.at(int(state.epoch or 0))
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_step_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **others: Any
+    ) -> None:
         if self.plan.by == "step":
             self.plan.at(state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_train_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **others: Any
+    ) -> None:
         self.plan.end()
 
     def state(self) -> dict[str, Any]:

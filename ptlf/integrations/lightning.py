@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ptlf.integrations.plan import FreezingPlan
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
 
 try:
     from lightning.pytorch import Callback
@@ -30,7 +33,7 @@ class FreezingCallback(Callback):
         super().__init__()
         self.plan = FreezingPlan(*args, **kwargs)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         wrapped = trainer.strategy.model
         if isinstance(wrapped, DistributedDataParallel) and not wrapped.find_unused_parameters:
             raise ValueError("units freeze under DDP only with Trainer(strategy='ddp_find_unused_parameters_true')")
@@ -54,15 +57,17 @@ class FreezingCallback(Callback):
         total = total if isinstance(total, int) and total > 0 else None
         self.plan.begin(pl_module, trainer.optimizers, total, loss_fn, new, trainer.strategy.broadcast)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         if self.plan.by == "epoch":
             self.plan.at(trainer.current_epoch)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
+    ) -> None:
         if self.plan.by == "step":
             self.plan.at(trainer.global_step)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
         if stage == "fit":
             self.plan.end()
 

@@ -46,9 +46,10 @@ class Config:
 
 def resume_command(folder: Path, config: Config) -> str:
     """What to type to go on with the run in the folder."""
-    names = [config.stream.name, config.encoder.name, config.objective.name, config.method.name, *config.probes]
+    names = [config.stream.name, config.objective.name, config.method.name, *config.probes]
     names += [config.freezing.policy.name, config.training.optimizer.name]
-    return f"ptlf train --resume {folder}{' --trust-code' if any(':' in name for name in names) else ''}"
+    code = ENCODERS.names_code(config.encoder.name) or any(":" in name for name in names)
+    return f"ptlf train --resume {folder}{' --trust-code' if code else ''}"
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.randomness import Randomness, derived_seed
+from ptlf.encoders import ENCODERS
 from ptlf.evaluation import Gallery, Prober
 from ptlf.run import build
 from ptlf.run.config import Config
@@ -30,7 +31,8 @@ class Parts:
         stream: Stream | None = None,
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
-        self.own_encoder = encoder is not None or ":" in config.encoder.name  # which may come with weights
+        own = ENCODERS.names_code(config.encoder.name) or config.encoder.name.startswith("hf:")
+        self.own_encoder = encoder is not None or own  # which may come with weights
         self.config, self.folder = config, Path(out) if out else None
         self.encoder_given = encoder is not None
         self.out = self.folder if processes.is_first() else None  # where this process writes

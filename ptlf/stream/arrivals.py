@@ -4,23 +4,19 @@ import functools
 import os
 import re
 import shutil
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
-from ptlf.stream.decode import BATCH_BYTES, Fit, ImageFile, square
 from ptlf.stream.disk import disk_errors, files_below
-from ptlf.stream.folders import PackOptions, pack_files, pack_folder, subfolders
-from ptlf.stream.given import pack_images
-from ptlf.stream.pack import Pack, natural, open_pack, read_manifest, write_pack
+from ptlf.stream.folders import subfolders
+from ptlf.stream.given import own_side, pack_images
+from ptlf.stream.pack import Pack, natural, open_pack, read_manifest
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, exam
 
 TASKS, INCOMING = "tasks", ".incoming"
@@ -136,19 +132,9 @@ def with_arrivals(stream: Stream, packs: Sequence[Pack]) -> Stream:
     return replace(stream, tasks=tuple(tasks), eval_splits=tuple(splits), **known)
 
 
-class Arrays(NamedTuple):
-    """Images in memory: (N, H, W, 3) uint8, and for each, if known, the number of its class in `names`."""
-
-    images: np.ndarray
-    labels: np.ndarray | None = None
-    test_images: np.ndarray | None = None
-    test_labels: np.ndarray | None = None
-    names: Sequence[str] = ()
-
-
 def pack_incoming(
     folder: Path,
-    source: Path | str | Arrays | Sequence[Any],
+    source: Any,
     name: str | None,
     size: int | None,
     *,
@@ -159,42 +145,25 @@ def pack_incoming(
 ) -> Pack:
     """Pack what SOURCE holds as the next task of the run in `folder`, in a place where `arrivals` does not see it yet.
 
-    A folder of images, at any depth, is a task without labels. With a `train` folder that holds a folder per class, or
-    with `test_fraction`, it has labels. A packed set (its folder, or its name in `root`) and an .npz are taken as they
-    are; a list or a data set as `given.pack_images` does.
-    size: of the images in pixels; None: that of a packed set or array, else `default_size`.
+    SOURCE is what `given.pack_images` takes, or the name of a packed set in `root`. A folder of images, at any depth,
+    is a task without labels; with a `train` folder that holds a folder per class, or with `test_fraction`, it has them.
+    size: of the images in pixels; None: that of a packed set or of arrays, else `default_size`.
     options: of `PackOptions`.
     """
-    number, incoming = len(arrivals(folder)) + 1, folder / TASKS / INCOMING
-    fit = PackOptions(**options).fit
-    if isinstance(source, Arrays):
-        place = f"{number:04}-{file_name(name or 'images')}"
-        made = Pack(incoming / place, size or square_size(source.images), "tasks", (), fit=fit)
-        return pack_arrays(source, made)
-    if not isinstance(source, str | os.PathLike):
-        target = incoming / f"{number:04}-{file_name(name or 'images')}"
-        return pack_images(source, target, size or default_size, test_fraction=test_fraction, **options)
-    given = find_pack(Path(source), root)
-    path = given.path if given else Path(source)
-    place = f"{number:04}-{file_name(name or (path.stem if path.is_file() else path.resolve().name))}"
-    target, told = incoming / place, str(path.resolve())
-    if test_fraction and (given or path.is_file()):
-        raise UserError(f"--test-fraction is for a folder per class, and {source} is none; leave it out")
-    if given:
-        return pack_again(given, target, size)
-    if path.is_file():
-        arrays = read_npz(path)
-        made = Pack(target, size or square_size(arrays.images), "tasks", (), source=told, fit=fit)
-        return pack_arrays(arrays, made)
-    size = size or default_size
-    with disk_errors(path):
-        if test_fraction or ((path / "train").is_dir() and subfolders(path / "train")):
-            return pack_folder(path, incoming, place, size=size, test_fraction=test_fraction, **options)
-        files = [ImageFile(0, str(file)) for file in files_below(path)]
-    if not files:
-        raise UserError(f"{path} holds no images")
-    described = Pack(target, size, "tasks", (task_name_of(place),), source=told)
-    return pack_files(described, {"train": files}, PackOptions(**options))
+    number, word, labelled = len(arrivals(folder)) + 1, "images", None
+    if isinstance(source, str | os.PathLike):
+        found = find_pack(Path(source), root)
+        source = path = found.path if found else Path(source)
+        word = path.stem if path.is_file() else path.resolve().name
+        if found:
+            check_pack(found, size)
+            options["fit"] = found.fit
+        elif path.is_dir():
+            with disk_errors(path):
+                labelled = bool(test_fraction or ((path / "train").is_dir() and subfolders(path / "train")))
+    target = folder / TASKS / INCOMING / f"{number:04}-{file_name(name or word)}"
+    size = size or own_side(source) or default_size
+    return pack_images(source, target, size, labelled=labelled, test_fraction=test_fraction, **options)
 
 
 def accept(folder: Path, incoming: Pack) -> Pack:
@@ -241,10 +210,6 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "task"
 
 
-def task_name_of(place: str) -> str:
-    return place.partition("-")[2]
-
-
 def find_pack(source: Path | str, root: Path) -> Pack | None:
     """The packed set that SOURCE is: its folder, or its name in `root`. None if SOURCE is another folder or file."""
     path = Path(source)
@@ -257,71 +222,8 @@ def find_pack(source: Path | str, root: Path) -> Pack | None:
     raise UserError(f"there is no folder or file {source}, and no packed set of that name in {root}")
 
 
-def pack_again(pack: Pack, target: Path, size: int | None) -> Pack:
-    """A copy of a packed set."""
+def check_pack(pack: Pack, size: int | None) -> None:
     if size not in (None, pack.size):
         raise UserError(f"{pack.name} has images of {pack.size} px, not {size}; pack it again with --size {size}")
     if "train" not in pack.splits:
         raise UserError(f"{pack.name} has no training images; pack it again with a train folder")
-    chunks = {
-        split: (found.count, blocks(pack.images(split), pack.labels(split))) for split, found in pack.splits.items()
-    }
-    return write_pack(replace(pack, path=target, splits={}, source=str(pack.path.resolve())), chunks)
-
-
-def pack_arrays(arrays: Arrays, pack: Pack) -> Pack:
-    """Images of another size are made square as those of files are."""
-    pairs = {"train": (arrays.images, arrays.labels), "test": (arrays.test_images, arrays.test_labels)}
-    names = tuple(arrays.names)
-    if arrays.labels is None:
-        names, pairs = (task_name_of(pack.name),), {"train": (arrays.images, np.zeros(len(arrays.images), np.int64))}
-    elif not names:
-        names = tuple(map(str, range(1 + int(max(labels.max() for _, labels in pairs.values() if labels is not None)))))
-    chunks = {
-        split: (len(images), blocks(images, labels, pack.size, pack.fit))
-        for split, (images, labels) in pairs.items()
-        if images is not None and labels is not None
-    }
-    return write_pack(replace(pack, folders="classes" if arrays.labels is not None else "tasks", names=names), chunks)
-
-
-def blocks(images: np.ndarray, labels: np.ndarray, size: int | None = None, fit: Fit = "crop") -> Iterator[Chunk]:
-    step = max(1, BATCH_BYTES // max(1, images[0].nbytes))
-    for start in range(0, len(images), step):
-        part = np.asarray(images[start : start + step])
-        if size is not None and part.shape[1:3] != (size, size):
-            part = np.stack([np.asarray(square(Image.fromarray(image), size, fit)) for image in part])
-        yield part, labels[start : start + step]
-
-
-def square_size(images: np.ndarray) -> int:
-    return int(min(images.shape[1:3]))
-
-
-def read_npz(path: Path) -> Arrays:
-    """`images` (N, H, W, 3) uint8; `labels` (N,), `test_images`, `test_labels` and `names` if they are there."""
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            if not isinstance(stored, np.lib.npyio.NpzFile):
-                raise ValueError("it holds one array")
-            found = {name: stored[name] for name in Arrays._fields if name in stored.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is no folder of images, packed set or readable .npz: {error}") from None
-    return check_arrays(found, str(path))
-
-
-def check_arrays(found: Mapping[str, Any], where: str) -> Arrays:
-    """As described by `Arrays`, or a sentence."""
-    if "images" not in found:
-        raise UserError(f"{where} holds no array `images`; store them as np.savez(FILE, images=...)")
-    for images, labels in (("images", "labels"), ("test_images", "test_labels")):
-        if (pixels := found.get(images)) is None:
-            continue
-        if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] != 3:
-            raise UserError(f"{images} of {where} must be uint8 (N, H, W, 3), and is {pixels.dtype} {pixels.shape}")
-        if not len(pixels):
-            raise UserError(f"{where} holds no {images.replace('_', ' ')}")
-        given = found.get(labels)
-        if given is not None and (given.shape != (len(pixels),) or given.dtype.kind not in "iu" or given.min() < 0):
-            raise UserError(f"{labels} of {where} must be one whole number from 0 for each of {len(pixels)} images")
-    return Arrays(**{**found, "names": [str(name) for name in found.get("names", ())]})

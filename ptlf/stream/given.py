@@ -30,6 +30,7 @@ from ptlf.stream.task import Dataset, Images
 
 IMAGE_KEYS, LABEL_KEYS = ("image", "img"), ("label", "labels", "fine_label")  # of rows that are dictionaries
 # Arrays of an .npz file: (images, labels) by split, as numpy users, MedMNIST and Keras name them.
+# `names`, if it is there, has the classes that labels number.
 ARRAYS = {
     "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("arr_0", "arr_1")),
     "test": (("test_images", "test_labels"), ("x_test", "y_test")),
@@ -460,6 +461,14 @@ def given_folder(path: Path) -> dict[str, Given]:
     return {split: part(tree) for split, tree in trees.items()}
 
 
+def own_side(images: Any) -> int | None:
+    """The shorter side, in pixels, of the first image of a packed set or of arrays; files say nothing of the others."""
+    if isinstance(images, str | os.PathLike) and is_plain_folder(Path(images)):
+        return None
+    first = next(iter(given(images)["train"].read())).image
+    return min(sorted(first.shape)[-2:]) if isinstance(first, np.ndarray | torch.Tensor) else None
+
+
 def is_plain_folder(path: Path) -> bool:
     return path.is_dir() and not (path / "pack.json").is_file()
 
@@ -512,6 +521,7 @@ def given_npz(path: Path) -> dict[str, Given]:
     except (OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is no readable .npz file: {error}") from None
     found: dict[str, Given] = {}
+    classes = [str(name) for name in npz_rows(path, "names")] if "names" in inside else None
     for split, choices in ARRAYS.items():
         pair = next(((images, labels) for images, labels in choices if images in inside), None)
         if pair is None:
@@ -520,7 +530,7 @@ def given_npz(path: Path) -> dict[str, Given]:
         count = header_of(path, images)[0][0]
         part = Given(count, partial(npz_images, path, images))
         if labels in inside:
-            part = labelled_rows(part, plain_labels(np.array(list(npz_rows(path, labels)))))
+            part = labelled_rows(part, named_labels(path, labels, classes))
         found[split] = part
     if "train" not in found:
         wanted = quoted(images for images, _ in ARRAYS["train"])
@@ -530,6 +540,17 @@ def given_npz(path: Path) -> dict[str, Given]:
         if found["test"].names != names:
             raise UserError(f"{path} has other classes in its test images than in its training images")
     return found
+
+
+def named_labels(path: Path, member: str, names: Sequence[str] | None) -> list[Any]:
+    """The labels in an .npz file; with `names`, the names that they number."""
+    labels = plain_labels(np.array(list(npz_rows(path, member))))
+    if names is None:
+        return labels
+    try:
+        return [None if label is None else names[int(label)] for label in labels]
+    except (IndexError, ValueError):
+        raise UserError(f"{path}: array {member!r} has labels that {len(names)} names do not name") from None
 
 
 def header_of(path: Path, member: str) -> tuple[tuple[int, ...], np.dtype]:

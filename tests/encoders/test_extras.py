@@ -11,6 +11,7 @@ from conftest import tiny_config
 from torch import nn
 
 from ptlf.core.errors import UserError
+from ptlf.core.registry import settings_from
 from ptlf.encoders import ENCODERS, as_encoder, feature_dim
 from ptlf.encoders.extras import Pooled
 from ptlf.freezing.freezer import Freezer
@@ -147,6 +148,21 @@ def test_a_hugging_face_configuration_gives_random_weights_for_the_size_of_the_i
     assert torch.equal(encoder.state_dict()[key], same[key]) and not torch.equal(same[key], other[key])
     with pytest.raises(UserError, match=r"hf:nowhere names no folder or config\.json here"):
         make("hf:nowhere", 16)
+
+
+def test_a_hugging_face_folder_runs_no_code_and_needs_no_trust(tmp_path: Path, monkeypatch) -> None:
+    """The name stands in a run's config.yaml; the folder's config.json names code beside it."""
+    monkeypatch.chdir(tmp_path)
+    tiny_hugging("vit").config.save_pretrained(tmp_path / "safe")
+    with settings_from(tmp_path / "config.yaml"):
+        assert make(f"hf:{tmp_path / 'safe'}", 16)(torch.zeros(2, 3, 16, 16)).shape == (2, 16)
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    (hostile / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Evil"}}))
+    (hostile / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UserError):
+        make(f"hf:{hostile}", 16)
+    assert not (tmp_path / "ran").exists()
 
 
 def raw_hugging() -> nn.Module:

@@ -354,6 +354,8 @@ def test_an_estimate_leaves_no_fake_tensor_and_no_stale_weight_behind():
     with torch.no_grad():
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
+    model.double(), twin.double()  # the folded weights are not of this type yet
+    x = x.double()
     freezer.estimate(4, x)
     freezer.freeze("stages.1")
     twin.load_state_dict(model.state_dict())

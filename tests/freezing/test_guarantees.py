@@ -368,7 +368,9 @@ def test_train_and_eval_mode_and_no_grad(name):
 
 
 def test_every_row_of_the_table_names_its_test():
-    text = (Path(__file__).parent.parent.parent / "docs" / "freezer.md").read_text()
+    root = Path(__file__).parent.parent.parent
+    text = (root / "docs" / "freezer.md").read_text()
     rows = re.findall(r"^\|.*\| `(test_\w+)` \|$", text, re.MULTILINE)
     tests = {name for name in globals() if name.startswith("test_")} - {"test_every_row_of_the_table_names_its_test"}
     assert sorted(rows) == sorted(tests)
+    assert set(re.findall(r"`(test_[a-z]\w+)`", (root / "README.md").read_text())) <= tests

@@ -195,7 +195,7 @@ def test_a_trace_of_every_stage(capsys, tmp_path: Path) -> None:
     assert [file.name for file in folder.iterdir()] == ["frozen-2.json.gz"]
     (row,) = json.loads(figures.read_text())["rows"]
     assert [kernel["ms"] for kernel in row["kernels"]] == sorted((k["ms"] for k in row["kernels"]), reverse=True)
-    assert "convolution_backward" in capsys.readouterr().out
+    assert row["kernels"][0]["name"][:20] in capsys.readouterr().out
 
 
 def test_more_frozen_than_there_is(capsys) -> None:

@@ -131,7 +131,7 @@ class Interrupted(Live):
 
 
 def trained(shown: str) -> int:
-    return shown.count("task 2/2")
+    return shown.count("task 2 of 2 learnt")
 
 
 def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ def test_the_rate_is_set_in_place(lr) -> None:
 def test_gradients_are_clipped_to_the_norm_that_is_set(tiny):
     """Against gradients scaled by hand; a norm below the bound stays as it is."""
     gradients = {}
-    for clip in (None, 0.01, 1e9):
+    for clip in (None, 0.01, 1e6):
         run = Run(tiny(training__clip=clip, training__batch=32))
         next(run.trainer.epoch(run.stream.tasks[0].train, 0, run.trainer.begin_epoch()))
         parameters = [p for group in run.trainer.optimizer.param_groups for p in group["params"]]
@@ -318,4 +318,4 @@ def test_gradients_are_clipped_to_the_norm_that_is_set(tiny):
     norm = gradients[None].norm()
     assert norm > 0.1
     torch.testing.assert_close(gradients[0.01], gradients[None] * 0.01 / norm, rtol=1e-4, atol=1e-9)
-    assert torch.equal(gradients[1e9], gradients[None])
+    assert torch.equal(gradients[1e6], gradients[None])
