@@ -47,7 +47,6 @@ ALL = (
         (iter(["stages.1", "stem.conv"]), (ALL[0], *ALL[3:])),
         ([], ()),
     ],
-    ids=repr,
 )
 def test_units_are_chosen_as_people_write_them(wanted, expected):
     freezer = Freezer(small())
@@ -78,7 +77,6 @@ def test_a_prefix_ends_at_a_dot():
         (1.5, TypeError, "not by a float"),
         (["stem.conv", "nothing"], ValueError, "unknown unit 'nothing'"),
     ],
-    ids=repr,
 )
 def test_what_means_no_unit_is_refused_and_nothing_happens(wanted, error, message):
     freezer = Freezer(small())
