@@ -175,7 +175,7 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     if not results["probes"]:
         later = f"`ptlf evaluate {folder} --stream.labelled PACK` takes labels that come later"
         console.print(f"not evaluated: no labelled test images (or evaluation.enabled is false); {later}")
-    console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors")
+    console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors", soft_wrap=True)
 
 
 def show_rows(console: Console, kind: str, title: str, rows: list[Json]) -> None:
