@@ -82,11 +82,8 @@ class Learner:
         settings: sections, as training={"epochs": 20}, or keys, as **{"training.epochs": 20}; also seed and device.
             Batch and epochs, where they are not given, are chosen with the first task.
         """
-        given: dict[str, Any] = {}
-        if encoder is not None:
-            given["encoder"] = {"name": encoder if isinstance(encoder, str) else "given"}
-        for name, value in settings.items():
-            given = merge(Config, given, nested(name, value))
+        named = {"encoder.name": encoder if isinstance(encoder, str) else "given"} if encoder is not None else {}
+        given = gathered({**named, **settings})
         values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
         module = encoder if isinstance(encoder, nn.Module) else None
         self._begin(from_dict(values), out, size, module, free_settings(given))
@@ -110,9 +107,7 @@ class Learner:
         settings: `device` and evaluation={"tasks": ...} may change; all others are the run's own.
         """
         learner, folder = cls.__new__(cls), Path(folder)
-        given: dict[str, Any] = {}
-        for name, value in settings.items():
-            given = merge(Config, given, nested(name, value))
+        given = gathered(settings)
         if changed := [name for name in flatten(given) if name not in MAY_CHANGE]:
             raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}")
         values = read_yaml(folder / "config.yaml")
@@ -275,9 +270,7 @@ class Learner:
         probes: which; default: those of the run. settings: of `probes` and `evaluation`.
         labelled: test on these images, a packed set or a folder per class, in place of the run's own.
         """
-        given: dict[str, Any] = {}
-        for name, value in settings.items():
-            given = merge(Config, given, nested(name, value))
+        given = gathered(settings)
         config = from_dict(merge(Config, as_dict(self.config), given))
         if labelled is not None:
             return evaluate_labelled(self.folder, config, str(labelled), probes, self._start())[0]
@@ -386,6 +379,14 @@ def appearance(folder: Path) -> list[tuple[str, int, int]]:
     with disk_errors(folder):
         stats = [(str(file), file.stat()) for file in files_below(folder)]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def gathered(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections and dotted keys, as Python gives them, as one nested dictionary."""
+    given: dict[str, Any] = {}
+    for name, value in settings.items():
+        given = merge(Config, given, nested(name, value))
+    return given
 
 
 def refuse_twin(incoming: Pack, learnt: Sequence[Pack]) -> None:

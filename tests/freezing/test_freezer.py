@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import Last
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -439,15 +440,6 @@ def test_transformers_models_freeze():
         transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     )
     for inner, size in ((vit, 16), (resnet, 32)):
-
-        class Last(nn.Module):
-            def __init__(self, inner: nn.Module) -> None:
-                super().__init__()
-                self.inner = inner
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.inner(x).last_hidden_state
-
         model = with_statistics(Last(inner.train())).double()
         x = images(2, size, torch.float64)
         freezer = Freezer(model, example=x)

@@ -37,8 +37,7 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
             title += f" (medians of {size} epochs)"
         drawing.text(left, top - 6, title, "ink", size=TINY + 1.5, bold=True)
         y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
-        for start in range(0, tasks * epochs, 2 * epochs):
-            drawing.rect(x(start + 0.5), y.end, x(epochs) - x(0), y.start - y.end, "empty", opacity=0.45)
+        shade_tasks(drawing, x, y, tasks, epochs)
         grid_y(drawing, y, x.start, x.end, most=4)
         if len(lines) == 2 and comparison.baseline and stepped and all(series for _, series in lines):
             corners = [[(x(place), y(value)) for place, value in steps(series)] for _, series in lines]
@@ -46,12 +45,23 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
         for group, series in lines:
             draw_line(drawing, group, series, x, y, stepped=stepped)
         top += height + 34
-    for task in range(1, tasks + 1):
-        if tasks <= 10 or task % 2 or width > 400:
-            words = f"task {task}" if (width - left) / tasks > 44 else str(task)
-            drawing.text(x((task - 0.5) * epochs + 0.5), top - 18, words, "soft", size=TINY, anchor="middle")
+    name_tasks(drawing, x, top - 18, tasks, epochs)
     drawing.height = top - 8
     return drawing
+
+
+def shade_tasks(drawing: Drawing, x: Scale, y: Scale, tasks: int, epochs: int) -> None:
+    """Every second task of a panel over all epochs."""
+    for start in range(0, tasks * epochs, 2 * epochs):
+        drawing.rect(x(start + 0.5), y.end, x(epochs) - x(0), y.start - y.end, "empty", opacity=0.45)
+
+
+def name_tasks(drawing: Drawing, x: Scale, height: float, tasks: int, epochs: int) -> None:
+    """Below the panels; every second one where there is no room for all."""
+    for task in range(1, tasks + 1):
+        if tasks <= 10 or task % 2 or drawing.width > 400:
+            words = f"task {task}" if (drawing.width - x.start) / tasks > 44 else str(task)
+            drawing.text(x((task - 0.5) * epochs + 0.5), height, words, "soft", size=TINY, anchor="middle")
 
 
 def mean_line(group: Group, key: str, unit: float, epochs: int) -> Series:

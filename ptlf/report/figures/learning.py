@@ -2,7 +2,7 @@
 
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, line_chart, padded
-from ptlf.report.figures.cost import Series, draw_line, thinned
+from ptlf.report.figures.cost import Series, draw_line, name_tasks, shade_tasks, thinned
 from ptlf.report.runs import Comparison, Group, means
 
 FEATURES = {
@@ -38,16 +38,12 @@ def loss_curves(comparison: Comparison, width: float) -> Drawing | None:
             continue
         drawing.text(left, top - 6, name, "ink", size=TINY + 1.5, bold=True)
         y = Scale(*padded(known, least=1e-9), top + height, top)
-        for start in range(0, tasks * epochs, 2 * epochs):
-            drawing.rect(x(start + 0.5), y.end, x(epochs) - x(0), y.start - y.end, "empty", opacity=0.45)
+        shade_tasks(drawing, x, y, tasks, epochs)
         grid_y(drawing, y, x.start, x.end, most=4)
         for group, series in lines:
             draw_line(drawing, group, series, x, y, stepped=False)
         top += height + 34
-    for task in range(1, tasks + 1):
-        if tasks <= 10 or task % 2 or width > 400:
-            words = f"task {task}" if (width - left) / tasks > 44 else str(task)
-            drawing.text(x((task - 0.5) * epochs + 0.5), top - 18, words, "soft", size=TINY, anchor="middle")
+    name_tasks(drawing, x, top - 18, tasks, epochs)
     drawing.height = top - 8
     return drawing
 
