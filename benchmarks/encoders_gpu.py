@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--networks", nargs="+", help="only these: vit-s16, convnext-t, resnet50")
     parser.add_argument("--compile", action="store_true", help="also the ResNet-50 compiled, which takes minutes")
     parser.add_argument("--tiny", action="store_true", help="small networks, to try the script")
     parser.add_argument("--out", type=Path)
@@ -184,6 +185,8 @@ def main() -> None:
     images = torch.randn(arguments.batch, 3, arguments.size, arguments.size, device=device)
     rows: list[Row] = []
     for name, make in networks(arguments.source, arguments.size, arguments.tiny).items():
+        if arguments.networks and name not in arguments.networks:
+            continue
         bench = Bench(make, images, arguments.repeats)
         found = list(bench.rows())
         if arguments.compile and name == "resnet50":

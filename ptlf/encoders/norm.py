@@ -44,6 +44,23 @@ def takes_views_in_one_pass(encoder: nn.Module) -> bool:
     return bool(batch_norms) and all(isinstance(norm, ViewBatchNorm2d) for norm in batch_norms)
 
 
+@torch.no_grad()
+def is_rowwise(encoder: nn.Module, example: Tensor) -> bool:
+    """Whether the vectors of example[:1] are the same beside two other images, in train mode. Networks with batch norms
+    are not tried: their running statistics would move."""
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in encoder.modules()):
+        return False
+    first, *others = torch.randn_like(example[:1].expand(3, -1, -1, -1)).split(1)
+    was_training = encoder.training
+    vectors = []
+    for other in others:
+        with torch.random.fork_rng([example.device] if example.is_cuda else []):
+            torch.manual_seed(0)  # the same dropout
+            vectors.append(encoder.train()(torch.cat((first, other)))[:1])
+    encoder.train(was_training)
+    return torch.allclose(*vectors, rtol=1e-4, atol=1e-6)
+
+
 class SharedStatistics(nn.modules.batchnorm._BatchNorm):
     """BatchNorm over the batch of all processes on CPUs, where SyncBatchNorm does not run. Shards have equal size."""
 

@@ -18,6 +18,7 @@ from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
 from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim
 from ptlf.encoders.encoder import SizedConfig
+from ptlf.encoders.norm import is_rowwise
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
@@ -148,7 +149,10 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
     half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
     fast = choose_engine(config.training.engine, device) != "eager"
     accelerator = CompiledParts(config.training.batch) if fast else Accelerator()
-    return Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
+    model = Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
+    if fast and not hasattr(encoder, "rowwise"):
+        encoder.rowwise = is_rowwise(encoder, torch.empty(1, 3, size, size, device=device))  # type: ignore[assignment]
+    return model
 
 
 def check_memory(config: Config, encoder: nn.Module, views: int, view_size: int, device: torch.device) -> None:

@@ -1,12 +1,15 @@
 """The parts of a training step through compiled code: heads, losses, augmentation, and the encoder.
 
-On a GPU our residual networks run through `ptlf.training.fused_resnet`, where a freeze leaves nothing to compile. Other
-encoders are compiled once for every set of frozen units; the compiled code is reused for the rest of the process, and
-by the compiler's own cache on disk.
+On a GPU our residual networks run through `ptlf.training.fused_resnet`, where a freeze leaves nothing to compile. Of
+other encoders the repeated blocks are compiled: all blocks of a kind share their code, with a variant for each way
+their units freeze. An encoder without such blocks is compiled as a whole, once for every set of frozen units. Compiled
+code is reused for the rest of the process, and by the compiler's own cache on disk.
 """
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -39,13 +42,19 @@ class CompiledParts(Accelerator):
     def encode(self, encoder: nn.Module, images: Tensor) -> Tensor:
         if images.is_cuda and has_triton() and fused_resnet.can_fuse(encoder):
             return fused_resnet.forward(encoder, images)
-        return encoder(images, self.segment) if getattr(encoder, "segmented", False) else self.segment(encoder, images)
+        if getattr(encoder, "segmented", False):
+            return encoder(images, self.segment)
+        if not (blocks := repeated_blocks(encoder)) or len(images) % self.batch:
+            return self.segment(encoder, images)
+        with through(self.block, blocks):
+            return encoder(images)
 
     def segment(self, module: nn.Module, x: Tensor) -> Tensor:
-        if len(x) % self.batch:
-            return module(x)
+        return self.block(module, x) if len(x) % self.batch == 0 else module(x)
+
+    def block(self, module: nn.Module, *arguments: Any, **named: Any) -> Any:
         try:
-            return compiled(call_forward)(module, variant(module), x)
+            return compiled(call_forward)(module, variant(module), *arguments, **named)
         except torch._dynamo.exc.Unsupported as error:
             why = str(error).strip().splitlines()[0]
             name = type(module).__name__
@@ -68,8 +77,30 @@ def rows_of(arguments: tuple[Any, ...]) -> int:
     raise TypeError(f"none of the arguments is a tensor or a list of tensors: {[type(a).__name__ for a in arguments]}")
 
 
-def call_forward(module: nn.Module, variant: str, x: Tensor) -> Tensor:
-    return module.forward(x)
+def repeated_blocks(encoder: nn.Module) -> list[nn.Module]:
+    """The modules, made of others, that stand in a list beside another of their type; the innermost of them."""
+    found = []
+    for parent in encoder.modules():
+        if isinstance(parent, nn.Sequential | nn.ModuleList):
+            kinds = Counter(type(child) for child in parent.children())
+            found += [child for child in parent.children() if kinds[type(child)] > 1 and any(child.children())]
+    return [block for block in found if not any(other in found for other in list(block.modules())[1:])]
+
+
+@contextmanager
+def through(call: Callable[..., Any], modules: list[nn.Module]) -> Iterator[None]:
+    """Calls of these modules go through `call(module, ...)`, by the attribute in which torch keeps compiled forwards."""
+    for module in modules:
+        module._compiled_call_impl = functools.partial(call, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module._compiled_call_impl = None
+
+
+def call_forward(module: nn.Module, variant: str, *arguments: Any, **named: Any) -> Any:
+    return module.forward(*arguments, **named)
 
 
 def variant(module: nn.Module) -> str:

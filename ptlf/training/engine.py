@@ -181,4 +181,5 @@ def is_scarce(device: torch.device) -> bool:
 @functools.cache
 def capturing_stream(device: torch.device) -> torch.cuda.Stream:
     """Shared by all engines: cuBLAS and cuDNN keep a workspace per stream."""
-    return torch.cuda.Stream(device)
+    import os
+    return torch.cuda.Stream(device, priority=int(os.environ.get('PTLF_PRIORITY', 0)))

@@ -13,6 +13,7 @@ from ptlf.encoders.norm import ViewBatchNorm2d
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, fold, frozen_conv2d
 from ptlf.methods.pnn import Columns
+from ptlf.training import weight_gradients
 
 Twice = tuple[Tensor, Tensor]  # the same activations twice: for the next layer and for the shortcut
 Term = Tensor | None  # (N, C, H, W) or (C,), added before the ReLU
@@ -170,8 +171,11 @@ class Forward:
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
         """Without the bias. A FrozenLayer saves only its weight for backward."""
-        saves_memory = isinstance(layer.__dict__.get("forward"), FrozenLayer)
-        return (frozen_conv2d if saves_memory else F.conv2d)(x, self.weights[layer], None, layer.stride, layer.padding)  # type: ignore[arg-type]
+        weight, settings = self.weights[layer], (layer.stride, layer.padding)
+        if isinstance(layer.__dict__.get("forward"), FrozenLayer):
+            return frozen_conv2d(x, weight, None, *settings)  # type: ignore[arg-type]
+        beside = weight.requires_grad and weight is not layer.weight  # then `cast` joins them
+        return weight_gradients.conv2d(x, weight, *settings) if beside else F.conv2d(x, weight, None, *settings)  # type: ignore[arg-type]
 
     def norm_relu(
         self, x: Tensor, norm: ViewBatchNorm2d, residual: Term = None, extra: Term = None,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ptlf.freezing.kernels import input_gradient
+from ptlf.training import weight_gradients
 
 # How backward gets the ReLU mask: no ReLU; recomputed from the norm's input; from the ReLU's output; from packed bits.
 NONE, BY_INPUT, BY_OUTPUT, BY_BITS = 0, 1, 2, 3
@@ -325,6 +326,7 @@ class _Cast(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [grad for grad in grads if grad is not None]
+        weight_gradients.join(given[0].device)
         cast = [torch.empty_like(grad, dtype=ctx.dtype) for grad in given]
         torch._foreach_copy_(cast, given)
         back = iter(cast)
