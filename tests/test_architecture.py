@@ -26,7 +26,7 @@ methods: memory method cassle der finetune lump pnn si methods
 freezing: units kernels correlation kept select schedule timetable estimate following freezer savings
 freezing: policy policies progressive freezing
 integrations: integrations plan lightning huggingface
-training: training checkpoint triton_bn fused_resnet compiled cost distributed engine
+training: training checkpoint triton_bn fused_resnet triton_views compiled cost distributed engine
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
@@ -97,7 +97,7 @@ def own_attributes() -> set[str]:
     known = {name for kind in (dict, list, str, bytes, object, np.ndarray, torch.Tensor) for name in dir(kind)}
     names = set()
     for name in MODULES:
-        if name != "ptlf.__main__" and not name.endswith("triton_bn"):
+        if name != "ptlf.__main__" and ".triton_" not in name:
             __import__(name)
             for value in vars(sys.modules[name]).values():
                 if inspect.isclass(value) and value.__module__.startswith("ptlf."):

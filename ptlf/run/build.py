@@ -148,7 +148,8 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
     wanted = config.training.precision
     half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
     fast = choose_engine(config.training.engine, device) != "eager"
-    accelerator = CompiledParts(config.training.batch) if fast else Accelerator()
+    layout = on_gpu(config.training.channels_last, device)
+    accelerator = CompiledParts(config.training.batch, channels_last=layout) if fast else Accelerator()
     model = Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
     if fast and not hasattr(encoder, "rowwise"):
         encoder.rowwise = is_rowwise(encoder, torch.empty(1, 3, size, size, device=device))  # type: ignore[assignment]

@@ -1,5 +1,6 @@
 """The parts of a training step through compiled code: heads, losses, augmentation, and the encoder.
 
+On a GPU views of up to 64 px are made by a Triton kernel, `ptlf.training.triton_views`; larger ones are compiled.
 On a GPU our residual networks run through `ptlf.training.fused_resnet`, where a freeze leaves nothing to compile. Of
 other encoders the repeated blocks are compiled: all blocks of a kind share their code, with a variant for each way
 their units freeze. An encoder without such blocks is compiled as a whole, once for every set of frozen units. Compiled
@@ -21,18 +22,20 @@ from ptlf.core.errors import UserError
 from ptlf.encoders import norm
 from ptlf.model import Accelerator
 from ptlf.training import fused_resnet
+from ptlf.views import apply_view
 
 BACKEND = "inductor"
 
 
 class CompiledParts(Accelerator):
     """Compiles what is called with full batches: a multiple of `batch` rows. An epoch's last, smaller batch runs as it
-    is: it would be compiled again for every size."""
+    is: it would be compiled again for every size. Triton kernels take any number of rows."""
 
     takes_views_in_one_pass = staticmethod(norm.takes_views_in_one_pass)
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, *, channels_last: bool = False) -> None:
+        """channels_last: the layout of the views that the Triton kernel writes."""
+        self.batch, self.channels_last = batch, channels_last
         # A part has a variant per frozen set. Running out of variants must be an error, not a silent eager run.
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, 1024)
@@ -61,6 +64,12 @@ class CompiledParts(Accelerator):
             raise UserError(f"{name} cannot be compiled ({why}); use --training.engine eager") from error
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if function is apply_view and arguments[0].is_cuda and has_triton():
+            from ptlf.training import triton_views  # needs Triton
+
+            images, _, view, size = arguments
+            if triton_views.can_apply(images, view, size):
+                return triton_views.apply_view(*arguments, channels_last=self.channels_last)
         if rows_of(arguments) % self.batch:
             return function(*arguments)
         if isinstance(function, MethodType):  # compile the function, so that the object can be freed
