@@ -92,7 +92,7 @@ def settings(view: View, height: int, width: int, size: int) -> dict[str, Any]:
 
 
 def floats(values: Iterable[float]) -> tuple[float, ...]:
-    """Triton's compiler does not subtract a float from an integer in a tuple."""
+    """Triton 3.6 does not subtract a float from an integer that stands in a tuple."""
     return tuple(map(float, values))
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -120,16 +123,16 @@ def test_padding_of_other_sizes(height: int, width: int, size: int) -> None:
     check(images_of(4, height, width), drawn(4), View(padding=4), size)
 
 
-def test_all_attempts_at_a_crop() -> None:
-    """Boxes that fit at the first attempt, at a later one, and at none."""
-    view, images, u = View(crop_scale=(0.6, 1.0), crop_ratio=(0.4, 1.6), **RAW), images_of(12, 12, 20), drawn(12, 1)
+@pytest.mark.parametrize(("height", "width", "ratio"), [(12, 20, (0.4, 1.2)), (20, 12, (1 / 1.2, 2.5))])
+def test_all_attempts_at_a_crop(height: int, width: int, ratio: tuple[float, float]) -> None:
+    """Boxes that fit at the first attempt, at a later one, and at none: then it is centred, along the long side."""
+    view, u = View(crop_scale=(0.4, 1.0), crop_ratio=ratio, **RAW), drawn(12, 1)
     u[:3, :ATTEMPTS] = 0.999
-    area = 240 * (0.6 + 0.4 * u[:, :ATTEMPTS])
-    ratio = 0.4 * 4 ** u[:, ATTEMPTS : 2 * ATTEMPTS]
-    fits = ((area / ratio).sqrt().round() <= 12) & ((area * ratio).sqrt().round() <= 20)
+    area, ratios = 240 * (0.4 + 0.6 * u[:, :ATTEMPTS]), ratio[0] * 3 ** u[:, ATTEMPTS : 2 * ATTEMPTS]
+    fits = ((area / ratios).sqrt().round() <= height) & ((area * ratios).sqrt().round() <= width)
     attempts = {int(row.nonzero()[0]) if row.any() else None for row in fits}
     assert {None, 0} < attempts and len(attempts) > 3
-    check(images, u, view, 12)
+    check(images_of(12, height, width), u, view, 12)
 
 
 def test_half_a_pixel_is_rounded_to_even() -> None:
@@ -189,6 +192,33 @@ def test_what_is_left_to_the_compiler() -> None:
         triton_views.apply_view(images, drawn(3), View(), 16)
     with pytest.raises(ValueError, match="uint8"):
         triton_views.apply_view(images.float(), drawn(2), View(), 16)
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from ptlf.training.triton_views import _apply_view, settings
+from ptlf.views import View
+
+colours = {"jitter": 1, "brightness": 1, "contrast": 0.5, "saturation": 1, "hue": 0.1}
+view = View(crop_scale=(0.5, 1), crop_ratio=(1, 2), **colours, blur=1, blur_sigma=(1, 2.5), blur_kernel=3, solarise=1,
+            interpolation="bicubic", mean=(0, 0.5, 1), std=(1, 0.5, 2))
+for view in (view, View(padding=2)):
+    constants = settings(view, 12, 16, 16)
+    options = {"num_warps": constants.pop("num_warps")}
+    types = {"images": "*u8", "uniforms": "*fp32", "out": "*fp32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in _apply_view.arg_names}
+    places = {(_apply_view.arg_names.index(name),): value for name, value in constants.items()}
+    kernel = compile(ASTSource(_apply_view, signature, places), GPUTarget("cuda", 90, 32), options)
+    assert ".entry _apply_view" in kernel.asm["ptx"]
+"""
+
+
+def test_triton_compiles_it(tmp_path) -> None:
+    """For a GPU that need not be there: the interpreter takes more than the compiler does, such as integers here."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_step_takes_its_views_from_the_kernel(monkeypatch) -> None:
