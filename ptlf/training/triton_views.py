@@ -83,8 +83,8 @@ def settings(view: View, height: int, width: int, size: int) -> dict[str, Any]:
         "HEIGHT": height,
         "WIDTH": width,
         "SIZE": size,
-        "ROWS": taps[0],
-        "COLUMNS": taps[1],
+        "DOWN": taps[0],
+        "ACROSS": taps[1],
         "PIXELS": pixels,
         "UNIFORMS": UNIFORMS_PER_VIEW,
         "num_warps": min(16, max(1, pixels // 128)),
@@ -103,7 +103,7 @@ def _apply_view(
     bicubic: tl.constexpr, flip: tl.constexpr, jitter: tl.constexpr, brightness: tl.constexpr, contrast: tl.constexpr,
     saturation: tl.constexpr, hue: tl.constexpr, grey: tl.constexpr, blur: tl.constexpr, sigma: tl.constexpr,
     radius: tl.constexpr, solarise: tl.constexpr, mean: tl.constexpr, std: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
     PIXELS: tl.constexpr, UNIFORMS: tl.constexpr,
 ):  # fmt: skip
     """One image. PIXELS: SIZE * SIZE, rounded up to a power of 2; a channel is a vector of that length."""
@@ -120,7 +120,7 @@ def _apply_view(
     mirrored = tl.where(_happens(u, FLIP, flip), SIZE - 1 - column, column)
     red, green, blue = _crop(
         images + image * (HEIGHT * WIDTH * 3), row, mirrored, inside, top, left, h, w, bicubic, HEIGHT, WIDTH, SIZE,
-        ROWS, COLUMNS,
+        DOWN, ACROSS,
     )  # fmt: skip
     if jitter > 0 and _happens(u, JITTER, jitter):
         red, green, blue = _jitter(red, green, blue, u, inside, brightness, contrast, saturation, hue, SIZE)
@@ -202,21 +202,21 @@ def _padded_corner(u, padding: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.con
 @triton.jit
 def _crop(
     image, row, column, inside, top, left, h, w, bicubic: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """The three channels in [0, 1], resized from the box. Every output pixel reads ROWS x COLUMNS pixels of the image,
+    """The three channels in [0, 1], resized from the box. Every output pixel reads DOWN x ACROSS pixels of the image,
     of which those outside the box have weight 0."""
     y, y_start, y_stop, y_centre, y_narrow = _window(row, top, h, bicubic, HEIGHT, SIZE)
     x, x_start, x_stop, x_centre, x_narrow = _window(column, left, w, bicubic, WIDTH, SIZE)
-    y_norm = _norm(y, y_start, y_stop, y_centre, y_narrow, bicubic, ROWS)
-    x_norm = _norm(x, x_start, x_stop, x_centre, x_narrow, bicubic, COLUMNS)
+    y_norm = _norm(y, y_start, y_stop, y_centre, y_narrow, bicubic, DOWN)
+    x_norm = _norm(x, x_start, x_stop, x_centre, x_narrow, bicubic, ACROSS)
     corner = image + (top.to(tl.int32) * WIDTH + left.to(tl.int32)) * 3
     zero = y_centre * 0.0
     red, green, blue = zero, zero, zero
-    for i in range(ROWS):
+    for i in range(DOWN):
         in_row = inside & (y + i >= y_start) & (y + i < y_stop)
         r, g, b = zero, zero, zero
-        for j in range(COLUMNS):
+        for j in range(ACROSS):
             used = in_row & (x + j >= x_start) & (x + j < x_stop)
             weight = _weight(x + j, x_start, x_stop, x_centre, x_narrow, bicubic) * x_norm
             at = corner + ((y + i) * WIDTH + x + j) * 3
