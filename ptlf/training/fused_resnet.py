@@ -4,10 +4,12 @@ Compared with torch.compile it makes fewer passes over memory, and compiles noth
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ptlf.encoders.norm import ViewBatchNorm2d
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
@@ -78,12 +80,28 @@ def forward(encoder: nn.Module, images: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(images.device.type)
     with torch.autocast(images.device.type, enabled=False):
         if not isinstance(encoder, Columns):
-            return torch.mean(Forward(encoder, dtype).stages(images)[-1], dim=(2, 3))  # type: ignore[arg-type]
+            return _Pool.apply(Forward(encoder, dtype).stages(images)[-1])  # type: ignore[arg-type]
         maps: list[list[Tensor]] = []  # by column, by stage
         for index, column in enumerate(used_columns(encoder)):
             with torch.set_grad_enabled(torch.is_grad_enabled() and index == encoder.current):
                 maps.append(Forward(column, dtype).stages(images, encoder.laterals[index], maps))  # type: ignore[arg-type]
-        return torch.mean(maps[-1][-1], dim=(2, 3))
+        return _Pool.apply(maps[-1][-1])
+
+
+class _Pool(torch.autograd.Function):
+    """The mean over the pixels, (N, C, H, W) to (N, C). Its gradient is made channels-last at once; autograd's is
+    divided after it was expanded, and then copied to that layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return torch.mean(x, dim=(2, 3))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        each = grad / (ctx.shape[2] * ctx.shape[3])
+        return each[:, :, None, None].expand(ctx.shape).contiguous(memory_format=torch.channels_last)
 
 
 class Forward:
