@@ -5,7 +5,7 @@ captured again, unless a graph of the same step with the same units frozen was k
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +21,7 @@ from ptlf.training import graph_nodes
 
 Body = Callable[[Batch], dict[str, Tensor]]
 Addresses = tuple[int, ...]  # of every tensor that a step reads or writes beside its batch
+Pieces = frozenset[Hashable]  # the kernels of a step: two steps that have a piece in common use the same ones there
 ENGINES = ("auto", "eager", "compiled", "captured")
 WARM_UP = 3  # steps run uncaptured at first: they compile and pick algorithms
 KEPT = 64  # variants whose graphs are kept
@@ -55,8 +56,11 @@ class Engine:
         with self.arithmetic():
             return self.body(batch.to(self.device))
 
-    def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
-        """The body's operations have changed. A graph is reused only if variant and tensor addresses match."""
+    def rebuild(self, variant: str, addresses: Addresses = (), pieces: Pieces | None = None) -> None:
+        """The body's operations have changed. A graph is reused only if variant and tensor addresses match.
+
+        pieces: what the new step consists of, None where unknown.
+        """
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -95,8 +99,11 @@ class CapturedEngine(Engine):
         self.kept: dict[str, tuple[Addresses, dict[int, Captured]]] = {}  # by variant, the latest last
         self.captured: dict[int, Captured] = {}  # those of the variant at work, by batch size
         self.batches: dict[Layout, Batch] = {}  # what they read
+        self.pieces: Pieces | None = None
+        self.run_before: dict[int, set[Hashable]] = {}  # pieces of steps that ran uncaptured, by batch size
 
-    def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
+    def rebuild(self, variant: str, addresses: Addresses = (), pieces: Pieces | None = None) -> None:
+        self.pieces = pieces
         if is_scarce(self.device):
             self.kept = {}
         before, captured = self.kept.pop(variant, (addresses, {}))
@@ -124,8 +131,9 @@ class CapturedEngine(Engine):
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())
-        if mine.graph is None and mine.steps < (1 if self.has_graphs() else WARM_UP):
+        if mine.graph is None and mine.steps < self.warm_up(len(batch)):
             mine.steps += 1
+            self.run_before.setdefault(len(batch), set()).update(self.pieces or ())
             return self.uncaptured(batch.to(self.device))
         fixed = self.fixed(batch)
         if mine.graph is None:
@@ -135,6 +143,12 @@ class CapturedEngine(Engine):
         assert mine.graph is not None
         mine.graph.replay()
         return mine.losses
+
+    def warm_up(self, size: int) -> int:
+        """Steps to run uncaptured first, which compile kernels and choose algorithms: none if all were used before."""
+        if not self.has_graphs():
+            return WARM_UP
+        return int(self.pieces is None or not self.pieces <= self.run_before.get(size, set()))
 
     def fixed(self, batch: Batch) -> Batch:
         """The batch copied into the static input tensors that all graphs of its layout read."""

@@ -3,7 +3,7 @@
 Compared with torch.compile it makes fewer passes over memory, and compiles nothing when a unit freezes or thaws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,17 @@ def units(encoder: ResNet) -> list[Layers]:
         if isinstance(block.shortcut, nn.Sequential):
             found.append(tuple(block.shortcut))  # type: ignore[arg-type]
     return found
+
+
+def pieces(encoder: nn.Module) -> frozenset[Hashable]:
+    """What decides the kernels of each module in a step: whether it trains or is replaced, and the first module that
+    trains, because only after it a gradient flows. Upstream of a module is all that is listed before its block."""
+    entries = [
+        (type(m.__dict__.get("forward")), *(p.requires_grad for p in m._parameters.values() if p is not None))
+        for m in encoder.modules()
+    ]
+    first = next((index for index, entry in enumerate(entries) if any(entry[1:])), None)
+    return frozenset((index, entry, first) for index, entry in enumerate(entries))
 
 
 def branch(block: Block) -> list[tuple[Layers, nn.ReLU]]:
