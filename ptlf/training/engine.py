@@ -119,15 +119,16 @@ class CapturedEngine(Engine):
     def arithmetic(self, batch: Batch | None = None) -> Iterator[None]:
         """Float32 products (the heads) use TF32. Shapes never change, so the fastest algorithms are looked for, but not
         for an epoch's last, smaller batch."""
-        before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
-        torch.backends.cudnn.benchmark = batch is None or len(batch) == self.full
+        cudnn = torch.backends.cudnn
+        before = cudnn.benchmark, cudnn.benchmark_limit, torch.get_float32_matmul_precision()
+        cudnn.benchmark, cudnn.benchmark_limit = batch is None or len(batch) == self.full, 0  # 0: all algorithms
         torch.set_float32_matmul_precision("high")
         try:
             with super().arithmetic():
                 yield
         finally:
-            torch.backends.cudnn.benchmark = before[0]
-            torch.set_float32_matmul_precision(before[1])
+            cudnn.benchmark, cudnn.benchmark_limit = before[:2]
+            torch.set_float32_matmul_precision(before[2])
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())
