@@ -26,7 +26,8 @@ methods: memory method cassle der finetune lump pnn si methods
 freezing: units kernels correlation kept select schedule timetable estimate following freezer savings
 freezing: policy policies progressive freezing
 integrations: integrations plan lightning huggingface
-training: training checkpoint triton_bn fused_resnet triton_views compiled cost distributed engine
+training: training checkpoint weight_gradients triton_bn fused_resnet triton_views compiled cost distributed
+training: graph_nodes engine
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread

@@ -50,15 +50,15 @@ def is_rowwise(encoder: nn.Module, example: Tensor) -> bool:
     are not tried: their running statistics would move."""
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in encoder.modules()):
         return False
-    first, *others = torch.randn_like(example[:1].expand(3, -1, -1, -1)).split(1)
     was_training = encoder.training
     vectors = []
-    for other in others:
-        with torch.random.fork_rng([example.device] if example.is_cuda else []):
+    with torch.random.fork_rng([example.device] if example.is_cuda else []):
+        first, *others = torch.randn_like(example[:1].expand(3, -1, -1, -1)).split(1)
+        for other in others:
             torch.manual_seed(0)  # the same dropout
             vectors.append(encoder.train()(torch.cat((first, other)))[:1])
     encoder.train(was_training)
-    return torch.allclose(*vectors, rtol=1e-4, atol=1e-6)
+    return torch.allclose(vectors[0], vectors[1], rtol=1e-4, atol=1e-6)
 
 
 class SharedStatistics(nn.modules.batchnorm._BatchNorm):

@@ -98,7 +98,7 @@ def repeated_blocks(encoder: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def through(call: Callable[..., Any], modules: list[nn.Module]) -> Iterator[None]:
-    """Calls of these modules go through `call(module, ...)`, by the attribute in which torch keeps compiled forwards."""
+    """Calls of these modules become `call(module, ...)`, by the attribute in which torch keeps compiled forwards."""
     for module in modules:
         module._compiled_call_impl = functools.partial(call, module)
     try:

@@ -5,7 +5,7 @@ captured again, unless a graph of the same step with the same units frozen was k
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,9 +17,11 @@ from torch.utils._triton import has_triton
 from ptlf.core import processes
 from ptlf.core.batch import Batch, Layout
 from ptlf.core.errors import UserError
+from ptlf.training import graph_nodes
 
 Body = Callable[[Batch], dict[str, Tensor]]
 Addresses = tuple[int, ...]  # of every tensor that a step reads or writes beside its batch
+Pieces = frozenset[Hashable]  # the kernels of a step: two steps that have a piece in common use the same ones there
 ENGINES = ("auto", "eager", "compiled", "captured")
 WARM_UP = 3  # steps run uncaptured at first: they compile and pick algorithms
 KEPT = 64  # variants whose graphs are kept
@@ -54,8 +56,11 @@ class Engine:
         with self.arithmetic():
             return self.body(batch.to(self.device))
 
-    def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
-        """The body's operations have changed. A graph is reused only if variant and tensor addresses match."""
+    def rebuild(self, variant: str, addresses: Addresses = (), pieces: Pieces | None = None) -> None:
+        """The body's operations have changed. A graph is reused only if variant and tensor addresses match.
+
+        pieces: what the new step consists of, None where unknown.
+        """
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -94,8 +99,11 @@ class CapturedEngine(Engine):
         self.kept: dict[str, tuple[Addresses, dict[int, Captured]]] = {}  # by variant, the latest last
         self.captured: dict[int, Captured] = {}  # those of the variant at work, by batch size
         self.batches: dict[Layout, Batch] = {}  # what they read
+        self.pieces: Pieces | None = None
+        self.run_before: dict[int, set[Hashable]] = {}  # pieces of steps that ran uncaptured, by batch size
 
-    def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
+    def rebuild(self, variant: str, addresses: Addresses = (), pieces: Pieces | None = None) -> None:
+        self.pieces = pieces
         if is_scarce(self.device):
             self.kept = {}
         before, captured = self.kept.pop(variant, (addresses, {}))
@@ -111,20 +119,22 @@ class CapturedEngine(Engine):
     def arithmetic(self, batch: Batch | None = None) -> Iterator[None]:
         """Float32 products (the heads) use TF32. Shapes never change, so the fastest algorithms are looked for, but not
         for an epoch's last, smaller batch."""
-        before = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
-        torch.backends.cudnn.benchmark = batch is None or len(batch) == self.full
+        cudnn = torch.backends.cudnn
+        before = cudnn.benchmark, cudnn.benchmark_limit, torch.get_float32_matmul_precision()
+        cudnn.benchmark, cudnn.benchmark_limit = batch is None or len(batch) == self.full, 0  # 0: all algorithms
         torch.set_float32_matmul_precision("high")
         try:
             with super().arithmetic():
                 yield
         finally:
-            torch.backends.cudnn.benchmark = before[0]
-            torch.set_float32_matmul_precision(before[1])
+            cudnn.benchmark, cudnn.benchmark_limit = before[:2]
+            torch.set_float32_matmul_precision(before[2])
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())
-        if mine.graph is None and mine.steps < (1 if self.has_graphs() else WARM_UP):
+        if mine.graph is None and mine.steps < self.warm_up(len(batch)):
             mine.steps += 1
+            self.run_before.setdefault(len(batch), set()).update(self.pieces or ())
             return self.uncaptured(batch.to(self.device))
         fixed = self.fixed(batch)
         if mine.graph is None:
@@ -134,6 +144,12 @@ class CapturedEngine(Engine):
         assert mine.graph is not None
         mine.graph.replay()
         return mine.losses
+
+    def warm_up(self, size: int) -> int:
+        """Steps to run uncaptured first, which compile kernels and choose algorithms: none if all were used before."""
+        if not self.has_graphs():
+            return WARM_UP
+        return int(self.pieces is None or not self.pieces <= self.run_before.get(size, set()))
 
     def fixed(self, batch: Batch) -> Batch:
         """The batch copied into the static input tensors that all graphs of its layout read."""
@@ -161,13 +177,15 @@ class CapturedEngine(Engine):
         if not self.has_graphs():
             self.pool = torch.cuda.graph_pool_handle()  # one that lost all its graphs cannot be used again
             torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(self.stream), self.arithmetic(batch):
             graph.capture_begin(self.pool)
             try:
                 mine.losses = self.body(replace(batch))  # whose views are let go, for the next graph
             finally:
                 graph.capture_end()
+        graph_nodes.replace_memsets(graph.raw_cuda_graph())
+        graph.instantiate()
         mine.batch, mine.graph = batch, graph
 
 
@@ -181,5 +199,4 @@ def is_scarce(device: torch.device) -> bool:
 @functools.cache
 def capturing_stream(device: torch.device) -> torch.cuda.Stream:
     """Shared by all engines: cuBLAS and cuDNN keep a workspace per stream."""
-    import os
-    return torch.cuda.Stream(device, priority=int(os.environ.get('PTLF_PRIORITY', 0)))
+    return torch.cuda.Stream(device)

@@ -3,11 +3,13 @@
 Compared with torch.compile it makes fewer passes over memory, and compiles nothing when a unit freezes or thaws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ptlf.encoders.norm import ViewBatchNorm2d
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
@@ -59,6 +61,17 @@ def units(encoder: ResNet) -> list[Layers]:
     return found
 
 
+def pieces(encoder: nn.Module) -> frozenset[Hashable]:
+    """What decides the kernels of each module in a step: whether it trains or is replaced, and the first module that
+    trains, because only after it a gradient flows. Upstream of a module is all that is listed before its block."""
+    entries = [
+        (type(m.__dict__.get("forward")), *(p.requires_grad for p in m._parameters.values() if p is not None))
+        for m in encoder.modules()
+    ]
+    first = next((index for index, entry in enumerate(entries) if any(entry[1:])), None)
+    return frozenset((index, entry, first) for index, entry in enumerate(entries))
+
+
 def branch(block: Block) -> list[tuple[Layers, nn.ReLU]]:
     """The (convolution, norm) pairs and ReLUs of the block's residual branch, in order."""
     found = [((block.conv1, block.bn1), block.relu1), ((block.conv2, block.bn2), block.relu2)]
@@ -78,12 +91,28 @@ def forward(encoder: nn.Module, images: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(images.device.type)
     with torch.autocast(images.device.type, enabled=False):
         if not isinstance(encoder, Columns):
-            return torch.mean(Forward(encoder, dtype).stages(images)[-1], dim=(2, 3))  # type: ignore[arg-type]
+            return _Pool.apply(Forward(encoder, dtype).stages(images)[-1])  # type: ignore[arg-type]
         maps: list[list[Tensor]] = []  # by column, by stage
         for index, column in enumerate(used_columns(encoder)):
             with torch.set_grad_enabled(torch.is_grad_enabled() and index == encoder.current):
                 maps.append(Forward(column, dtype).stages(images, encoder.laterals[index], maps))  # type: ignore[arg-type]
-        return torch.mean(maps[-1][-1], dim=(2, 3))
+        return _Pool.apply(maps[-1][-1])
+
+
+class _Pool(torch.autograd.Function):
+    """The mean over the pixels, (N, C, H, W) to (N, C). Its gradient is made channels-last at once; autograd's is
+    divided after it was expanded, and then copied to that layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return torch.mean(x, dim=(2, 3))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        each = grad / (ctx.shape[2] * ctx.shape[3])
+        return each[:, :, None, None].expand(ctx.shape).contiguous(memory_format=torch.channels_last)
 
 
 class Forward:

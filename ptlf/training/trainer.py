@@ -21,10 +21,11 @@ from ptlf.methods import Method
 from ptlf.model import Model
 from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
+from ptlf.training import fused_resnet
 from ptlf.training.compiled import variant
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import Parallel, average_statistics
-from ptlf.training.engine import ENGINES, CapturedEngine, Engine, choose_engine
+from ptlf.training.engine import ENGINES, CapturedEngine, Engine, Pieces, choose_engine
 from ptlf.training.fused_resnet import folded
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
 from ptlf.training.rate import RateConfig, learning_rate, set_rate
@@ -179,9 +180,18 @@ class Trainer:
         name = f"{self.method.branch()} {variant(self.model)} {variant(self.method)}"
         addresses = tuple(tensor.data_ptr() for tensor in self.held())
         # State that the first step will create has no address yet: then no earlier graph may be replayed.
-        self.engine.rebuild(name, addresses if complete else (*addresses, self.rebuilds))
+        addresses = addresses if complete else (*addresses, self.rebuilds)
+        self.engine.rebuild(name, addresses, self.pieces())
         self.parallel = None
         return name
+
+    def pieces(self) -> Pieces | None:
+        """What decides the kernels of the step, part by part; None where an encoder is compiled for its whole set."""
+        self.model.train()
+        if not fused_resnet.can_fuse(self.model.encoder):
+            return None
+        others = (self.method.branch(), variant(self.model.objective), variant(self.method))
+        return fused_resnet.pieces(self.model.encoder) | {others}
 
     def held(self) -> list[Tensor]:
         """All that a step reads or writes beside its batch."""

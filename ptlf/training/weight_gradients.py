@@ -6,7 +6,6 @@ same, and so are the bits.
 """
 
 import functools
-import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Pair = tuple[int, int]
-LAG = int(os.environ.get("PTLF_LAG", 2))  # weight gradients that may be under way while backward goes on: their inputs stay in memory
-MODE = os.environ.get("PTLF_BRANCH", "after")
+LAG = 2  # weight gradients that may be under way while backward goes on: what they read stays in memory
 
 
 class Branch:
@@ -74,17 +72,11 @@ class _Conv2d(torch.autograd.Function):
             )
             return found[0 if of_input else 1]
 
-        if MODE == "before":
-            of_weight = branch(x.device).run(lambda: gradient(False), grad, x) if capturing(x) else gradient(False)
-            of_input = gradient(True) if ctx.needs_input_grad[0] else None
-        else:
-            of_input = gradient(True) if ctx.needs_input_grad[0] else None
-            of_weight = branch(x.device).run(lambda: gradient(False), grad, x) if capturing(x) else gradient(False)
+        # The input gradient first: backward waits for it.
+        of_input = gradient(True) if ctx.needs_input_grad[0] else None
+        apart = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        of_weight = branch(x.device).run(lambda: gradient(False), grad, x) if apart else gradient(False)
         return of_input, of_weight, None, None
-
-
-def capturing(x: Tensor) -> bool:
-    return MODE != "off" and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def conv2d(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:

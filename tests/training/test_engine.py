@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from ptlf.core.batch import Batch, from_bytes, to_bytes
 from ptlf.core.errors import UserError
-from ptlf.encoders.norm import takes_views_in_one_pass
+from ptlf.encoders.norm import is_rowwise, takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
-from ptlf.freezing import Freezer, correlation, kernels
+from ptlf.freezing import Freezer, correlation, find_units, kernels
 from ptlf.methods import METHODS, Method
 from ptlf.model import PLAIN, Accelerator, Model
 from ptlf.objectives import OBJECTIVES
@@ -27,7 +27,7 @@ from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, mlp
 from ptlf.run import build
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
-from ptlf.training import compiled, engine
+from ptlf.training import compiled, engine, fused_resnet, graph_nodes
 from ptlf.training.optimizers import OPTIMIZERS
 
 FROZEN = ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")
@@ -189,7 +189,7 @@ def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, met
             trains = tuple(parameter.requires_grad for parameter in run.model.parameters())
             return trains, compiled.variant(run.model), tuple(map(id, run.method.parameters()))
 
-        def rebuild(self, variant: str, addresses: engine.Addresses = ()) -> None:
+        def rebuild(self, variant: str, addresses: engine.Addresses = (), pieces: object = None) -> None:
             self.shape = self.look()
             rebuilt.append(len(run.freezing.freezer.frozen))
 
@@ -217,6 +217,50 @@ def test_an_encoder_that_cannot_be_compiled_says_so(light_compiler) -> None:
     parts = compiled.CompiledParts(batch=4)
     with pytest.raises(UserError, match=r"Sequential cannot be compiled \(.*\); use --training.engine eager"):
         parts.encode(odd, torch.randn(4, 3, 8, 8))
+
+
+class Blocks(nn.Module):
+    """Three alike blocks between other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 6, 2, stride=2), nn.Linear(6, 5)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(3)))
+
+    def forward(self, images):
+        return self.last(self.blocks(self.first(images).flatten(2).mT.contiguous()).mean(1))
+
+
+def test_repeated_blocks_are_compiled_once_for_all(light_compiler) -> None:
+    torch.manual_seed(0)
+    plain = Blocks().double()
+    fast, views = copy.deepcopy(plain), list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64))
+    blocks = compiled.repeated_blocks(fast)
+    assert blocks == list(fast.blocks)
+    parts = compiled.CompiledParts(batch=4)
+    freezers = [Freezer(encoder, example=views[0]) for encoder in (plain, fast)]
+    names = [unit.name for unit in freezers[0].units]
+    made = []
+    for frozen in ((), names[1:2], names[2:3], names[:2], names[:3]):
+        for freezer in freezers:
+            freezer.thaw()
+            freezer.freeze(frozen)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        torch.testing.assert_close(gradients(fast, views, parts), gradients(plain, views), rtol=0, atol=1e-10)
+        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+    # A trained block; a frozen one with a gradient through it; nothing for the next block; one that no gradient enters.
+    assert made[:3] == [1, 1, 0] and made[4] <= 1
+    assert all(block._compiled_call_impl is None for block in blocks)
+
+
+@pytest.mark.parametrize(("layer", "rowwise"), [(nn.Identity(), True), (nn.Softmax(0), False), (nn.Dropout(0.5), True)])
+def test_whether_images_are_encoded_apart_is_found_by_trying(layer: nn.Module, rowwise: bool) -> None:
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), layer)
+    state = torch.get_rng_state()
+    assert is_rowwise(encoder.eval(), torch.empty(1, 3, 2, 2)) is rowwise
+    assert not encoder.training
+    assert not is_rowwise(nn.Sequential(encoder, nn.BatchNorm1d(4)), torch.empty(1, 3, 2, 2))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_engine_choice() -> None:
@@ -289,8 +333,8 @@ def recording(monkeypatch):
 
 @pytest.fixture
 def steps(recording):
-    def steps(variant: str, *sizes: int, addresses: engine.Addresses = ()) -> list[str]:
-        recording.rebuild(variant, addresses)
+    def steps(variant: str, *sizes: int, addresses: engine.Addresses = (), pieces: str | None = None) -> list[str]:
+        recording.rebuild(variant, addresses, None if pieces is None else frozenset(pieces))
         recording.did.clear()
         for size in sizes:
             recording(batch_of(size))
@@ -306,6 +350,29 @@ def test_what_was_captured_before_is_replayed(steps) -> None:
     assert steps("a", 8, 3, 3) == ["replay", "run", "capture", "replay"]  # another size
     assert steps("a", 3, 8) == ["replay", "replay"]
     assert steps("b", 8) == ["replay"]
+
+
+def test_a_step_of_pieces_that_ran_before_is_captured_at_once(steps) -> None:
+    assert steps("a", 8, 8, 8, 8, pieces="xy") == ["run"] * engine.WARM_UP + ["capture", "replay"]
+    assert steps("b", 8, 8, pieces="yz") == ["run", "capture", "replay"]  # z is new
+    assert steps("c", 8, 8, pieces="xz") == ["capture", "replay", "replay"]
+    assert steps("c", 3, 3, pieces="xz") == ["run", "capture", "replay"]  # not at this size
+    assert steps("d", 8, 8, pieces=None) == ["run", "capture", "replay"]  # unknown ones
+
+
+def test_the_pieces_of_a_step_tell_where_gradients_flow() -> None:
+    def of(*frozen: str) -> frozenset:
+        encoder = small()
+        Freezer(encoder, example=torch.randn(2, 3, 8, 8, dtype=torch.float64)).freeze(frozen)
+        return fused_resnet.pieces(encoder)
+
+    names = [unit.name for unit in find_units(small(), torch.randn(2, 3, 8, 8, dtype=torch.float64))]
+    first, *middle, last = names
+    assert of() == of()
+    seen = of() | of(middle[0]) | of(middle[1])
+    assert of(*middle[:2]) <= seen  # put together of what was seen
+    assert not of(first) <= seen  # no gradient for what comes after it
+    assert not of(last) <= seen
 
 
 def test_what_has_moved_is_captured_anew(steps) -> None:
@@ -752,3 +819,26 @@ def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) ->
     assert {0, 1} <= set(prepared)
     assert (2 in prepared) == (":" in optimizer)
     assert moved(kept, anew) == 0
+
+
+@pytest.mark.gpu
+def test_memsets_of_a_graph_become_kernels() -> None:
+    """Values of all element sizes, and the order between what comes before and after them."""
+    device = torch.device("cuda")
+    before = torch.full((3, 1000), 7, dtype=torch.int32, device=device)
+    half, byte = torch.ones(64, dtype=torch.bfloat16, device=device), torch.ones(64, dtype=torch.uint8, device=device)
+    copies = [torch.empty_like(before), torch.empty_like(half), torch.empty_like(byte)]
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        before += 1
+        for given, copied in zip((before, half, byte), copies, strict=True):
+            given.zero_()
+            copied.copy_(given)
+        before += 5
+    replaced = graph_nodes.replace_memsets(graph.raw_cuda_graph())
+    graph.instantiate()
+    for tensor in (before, half, byte, *copies):
+        tensor.fill_(3)
+    graph.replay()
+    assert replaced == 3
+    assert [tensor.unique().tolist() for tensor in (before, half, byte, *copies)] == [[5], [0], [0], [0], [0], [0]]

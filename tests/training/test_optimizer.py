@@ -217,7 +217,11 @@ def test_an_optimizer_that_names_no_first_state_replays_no_earlier_graph(tiny, m
     run = Run(tiny("digits/simsiam/finetune", training__optimizer="unprepared", freezing__policy="ascending"))
     run.trainer.optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
     seen: dict[str, list[tuple[int, ...]]] = {}
-    monkeypatch.setattr(run.trainer.engine, "rebuild", lambda name, places: seen.setdefault(name, []).append(places))
+
+    def rebuild(name: str, places: tuple[int, ...], pieces: object) -> None:
+        seen.setdefault(name, []).append(places)
+
+    monkeypatch.setattr(run.trainer.engine, "rebuild", rebuild)
     for _ in range(3):
         run.trainer.rebuild()
     ((places),) = seen.values()
