@@ -127,6 +127,8 @@ class Looks(State):
             return
         step = bad[0] + 1 if bad else self.position.step
         what = f"loss became {bad[1]}" if bad else "weights are no longer finite"
+        if self.checkpoints:
+            self.checkpoints.finish()
         last = self.checkpoints.last if self.checkpoints else None
         raise UserError(
             f"the {what} in task {self.task + 1}, epoch {self.epoch + 1}, step {step}; "
