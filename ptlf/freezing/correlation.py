@@ -167,7 +167,7 @@ class TaskCorrelation:
         pool = ThreadPoolExecutor(WORKERS, "correlation", torch.set_num_threads, (host_threads(),))
         for name, inputs in work.items():
             self.lent[name] = gradients[name], inputs
-            self.started[name] = pool.submit(timed_ratio, *self.lent[name], self.threshold)
+            self.started[name] = pool.submit(timed_ratio, gradients[name], inputs, self.threshold)
         pool.shutdown(wait=False)
         return True
 

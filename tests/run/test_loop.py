@@ -20,6 +20,7 @@ from torch import nn
 from ptlf.core.errors import UserError
 from ptlf.freezing import POLICIES, ProgressiveFreezing, correlation
 from ptlf.freezing.correlation import TaskCorrelation
+from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.run import looks
@@ -199,6 +200,43 @@ def test_ratios_computed_meanwhile_freeze_the_same_units(tiny, tmp_path, monkeyp
     for name in ("later", "stopped"):
         weights = [(tmp_path / folder / "encoder.safetensors").read_bytes() for folder in ("now", name)]
         assert weights[0] == weights[1]
+
+
+STREAM_WIDE = {"freezing__final": 0.34, "freezing__stream_final": 0.67, "freezing__thaw": "needed"}
+THREE = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "stream__per_class": 40, "training__batch": 40}
+
+
+@pytest.mark.parametrize("policy", ["correlation", "cost_aware", "ascending", "random"])
+def test_freezing_over_the_stream_goes_on_to_the_same_bits(tiny, tmp_path, policy: str) -> None:
+    config = tiny(
+        "digits/simsiam/ptlf",
+        freezing__policy=policy,
+        training__epochs=3,
+        evaluation__gallery=False,
+        **THREE,
+        **STREAM_WIDE,
+    )
+    alone = Run(config, tmp_path / "alone").train()
+    counts = [line["frozen"] for line in epoch_lines(alone)]
+    assert counts[:6] == [0, 0, 0, 0, 0, 1]
+    assert counts[8] == 2
+    if policy == "ascending":
+        assert counts[6:] == [1, 1, 2]
+        assert alone["freezing"][1]["events"] == [{"epoch": 1, "frozen": ["0"]}, {"epoch": 3, "frozen": ["3"]}]
+    steps = sum(line["steps"] for line in epoch_lines(alone))
+    for number in (steps // 3 + 2, steps // 3 + 1, 3):  # in the second task, then twice in the third
+        with pytest.raises(Stopped):
+            Run(config, tmp_path / "stopped").train(StopsAt(number), resume=True)
+    assert lasting(Run(config, tmp_path / "stopped").train(resume=True)) == lasting(alone)
+    weights = [(tmp_path / folder / "encoder.safetensors").read_bytes() for folder in ("alone", "stopped")]
+    assert weights[0] == weights[1]
+
+
+def test_a_share_that_grows_over_the_stream_needs_its_end(tiny, tmp_path) -> None:
+    with pytest.raises(UserError, match=r"stream_final is 0.2, less than freezing.final, 0.4; over the stream"):
+        Run(tiny("digits/simsiam/ptlf", freezing__stream_final=0.2))
+    with pytest.raises(UserError, match=r"stream_final, 0.9, is the share frozen in the last task, and no task"):
+        Learner.new(tiny("digits/simsiam/ptlf", freezing__stream_final=0.9), tmp_path / "run")
 
 
 def test_wide_units_without_a_chance_are_left_out_of_the_ratios(tiny, monkeypatch) -> None:
