@@ -174,6 +174,7 @@ class Checkpoints:
         return [path for position, path in sorted((p, path) for p, path in found if p is not None)]
 
 
+SCALARS = {bool, int, float, str, type(None)}
 # Of safetensors.
 DTYPES = {
     torch.float64: "F64",
@@ -205,9 +206,10 @@ def serialise(state: Mapping[str, Any], memory: dict[str, Tensor] | None = None)
             devices.add(value.device)
             return {"$tensor": path}
         if isinstance(value, Mapping):
-            return {name: plain(part, f"{path}/{name}" if path else name) for name, part in value.items()}
+            start = f"{path}/" if path else ""
+            return {n: part if type(part) in SCALARS else plain(part, f"{start}{n}") for n, part in value.items()}
         if isinstance(value, (list, tuple)):
-            return [plain(part, f"{path}/{index}") for index, part in enumerate(value)]
+            return [p if type(p) in SCALARS else plain(p, f"{path}/{index}") for index, p in enumerate(value)]
         return value
 
     header: dict[str, Any] = {"__metadata__": {"state": json.dumps(plain(state, ""))}}

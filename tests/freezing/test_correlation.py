@@ -27,7 +27,7 @@ from ptlf.freezing.correlation import (
     passes,
     projection_ratio,
 )
-from ptlf.freezing.units import Unit
+from ptlf.freezing.units import Unit, trained_units
 
 
 def gram(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -281,6 +281,37 @@ def test_ratios_of_threads_are_those_of_the_start_whatever_is_trained_meanwhile(
     assert set(later.directions) == set(NAMES)
     assert later.background_seconds > 0
     assert correlated(network, at_once=True)(NAMES) != expected
+
+
+@pytest.mark.gpu
+def test_ratios_of_threads_are_those_of_the_gpu(monkeypatch):
+    """While the training thread works on the GPU and captures graphs; wide units stay there."""
+    monkeypatch.setattr(correlation, "WIDE", 500)
+    torch.manual_seed(0)
+    network = ResNet(BasicBlock, (1, 1, 1), width=32).cuda()
+    units = trained_units(network, torch.zeros(2, 3, 32, 32, device="cuda"))
+    names = [unit.name for unit in units]
+    replay = torch.randn(64, 3, 32, 32, device="cuda")
+
+    def made(**options):
+        generator = torch.Generator("cuda").manual_seed(1)
+        draw = lambda: torch.randn(32, 3, 32, 32, device="cuda", generator=generator)  # noqa: E731
+        return TaskCorrelation(network, replay, lambda: network(draw()).logsumexp(1).mean(), units=units, **options)
+
+    now, later = made(background=False), made()
+    assert not now.start(names)
+    assert later.start(names)
+    assert 0 < len(later.seen) < len(names)
+    x, graph = torch.ones(100, 100, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x @ x
+    graph.replay()
+    bounds, expected = later.bounds(names), now(names)
+    assert bounds.keys() == later.seen.keys()
+    assert all(expected[name] <= bounds[name] for name in bounds)
+    assert later(names) == pytest.approx(expected, abs=1e-9)
+    assert later.directions == now.directions
+    assert float(y[0, 0]) == 100
 
 
 def test_ratios_are_not_computed_by_threads_without_room_or_without_a_gpu(network):

@@ -83,6 +83,21 @@ def test_a_file_is_what_safetensors_writes() -> None:
         serialise({"x": [torch.zeros(1, dtype=torch.complex64)]})
 
 
+@pytest.mark.gpu
+def test_tensors_of_a_gpu_are_copied_to_pinned_memory() -> None:
+    memory: dict[str, torch.Tensor] = {}
+    given = {"a": torch.randn(64, 8, 3, 3, device="cuda").to(memory_format=torch.channels_last), "b": torch.ones(())}
+    expected = given["a"].cpu().contiguous()
+    pieces = serialise(given, memory)
+    given["a"].zero_()
+    torch.cuda.synchronize()
+    assert memory["a"].is_pinned()
+    assert not memory["b"].is_pinned()
+    found = load(b"".join(pieces))
+    assert torch.equal(found["a"], expected)
+    assert torch.equal(found["b"], given["b"])
+
+
 class Gate:
     """Holds up every checkpoint's thread before it writes, until it is opened."""
 
