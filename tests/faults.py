@@ -1,8 +1,9 @@
 """Runs killed at random moments and resumed until done, against the same runs left alone: `python tests/faults.py`.
 
 Every run is a process of its own, forked from this one so that torch is imported once, and ends by SIGKILL: after some
-time, or in the middle of a checkpoint's bytes, just before or after its rename, before the evaluation of a task, before
-results.json gets its name, in a step. Then everything that the run left must be the same, bit for bit.
+time, or in the middle of a checkpoint's bytes, some steps later while a thread is still writing them, just before or
+after its rename, before the evaluation of a task, before results.json gets its name, in a step. Then everything that
+the run left must be the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,27 +83,42 @@ def before_call(
     setattr(owner, name, wrapped)
 
 
-def half_written(count: int) -> None:
-    """Die when half of the bytes of the count-th checkpoint are in the file."""
+def half_written(count: int, then: Callable[[], None]) -> None:
+    """Call `then`, in the thread that writes, when half of the bytes of the count-th checkpoint are in the file."""
     whole, calls = checkpoint.sealed, [0]
 
-    def wrapped(data: bytes) -> list[bytes] | Iterator[bytes]:
+    def wrapped(pieces: Sequence[checkpoint.Piece]) -> list[checkpoint.Piece] | Iterator[bytes]:
         calls[0] += 1
-        return halves(whole(data)) if calls[0] == count else whole(data)
+        return halves(whole(pieces)) if calls[0] == count else whole(pieces)
 
-    def halves(parts: list[bytes]) -> Iterator[bytes]:
-        yield from parts[:-1]
-        yield parts[-1][: len(parts[-1]) // 2]
-        die()
+    def halves(pieces: list[checkpoint.Piece]) -> Iterator[bytes]:
+        data = b"".join(pieces)
+        yield data[: len(data) // 2]
+        then()
 
     checkpoint.sealed = wrapped  # type: ignore[assignment]
+
+
+def while_writing(count: int) -> None:
+    """The thread that writes the count-th checkpoint waits half way. Training goes on, and dies after two steps; where
+    none are left, after a second."""
+    half = threading.Event()
+
+    def stop() -> None:
+        half.set()
+        time.sleep(1)
+        die()
+
+    half_written(count, stop)
+    before_call(Trainer, "step", 2, lambda *a: half.is_set(), late=True)
 
 
 def arm(kind: str, count: int) -> None:
     to_checkpoint = lambda source, target: str(target).endswith(".ckpt")  # noqa: E731
     to_results = lambda source, target: str(target).endswith("results.json")  # noqa: E731
     {
-        "half written": lambda: half_written(count),
+        "half written": lambda: half_written(count, die),
+        "while writing": lambda: while_writing(count),
         "before rename": lambda: before_call(os, "replace", count, to_checkpoint),
         "after rename": lambda: before_call(os, "replace", count, to_checkpoint, late=True),
         "before evaluation": lambda: before_call(Run, "evaluate", 1 + count % 2),
@@ -112,6 +129,7 @@ def arm(kind: str, count: int) -> None:
 
 
 KINDS = ["half written", "before evaluation", "before rename", "in a step", "after rename", "before results"]
+KINDS += ["while writing"]
 
 
 def attempt(config: Path, folder: Path, kill: Kill | None) -> int | None:

@@ -81,7 +81,7 @@ def resealed(change: Callable[[dict[str, Any]], Any]) -> Row:
 
 def deep_checkpoint(at: Path) -> list[str]:
     for path in (at / "half" / "checkpoints").iterdir():
-        path.write_bytes(b"".join(sealed(save({}, {"state": "[" * 100_000}))))
+        path.write_bytes(b"".join(sealed([save({}, {"state": "[" * 100_000})])))
     return ["train", "--resume", str(at / "half")]
 
 

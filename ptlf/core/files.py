@@ -19,7 +19,7 @@ except ImportError:  # Windows
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file systems without locks
 
 
-def write_whole(path: Path, data: bytes | str | Iterable[bytes]) -> None:
+def write_whole(path: Path, data: bytes | str | Iterable[bytes | memoryview]) -> None:
     """Write to a temporary file, fsync, rename: a reader sees the old file or the new one, never a partial one."""
     # A name that is not UTF-8 has surrogates, which a page shows as escapes.
     pieces = (

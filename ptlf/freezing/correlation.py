@@ -6,8 +6,12 @@ convolution, vectors (of every token) for a linear layer. B (m x k) are the lead
 convolution and the four projections of `nn.MultiheadAttention` each have their own R; their norms are added up.
 """
 
+import copy
 import math
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +28,8 @@ from ptlf.freezing.units import Convolution, Layer, Unit, storage, trained_units
 
 TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image needs more
+WIDE = 4000  # m from which a bound of the ratio is looked at before the ratio
+WORKERS = 4  # threads that decompose Gram matrices on the host
 
 
 def correlation_ratios(
@@ -61,6 +67,7 @@ class TaskCorrelation:
     combine: changes the averaged gradients in place, for example to average them over processes.
     at_once: forward the replay once, with all Gram matrices in memory. Default: if all Gram matrices take less than an
         eighth of the GPU's free memory.
+    background: whether `start` may have ratios computed by threads of the host. Default: for a module on a GPU.
 
     Parameters, buffers (batch-norm statistics), `.grad`, modes, hooks and torch's global random state are restored,
     even if `loss_fn` raises. Generators that `loss_fn` owns do advance.
@@ -71,7 +78,7 @@ class TaskCorrelation:
     buffers.
 
     `directions` holds the number of singular vectors kept, by unit name. A unit without a gradient, or whose inputs are
-    all zero or never seen, has ratio 0: see `projection_ratio`.
+    all zero or never seen, has ratio 0: see `projection_ratio`. `background_seconds` are those of the threads together.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class TaskCorrelation:
         keep: Sequence[nn.Module] = (),
         combine: Callable[[list[Tensor]], None] = lambda gradients: None,
         at_once: bool | None = None,
+        background: bool | None = None,
     ) -> None:
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold must lie in (0, 1], not {threshold}")
@@ -100,7 +108,14 @@ class TaskCorrelation:
             replay = [replay] if isinstance(replay, Tensor) else list(replay)  # forwarded more than once
         self.module, self.replay, self.threshold = module, replay, threshold
         self.units, self.chunk, self.at_once = {unit.name: unit for unit in units}, chunk, at_once
+        self.background = on_gpu(units) if background is None else background
         self.directions: dict[str, int] = {}
+        self.seen: dict[str, list[Inputs]] = {}  # of units whose ratio nobody has asked for yet
+        self.started: dict[str, Future[tuple[Tensor, int, float]]] = {}
+        self.lent: dict[
+            str, Any
+        ] = {}  # what the threads read: pinned memory is freed by the thread that captures graphs
+        self.background_seconds = 0.0
         # Uncached, a parametrised weight is a new tensor at every access.
         with unchanged(module, *keep), parametrize.cached():
             self.gradients = mean_gradients(units, loss_fn, batches)
@@ -108,18 +123,139 @@ class TaskCorrelation:
 
     def __call__(self, names: Sequence[str]) -> dict[str, float]:
         """Ratio by unit name."""
-        units = [self.units[name] for name in names]
-        at_once = fit_at_once(units) if self.at_once is None else self.at_once
         ratios: dict[str, Tensor] = {}
-        with unchanged(self.module), torch.no_grad():
-            for group in [units] if units and at_once else passes(units):
+        for name in [name for name in names if name in self.started]:
+            ratios[name], self.directions[name], seconds = self.started.pop(name).result()
+            self.background_seconds += seconds
+            del self.lent[name]
+            torch.set_num_threads(torch.get_num_threads())  # for threads to come: those that computed this changed it
+        for name, inputs in self.inputs([name for name in names if name not in ratios]):
+            ratios[name], self.directions[name] = ratio_of(self.gradients[name], inputs, self.threshold)
+            del inputs  # before the next Gram matrices are made
+        if not ratios:
+            return {}
+        device = self.gradients[names[0]][0].device  # one transfer for all
+        found = torch.stack([ratios[name].to(device) for name in names]).tolist()
+        return dict(zip(names, found, strict=True))
+
+    def bounds(self, names: Sequence[str]) -> dict[str, float]:
+        """Upper bounds of the ratios of wide units, by name: see `upper_bound`."""
+        if self.fits([self.units[name] for name in names]):
+            self.see([name for name in names if name not in self.seen and name not in self.started])
+        wide = [name for name in names if name not in self.started and is_wide(self.units[name])]
+        found: dict[str, Tensor] = {}
+        for name, inputs in self.inputs(wide, keep=True):
+            found[name] = upper_bound(self.gradients[name], inputs, self.threshold)
+            del inputs
+        values = torch.stack(list(found.values())).tolist() if found else []
+        return dict(zip(found, values, strict=True))
+
+    def start(self, names: Sequence[str]) -> bool:
+        """Have threads of the host compute the ratios of units that are not wide; `__call__` waits for them. The Gram
+        matrices are made here and now, so that the module may be trained meanwhile. Whether that can be: all Gram
+        matrices are in memory at once."""
+        units = [self.units[name] for name in names]
+        if not self.background or not self.fits(units):
+            return False
+        self.see(names)
+        narrow = sorted((unit for unit in units if not is_wide(unit)), key=gram_size, reverse=True)
+        work = {unit.name: [inputs.on_host() for inputs in self.seen.pop(unit.name)] for unit in narrow}
+        gradients = {name: [host_copy(gradient) for gradient in self.gradients[name]] for name in work}
+        if on_gpu(units):
+            torch.cuda.current_stream(units[0].weights[0].device).synchronize()  # the copies are done
+        # From here on the threads use no GPU: meanwhile the training thread may be capturing a graph.
+        pool = ThreadPoolExecutor(WORKERS, "correlation", torch.set_num_threads, (host_threads(),))
+        for name, inputs in work.items():
+            self.lent[name] = gradients[name], inputs
+            self.started[name] = pool.submit(timed_ratio, gradients[name], inputs, self.threshold)
+        pool.shutdown(wait=False)
+        return True
+
+    def fits(self, units: Sequence[Unit]) -> bool:
+        """Whether all Gram matrices may be in memory together."""
+        return bool(units) and (fit_at_once(units) if self.at_once is None else self.at_once)
+
+    def see(self, names: Sequence[str]) -> None:
+        """Forward the replay once, and keep what the units' layers are given."""
+        if names:
+            with unchanged(self.module), torch.no_grad():
+                units = [self.units[name] for name in names]
+                self.seen |= replay_inputs(self.module, units, self.replay, self.chunk)
+
+    def inputs(self, names: Sequence[str], *, keep: bool = False) -> Iterator[tuple[str, list["Inputs"]]]:
+        """What the units' layers are given, as kept, or from as many forwards as memory asks for. keep: those that were
+        kept stay."""
+        for name in [name for name in names if name in self.seen]:
+            yield name, self.seen[name] if keep else self.seen.pop(name)
+            names = [other for other in names if other != name]
+        units = [self.units[name] for name in names]
+        for group in [units] if self.fits(units) else passes(units):
+            with unchanged(self.module), torch.no_grad():
                 seen = replay_inputs(self.module, group, self.replay, self.chunk)
-                for unit in group:
-                    bases = [inputs.basis(self.threshold) for inputs in seen.pop(unit.name)]
-                    ratios[unit.name] = projection_ratio(self.gradients[unit.name], bases)
-                    self.directions[unit.name] = sum(basis.shape[-1] for basis in bases)
-        values = torch.stack(list(ratios.values())).tolist() if ratios else []
-        return dict(zip(ratios, values, strict=True))
+            for unit in group:
+                yield unit.name, seen.pop(unit.name)
+
+
+def ratio_of(gradients: Sequence[Tensor], inputs: Sequence["Inputs"], threshold: float) -> tuple[Tensor, int]:
+    """The ratio, a tensor on the device, and the number of singular vectors kept."""
+    bases = [some.basis(threshold) for some in inputs]
+    return projection_ratio(gradients, bases), sum(basis.shape[-1] for basis in bases)
+
+
+@torch.no_grad()
+def timed_ratio(gradients: Sequence[Tensor], inputs: Sequence["Inputs"], threshold: float) -> tuple[Tensor, int, float]:
+    """In a thread; and the seconds it took."""
+    began = time.perf_counter()
+    return *ratio_of(gradients, inputs, threshold), time.perf_counter() - began
+
+
+def host_threads() -> int:
+    """Of each worker: together with the training thread and a spare one they take all cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, (cores - 2) // WORKERS)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """The tensor on the host; a copy from a GPU has only begun."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def on_gpu(units: Sequence[Unit]) -> bool:
+    return bool(units) and units[0].weights[0].is_cuda
+
+
+def is_wide(unit: Unit) -> bool:
+    return max(map(fan_in, parts(unit.layer))) >= WIDE
+
+
+def upper_bound(gradients: Sequence[Tensor], inputs: Sequence["Inputs"], threshold: float) -> Tensor:
+    """A number that the ratio does not exceed, by a Cholesky decomposition in place of eigenvectors; a tensor on the
+    device.
+
+    Eigenvectors of R R^T with an eigenvalue of at most e = (1 - threshold) * trace / m are not kept: together they
+    have no more than 1 - threshold of the energy. f(x) = (s / (s + x))^4 with s = e / 9 is at most 1, and at most 1e-4
+    on the kept ones, whose eigenvalues are larger than e. So the share q of G in f(R R^T), tr(G f G^T) / tr(G G^T), is
+    at most o + 1e-4 (1 - o), where o is the share outside of the kept directions, and the ratio is sqrt(1 - o).
+    """
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).square().sum()
+    outside = torch.zeros_like(norm)
+    for gradient, some in zip(gradients, inputs, strict=True):
+        if some.gram is None:
+            return torch.ones_like(norm)
+        shift = (1 - threshold) * some.gram.diagonal(dim1=-2, dim2=-1).mean(-1) / 9  # (groups,)
+        shifted = some.gram.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(shift[:, None])
+        factor, failed = torch.linalg.cholesky_ex(shifted)
+        filtered = gradient.mT  # (groups, m, C_out)
+        for _ in range(2):
+            filtered = torch.cholesky_solve(filtered, factor) * shift[:, None, None]
+        # Without a decomposition (all inputs zero, a threshold of 1) nothing is known to lie outside.
+        outside += torch.where(failed == 0, filtered.square().sum((-2, -1)), 0).nan_to_num(0).sum()
+    share = outside / norm.clamp(min=torch.finfo(norm.dtype).tiny)
+    least = ((share - 1e-4) / (1 - 1e-4) - 1e-6).clamp(0, 1)  # 1e-6: more than rounding makes of it
+    return (1 - least).sqrt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,9 +322,17 @@ class Inputs:
     """The inputs of one product: the columns of R while they are at most m / 2, then R R^T."""
 
     def __init__(self, part: Part) -> None:
-        self.part = part
+        self.part, self.device = part, part.weight.device
         self.blocks: list[Tensor] = []  # (groups, m, n) each
         self.gram: Tensor | None = None
+
+    def on_host(self) -> "Inputs":
+        """The same on the host; copies from a GPU have only begun."""
+        there = copy.copy(self)
+        there.device = torch.device("cpu")
+        there.blocks = [host_copy(block) for block in self.blocks]
+        there.gram = None if self.gram is None else host_copy(self.gram)
+        return there
 
     def add(self, given: Tensor) -> None:
         if self.gram is not None:
@@ -207,9 +351,7 @@ class Inputs:
         if self.gram is not None:
             return leading_eigenvectors(self.gram, threshold)
         if not self.blocks:
-            return torch.zeros(
-                groups(self.part), fan_in(self.part), 0, dtype=torch.float64, device=self.part.weight.device
-            )
+            return torch.zeros(groups(self.part), fan_in(self.part), 0, dtype=torch.float64, device=self.device)
         few = torch.cat(self.blocks, dim=-1)
         # R V has orthogonal columns for the eigenvectors V of R^T R, but for rounding, which the QR takes away.
         right = leading_eigenvectors(few.mT @ few, threshold)

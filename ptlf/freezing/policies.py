@@ -13,11 +13,21 @@ from ptlf.freezing.savings import relief
 class Correlation(Policy):
     """The paper's: highest ratio first; of equal ratios the unit nearest to the input."""
 
-    needs_ratios = True
+    needs_ratios = looks_at_all = True
+
+    def ratios_needed(self, candidates: Names, frozen: Names, context: Context, ratios: Ratios) -> dict[str, float]:
+        """Without those below the bounds that cannot be among the next."""
+        bounds = ratios.bounds(candidates)
+        known = ratios([name for name in candidates if name not in bounds])
+        highest = sorted(known.values(), reverse=True)[: context.remaining]
+        least = highest[-1] if len(highest) == context.remaining > 0 else 0.0
+        return known | ratios([name for name in candidates if bounds.get(name, -1.0) >= least])
 
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
-        by_ratio = sorted(candidates, key=lambda name: -context.ratio(name))  # stable: ties stay in data order
-        return by_ratio[: at_least_zero(count)]
+        """Units without a ratio come last, see `ratios_needed`; one that would be chosen is an error."""
+        known = context.ratios or {}
+        by_ratio = sorted(candidates, key=lambda name: -known.get(name, -1.0))  # stable: ties stay in data order
+        return sorted(by_ratio[: at_least_zero(count)], key=lambda name: -context.ratio(name))
 
 
 class Ascending(Policy):

@@ -28,7 +28,25 @@ class Context:
 
 
 Names = list[str]
-Ratios = Callable[[Sequence[str]], dict[str, float]]  # computes them for the units it is given
+
+
+class Ratios:
+    """Computes ratios of the units it is given, at the weights of the moment at which it was made."""
+
+    def __init__(self, compute: Callable[[Sequence[str]], dict[str, float]] | None = None) -> None:
+        self.compute = compute
+
+    def __call__(self, names: Sequence[str]) -> dict[str, float]:
+        assert self.compute is not None
+        return self.compute(names)
+
+    def bounds(self, names: Sequence[str]) -> dict[str, float]:
+        """Upper bounds of those ratios that take long to compute; none of the others."""
+        return {}
+
+    def start(self, names: Sequence[str]) -> bool:
+        """Have these ratios computed while training goes on; whether that can be."""
+        return False
 
 
 @dataclass
@@ -40,6 +58,7 @@ class Policy:
     Config: ClassVar[type[PolicyConfig]] = PolicyConfig
     freezes: ClassVar[bool] = True
     needs_ratios: ClassVar[bool] = False
+    looks_at_all: ClassVar[bool] = False  # nearly all candidates' ratios are needed, whatever they are
     savings_by: str | None = None  # which savings the context must hold: "flops", "seconds", or none
 
     def __init__(self, config: Any = None) -> None:

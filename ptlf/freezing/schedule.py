@@ -17,7 +17,7 @@ RISING = ("cosine", "linear")
 
 
 def progress(epoch: int, epochs: int) -> float:
-    """0 in the first epoch, 1 in the last; a single epoch is the last one."""
+    """0 in the first epoch (or task), 1 in the last; a single one is the last."""
     return epoch / (epochs - 1) if epochs > 1 else 1.0
 
 

@@ -84,7 +84,7 @@ def make_optimizer(config: TrainingConfig, parameters: Iterable[nn.Parameter]) -
     return OPTIMIZERS.find(config.optimizer.name).make(config.optimizer, parameters, rate)
 
 
-def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) -> ProgressiveFreezing:
+def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator, tasks: int) -> ProgressiveFreezing:
     encoder = trainer.model.encoder
     policy = POLICIES.find(config.freezing.policy.name)(config.freezing.policy)
     example = torch.zeros(2, 3, trainer.view_size, trainer.view_size, device=trainer.device)
@@ -109,9 +109,11 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
             savings = measure_savings(encoder, freezer.units, example, by=policy.savings_by)
         savings = processes.broadcast_object(savings)  # each process would time others, and choose others
-    freezing = ProgressiveFreezing(config.freezing, policy, freezer, config.training.epochs, generator, savings)
-    if policy.freezes and freezing.schedule.most(len(freezer.units)) == 0:
-        share = f"freezing.final {config.freezing.final} of {len(freezer.units)} units"
+    epochs = config.training.epochs
+    freezing = ProgressiveFreezing(config.freezing, policy, freezer, epochs, generator, savings, tasks)
+    last = freezing.schedule_of(tasks - 1)
+    if policy.freezes and last.most(len(freezer.units)) == 0:
+        share = f"freezing.final {last.final} of {len(freezer.units)} units"
         processes.warn(f"ptlf: warning: {share} is less than one: nothing will freeze")
     return freezing
 
@@ -193,6 +195,9 @@ def check_grows(config: Config) -> None:
     if OBJECTIVES.find(config.objective.name).needs_labels:
         needs = f"objective {config.objective.name!r} needs the classes of the whole stream from the start"
         raise UserError(f"{needs} and cannot go on with tasks that arrive later; choose another objective")
+    if config.freezing.stream_final is not None:
+        grows = f"freezing.stream_final, {config.freezing.stream_final}, is the share frozen in the last task"
+        raise UserError(f"{grows}, and no task is known to be the last where more arrive later; use freezing.final")
     if not config.checkpoint.enabled:
         raise UserError("checkpoint.enabled is false, and without a checkpoint a run cannot go on; leave that out")
 
@@ -200,12 +205,16 @@ def check_grows(config: Config) -> None:
 def check_combination(config: Config, stream: Stream | None) -> None:
     """Refuse settings that do not go together, all at once. stream: None where it cannot be made."""
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
-    initial, final = config.freezing.initial, config.freezing.final
+    initial, final, last = config.freezing.initial, config.freezing.final, config.freezing.stream_final
     refused = Refusals()
     with refused:
         if initial > final:
             shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
             raise UserError(f"{shares}; what is frozen stays frozen, so the share can only rise")
+    with refused:
+        if last is not None and last < final:
+            shares = f"freezing.stream_final is {last}, less than freezing.final, {final}"
+            raise UserError(f"{shares}; over the stream the share can only rise")
     with refused:
         if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
             raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")

@@ -1,6 +1,9 @@
 """What a run looks at between its steps: correlation, cost, accuracy, and whether going on makes sense."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +18,56 @@ from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
 from ptlf.run.results import write_json
 from ptlf.run.state import State
+from ptlf.run.watcher import Watcher
+from ptlf.training.cost import Stopwatch
 from ptlf.training.trainer import StepCost
 
 SAMPLE = 512  # images of a task whose features are measured after it
+
+
+@dataclass
+class Looking:
+    """`with looking():` charges the time to correlation, and tells of it."""
+
+    clock: Stopwatch
+    watcher: Watcher
+    place: str
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self.clock("correlation"), self.watcher.phase(self.place):
+            yield
+
+
+class Correlated(Ratios):
+    """A task's correlation, the same on all processes. What it finds out besides goes into the task's log entry."""
+
+    def __init__(self, of: TaskCorrelation, looking: Looking, entry: dict[str, Any], *, all_units: bool) -> None:
+        super().__init__()
+        self.of, self.looking, self.entry, self.all_units = of, looking, entry, all_units
+
+    def __call__(self, names: Sequence[str]) -> dict[str, float]:
+        with self.looking():
+            found = processes.broadcast_object(self.of(names))
+        # Those of the task's start stay.
+        self.entry["directions"] = self.of.directions | self.entry.get("directions", {})
+        if self.of.background_seconds:
+            self.entry["background_seconds"] = self.of.background_seconds
+        return found
+
+    def bounds(self, names: Sequence[str]) -> dict[str, float]:
+        if self.all_units:
+            return {}
+        with self.looking():
+            found = processes.broadcast_object(self.of.bounds(names))
+        if found:
+            self.entry["bounds"] = found | self.entry.get("bounds", {})
+        return found
+
+    def start(self, names: Sequence[str]) -> bool:
+        """In one process only: a checkpoint, which waits for ratios under way, is not written by all."""
+        with self.looking():
+            return processes.world_size() == 1 and self.of.start(names)
 
 
 class Looks(State):
@@ -28,8 +78,8 @@ class Looks(State):
         memory, freezer, settings = self.method.memory, self.freezing.freezer, self.config.freezing
         assert memory is not None
         self.model.train()
-        place = f"correlation of task {self.task + 1} with those before"
-        with self.clock("correlation"), self.trainer.engine.arithmetic(), self.watcher.phase(place):
+        looking = Looking(self.clock, self.watcher, f"correlation of task {self.task + 1} with those before")
+        with looking(), self.trainer.engine.arithmetic():
             correlation = TaskCorrelation(
                 self.model.encoder,
                 self.prepare(memory.past()),
@@ -40,15 +90,7 @@ class Looks(State):
                 keep=[self.model],
                 combine=processes.all_reduce_mean_,
             )
-
-        def ratios(names: Sequence[str]) -> dict[str, float]:
-            with self.clock("correlation"), self.watcher.phase(place):
-                found = processes.broadcast_object(correlation(names))
-            entry = self.freezing.log[-1]
-            entry["directions"] = correlation.directions | entry.get("directions", {})  # those of the task's start stay
-            return found
-
-        return ratios
+        return Correlated(correlation, looking, self.freezing.entry, all_units=settings.ratios == "all")
 
     def cost_of_step(self, indices: np.ndarray) -> StepCost:
         """Measured after an epoch of such steps: compilation and algorithm search are then paid for."""
@@ -127,6 +169,8 @@ class Looks(State):
             return
         step = bad[0] + 1 if bad else self.position.step
         what = f"loss became {bad[1]}" if bad else "weights are no longer finite"
+        if self.checkpoints:
+            self.checkpoints.finish()
         last = self.checkpoints.last if self.checkpoints else None
         raise UserError(
             f"the {what} in task {self.task + 1}, epoch {self.epoch + 1}, step {step}; "

@@ -46,10 +46,13 @@ class Run(Looks):
             self.tell_start()
             try:
                 self.train_stream()
+                self.finish_saving()
                 if self.out:
                     card = json.dumps(card_of(self))
                     self.encoder_sha256 = save_encoder(self.out, self.model.encoder, ENCODER, {KEY: card})
             except BaseException as error:
+                with contextlib.suppress(Exception):  # the error that is told is the first
+                    self.finish_saving()
                 if last := self.checkpoints.last if self.checkpoints else None:
                     command = resume_command(last.parent.parent, self.config)
                     error.add_note(f"the last checkpoint is {last}; `{command}` goes on from it")
@@ -153,7 +156,14 @@ class Run(Looks):
                 if self.checkpoints:
                     self.checkpoints.save(self.position, self.state_dict())
         if asked:
+            self.finish_saving()
             raise Stopped(self.folder, asked, f"go on with `{resume_command(self.folder, self.config)}`")
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        if self.checkpoints:
+            with self.clock("checkpoint"):
+                self.checkpoints.finish()
 
     def prepare_folder(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""

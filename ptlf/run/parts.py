@@ -78,7 +78,7 @@ class Parts:
             self.device,
             self.channels_last,
         )
-        self.freezing = build.make_freezing(config, self.trainer, self.random["policy"])
+        self.freezing = build.make_freezing(config, self.trainer, self.random["policy"], len(self.stream.tasks))
 
     def prepare(self, images: Tensor) -> Tensor:
         """Stored images (B, H, W, 3) uint8 as the encoder's input, without augmentation."""

@@ -1,22 +1,23 @@
 """Checkpoints: the state from which a run continues bit for bit. Written atomically, with a checksum, without pickle.
 
 A file is one line with the SHA-256 of the rest, followed by safetensors data: the tensors by name, and all other values
-as JSON in the metadata.
+as JSON in the metadata. Training waits for a copy of the state in host memory; a thread hashes and writes it.
 """
 
 import hashlib
 import json
 import re
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ from ptlf.core.settings import key
 
 KIND = b"ptlf checkpoint "
 MAGIC = KIND + b"1 sha256 "
+Piece = bytes | memoryview
 NAME = re.compile(r"(?:after-task(\d+)|task(\d+)-epoch(\d+)-step(\d+))\.ckpt")
 
 
@@ -74,12 +76,15 @@ class DamagedCheckpoint(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of one run, in FOLDER/checkpoints."""
+    """The checkpoints of one run, in FOLDER/checkpoints. One at a time is written, by a thread."""
 
     def __init__(self, folder: Path, config: CheckpointConfig) -> None:
         self.run, self.folder, self.config = folder, folder / "checkpoints", config
-        self.last: Path | None = None
+        self.last: Path | None = None  # that was written, or loaded
         self._saved_at = time.monotonic()
+        self._memory: dict[str, Tensor] = {}  # that states are copied to
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None  # why the thread could not write
 
     def due(self, position: Position) -> bool:
         """Whether to save at this position."""
@@ -90,21 +95,48 @@ class Checkpoints:
         return bool(minutes) and time.monotonic() - self._saved_at >= 60 * minutes
 
     def save(self, position: Position, state: Mapping[str, Any]) -> None:
-        path = self.folder / position.file
+        """Copies the state and has it written. Waits for the write before this one, and raises its error."""
+        self.finish()
+        path, pieces = self.folder / position.file, serialise(state, self._memory)
+        self._saved_at = time.monotonic()
+        # Not a daemon: Python waits for it before it exits.
+        self._thread = threading.Thread(target=self._write, args=(path, pieces), name=f"writes {path.name}")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the state last saved is on the disk. Raises the error if it could not be written, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def _write(self, path: Path, pieces: Sequence[Piece]) -> None:
+        """In the thread. It calls nothing of CUDA: meanwhile the training thread may be capturing a graph."""
+        try:
+            self._make_folder(path)
+            write_whole(path, sealed(pieces))
+            self.last = path
+            self._remove_old()
+        except UserError as error:
+            rest = "nothing of this run is saved yet"
+            if self.last is not None:
+                rest = f"put that right, and `ptlf train --resume {self.run}` goes on from {self.last.name}"
+            self._failed = UserError(f"{str(error).partition(';')[0]}; {rest}")
+            self._failed.__cause__ = error
+        except BaseException as error:
+            self._failed = error
+
+    def _make_folder(self, path: Path) -> None:
         try:
             self.folder.mkdir(exist_ok=True)
             sync_folder(self.run)
         except OSError as error:
             raise write_error(path, error) from error
-        try:
-            write_whole(path, sealed(serialise(state)))
-        except UserError as error:
-            rest = "nothing of this run is saved yet"
-            if self.last is not None:
-                rest = f"put that right, and `ptlf train --resume {self.run}` goes on from {self.last.name}"
-            raise UserError(f"{str(error).partition(';')[0]}; {rest}") from error
-        self.last, self._saved_at = path, time.monotonic()
-        files = self.files()
+
+    def _remove_old(self) -> None:
+        files = self._found()
         after_tasks = [path for path in files if path.name.startswith("after-")]
         within_tasks = [path for path in files if path not in after_tasks]
         for old in within_tasks[: -self.config.keep] + after_tasks[: -(self.config.keep_tasks or len(files))]:
@@ -112,6 +144,7 @@ class Checkpoints:
 
     def load(self) -> dict[str, Any] | None:
         """The newest intact state. A damaged file is reported on stderr and renamed to *.damaged."""
+        self.finish()
         for part in self.folder.glob(".*.part"):  # left by a process that was killed while writing
             part.unlink(missing_ok=True)
         for path in reversed(self.files()):
@@ -133,25 +166,79 @@ class Checkpoints:
 
     def files(self) -> list[Path]:
         """Oldest first."""
+        self.finish()
+        return self._found()
+
+    def _found(self) -> list[Path]:
         found = [(Position.of_file(path.name), path) for path in self.folder.glob("*.ckpt")]
         return [path for position, path in sorted((p, path) for p, path in found if p is not None)]
 
 
-def serialise(state: Mapping[str, Any]) -> bytes:
-    """Nested dicts (with string keys), lists, numbers, strings and tensors as the bytes of a safetensors file."""
-    tensors: dict[str, Tensor] = {}
+SCALARS = {bool, int, float, str, type(None)}
+# Of safetensors.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def serialise(state: Mapping[str, Any], memory: dict[str, Tensor] | None = None) -> list[Piece]:
+    """Nested dicts (with string keys), lists, numbers, strings and tensors as the pieces of a safetensors file.
+
+    All of it is copied, so that the state may change while the pieces are written.
+    memory: host tensors by name, used again by the next call with the same dict; their content is then another.
+    """
+    memory = {} if memory is None else memory
+    before, devices = dict(memory), set()
+    memory.clear()
 
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            tensors[path] = value.detach().cpu().contiguous().clone()  # safetensors refuses tensors that share memory
+            memory[path] = copied(value.detach(), before.get(path))
+            devices.add(value.device)
             return {"$tensor": path}
         if isinstance(value, Mapping):
-            return {name: plain(part, f"{path}/{name}" if path else name) for name, part in value.items()}
+            start = f"{path}/" if path else ""
+            return {n: part if type(part) in SCALARS else plain(part, f"{start}{n}") for n, part in value.items()}
         if isinstance(value, (list, tuple)):
-            return [plain(part, f"{path}/{index}") for index, part in enumerate(value)]
+            return [p if type(p) in SCALARS else plain(p, f"{path}/{index}") for index, p in enumerate(value)]
         return value
 
-    return save(tensors, {"state": json.dumps(plain(state, ""))})
+    header: dict[str, Any] = {"__metadata__": {"state": json.dumps(plain(state, ""))}}
+    names = sorted(memory, key=lambda name: (-memory[name].itemsize, name))  # the widest first: all are aligned
+    end = 0
+    for name in names:
+        start, end = end, end + memory[name].nbytes
+        shape = list(memory[name].shape)
+        if (dtype := DTYPES.get(memory[name].dtype)) is None:
+            raise TypeError(f"{name} is of {memory[name].dtype}, which a checkpoint cannot hold")
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the copies are done
+    return [len(text).to_bytes(8, "little"), text, *(bytes_of(memory[name]) for name in names)]
+
+
+def copied(value: Tensor, memory: Tensor | None) -> Tensor:
+    """A contiguous copy on the host, in this memory if it fits. A copy from a GPU has only begun."""
+    if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
+        memory = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return memory.copy_(value.contiguous() if value.is_cuda else value, non_blocking=True)
+
+
+def bytes_of(tensor: Tensor) -> Piece:
+    """The tensor's own memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def deserialise(data: bytes) -> dict[str, Any]:
@@ -168,8 +255,15 @@ def deserialise(data: bytes) -> dict[str, Any]:
         raise DamagedCheckpoint(f"its content is no checkpoint: {error}") from None
 
 
-def sealed(data: bytes) -> list[bytes]:
-    return [MAGIC, hashlib.sha256(data).hexdigest().encode(), b"\n", data]
+def sealed(pieces: Sequence[Piece]) -> list[Piece]:
+    return [first_line(pieces), *pieces]
+
+
+def first_line(pieces: Sequence[Piece]) -> bytes:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return MAGIC + digest.hexdigest().encode() + b"\n"
 
 
 def check_head(path: Path, head: bytes) -> None:
@@ -186,7 +280,7 @@ def unsealed(path: Path) -> bytes:
     check_head(path, head)
     if not head.startswith(MAGIC):
         raise DamagedCheckpoint("its first line is not that of a checkpoint of this version")
-    if head != b"".join(sealed(data)[:3]):
+    if head != first_line([data]):
         raise DamagedCheckpoint("its checksum is wrong")
     return data
 

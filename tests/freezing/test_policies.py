@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptlf.freezing.policies import POLICIES, Ascending, Correlation, CostAware, CostAwareConfig, Never, Random
-from ptlf.freezing.policy import Context
+from ptlf.freezing.policy import Context, Ratios
 from ptlf.freezing.savings import Saving, measure_savings, relief
 from ptlf.freezing.units import Unit
 
@@ -71,7 +71,7 @@ def test_a_negative_count_is_refused(name):
 
 def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="ratio of unit 'b'"):
-        Correlation().choose(1, UNITS, [], Context(UNITS, ratios={"a": 1.0}))
+        Correlation().choose(2, UNITS, [], Context(UNITS, ratios={"a": 1.0}))
     with pytest.raises(ValueError, match="ratio of unit 'a'"):
         Correlation().choose(1, UNITS, [], Context(UNITS))
     with pytest.raises(ValueError, match="generator"):
@@ -81,7 +81,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="ratio of unit 'a'"):
         CostAware().choose(1, UNITS, [], Context(UNITS, savings=even()))
     with pytest.raises(KeyError):  # asked for, and not given
-        CostAware().ratios_needed(UNITS, [], Context(UNITS, savings=even()), lambda names: {})
+        CostAware().ratios_needed(UNITS, [], Context(UNITS, savings=even()), Ratios(lambda names: {}))
     with pytest.raises(ValueError, match="sharpness must not be negative"):
         cost_aware(-1)
 
@@ -144,9 +144,8 @@ def test_cost_aware_leaves_out_only_ratios_that_change_nothing(room):
         savings = {name: Saving(w, i, int(1000 * b)) for name, (w, i, b, _) in zip(UNITS, numbers, strict=True)}
         ratios = {name: 0.5 + row[3] / 2 for name, row in zip(UNITS, numbers, strict=True)}
         full, lazy = (Context(UNITS, given, savings, remaining=room) for given in (ratios, None))
-        lazy.ratios = CostAware().ratios_needed(
-            UNITS, [], lazy, lambda names, of=ratios: {name: of[name] for name in names}
-        )
+        asks = Ratios(lambda names, of=ratios: {name: of[name] for name in names})
+        lazy.ratios = CostAware().ratios_needed(UNITS, [], lazy, asks)
         assert lazy.ratios.items() <= ratios.items()
         asked += len(lazy.ratios)
         frozen: list[str] = []
@@ -160,10 +159,35 @@ def test_cost_aware_leaves_out_only_ratios_that_change_nothing(room):
 
 
 def test_the_papers_order_looks_at_every_unit():
-    assert Correlation().ratios_needed(["b", "c"], ["a"], Context(UNITS), lambda names: dict.fromkeys(names, 0.5)) == {
-        "b": 0.5,
-        "c": 0.5,
-    }
+    ratios = Ratios(lambda names: dict.fromkeys(names, 0.5))
+    assert Correlation().ratios_needed(["b", "c"], ["a"], Context(UNITS), ratios) == {"b": 0.5, "c": 0.5}
+
+
+class Bounded(Ratios):
+    """Notes what it was asked for."""
+
+    def __init__(self, of: dict[str, float], upper: dict[str, float]) -> None:
+        super().__init__(lambda names: self.asked.extend(names) or {name: of[name] for name in names})
+        self.upper, self.asked = upper, []
+
+    def bounds(self, names):
+        return {name: self.upper[name] for name in names if name in self.upper}
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 4])
+def test_the_papers_order_leaves_out_only_bounded_ratios_that_change_nothing(room):
+    generator = torch.Generator().manual_seed(room)
+    asked = 0
+    for _ in range(200):
+        rows = torch.rand(4, 3, generator=generator, dtype=torch.float64).tolist()
+        of = {name: round(row[0], 1) for name, row in zip(UNITS, rows, strict=True)}  # with ties
+        upper = {n: min(1.0, of[n] + row[1] / 4) for n, row in zip(UNITS, rows, strict=True) if row[2] < 0.5}
+        ratios, lazy = Bounded(of, upper), Context(UNITS, remaining=room)
+        lazy.ratios = Correlation().ratios_needed(UNITS, [], lazy, ratios)
+        assert lazy.ratios.items() <= of.items()
+        asked += len(ratios.asked)
+        assert Correlation().choose(room, UNITS, [], lazy) == Correlation().choose(room, UNITS, [], Context(UNITS, of))
+    assert asked == 800 if room in (0, 4) else 400 < asked < 800
 
 
 def test_cost_aware_takes_a_difference_by_rounding_for_a_tie():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import pickle
 import resource
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import StopsAt
+from safetensors.torch import load
 from torch import nn
 
 from ptlf.core.errors import UserError
@@ -24,7 +27,7 @@ from ptlf.report.live import Watcher
 from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
-from ptlf.training import cost
+from ptlf.training import checkpoint, cost
 from ptlf.training.checkpoint import (
     MAGIC,
     CheckpointConfig,
@@ -54,12 +57,122 @@ def test_what_goes_in_comes_out() -> None:
     tensors = [shared, shared.T, shared[0], torch.tensor(3), torch.zeros(0, 2), torch.ones(3).bfloat16()]
     tensors += [torch.Generator().manual_seed(1).get_state(), torch.tensor([1.0, float("nan"), -0.0])]
     values = [None, True, 1, 0.1 + 0.2, 1e-320, "text", [], {}]
-    back = deserialise(serialise({"tensors": tensors, "values": values, "deep": {"er": {"t": shared}}}))
+    back = deserialise(b"".join(serialise({"tensors": tensors, "values": values, "deep": {"er": {"t": shared}}})))
     assert back["values"] == values
     assert torch.equal(back["deep"]["er"]["t"], shared)
     for one, other in zip(tensors, back["tensors"], strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_file_is_what_safetensors_writes() -> None:
+    """Another reader finds the same tensors; the memory of one call is used again by the next."""
+    memory: dict[str, torch.Tensor] = {}
+    given = {"a": torch.arange(6.0).view(2, 3).T, "b": [torch.tensor(True), torch.ones(2, dtype=torch.int8)], "c": 1}
+    first = b"".join(serialise(given, memory))
+    found = load(first)
+    assert sorted(found) == ["a", "b/0", "b/1"]
+    assert torch.equal(found["a"], given["a"])
+    used = memory["a"].data_ptr()
+    given["a"] += 1
+    assert b"".join(serialise(given, memory)) != first
+    assert memory["a"].data_ptr() == used
+    given["a"] = torch.zeros(5)
+    assert torch.equal(load(b"".join(serialise(given, memory)))["a"], torch.zeros(5))
+    with pytest.raises(TypeError, match=r"x/0 is of torch.complex64, which a checkpoint cannot hold"):
+        serialise({"x": [torch.zeros(1, dtype=torch.complex64)]})
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_gpu_are_copied_to_pinned_memory() -> None:
+    memory: dict[str, torch.Tensor] = {}
+    given = {"a": torch.randn(64, 8, 3, 3, device="cuda").to(memory_format=torch.channels_last), "b": torch.ones(())}
+    expected = given["a"].cpu().contiguous()
+    pieces = serialise(given, memory)
+    given["a"].zero_()
+    torch.cuda.synchronize()
+    assert memory["a"].is_pinned()
+    assert not memory["b"].is_pinned()
+    found = load(b"".join(pieces))
+    assert torch.equal(found["a"], expected)
+    assert torch.equal(found["b"], given["b"])
+
+
+class Gate:
+    """Holds up every checkpoint's thread before it writes, until it is opened."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.open, self.writing = threading.Event(), 0
+        whole = checkpoint.write_whole
+        monkeypatch.setattr(checkpoint, "write_whole", lambda *words: (self.wait(), whole(*words)))
+
+    def wait(self) -> None:
+        self.writing += 1
+        assert self.open.wait(60)
+        self.writing -= 1
+
+
+def test_what_changes_while_the_thread_writes_is_not_in_the_file(tmp_path, monkeypatch) -> None:
+    gate, kept, given = Gate(monkeypatch), Checkpoints(tmp_path, CheckpointConfig()), state(1)
+    kept.save(Position(0, 1), given)
+    given["weights"]["a"].zero_()
+    given["number"] = 2
+    assert kept.last is None  # of it nothing is on the disk yet
+    gate.open.set()
+    assert kept.files() == [kept.last]
+    found = kept.load()
+    assert found is not None
+    assert found["number"] == 1
+    assert torch.equal(found["weights"]["a"], torch.full((4, 3), 1.0))
+
+
+def test_one_checkpoint_is_written_at_a_time(tmp_path, monkeypatch) -> None:
+    gate, kept = Gate(monkeypatch), Checkpoints(tmp_path, CheckpointConfig(keep=9))
+    most = []
+    whole = checkpoint.sealed
+    monkeypatch.setattr(checkpoint, "sealed", lambda pieces: (most.append(gate.writing), whole(pieces))[1])
+    kept.save(Position(0, 1), state(1))
+    opens = threading.Timer(0.05, gate.open.set)
+    opens.start()
+    for epoch in range(2, 6):  # the first of these waits for the gate
+        kept.save(Position(0, epoch), state(epoch))
+    assert [Position.of_file(path.name) for path in kept.files()] == [Position(0, epoch) for epoch in range(1, 6)]
+    assert most == [0] * 5
+    opens.join()
+
+
+@pytest.mark.parametrize("stop", [None, 3])
+def test_a_run_ends_only_when_its_last_checkpoint_is_written(tiny, tmp_path, monkeypatch, stop: int | None) -> None:
+    """At its end, and when it is stopped."""
+    gate, order = Gate(monkeypatch), []
+    config = tiny("digits/simsiam/lump", checkpoint__every_epochs=0, evaluation__gallery=False)
+    finish, save_results = Checkpoints.finish, Run.save_results
+
+    def finishing(kept: Checkpoints) -> None:
+        gate.open.set()
+        finish(kept)
+
+    def saving(run: Run) -> None:
+        order.append((run.status, gate.writing))
+        save_results(run)
+
+    monkeypatch.setattr(Checkpoints, "finish", finishing)
+    monkeypatch.setattr(Run, "save_results", saving)
+    run = Run(config, tmp_path / "run")
+    with contextlib.nullcontext() if stop is None else pytest.raises(Stopped):
+        run.train(None if stop is None else StopsAt(stop))
+    assert order[-1] == ("finished" if stop is None else "stopped", 0)
+    files = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert files == (["after-task01.ckpt", "after-task02.ckpt"] if stop is None else [Position(0, 0, 3).file])
+
+
+def test_an_unforeseen_error_of_the_thread_is_not_lost(tmp_path, monkeypatch) -> None:
+    kept = Checkpoints(tmp_path, CheckpointConfig())
+    monkeypatch.setattr(checkpoint, "sealed", lambda pieces: 1 / 0)
+    kept.save(Position(0, 1), state())
+    with pytest.raises(ZeroDivisionError):
+        kept.finish()
+    assert kept.last is None
 
 
 def test_files_are_ordered_by_position_and_old_ones_go(tmp_path) -> None:
@@ -107,6 +220,7 @@ def test_a_damaged_file_is_named_and_the_one_before_it_used(tmp_path, capsys, da
     kept = Checkpoints(tmp_path, CheckpointConfig())
     kept.save(Position(0, 1), state(1))
     kept.save(Position(0, 2), state(2))
+    kept.finish()
     path = kept.folder / Position(0, 2).file
     whole = path.read_bytes()
     ways = {
@@ -135,6 +249,7 @@ def test_without_a_whole_file_there_is_nothing_to_load(tmp_path, capsys) -> None
     kept = Checkpoints(tmp_path, CheckpointConfig())
     assert kept.load() is None
     kept.save(Position(0, 1), state())
+    kept.finish()
     (kept.folder / Position(0, 1).file).write_bytes(b"x")
     (kept.folder / ".task01-epoch002-step00000.ckpt.part").write_bytes(b"x")
     assert kept.load() is None
@@ -155,7 +270,7 @@ def test_a_hostile_file_runs_nothing(tmp_path) -> None:
         pickle.loads(pickle.dumps(Payload(tmp_path)))
     torch.save({"state": Payload(mark)}, tmp_path / "saved.pt")
     for payload in (pickle.dumps(Payload(mark)), (tmp_path / "saved.pt").read_bytes()):
-        for data in (payload, b"".join(sealed(payload)), MAGIC + payload):
+        for data in (payload, b"".join(sealed([payload])), MAGIC + payload):
             path.write_bytes(data)
             with pytest.raises(DamagedCheckpoint):
                 deserialise(unsealed(path))
@@ -172,7 +287,7 @@ def test_optimizer_state_keeps_values_and_layout(momentum: float) -> None:
     optimizer.step()
     before = {p: dict(values) for p, values in optimizer.state.items()}
     names = {parameter: f"part.{number}" for number, parameter in enumerate(parameters_of(optimizer))}
-    stored = deserialise(serialise(optimizer_state(optimizer, names)))
+    stored = deserialise(b"".join(serialise(optimizer_state(optimizer, names))))
     load_optimizer_state(optimizer, stored, names)
     assert optimizer.state.keys() == before.keys()
     for parameter, values in before.items():
@@ -205,11 +320,14 @@ def no_file_over():
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, no_file_over) -> None:
     kept = Checkpoints(tmp_path, CheckpointConfig())
     kept.save(Position(0, 1), state(1))
+    kept.finish()
     no_file_over(10_000)
+    kept.save(Position(0, 2), {"big": torch.zeros(10_000)})
     with pytest.raises(
         UserError, match=r"cannot write .*epoch002.*ckpt: .*; put that right, .* goes on from .*epoch001"
     ):
-        kept.save(Position(0, 2), {"big": torch.zeros(10_000)})
+        kept.save(Position(0, 3), state(3))
+    kept.finish()  # told once
     assert [path.name for path in kept.folder.iterdir()] == [Position(0, 1).file]
     found = kept.load()
     assert found is not None

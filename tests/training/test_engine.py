@@ -602,6 +602,17 @@ def test_replayed_graphs_with_another_optimizer(tiny, recording, monkeypatch, op
     assert_same_run(*trained_both_ways(config, monkeypatch))
 
 
+@pytest.mark.parametrize("policy", ["ascending", "correlation"])
+def test_replayed_graphs_of_units_that_stay_frozen(tiny, recording, monkeypatch, policy: str) -> None:
+    """Where the final share grows over the stream, and a task begins with units frozen."""
+    over_stream = {"freezing__final": 0.34, "freezing__stream_final": 0.67, "freezing__thaw": "needed"}
+    config = small_config(tiny, "simsiam", "lump", **over_stream, freezing__policy=policy)
+    plain, taped = trained_both_ways(config, monkeypatch)
+    assert_same_run(plain, taped)
+    assert plain.freezing.log == taped.freezing.log
+    assert len(plain.freezing.log[1]["order"]) == 2
+
+
 def test_a_loss_that_depends_on_the_task_is_captured_for_every_task(tiny, recording, monkeypatch) -> None:
     class Louder(Method):
         def losses(self, model, batch):

@@ -1,0 +1,171 @@
+"""Which units are frozen when, in several tasks one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ptlf.freezing import POLICIES, Freezer, FreezingConfig, ProgressiveFreezing
+from ptlf.freezing.policies import CostAware
+from ptlf.freezing.policy import Ratios
+from ptlf.freezing.savings import Saving
+
+EPOCHS = 3
+RATIOS = [  # by task, from the second on
+    {"0": 0.9, "1": 0.8, "2": 0.1, "3": 0.2},
+    {"0": 0.9, "1": 0.1, "2": 0.8, "3": 0.7},
+    {"0": 0.1, "1": 0.2, "2": 0.3, "3": 0.9},
+]
+
+
+def freezing(policy: str | CostAware, savings=None, tasks: int | None = 4, **settings) -> ProgressiveFreezing:
+    """Of four linear layers."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    freezer = Freezer(model, torch.optim.SGD(model.parameters(), 0.1), example=torch.zeros(1, 2))
+    made = POLICIES[policy]() if isinstance(policy, str) else policy
+    config = FreezingConfig(shape="linear", **settings)
+    return ProgressiveFreezing(config, made, freezer, EPOCHS, torch.Generator().manual_seed(0), savings, tasks)
+
+
+def frozen_by_epoch(plan: ProgressiveFreezing, task: int, ratios: dict[str, float] | None = None) -> list[str]:
+    """The frozen units in each epoch of the task (from 0), as one word each."""
+    plan.begin_task(task)
+    found = []
+    for epoch in range(EPOCHS):
+        plan.begin_epoch(epoch, lambda: Ratios(lambda names: {name: (ratios or {})[name] for name in names}))
+        found.append("".join(plan.freezer.frozen))
+    return found
+
+
+def test_the_final_share_grows_over_the_stream():
+    plan = freezing("ascending", final=0.25, stream_final=1.0, tasks=4)
+    assert [plan.schedule_of(task).final for task in range(4)] == [0.25, 0.25, 0.625, 1.0]
+    assert [frozen_by_epoch(plan, task) for task in range(4)] == [
+        ["", "", ""],
+        ["", "", "0"],
+        ["", "0", "01"],
+        ["", "01", "0123"],
+    ]
+    assert [entry["events"][-1] for entry in plan.log] == [
+        {"epoch": 3, "frozen": ["0"]},
+        {"epoch": 3, "frozen": ["1"]},
+        {"epoch": 3, "frozen": ["2", "3"]},
+    ]
+
+
+def test_the_only_later_task_is_the_last():
+    assert freezing("ascending", stream_final=0.9, tasks=2).schedule_of(1).final == 0.9
+    assert freezing("ascending", stream_final=0.9, tasks=1).schedule_of(0).final == 0.9
+    assert freezing("ascending", tasks=None).schedule_of(7).final == 0.4
+    with pytest.raises(ValueError, match="number of tasks"):
+        freezing("ascending", stream_final=0.9, tasks=None)
+
+
+@pytest.mark.parametrize("thaw", ["all", "needed"])
+def test_units_that_freeze_again_stay_frozen(thaw):
+    plan = freezing("correlation", final=0.5, thaw=thaw)
+    found = [frozen_by_epoch(plan, task, RATIOS[task - 1]) for task in range(4)]
+    second = [["", "", ""], ["", "0", "01"]]
+    if thaw == "all":
+        assert found == [*second, ["", "0", "02"], ["", "3", "23"]]
+        return
+    # Of 0 and 1, task 3 would freeze 0 and 2: 0 stays. Of those, task 4 would freeze 2 and 3: 2 stays.
+    assert found == [*second, ["0", "0", "02"], ["2", "2", "23"]]
+    assert [entry["events"] for entry in plan.log[1:]] == [
+        [{"epoch": 1, "frozen": ["0"]}, {"epoch": 3, "frozen": ["2"]}],
+        [{"epoch": 1, "frozen": ["2"]}, {"epoch": 3, "frozen": ["3"]}],
+    ]
+    assert [entry["order"] for entry in plan.log[1:]] == [["0", "2"], ["2", "3"]]
+
+
+def test_units_stay_beside_an_initial_share():
+    plan = freezing("correlation", initial=0.25, final=0.75, thaw="needed")
+    assert frozen_by_epoch(plan, 1, RATIOS[0]) == ["0", "01", "013"]
+    # Task 3 would freeze 0, 2 and 3: the last two of 0, 1 and 3 that stay are more than the one of the first epoch.
+    assert frozen_by_epoch(plan, 2, RATIOS[1]) == ["03", "03", "023"]
+
+
+def test_the_order_from_the_input_stays_frozen_and_grows():
+    plan = freezing("ascending", final=0.5, stream_final=1.0, thaw="needed")
+    assert [frozen_by_epoch(plan, task) for task in range(4)] == [
+        ["", "", ""],
+        ["", "0", "01"],
+        ["01", "01", "012"],
+        ["012", "012", "0123"],
+    ]
+
+
+def test_a_unit_that_stays_frozen_does_not_move():
+    plan = freezing("ascending", final=0.5, thaw="needed")
+    model, (optimizer,) = plan.freezer.module, plan.freezer.optimizers
+    frozen_by_epoch(plan, 1)
+    before = model[0].weight.detach().clone()
+    plan.begin_task(2)
+    plan.begin_epoch(0, lambda: Ratios())
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    assert model[3].weight.grad is not None
+
+
+class Everything(CostAware):
+    """Looks at all ratios, whether they can matter or not."""
+
+    def ratios_needed(self, candidates, frozen, context, ratios):
+        return ratios(candidates)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cost_aware_needs_no_other_ratios_where_units_stay(seed):
+    generator = torch.Generator().manual_seed(seed)
+    savings = {
+        name: Saving(float(w), float(i), int(1000 * b))
+        for name, (w, i, b) in zip("0123", torch.rand(4, 3, generator=generator).tolist(), strict=True)
+    }
+    plans = [freezing(policy, savings, final=0.75, thaw="needed") for policy in (CostAware(), Everything())]
+    for task in range(4):
+        ratios = dict(zip("0123", (torch.rand(4, generator=generator, dtype=torch.float64)).tolist(), strict=True))
+        found = [frozen_by_epoch(plan, task, ratios) for plan in plans]
+        assert found[0] == found[1]
+
+
+def test_going_on_in_the_middle_of_a_task_keeps_its_schedule():
+    settings = {"final": 0.25, "stream_final": 1.0, "thaw": "needed"}
+    whole = freezing("correlation", **settings)
+    expected = [frozen_by_epoch(whole, task, RATIOS[task - 1]) for task in range(4)]
+    for task, epoch in itertools.product((1, 2, 3), range(EPOCHS)):
+        first, second = (freezing("correlation", **settings) for _ in range(2))
+        for before in range(task):
+            frozen_by_epoch(first, before, RATIOS[before - 1])
+        ratios = Ratios(lambda names, of=RATIOS[task - 1]: {name: of[name] for name in names})
+        first.begin_task(task)
+        for done in range(epoch + 1):
+            first.begin_epoch(done, lambda given=ratios: given)
+        second.load_state_dict(first.state_dict())
+        found = ["".join(second.freezer.frozen)]
+        for later in range(epoch + 1, EPOCHS):
+            second.begin_epoch(later, lambda given=ratios: given)
+            found.append("".join(second.freezer.frozen))
+        assert found == expected[task][epoch:]
+        assert second.log == whole.log[:task]
+
+
+def test_ratios_under_way_are_waited_for_where_units_may_stay():
+    started = []
+
+    class Later(Ratios):
+        def start(self, names):
+            started.append(list(names))
+            return True
+
+    plan = freezing("correlation", final=0.5, thaw="needed")
+    for task in (1, 2):
+        plan.begin_task(task)
+        plan.begin_epoch(0, lambda of=RATIOS[task - 1]: Later(lambda names: {name: of[name] for name in names}))
+        assert plan.entry["ratios"] == ({} if task == 1 else RATIOS[1])
+        plan.begin_epoch(2, SimpleNamespace)
+    assert started == [["0", "1", "2", "3"]]  # in the third task the choice cannot wait
