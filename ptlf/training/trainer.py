@@ -180,8 +180,10 @@ class Trainer:
         name = f"{self.method.branch()} {variant(self.model)} {variant(self.method)}"
         addresses = tuple(tensor.data_ptr() for tensor in self.held())
         # State that the first step will create has no address yet: then no earlier graph may be replayed.
-        addresses = addresses if complete else (*addresses, self.rebuilds)
-        self.engine.rebuild(name, addresses, self.pieces())
+        # It is created by a step that runs uncaptured, so the pieces, with which none may be needed, are kept back.
+        self.engine.rebuild(
+            name, addresses if complete else (*addresses, self.rebuilds), self.pieces() if complete else None
+        )
         self.parallel = None
         return name
 

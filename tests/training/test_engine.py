@@ -27,7 +27,7 @@ from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, mlp
 from ptlf.run import build
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
-from ptlf.training import compiled, engine, fused_resnet, graph_nodes
+from ptlf.training import compiled, engine, fused_resnet
 from ptlf.training.optimizers import OPTIMIZERS
 
 FROZEN = ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")
@@ -830,26 +830,3 @@ def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) ->
     assert {0, 1} <= set(prepared)
     assert (2 in prepared) == (":" in optimizer)
     assert moved(kept, anew) == 0
-
-
-@pytest.mark.gpu
-def test_memsets_of_a_graph_become_kernels() -> None:
-    """Values of all element sizes, and the order between what comes before and after them."""
-    device = torch.device("cuda")
-    before = torch.full((3, 1000), 7, dtype=torch.int32, device=device)
-    half, byte = torch.ones(64, dtype=torch.bfloat16, device=device), torch.ones(64, dtype=torch.uint8, device=device)
-    copies = [torch.empty_like(before), torch.empty_like(half), torch.empty_like(byte)]
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        before += 1
-        for given, copied in zip((before, half, byte), copies, strict=True):
-            given.zero_()
-            copied.copy_(given)
-        before += 5
-    replaced = graph_nodes.replace_memsets(graph.raw_cuda_graph())
-    graph.instantiate()
-    for tensor in (before, half, byte, *copies):
-        tensor.fill_(3)
-    graph.replay()
-    assert replaced == 3
-    assert [tensor.unique().tolist() for tensor in (before, half, byte, *copies)] == [[5], [0], [0], [0], [0], [0]]
