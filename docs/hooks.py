@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT))
 ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "extending.md", "benchmarks/README.md": "measurements.md"}
 MADE = (*ELSEWHERE.values(), "commands.md", "settings.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+WIDE = ("reproduction.md",)  # pages whose tables need the place of the table of contents
+LONG_CODE = re.compile(r"(?<=<code>)[^<>\s]{25,}(?=</code>)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -32,10 +34,18 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
     source = next((source for source, made in ELSEWHERE.items() if made == page.file.src_uri), "")
     place = Path(source or f"docs/{page.file.src_uri}").parent
     parts = FENCE.split(markdown)
     return "".join(part if part.startswith("```") else relink(part, place) for part in parts)
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Long names in tables may break after an underscore, a dot or a slash."""
+    cells = re.compile(r"<td.*?</td>", re.DOTALL)
+    return cells.sub(lambda found: LONG_CODE.sub(lambda name: re.sub(r"([_./])", r"\1<wbr>", name[0]), found[0]), content)
 
 
 def relink(text: str, place: Path) -> str:

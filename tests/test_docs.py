@@ -381,6 +381,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     shown = [output for cell in cells for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in shown) == 2
     said = "".join(output.text for output in shown if output.output_type == "stream")
+    assert "warning" not in said.lower()
     assert "kept for backward" in said and "(100, 64)" in said
     (report,) = cells[-1].outputs
-    assert "<iframe srcdoc=" in report.data["text/html"] and "digits 2 and 3" in report.data["text/html"]
+    assert "<iframe srcdoc=" in report.data["text/html"] and "digits-2-and-3" in report.data["text/html"]
