@@ -1,138 +1,86 @@
-"""What the documents show is run, not believed."""
+"""Figures in the documents are those of the records in results/."""
 
 from __future__ import annotations
 
 import json
 import re
 import statistics
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import tiny_config
 
-from ptlf.run.loop import Run
+from ptlf.run.paper import TABLES
 from ptlf.run.recipes import EXPECTED
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def blocks(path: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
-
-
-def test_the_guide_runs_and_is_short(tmp_path) -> None:
-    (code,) = blocks(ROOT / "docs" / "guide.md", "python")
-    assert len([line for line in code.splitlines() if line.strip()]) < 25
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "task 1: frozen ()"
-    assert lines[1].count("'") == 4  # two of three units
-
-
-def test_the_calls_of_the_freezer_run(tmp_path) -> None:
-    (code,) = blocks(ROOT / "docs" / "freezer.md", "python")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "1 of 3 units frozen"
-
-
-def test_figures_of_frozen_encoders_are_those_of_the_benchmark() -> None:
-    rows = json.loads((ROOT / "results" / "bench" / "encoders-cpu.json").read_text())["rows"]
-    text = (ROOT / "docs" / "freezer.md").read_text()
-    pairs: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
-        pairs.setdefault((row["network"], row["frozen"]), {})[row["way"]] = f"{row['kept_bytes_ratio']:.2f}"
-        said = row.get("estimated_kept_bytes", row["kept_bytes"]), row.get("estimated_flops", row["backward_flops"])
-        assert said == pytest.approx((row["kept_bytes"], row["backward_flops"]), rel=0.03)
-    for (network, frozen), found in pairs.items():
-        if frozen != "nothing":
-            plain, ours = found["requires_grad_(False)"], found["ptlf.Freezer"]
-            assert f"| {network} | {frozen} | {plain} | {ours} |" in text
-
-
-def test_a_run_s_encoder_is_read_as_the_guide_says(tmp_path) -> None:
-    (code,) = blocks(ROOT / "docs" / "guide.md", "py")
-    Run(tiny_config(encoder__name="resnet18-mini", training__epochs=1), tmp_path / "runs" / "one").train()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.stdout == "torch.Size([3, 3, 16, 16])\n(3, 64)\n", done.stderr
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_and_files_that_documents_name_exist(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-        if "://" not in target:
-            assert (path.parent / target).exists(), target
-
-
+README, RECIPES, SAVINGS, PRETRAINED, BENCHMARKS = (
+    ROOT / name
+    for name in ("README.md", "docs/recipes.md", "docs/savings.md", "docs/pretrained.md", "benchmarks/README.md")
+)
 FULL = [f"split-cifar10/simsiam/{method}" for method in ("lump", "ptlf", "ptlf-cost", "ptlf-deep")]
+ROWS = dict(zip(FULL, ("LUMP, here", "PTLF, here", "(`ptlf-cost`)", "(`ptlf-deep`"), strict=True))
 
 
-def kept_probes(pattern: str) -> list[dict[str, dict[str, float]]]:
-    return [
-        json.loads(file.read_text())["probes"] for file in sorted((ROOT / "results").glob(f"{pattern}/results.json"))
-    ]
+def table(page: Path, head: str) -> list[list[str]]:
+    """The cells of the page's table whose first line holds `head`."""
+    tables = re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE)
+    (found,) = [found for found in tables if head in found.splitlines()[0]]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines()[2:]]
 
 
-@pytest.mark.parametrize("recipe", FULL)
-def test_figures_of_the_full_protocol_are_those_of_the_runs_that_are_kept(recipe: str) -> None:
-    """Every seed's in benchmarks, their means elsewhere."""
-    seeds = kept_probes(f"{recipe.replace('/', '-')}-seed*")
-    asked = (
-        ("knn_task", "accuracy"),
-        ("knn_task", "forgetting"),
-        ("knn_class", "accuracy"),
-        ("knn_class", "forgetting"),
-    )
-    values = {(probe, what): [run[probe][what] for run in seeds] for probe, what in asked}
-    benchmarks = (ROOT / "benchmarks" / "README.md").read_text()
-    for found in values.values():
-        assert f" {', '.join(f'{value:.2f}' for value in found)} |" in benchmarks
-    figures = [f"{statistics.fmean(found):.2f}" for found in values.values()][:3]
-    assert "knn_task {}, forgetting {}, knn_class {}".format(*figures) in EXPECTED[recipe]
-    readme = (ROOT / "README.md").read_text()
-    assert "| {} | {} | {} |".format(*figures) in readme
-    assert f"{statistics.fmean(values['knn_class', 'forgetting']):.1f}" in readme
+def table_rows(page: Path, head: str) -> dict[str, list[str]]:
+    """By the first cell."""
+    return {row[0]: row[1:] for row in table(page, head)}
 
 
-@pytest.mark.parametrize("method", ["lump", "ptlf"])
-def test_figures_of_the_digits_are_those_of_the_runs_that_are_kept(method: str) -> None:
-    (probes,) = kept_probes(f"digits/{method}")
-    accuracy = probes["knn_class"]["accuracy"]
-    assert f"knn_class {accuracy:.1f}" in EXPECTED[f"digits/simsiam/{method}"]
-    assert f"│ {accuracy:19.2f} │".strip("│ ") in (ROOT / "README.md").read_text()
+def row_with(page: Path, head: str, words: str) -> list[str]:
+    (cells,) = [cells for name, cells in table_rows(page, head).items() if words in name]
+    return cells
 
 
-def table_rows(text: str, heading: str) -> dict[str, list[str]]:
-    """The cells of the Markdown table whose head holds `heading`, by the first cell."""
-    (table,) = [found for found in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE) if heading in found.splitlines()[0]]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return {row[0]: row[1:] for row in rows}
+def in_one_line(page: Path) -> str:
+    return " ".join(page.read_text().split())
 
 
 def numbers(words: str) -> list[str]:
     return re.findall(r"-?\d+(?:\.\d+)?", words)
 
 
-def kept(pattern: str) -> list[dict]:
+def kept(pattern: str) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted((ROOT / "results").glob(f"{pattern}/results.json"))]
 
 
-def later(runs: list[dict], key: str) -> float:
+def bench(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "results" / "bench" / name).read_text())["rows"]
+
+
+@pytest.mark.parametrize("recipe", FULL)
+def test_accuracies_of_the_full_protocol(recipe: str) -> None:
+    """Every seed's in benchmarks, their means elsewhere."""
+    seeds = [run["probes"] for run in kept(f"{recipe.replace('/', '-')}-seed*")]
+    asked = [(probe, what) for probe in ("knn_task", "knn_class") for what in ("accuracy", "forgetting")]
+    values = {(probe, what): [run[probe][what] for run in seeds] for probe, what in asked}
+    for found in values.values():
+        assert f" {', '.join(f'{value:.2f}' for value in found)} |" in BENCHMARKS.read_text()
+    figures = [f"{statistics.fmean(found):.2f}" for found in values.values()][:3]
+    assert "knn_task {}, forgetting {}, knn_class {}".format(*figures) in EXPECTED[recipe]
+    for page, head in ((README, "kept for backward, tasks 2-5"), (RECIPES, "tasks' last epochs")):
+        assert row_with(page, head, ROWS[recipe])[:3] == figures
+    assert f"{statistics.fmean(values['knn_class', 'forgetting']):.1f}" in RECIPES.read_text()
+
+
+def later(runs: list[dict[str, Any]], key: str) -> float:
     """Mean over seeds of the sum over all tasks but the first."""
     return statistics.fmean(sum(task[key] for task in run["cost"]["per_task"][1:]) for run in runs)
 
 
-def training(runs: list[dict]) -> float:
+def training(runs: list[dict[str, Any]]) -> float:
     return sum(later(runs, f"{part}_seconds") for part in ("train", "correlation", "rebuild"))
 
 
-def kept_later(runs: list[dict]) -> float:
+def kept_later(runs: list[dict[str, Any]]) -> float:
     """Bytes for backward, mean over the epochs of all tasks but the first, and over seeds."""
     columns = [run["cost"]["per_epoch"] for run in runs]
     return statistics.fmean(
@@ -147,28 +95,39 @@ def wall_seconds(recipe: str) -> float | None:
     return statistics.fmean(run["overheads"]["wall_seconds"] for run in runs) if runs else None
 
 
-@pytest.mark.parametrize(("row", "recipe"), [
-    ("LUMP, here", FULL[0]), ("PTLF, here", FULL[1]), ("(`ptlf-cost`)", FULL[2]), ("(`ptlf-deep`", FULL[3]),
-])  # fmt: skip
-def test_the_readme_s_figures_of_the_full_protocol_are_found_in_results(row: str, recipe: str) -> None:
-    """Time, memory and their ratios to LUMP; the accuracies are tested above."""
-    rows = table_rows((ROOT / "README.md").read_text(), "kept for backward: tasks' last epochs")
-    (cells,) = [cells for name, cells in rows.items() if row in name]
+@pytest.mark.parametrize("recipe", FULL)
+def test_costs_of_the_full_protocol(recipe: str) -> None:
+    """Time, memory and their ratios to LUMP."""
     base, mine = (kept(f"{name.replace('/', '-')}-seed*") for name in (FULL[0], recipe))
-    seconds, ends = training(mine), later(mine, "kept_bytes")
+    seconds, ends, mean = training(mine), later(mine, "kept_bytes"), kept_later(mine)
     if recipe == FULL[0]:
-        wanted = [[f"{seconds:.0f}"], [f"{ends / 4 / 2**20:.0f}"], [f"{kept_later(mine) / 2**20:.0f}"]]
+        times, last, middle = [f"{seconds:.0f}"], [f"{ends / 4 / 2**20:.0f}"], [f"{mean / 2**20:.0f}"]
     else:
-        times = [seconds / training(base), ends / later(base, "kept_bytes"), kept_later(mine) / kept_later(base)]
-        wanted = [[f"{seconds:.0f}", f"{times[0]:.2f}"], *([f"{value:.2f}"] for value in times[1:])]
-    assert [numbers(cells[place]) for place in (3, 5, 6)] == wanted
+        times = [f"{seconds:.0f}", f"{seconds / training(base):.2f}"]
+        last, middle = [f"{ends / later(base, 'kept_bytes'):.2f}"], [f"{mean / kept_later(base):.2f}"]
+    cells = row_with(RECIPES, "tasks' last epochs", ROWS[recipe])
+    assert [numbers(cells[place]) for place in (3, 5, 6)] == [times, last, middle]
     whole = wall_seconds(recipe)
     if whole is not None:  # a run of its own does not write it down
         assert numbers(cells[4]) == [f"{whole:.0f}"]
+    cells = row_with(README, "kept for backward, tasks 2-5", ROWS[recipe])
+    assert [numbers(cell) for cell in cells[3:]] == [times[-1:], middle]
 
 
-def test_the_readme_s_figures_of_every_method_are_found_in_results() -> None:
-    rows = table_rows((ROOT / "README.md").read_text(), "all in all")
+@pytest.mark.parametrize(("page", "head"), [
+    (README, "kept for backward, tasks 2-5"),
+    (RECIPES, "tasks' last epochs"),
+])  # fmt: skip
+def test_the_paper_s_figures(page: Path, head: str) -> None:
+    for method in ("LUMP", "PTLF"):
+        cell = TABLES["main"].cell(f"SimSiam, {method}", "Split CIFAR-10")
+        assert cell is not None
+        wanted = [f"{cell.paper[key]:.2f}" for key in ("accuracy", "forgetting")]
+        assert row_with(page, head, f"{method}, the paper")[:2] == wanted
+
+
+def test_every_method_on_few_images() -> None:
+    rows = table_rows(RECIPES, "all in all")
     (base,) = kept("small-table/lump")
     assert set(rows) == {path.name for path in (ROOT / "results" / "small-table").iterdir()}
     for method, cells in rows.items():
@@ -181,46 +140,91 @@ def test_the_readme_s_figures_of_every_method_are_found_in_results() -> None:
         assert cells == wanted, method
 
 
-def test_the_readme_s_figures_of_freezing_are_found_in_results() -> None:
-    made = json.loads((ROOT / "results" / "bench" / "freezing-cpu.json").read_text())["rows"]
+def test_the_example_of_one_machine() -> None:
+    """Of `make run`; the random encoder's figures are in the names of the rows."""
+    runs = [kept(f"digits/{method}")[0] for method in ("lump", "ptlf")]
+    rows = table_rows(README, "| LUMP | PTLF |")
+    wanted: dict[str, Callable[[dict[str, Any]], str]] = {
+        "`knn_task` accuracy": lambda run: f"{run['probes']['knn_task']['accuracy']:.2f}",
+        "`knn_class` accuracy": lambda run: f"{run['probes']['knn_class']['accuracy']:.2f}",
+        "training time, s": lambda run: f"{run['cost']['learning_seconds']:.1f}",
+        "kept for backward, last epoch, MiB": lambda run: f"{run['cost']['kept_bytes'] / 2**20:.1f}",
+        "backward FLOPs, 10^12": lambda run: f"{run['cost']['backward_flops'] / 1e12:.3f}",
+    }
+    for (name, cells), (start, figure) in zip(rows.items(), wanted.items(), strict=True):
+        assert name.startswith(start) and cells == [figure(run) for run in runs]
+    for probe in ("knn_task", "knn_class"):
+        (name,) = [name for name in rows if f"`{probe}`" in name]
+        assert f"random encoder: {runs[0]['probes'][probe]['untrained_accuracy']:.2f}" in name
+    for run, method in zip(runs, ("lump", "ptlf"), strict=True):
+        accuracy = run["probes"]["knn_class"]["accuracy"]
+        assert f"knn_class {accuracy:.1f}" in EXPECTED[f"digits/simsiam/{method}"]
+
+
+def test_freezing_on_a_cpu() -> None:
+    made = bench("freezing-cpu.json")
     keys = ("kept_bytes_ratio", "backward_flops_ratio", "seconds_ratio")
     wanted = [[f"{row[key]:.{digits}f}" for key, digits in zip(keys, (2, 3, 2), strict=True)] for row in made]
-    (table,) = re.findall(r"\| frozen \| how \|.*\n\|-.*\n((?:\|.*\n)+)", (ROOT / "README.md").read_text())
-    assert [[cell.strip() for cell in line.strip("|").split("|")][2:] for line in table.splitlines()] == wanted
+    assert [cells[2:] for cells in table(SAVINGS, "| frozen | how |")] == wanted
+    plain, ours = (row for row in made if row["frozen"] == "middle 8")
+    said = in_one_line(README)
+    assert f"middle 8 of ResNet-18's 20 layers keeps {ours['kept_bytes_ratio']:.2f} of the bytes" in said
+    assert f"where `requires_grad_(False)` keeps {plain['kept_bytes_ratio']:.2f}" in said
 
 
-def test_the_paper_s_figures_in_the_readme_are_the_paper_s() -> None:
-    from ptlf.run.paper import TABLES
+@pytest.mark.parametrize(("file", "head", "keys"), [
+    ("encoders-cpu.json", "backward FLOPs, both", ["kept_bytes_ratio"]),
+    ("encoders-h200.json", "ms, `ptlf.Freezer`", ["kept_bytes_ratio", "milliseconds_ratio"]),
+])  # fmt: skip
+def test_frozen_encoders(file: str, head: str, keys: list[str]) -> None:
+    pairs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in bench(file):
+        pairs.setdefault((row["network"], row["frozen"]), {})[row["way"]] = row
+        said = row.get("estimated_kept_bytes", row["kept_bytes"]), row.get("estimated_flops", row["backward_flops"])
+        assert said == pytest.approx((row["kept_bytes"], row["backward_flops"]), rel=0.03)
+    wanted = []
+    for (network, frozen), found in pairs.items():
+        if frozen != "nothing":
+            ways = [found["requires_grad_(False)"], found["ptlf.Freezer"]]
+            cells = [f"{way[key]:.2f}" for key in keys for way in ways]
+            cells += [f"{ways[0]['backward_flops_ratio']:.2f}"] if "FLOPs" in head else []
+            wanted.append([network, frozen, *cells])
+    assert table(SAVINGS, head) == wanted
 
-    rows = table_rows((ROOT / "README.md").read_text(), "kept for backward: tasks' last epochs")
-    for method in ("LUMP", "PTLF"):
-        cell = TABLES["main"].cell(f"SimSiam, {method}", "Split CIFAR-10")
-        assert cell is not None
-        assert rows[f"{method}, the paper"][:2] == [f"{cell.paper[key]:.2f}" for key in ("accuracy", "forgetting")]
+
+def test_the_step_on_a_gpu() -> None:
+    ours, plain = bench("step-h200.json"), bench("step-h200-plain.json")
+    assert ours[-1]["frozen"] == plain[-1]["frozen"] == 8
+    time, memory = (ours[-1][key] / ours[0][key] for key in ("step_ms", "kept_bytes"))
+    said = in_one_line(SAVINGS)
+    assert f"{time:.2f} of the time and {memory:.2f} of the bytes" in said
+    assert f"the step takes {plain[-1]['step_ms'] / plain[0]['step_ms']:.2f}" in said
+    wanted = [[row["frozen"], f"{row['step_ms']:.2f}", f"{row['device_ms']:.2f}"] for row in ours]
+    assert [[int(cells[0]), *cells[1:3]] for cells in table(BENCHMARKS, "device alone, ms")] == wanted
+
+
+def test_pretrained_encoders() -> None:
+    """Means and standard deviations over the seeds."""
+    rows = table_rows(PRETRAINED, "lost, points")
+    methods = {"finetune": "finetune", "LUMP": "lump", "PTLF": "ptlf", "PTLF, cost-aware order": "ptlf-cost"}
+    base = statistics.fmean(run["cost"]["backward_flops"] for run in kept("continue/lump-seed*"))
+
+    def spoken(values: list[float]) -> str:
+        return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
+
+    assert list(rows) == list(methods)
+    for name, method in methods.items():
+        runs = kept(f"continue/{method}-seed*")
+        known = [run["reference"]["probes"]["knn_class"] for run in runs]
+        first, last = [row["before"] for row in known], [row["after"][-1] for row in known]
+        lost = [before - after for before, after in zip(first, last, strict=True)]
+        new = [run["probes"]["knn_class"]["accuracy"] for run in runs]
+        flops = statistics.fmean(run["cost"]["backward_flops"] for run in runs) / base
+        assert rows[name] == [spoken(first), spoken(last), spoken(lost), spoken(new), f"{flops:.2f}"]
+        given = spoken([run["probes"]["knn_class"]["untrained_accuracy"] for run in runs])
+        assert f"the given encoder had {given} % there" in in_one_line(PRETRAINED)
 
 
 def test_paper_notes_name_code_that_exists() -> None:
     for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", (ROOT / "docs" / "paper-notes.md").read_text()):
         assert (ROOT / "ptlf" / name).exists(), name
-
-
-def test_every_command_in_the_readme_parses() -> None:
-    """With its settings, on top of each of its recipes."""
-    from ptlf.cli import make_parser
-    from ptlf.run.recipes import resolve_config
-
-    lines = [
-        line.strip() for block in blocks(ROOT / "README.md", "sh") for line in block.replace("\\\n", " ").splitlines()
-    ]
-    commands = [
-        line.removeprefix(".venv/bin/").split("#")[0].split()
-        for line in lines
-        if re.match(r"(\.venv/bin/)?ptlf ", line)
-    ]
-    assert commands
-    for words in commands:
-        arguments, settings = make_parser().parse_known_args(words[1:])
-        assert hasattr(arguments, "run"), words
-        assert arguments.takes_overrides or not settings, words
-        for recipe in getattr(arguments, "recipes", None) or [getattr(arguments, "recipe", None)]:
-            resolve_config(recipe, None, settings)
