@@ -43,7 +43,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
-    """Long names in tables may break after an underscore, a dot or a slash."""
+    """Long names in tables may break after an underscore, a dot or a slash; options nowhere."""
+    content = re.sub(r"<code>(-[^<\s]{1,30})</code>", r'<code class="option">\1</code>', content)
     cells = re.compile(r"<td.*?</td>", re.DOTALL)
     return cells.sub(lambda found: LONG_CODE.sub(lambda name: re.sub(r"([_./])", r"\1<wbr>", name[0]), found[0]), content)
 
