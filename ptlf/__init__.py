@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 _LAZY = {
     "FreezeSchedule": "ptlf.freezing",

@@ -173,6 +173,9 @@ def new_file(text: str) -> Path:
     return path
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+LOG = {"nargs": "+", "action": "extend", "metavar": "TRACKER"}
+LOG_ABOUT = "also send what goes into metrics.jsonl to these: " + ", ".join(TRACKERS) + ", PACKAGE.MODULE:CLASS"
 FITS = ("crop", "squash", "pad")
 TRUST = "follow PACKAGE.MODULE:NAME in the run's folder or the YAML file: it runs code"
 HOLD_FOR_ALL = "Settings, such as --training.epochs 20, hold for all runs."
@@ -184,6 +187,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("-c --config", "YAML file on top of the recipe, such as a run's config.yaml", Path)
     add("--out", "folder for results.json, metrics.jsonl, the encoder, checkpoints", folder)
     add("--resume", "go on with the run in this folder, as it was set up", folder, metavar="DIR")
+    add("--log", LOG_ABOUT, **LOG)
     add("--trust-code", TRUST, bool)
 
     about = "Learn a folder of images as a run's next task; the run goes on from where it was."
@@ -191,7 +195,7 @@ def add_run_verbs(verb: Verb) -> None:
     epilog = (
         "SOURCE: a folder of images; train/ and test/ with a folder per class; a packed set; an .npz with `images`.\n"
         "Labels are used for testing only. Without SOURCE, a task that was interrupted is finished.\n"
-        "A new run takes settings, as `ptlf train` does. Later only --device and --evaluation.tasks may be given."
+        "A new run takes settings, as `ptlf train` does. Later only --device, --log, --evaluation.tasks may be given."
     )
     add = verb("learn", about, overrides=True, usage=usage, epilog=epilog)
     add("folder", "the run's folder; made with the first task", folder, metavar="RUN")
@@ -199,6 +203,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("--recipe", "for a new run: STREAM/OBJECTIVE/METHOD, the stream left aside (default: arriving/simsiam/ptlf)")
     add("-c --config", "for a new run: YAML file on top of the recipe", Path)
     add("--size", "for a new run: side of the square images in pixels (default: the images' own, or 32)", positive)
+    add("--log", LOG_ABOUT, **LOG)
     add("--trust-code", TRUST, bool)
     add("--name", "of the task (default: the folder's)")
     add("--again", "learn SOURCE even if its images were learnt before", bool)
@@ -217,6 +222,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("recipes", "STREAM/OBJECTIVE/METHOD", nargs="+", metavar="RECIPE")
     add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
     add("--seeds", "each recipe with each of them", whole, nargs="+", default=[0], metavar="SEED")
+    add("--log", LOG_ABOUT, **LOG)
     add("--cluster", "each run a job of its own, here or on a cluster, with submitit", choices=("local", "slurm"))
     add("--jobs", "how many jobs at once (default: all)", positive)
     add("--job-options", "for submitit, as slurm_partition=gpu", nargs="+", default=[], metavar="KEY=VALUE")
@@ -286,7 +292,8 @@ def add_run_verbs(verb: Verb) -> None:
     add("folder", "the folder of a run, here or on a shared disk", folder, metavar="DIR")
     add("--once", "one look, then exit", bool)
 
-    about = "Name what there is: streams, objectives, methods, policies, encoders, optimizers, probes, views, recipes."
+    families = "streams, objectives, methods, policies, encoders, optimizers, probes, trackers, views, recipes"
+    about = f"Name what there is: {families}."
     add = verb("list", about, "ptlf.commands:list_members")
     add("what", "only this family", nargs="?")
 

@@ -25,7 +25,7 @@ model
 methods: memory method cassle der finetune lump pnn si methods
 freezing: units kernels correlation kept select schedule timetable estimate following freezer savings
 freezing: policy policies progressive freezing
-integrations: integrations plan lightning huggingface
+integrations: integrations plan lightning huggingface trackers
 training: training checkpoint triton_bn fused_resnet compiled cost distributed engine
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
