@@ -346,8 +346,12 @@ def add_data_verbs(verb: Verb) -> None:
     get("--via", "where from", choices=("auto", "archive", "npm"), default="auto")
     get("--url", "another address of the official archive")
     get("--keep-archive", "keep the downloaded archive", bool)
-    pack = verb("data pack", "Pack an image folder into memory-mapped files.")
-    pack("source", "[train/, test/ with] a folder per class, or a folder per task", folder)
+    epilog = (
+        "SOURCE is recognised by its form: a folder per class or per task, perhaps in train/ and test/; a Hugging\n"
+        "Face data set (a folder of `save_to_disk`, .parquet files); WebDataset shards (.tar files); .npz."
+    )
+    pack = verb("data pack", "Pack images into memory-mapped files.", epilog=epilog)
+    pack("source", "a folder or file, see below", folder, metavar="SOURCE")
     pack("--name", "name of the packed set; a stream reads it with stream.pack", required=True)
     pack("--size", "side of the square images in pixels", pixels, required=True)
     about = "how images become squares: crop (the centre), squash (all, distorted), pad (all, between grey bars)"

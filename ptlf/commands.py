@@ -40,7 +40,9 @@ from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
 from ptlf.run.results import check_alike, read_results, write_json
 from ptlf.stream import STREAMS, fetch
 from ptlf.stream.folders import pack_folder
-from ptlf.stream.pack import Pack, list_packs, verify_pack
+from ptlf.stream.given import is_plain_folder
+from ptlf.stream.pack import Folders, Pack, list_packs, verify_pack
+from ptlf.stream.packing import pack_images
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.views import VIEWS
 
@@ -445,8 +447,14 @@ def data_get(name: str, data_root: str | None, **how: Any) -> None:
     show_pack(fetch.get(name, fetch.data_root(data_root), **how))
 
 
-def data_pack(source: Path, name: str, data_root: str | None, **how: Any) -> None:
-    show_pack(pack_folder(source, fetch.data_root(data_root), name, **how))
+def data_pack(source: Path, name: str, data_root: str | None, folders: Folders, **how: Any) -> None:
+    root = fetch.data_root(data_root)
+    if is_plain_folder(source):
+        show_pack(pack_folder(source, root, name, folders=folders, **how))
+    elif folders == "tasks":
+        raise UserError(f"--folders tasks is for a folder of image folders, and {source} is none; leave it out")
+    else:
+        show_pack(pack_images(source, root / name, **how))
     if how["fit"] == "crop":
         print("  what lies outside an image's centre square was cut off; --fit squash or pad keeps it")
 

@@ -49,7 +49,8 @@ def test_the_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
             assert done.returncode == 0, done.stderr
             programs.append(done.stdout)
     assert programs[0].endswith("\n(16, 64)\n")
-    assert int(programs[1].split("%")[0]) > 80  # of three colours that a random encoder could tell apart
-    assert programs[2] == "(48, 64) 32 [0.4914, 0.4822, 0.4465]\n"
+    assert programs[1].endswith("('red', 'green', 'blue') {'train': 24, 'test': 6}\n")
+    assert int(programs[2].split("%")[0]) > 80  # of three colours that a random encoder could tell apart
+    assert programs[3] == "(48, 64) 32 [0.4914, 0.4822, 0.4465]\n"
     said = capsys.readouterr().out
     assert "encoder.weights runs/cam" in said and "what it knew before" in said
