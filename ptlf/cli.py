@@ -297,6 +297,15 @@ def add_run_verbs(verb: Verb) -> None:
     add = verb("list", about, "ptlf.commands:list_members")
     add("what", "only this family", nargs="?")
 
+    epilog = (
+        "bash: put `source <(ptlf completion bash)` into ~/.bashrc\n"
+        "zsh: put `source <(ptlf completion zsh)` into ~/.zshrc, after compinit\n"
+        "fish: `ptlf completion fish > ~/.config/fish/completions/ptlf.fish`"
+    )
+    about = "Print what completes commands, options, recipes and settings in a shell."
+    add = verb("completion", about, "ptlf.completion:completion", epilog=epilog)
+    add("shell", "bash, zsh or fish", choices=("bash", "zsh", "fish"), metavar="SHELL")
+
 
 def add_bench_verbs(verb: Verb) -> None:
     freezing = verb("bench freezing", "Bytes, FLOPs and seconds of one step with units frozen.")

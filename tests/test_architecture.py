@@ -39,6 +39,7 @@ report: parts page watch reproduction
 learner
 commands
 cli
+completion
 __main__
 """
 # Libraries of their own, and what they may not know although it comes before them.
