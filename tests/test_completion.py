@@ -43,7 +43,7 @@ def test_bash_completes_commands_options_recipes_and_settings(bash: str, tmp_pat
     assert complete(bash, tmp_path, "train", "--recipe", "digits/simsiam/ptlf") == {
         "digits/simsiam/ptlf", "digits/simsiam/ptlf-cost", "digits/simsiam/ptlf-deep"
     }  # fmt: skip
-    assert complete(bash, tmp_path, "sweep", "split-cifar10/byol/l") == {"split-cifar10/byol/lump"}
+    assert complete(bash, tmp_path, "sweep", "split-cifar10/byol/lu") == {"split-cifar10/byol/lump"}
     assert complete(bash, tmp_path, "train", "--training.ep") == {"--training.epochs"}
     assert complete(bash, tmp_path, "train", "--freezing.pol") >= {"--freezing.policy", "--freezing.policy.sharpness"}
     assert complete(bash, tmp_path, "report", "--training.ep") == set()  # takes no settings
