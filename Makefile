@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 # As a path, not an import hook: a folder named ptlf beside a script (this clone, say) would go before the hook.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat
 
-.PHONY: run test check test-gpu faults docs install lint clean help
+.PHONY: run test check test-gpu faults docs install lint package clean help
 
 help:      ## what there is to make
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */  /'
@@ -43,5 +43,10 @@ docs: $(VENV)/.test-installed  ## the documentation as a site, into site/
 faults: $(VENV)/.test-installed  ## 20 runs killed at random moments, resumed, and compared bit for bit
 	$(BIN)/python tests/faults.py --runs 20
 
+package: $(VENV)/.test-installed  ## wheel and sdist, into dist/
+	rm -rf build dist
+	$(BIN)/python -m build
+	rm -rf build
+
 clean:  ## remove what `make` made
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache *.egg-info build dist

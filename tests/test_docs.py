@@ -178,9 +178,10 @@ def check_freezer(printed: list[str], said: str) -> None:
 
 
 def check_your_images(printed: list[str], said: str) -> None:
-    _, learner, classifier, encoder, onnx = printed
+    _, learner, packed, classifier, encoder, onnx = printed
     count = len(list(Path("photos/monday").iterdir()))
     assert count > 40 and learner.endswith(f"\n({count}, 64)\n")
+    assert packed.endswith("('red', 'green', 'blue') {'train': 24, 'test': 6}\n")
     assert int(classifier.split("%")[0]) > 50  # of six digits
     assert encoder == "torch.Size([3, 3, 32, 32])\n(3, 64)\n"
     assert re.fullmatch(r"\(1\d\d, 64\) 32 \[0.4914, 0.4822, 0.4465\]\n", onnx)
