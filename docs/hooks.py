@@ -46,7 +46,9 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     """Long names in tables may break after an underscore, a dot or a slash; options nowhere."""
     content = re.sub(r"<code>(-[^<\s]{1,30})</code>", r'<code class="option">\1</code>', content)
     cells = re.compile(r"<td.*?</td>", re.DOTALL)
-    return cells.sub(lambda found: LONG_CODE.sub(lambda name: re.sub(r"([_./])", r"\1<wbr>", name[0]), found[0]), content)
+    return cells.sub(
+        lambda found: LONG_CODE.sub(lambda name: re.sub(r"([_./])", r"\1<wbr>", name[0]), found[0]), content
+    )
 
 
 def relink(text: str, place: Path) -> str:
@@ -80,7 +82,17 @@ def commands_page() -> str:
         usage = parser.usage or parser.format_usage().removeprefix("usage: ")
         usage = " ".join(usage.replace("%(prog)s", parser.prog).split()).replace(" [-h]", "")
         taken = " Takes settings." if parser.get_default("takes_overrides") else ""
-        lines += ["", f"## {parser.prog}", "", f"{cell(parser.description or '')}{taken}", "", "```text", usage, "```", ""]
+        lines += [
+            "",
+            f"## {parser.prog}",
+            "",
+            f"{cell(parser.description or '')}{taken}",
+            "",
+            "```text",
+            usage,
+            "```",
+            "",
+        ]
         rows = [row(action) for action in parser._actions if not isinstance(action, argparse._HelpAction)]
         if rows:
             lines += ["| argument | what it is |", "|---|---|", *rows]
