@@ -24,8 +24,8 @@ run: install  ## LUMP and PTLF on the embedded digits, compared, with a report, 
 	$(BIN)/ptlf sweep digits/simsiam/lump digits/simsiam/ptlf --out runs/$$(date +%Y%m%d-%H%M%S)
 
 lint: $(VENV)/.test-installed  ## style and types
-	$(BIN)/ruff check ptlf tests
-	$(BIN)/ruff format --check ptlf tests
+	$(BIN)/ruff check ptlf tests docs/*.py
+	$(BIN)/ruff format --check ptlf tests docs/*.py
 	$(BIN)/mypy
 
 test: lint  ## lint, types and all tests

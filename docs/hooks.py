@@ -1,7 +1,7 @@
 """What MkDocs cannot find in docs/: pages that are elsewhere in the repository, and references made from the code.
 
-Links are written for a reader of the repository. Here those to a page of the site lead there; those to other files of the
-repository become the file's name.
+Links are written for a reader of the repository. Here those to a page of the site lead there; those to other files of
+the repository become the file's name.
 """
 
 import argparse
@@ -21,6 +21,7 @@ ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "extending.md", "benchm
 MADE = (*ELSEWHERE.values(), "commands.md", "settings.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 WIDE = ("reproduction.md",)  # pages whose tables need the place of the table of contents
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 LONG_CODE = re.compile(r"(?<=<code>)[^<>\s]{25,}(?=</code>)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
@@ -45,10 +46,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     """Long names in tables may break after an underscore, a dot or a slash; options nowhere."""
     content = re.sub(r"<code>(-[^<\s]{1,30})</code>", r'<code class="option">\1</code>', content)
-    cells = re.compile(r"<td.*?</td>", re.DOTALL)
-    return cells.sub(
-        lambda found: LONG_CODE.sub(lambda name: re.sub(r"([_./])", r"\1<wbr>", name[0]), found[0]), content
-    )
+
+    def breaking(name: re.Match[str]) -> str:
+        return re.sub(r"([_./])", r"\1<wbr>", name[0])
+
+    return CELL.sub(lambda cell: LONG_CODE.sub(breaking, cell[0]), content)
 
 
 def relink(text: str, place: Path) -> str:
@@ -75,24 +77,16 @@ def commands_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Made from the code of this version; `ptlf COMMAND --help` says the same. Bad input ends with one sentence and exit "
-        "code 2. Commands that take [settings](settings.md) take them as `--key value`, such as `--training.epochs 20`.",
+        "Made from the code of this version; `ptlf COMMAND --help` says the same. Bad input ends with one sentence and "
+        "exit code 2. Commands that take [settings](settings.md) take them as `--key value`, such as "
+        "`--training.epochs 20`.",
     ]
     for parser in verbs(make_parser()):
         usage = parser.usage or parser.format_usage().removeprefix("usage: ")
         usage = " ".join(usage.replace("%(prog)s", parser.prog).split()).replace(" [-h]", "")
         taken = " Takes settings." if parser.get_default("takes_overrides") else ""
-        lines += [
-            "",
-            f"## {parser.prog}",
-            "",
-            f"{cell(parser.description or '')}{taken}",
-            "",
-            "```text",
-            usage,
-            "```",
-            "",
-        ]
+        about = f"{cell(parser.description or '')}{taken}"
+        lines += ["", f"## {parser.prog}", "", about, "", "```text", usage, "```", ""]
         rows = [row(action) for action in parser._actions if not isinstance(action, argparse._HelpAction)]
         if rows:
             lines += ["| argument | what it is |", "|---|---|", *rows]
@@ -129,10 +123,10 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Made from the code of this version; `ptlf train --help` says the same. A setting is given as `--key value` on the "
-        "command line, or in a YAML file (`-c FILE`), with a section for each part before a dot. The command line wins over "
-        "the file, the file over the recipe; the defaults here are those before the recipe. An unknown key is an error. "
-        "A run's `config.yaml` holds all of them.",
+        "Made from the code of this version; `ptlf train --help` says the same. A setting is given as `--key value` on "
+        "the command line, or in a YAML file (`-c FILE`), with a section for each part before a dot. The command line "
+        "wins over the file, the file over the recipe; the defaults here are those before the recipe. An unknown key "
+        "is an error. A run's `config.yaml` holds all of them.",
         "",
         f"The default recipe is `{DEFAULT}`. Where a section is chosen by its name, the name alone will do: "
         "`--objective simclr`. Help that begins with names is of a setting that only those members have.",

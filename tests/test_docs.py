@@ -1,14 +1,15 @@
 """What the documents show is run, what they link to is there, and the site builds.
 
-Every fenced block of shell or Python is run, in the order of its page, in a folder with `photos/` (a folder per day) and
-`labelled/` (a folder per class), but for the page that makes them itself. A block that cannot be run everywhere says so in its first line, `# needs A and B`: a
-package, with which it is run where there is one, or something of OUTSIDE. Its commands must still parse. Runs on the
-digits are shortened.
+Every fenced block of shell or Python is run, in the order of its page, in a folder with `photos/` (a folder per day)
+and `labelled/` (a folder per class), but for the page that makes them itself. A block that cannot be run everywhere
+says so in its first line, `# needs A and B`: a package, with which it is run where there is one, or something of
+OUTSIDE. Its commands must still parse. Runs on the digits are shortened.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -294,7 +295,7 @@ def test_links_lead_to_files_and_headings(path: Path, hooks: ModuleType) -> None
 def test_lists_begin_after_an_empty_line(path: Path) -> None:
     """Without it Markdown of the site has a paragraph, not a list."""
     lines = FENCE.sub("", path.read_text()).splitlines()
-    for before, line in zip(lines, lines[1:], strict=False):
+    for before, line in itertools.pairwise(lines):
         if re.match(r"- |\d+\. ", line):
             assert not before.strip() or re.match(r"(- |\d+\. |  |#)", before), line
 
