@@ -33,21 +33,26 @@ def files_with(path: Path, endings: tuple[str, ...]) -> list[Path]:
     """The files of a set: those with such an ending in the folder, or else in its folders `train`, `test`, `data` and
     the like. None if there are images or other folders beside them: then it is an image folder."""
     with disk_errors(path):
-        entries = visible(path)
-        folders = [entry for entry in entries if entry.is_dir()]
-        found = [entry for entry in entries if entry not in folders]
+        files, folders = visible(path)
         if folders and {folder.name for folder in folders} <= set(FOLDERS):
-            found += [entry for folder in folders for entry in visible(folder)]
-            folders = [entry for entry in found if entry.is_dir()]
-    mine = [file for file in found if file.name.lower().endswith(endings)]
+            inside = [visible(folder) for folder in folders]
+            files += [file for found, _ in inside for file in found]
+            folders = [folder for _, found in inside for folder in found]
     pictures = Image.registered_extensions()
-    if folders or any(file.suffix.lower() in pictures for file in found):
+    if folders or any(file.suffix.lower() in pictures for file in files):
         return []
+    mine = [file for file in files if file.name.lower().endswith(endings)]
     return sorted(mine, key=lambda file: natural(str(file)))
 
 
-def visible(path: Path) -> list[Path]:
-    return [Path(entry) for entry in os.scandir(path) if not entry.name.startswith(".")]
+def visible(path: Path) -> tuple[list[Path], list[Path]]:
+    """Files and folders that are not hidden."""
+    kinds: tuple[list[Path], list[Path]] = [], []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if not entry.name.startswith("."):
+                kinds[entry.is_dir()].append(Path(entry))
+    return kinds
 
 
 def by_split(files: Sequence[Path], root: Path) -> dict[str, list[Path]]:
