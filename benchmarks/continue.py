@@ -14,8 +14,8 @@ import numpy as np
 
 from ptlf.cli import main
 from ptlf.run.results import read_results, write_json
-from ptlf.stream.given import pack_images
 from ptlf.stream.pack import Pack, data_root, open_pack
+from ptlf.stream.packing import pack_images
 
 KNOWN, NEW = [[0, 1], [2, 3]], [[4, 5], [6, 7], [8, 9]]
 SIZE, PER_CLASS = 16, 250

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 _LAZY = {
     "FreezeSchedule": "ptlf.freezing",
@@ -13,6 +13,7 @@ _LAZY = {
     "Learner": "ptlf.learner",
     "Run": "ptlf.run.loop",
     "load_encoder": "ptlf.run.inference",
+    "pack_images": "ptlf.stream.packing",
 }
 __all__ = [
     "Config",
@@ -24,6 +25,7 @@ __all__ = [
     "correlation_ratios",
     "find_units",
     "load_encoder",
+    "pack_images",
 ]
 
 

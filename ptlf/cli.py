@@ -173,6 +173,9 @@ def new_file(text: str) -> Path:
     return path
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+LOG = {"nargs": "+", "action": "extend", "metavar": "TRACKER"}
+LOG_ABOUT = "also send what goes into metrics.jsonl to these: " + ", ".join(TRACKERS) + ", PACKAGE.MODULE:CLASS"
 FITS = ("crop", "squash", "pad")
 TRUST = "follow PACKAGE.MODULE:NAME in the run's folder or the YAML file: it runs code"
 HOLD_FOR_ALL = "Settings, such as --training.epochs 20, hold for all runs."
@@ -184,6 +187,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("-c --config", "YAML file on top of the recipe, such as a run's config.yaml", Path)
     add("--out", "folder for results.json, metrics.jsonl, the encoder, checkpoints", folder)
     add("--resume", "go on with the run in this folder, as it was set up", folder, metavar="DIR")
+    add("--log", LOG_ABOUT, **LOG)
     add("--trust-code", TRUST, bool)
 
     about = "Learn a folder of images as a run's next task; the run goes on from where it was."
@@ -191,7 +195,7 @@ def add_run_verbs(verb: Verb) -> None:
     epilog = (
         "SOURCE: a folder of images; train/ and test/ with a folder per class; a packed set; an .npz with `images`.\n"
         "Labels are used for testing only. Without SOURCE, a task that was interrupted is finished.\n"
-        "A new run takes settings, as `ptlf train` does. Later only --device and --evaluation.tasks may be given."
+        "A new run takes settings, as `ptlf train` does. Later only --device, --log, --evaluation.tasks may be given."
     )
     add = verb("learn", about, overrides=True, usage=usage, epilog=epilog)
     add("folder", "the run's folder; made with the first task", folder, metavar="RUN")
@@ -199,6 +203,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("--recipe", "for a new run: STREAM/OBJECTIVE/METHOD, the stream left aside (default: arriving/simsiam/ptlf)")
     add("-c --config", "for a new run: YAML file on top of the recipe", Path)
     add("--size", "for a new run: side of the square images in pixels (default: the images' own, or 32)", positive)
+    add("--log", LOG_ABOUT, **LOG)
     add("--trust-code", TRUST, bool)
     add("--name", "of the task (default: the folder's)")
     add("--again", "learn SOURCE even if its images were learnt before", bool)
@@ -217,6 +222,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("recipes", "STREAM/OBJECTIVE/METHOD", nargs="+", metavar="RECIPE")
     add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
     add("--seeds", "each recipe with each of them", whole, nargs="+", default=[0], metavar="SEED")
+    add("--log", LOG_ABOUT, **LOG)
     add("--cluster", "each run a job of its own, here or on a cluster, with submitit", choices=("local", "slurm"))
     add("--jobs", "how many jobs at once (default: all)", positive)
     add("--job-options", "for submitit, as slurm_partition=gpu", nargs="+", default=[], metavar="KEY=VALUE")
@@ -286,9 +292,19 @@ def add_run_verbs(verb: Verb) -> None:
     add("folder", "the folder of a run, here or on a shared disk", folder, metavar="DIR")
     add("--once", "one look, then exit", bool)
 
-    about = "Name what there is: streams, objectives, methods, policies, encoders, optimizers, probes, views, recipes."
+    families = "streams, objectives, methods, policies, encoders, optimizers, probes, trackers, views, recipes"
+    about = f"Name what there is: {families}."
     add = verb("list", about, "ptlf.commands:list_members")
     add("what", "only this family", nargs="?")
+
+    epilog = (
+        "bash: put `source <(ptlf completion bash)` into ~/.bashrc\n"
+        "zsh: put `source <(ptlf completion zsh)` into ~/.zshrc, after compinit\n"
+        "fish: `ptlf completion fish > ~/.config/fish/completions/ptlf.fish`"
+    )
+    about = "Print what completes commands, options, recipes and settings in a shell."
+    add = verb("completion", about, "ptlf.completion:completion", epilog=epilog)
+    add("shell", "bash, zsh or fish", choices=("bash", "zsh", "fish"), metavar="SHELL")
 
 
 def add_bench_verbs(verb: Verb) -> None:
@@ -339,8 +355,12 @@ def add_data_verbs(verb: Verb) -> None:
     get("--via", "where from", choices=("auto", "archive", "npm"), default="auto")
     get("--url", "another address of the official archive")
     get("--keep-archive", "keep the downloaded archive", bool)
-    pack = verb("data pack", "Pack an image folder into memory-mapped files.")
-    pack("source", "[train/, test/ with] a folder per class, or a folder per task", folder)
+    epilog = (
+        "SOURCE is recognised by its form: a folder per class or per task, perhaps in train/ and test/; a Hugging\n"
+        "Face data set (a folder of `save_to_disk`, .parquet files); WebDataset shards (.tar files); .npz."
+    )
+    pack = verb("data pack", "Pack images into memory-mapped files.", epilog=epilog)
+    pack("source", "a folder or file, see below", folder, metavar="SOURCE")
     pack("--name", "name of the packed set; a stream reads it with stream.pack", required=True)
     pack("--size", "side of the square images in pixels", pixels, required=True)
     about = "how images become squares: crop (the centre), squash (all, distorted), pad (all, between grey bars)"

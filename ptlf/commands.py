@@ -13,6 +13,7 @@ from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.freezing import POLICIES
+from ptlf.integrations.trackers import TRACKERS
 from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
@@ -39,7 +40,9 @@ from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
 from ptlf.run.results import check_alike, read_results, write_json
 from ptlf.stream import STREAMS, fetch
 from ptlf.stream.folders import pack_folder
-from ptlf.stream.pack import Pack, list_packs, verify_pack
+from ptlf.stream.given import is_plain_folder
+from ptlf.stream.pack import Folders, Pack, list_packs, verify_pack
+from ptlf.stream.packing import pack_images
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.views import VIEWS
 
@@ -50,14 +53,21 @@ Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
 
 def train(
-    recipe: str | None, config: Path | None, out: Path | None, resume: Path | None, trust_code: bool, overrides: Words
+    recipe: str | None,
+    config: Path | None,
+    out: Path | None,
+    resume: Path | None,
+    log: Words | None,
+    trust_code: bool,
+    overrides: Words,
 ) -> None:
+    overrides = with_log(overrides, log)
     with processes.process_group():
         if resume:
             named = [name for name, value in {"--out": out, "--recipe": recipe, "-c": config}.items() if value]
             named += [word.partition("=")[0] for word in overrides if word.startswith("--")]
             for word in named:
-                if word != "--device":  # it is the machine's, and may change
+                if word not in ("--device", "--log"):  # these may change: the machine, and who tracks the run
                     raise UserError(f"--resume takes the settings of {resume / 'config.yaml'}; leave out {word}")
             # Where several machines share the run, only the first has its folder.
             settings: Any = None
@@ -99,6 +109,7 @@ def learn(
     settle: float,
     every: float,
     once: bool,
+    log: Words | None,
     trust_code: bool,
     overrides: Words,
     **how: Any,
@@ -109,7 +120,7 @@ def learn(
         raise UserError(f"--watch takes its tasks from {watch}; leave out {'SOURCE' if source else '--name'}")
     if not watch and once:
         raise UserError("--once is for --watch DIR")
-    learner = open_learner(folder, recipe, config, size, trust_code, overrides)
+    learner = open_learner(folder, recipe, config, size, trust_code, with_log(overrides, log))
     if watch:
         for results in learner.watch(watch, settle=settle, every=every, once=once, **how):
             show_results(console, results, folder, brief=True)
@@ -140,8 +151,22 @@ def open_learner(
     return Learner.load(folder, trust_code=trust_code, **parse_overrides(Config, overrides))
 
 
-def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, overrides: Words, **jobs: Any) -> None:
+def with_log(overrides: Words, log: Words | None) -> list[str]:
+    """The settings, with the trackers of --log."""
+    return [*overrides, f"--log=[{', '.join(log)}]"] if log else [*overrides]
+
+
+def sweep(
+    recipes: Words,
+    seeds: list[int],
+    out: Path,
+    baseline: str | None,
+    log: Words | None,
+    overrides: Words,
+    **jobs: Any,
+) -> None:
     """jobs: `cluster`, `jobs` and `job_options`, for `cluster.train_all`."""
+    overrides = with_log(overrides, log)
     if any(word.partition("=")[0] == "--seed" for word in overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
     if baseline:
@@ -316,6 +341,7 @@ def list_members(what: str | None) -> None:
         "encoders": {name: entry.about for name, entry in ENCODERS.items()},
         "optimizers": summaries(OPTIMIZERS),
         "probes": summaries(PROBES),
+        "trackers": summaries(TRACKERS),
         "views": {name: " ".join((make.__doc__ or "").split()) for name, make in VIEWS.items()},
         "recipes": {name: EXPECTED.get(name, "") for name in names()},
     }
@@ -421,8 +447,14 @@ def data_get(name: str, data_root: str | None, **how: Any) -> None:
     show_pack(fetch.get(name, fetch.data_root(data_root), **how))
 
 
-def data_pack(source: Path, name: str, data_root: str | None, **how: Any) -> None:
-    show_pack(pack_folder(source, fetch.data_root(data_root), name, **how))
+def data_pack(source: Path, name: str, data_root: str | None, folders: Folders, **how: Any) -> None:
+    root = fetch.data_root(data_root)
+    if is_plain_folder(source):
+        show_pack(pack_folder(source, root, name, folders=folders, **how))
+    elif folders == "tasks":
+        raise UserError(f"--folders tasks is for a folder of image folders, and {source} is none; leave it out")
+    else:
+        show_pack(pack_images(source, root / name, **how))
     if how["fit"] == "crop":
         print("  what lies outside an image's centre square was cut off; --fit squash or pad keeps it")
 

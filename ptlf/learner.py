@@ -15,7 +15,6 @@ import numpy as np
 from torch import nn
 
 from ptlf.core.errors import UserError
-from ptlf.core.files import write_whole
 from ptlf.core.processes import warn
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
@@ -24,7 +23,7 @@ from ptlf.report.live import Live, tell
 from ptlf.report.page import write_report
 from ptlf.report.runs import flatten
 from ptlf.run.build import check_grows, make_stream
-from ptlf.run.config import Config, from_dict, read_yaml, to_yaml
+from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, claimed, has_finished, load_encoder, save_encoder
@@ -53,7 +52,7 @@ from ptlf.training.process import Stopped
 STREAM = "arriving"
 SIZE = 32  # pixels, where neither the images nor the settings say
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
-MAY_CHANGE = ("device", "evaluation.tasks")  # of a run that is there
+MAY_CHANGE = ("device", "evaluation.tasks", "log")  # of a run that is there
 Source = Any  # a path, an array, a list of images, a data set
 
 
@@ -80,7 +79,8 @@ class Learner:
         method: a method, or one with freezing, as recipes name them: "lump", "ptlf", "ptlf-cost", ...
         size: side of the images in pixels; default: that of a packed set or array, else the views' or 32.
         settings: sections, as training={"epochs": 20}, or keys, as **{"training.epochs": 20}; also seed and device.
-            Batch and epochs, where they are not given, are chosen with the first task.
+            Batch and epochs, where they are not given, are chosen with the first task. log="tensorboard" or a list
+            names trackers.
         """
         named = {"encoder.name": encoder if isinstance(encoder, str) else "given"} if encoder is not None else {}
         given = gathered({**named, **settings})
@@ -104,7 +104,7 @@ class Learner:
 
         encoder: a module like the one the run was made with, if that was given as a module.
         trust_code: follow names of code, "package.module:attribute", in the run's config.yaml. It runs here.
-        settings: `device` and evaluation={"tasks": ...} may change; all others are the run's own.
+        settings: `device`, `log` and evaluation={"tasks": ...} may change; all others are the run's own.
         """
         learner, folder = cls.__new__(cls), Path(folder)
         given = gathered(settings)
@@ -355,11 +355,6 @@ class Learner:
     def _train(self, run: Run, watcher: Watcher) -> None:
         if self.module is not None and not self.exists and run.weights is None:
             save_encoder(self.folder, self.module, START)
-        if self.exists:
-            stored = from_dict(read_yaml(self.folder / "config.yaml"))
-            if stored.evaluation != self.config.evaluation:
-                text = to_yaml(replace(stored, evaluation=self.config.evaluation))
-                write_whole(self.folder / "config.yaml", text)
         self.run = run
         run.train(watcher, resume=True, claim=False)
         self._parts = run

@@ -17,7 +17,8 @@ PACKAGE = Path(ptlf.__file__).parent
 # Every module, in an order in which each imports only those before it. A room's own name is its __init__.
 ORDER = """
 core: core words errors phases reading memory files processes batch randomness registry settings
-stream: decode disk archives pack task datasets stream folders given arrivals fetch loading
+stream: decode disk archives pack task datasets stream folders rows splits arrays tables shards given packing arrivals
+stream: fetch loading
 views: view named operations views
 encoders: encoder extras norm resnet vit weights encoders
 objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
@@ -25,7 +26,7 @@ model
 methods: memory method cassle der finetune lump pnn si methods
 freezing: units kernels correlation kept select schedule timetable estimate following freezer savings
 freezing: policy policies progressive freezing
-integrations: integrations plan lightning huggingface
+integrations: integrations plan lightning huggingface trackers
 training: training checkpoint weight_gradients triton_bn fused_resnet triton_views compiled cost distributed
 training: engine
 training.optimizers: optimizer adamw sgd lars optimizers
@@ -39,6 +40,7 @@ report: parts page watch reproduction
 learner
 commands
 cli
+completion
 __main__
 """
 # Libraries of their own, and what they may not know although it comes before them.
@@ -147,7 +149,7 @@ def test_digging_is_seen(own: set[str]) -> None:
 
 def test_public_names() -> None:
     names = {"Config", "FreezeSchedule", "Freezer", "Learner", "Run", "correlation_ratios", "find_units"}
-    names |= {"load_encoder"}
+    names |= {"load_encoder", "pack_images"}
     assert names == set(ptlf.__all__) - {"__version__"}
     assert names <= set(dir(ptlf))
     for name in ptlf.__all__:

@@ -1,226 +1,393 @@
-"""What the documents show is run, not believed."""
+"""What the documents show is run, what they link to is there, and the site builds.
+
+Every fenced block of shell or Python is run, in the order of its page, in a folder with `photos/` (a folder per day)
+and `labelled/` (a folder per class), but for the page that makes them itself. A block that cannot be run everywhere
+says so in its first line, `# needs A and B`: a package, with which it is run where there is one, or something of
+OUTSIDE. Its commands must still parse. Runs on the digits are shortened.
+"""
 
 from __future__ import annotations
 
-import json
+import importlib.util
+import itertools
+import os
 import re
-import statistics
+import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote
 
+import numpy as np
 import pytest
-from conftest import tiny_config
+from PIL import Image
 
-from ptlf.run.loop import Run
-from ptlf.run.recipes import EXPECTED
-
-pytestmark = pytest.mark.slow
+import ptlf
+from ptlf.cli import main, make_parser
+from ptlf.core.settings import describe
+from ptlf.run.config import Config
+from ptlf.run.recipes import resolve_config
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+OUTSIDE = ("a GPU", "a network", "CIFAR-10", "Slurm")
+COLOURS = {"apple": (200, 40, 30), "leaf": (40, 160, 50), "sky": (60, 110, 220)}
+FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(path: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
+@dataclass(frozen=True)
+class Block:
+    language: str
+    code: str
+
+    @property
+    def needs(self) -> list[str]:
+        found = re.match(r"# needs (.+)\n", self.code)
+        return found[1].split(" and ") if found else []
+
+    @property
+    def runs(self) -> bool:
+        outside = [need for need in self.needs if need in OUTSIDE]
+        return not outside and all(importlib.util.find_spec(need) for need in self.needs)
+
+    @property
+    def commands(self) -> list[list[str]]:
+        if self.language != "sh":
+            return []
+        lines = [shlex.split(line, comments=True) for line in self.code.replace("\\\n", " ").splitlines()]
+        return [words for words in lines if words]
 
 
-def test_the_guide_runs_and_is_short(tmp_path) -> None:
-    (code,) = blocks(ROOT / "docs" / "guide.md", "python")
-    assert len([line for line in code.splitlines() if line.strip()]) < 25
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "task 1: frozen ()"
-    assert lines[1].count("'") == 4  # two of three units
+def blocks(path: Path) -> list[Block]:
+    return [Block(*found) for found in FENCE.findall(path.read_text())]
 
 
-def test_the_calls_of_the_freezer_run(tmp_path) -> None:
-    (code,) = blocks(ROOT / "docs" / "freezer.md", "python")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "1 of 3 units frozen"
+def code_blocks() -> Iterator[tuple[Path, Block]]:
+    for path in PAGES:
+        for block in blocks(path):
+            if block.language in ("sh", "python"):
+                yield path, block
 
 
-def test_figures_of_frozen_encoders_are_those_of_the_benchmark() -> None:
-    rows = json.loads((ROOT / "results" / "bench" / "encoders-cpu.json").read_text())["rows"]
-    text = (ROOT / "docs" / "freezer.md").read_text()
-    pairs: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
-        pairs.setdefault((row["network"], row["frozen"]), {})[row["way"]] = f"{row['kept_bytes_ratio']:.2f}"
-        said = row.get("estimated_kept_bytes", row["kept_bytes"]), row.get("estimated_flops", row["backward_flops"])
-        assert said == pytest.approx((row["kept_bytes"], row["backward_flops"]), rel=0.03)
-    for (network, frozen), found in pairs.items():
-        if frozen != "nothing":
-            plain, ours = found["requires_grad_(False)"], found["ptlf.Freezer"]
-            assert f"| {network} | {frozen} | {plain} | {ours} |" in text
+def page_ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
-def test_a_run_s_encoder_is_read_as_the_guide_says(tmp_path) -> None:
-    (code,) = blocks(ROOT / "docs" / "guide.md", "py")
-    Run(tiny_config(encoder__name="resnet18-mini", training__epochs=1), tmp_path / "runs" / "one").train()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.stdout == "torch.Size([3, 3, 16, 16])\n(3, 64)\n", done.stderr
+@pytest.mark.parametrize("path", PAGES, ids=page_ids)
+def test_blocks_are_shell_python_or_text(path: Path) -> None:
+    """Nothing that could be run is hidden in a block of another kind."""
+    assert len(re.findall(r"^ *```", path.read_text(), re.MULTILINE)) == 2 * len(blocks(path))
+    for block in blocks(path):
+        assert block.language in ("sh", "python", "text", "toml", "yaml"), block
+        if block.language == "text":
+            assert not re.search(r"^(ptlf|pip|make|python|torchrun|import|from) ", block.code, re.MULTILINE), block
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_and_files_that_documents_name_exist(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-        if "://" not in target:
-            assert (path.parent / target).exists(), target
+def test_needs_are_known_or_packages() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {re.split(r"[<>=;\[ ]", line)[0] for lines in extras.values() for line in lines}
+    for path, block in code_blocks():
+        assert set(block.needs) <= {*OUTSIDE, *packages}, (path.name, block.needs)
 
 
-FULL = [f"split-cifar10/simsiam/{method}" for method in ("lump", "ptlf", "ptlf-cost", "ptlf-deep")]
+# --- run
 
 
-def kept_probes(pattern: str) -> list[dict[str, dict[str, float]]]:
-    return [
-        json.loads(file.read_text())["probes"] for file in sorted((ROOT / "results").glob(f"{pattern}/results.json"))
-    ]
+def save_photograph(rng: np.random.Generator, path: Path, colour: tuple[int, int, int]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    height, width = rng.integers(33, 60, 2)
+    noise = rng.normal(0, 40, (height, width, 3)) + np.array(colour)
+    Image.fromarray(noise.clip(0, 255).astype(np.uint8)).save(path)
 
 
-@pytest.mark.parametrize("recipe", FULL)
-def test_figures_of_the_full_protocol_are_those_of_the_runs_that_are_kept(recipe: str) -> None:
-    """Every seed's in benchmarks, their means elsewhere."""
-    seeds = kept_probes(f"{recipe.replace('/', '-')}-seed*")
-    asked = (
-        ("knn_task", "accuracy"),
-        ("knn_task", "forgetting"),
-        ("knn_class", "accuracy"),
-        ("knn_class", "forgetting"),
-    )
-    values = {(probe, what): [run[probe][what] for run in seeds] for probe, what in asked}
-    benchmarks = (ROOT / "benchmarks" / "README.md").read_text()
-    for found in values.values():
-        assert f" {', '.join(f'{value:.2f}' for value in found)} |" in benchmarks
-    figures = [f"{statistics.fmean(found):.2f}" for found in values.values()][:3]
-    assert "knn_task {}, forgetting {}, knn_class {}".format(*figures) in EXPECTED[recipe]
-    readme = (ROOT / "README.md").read_text()
-    assert "| {} | {} | {} |".format(*figures) in readme
-    assert f"{statistics.fmean(values['knn_class', 'forgetting']):.1f}" in readme
+@pytest.fixture
+def photographs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder that the test then runs in."""
+    rng = np.random.default_rng(0)
+    for index in range(0 if path.name == "your-images.md" else 16):
+        for day, colour in zip(("monday", "tuesday", "wednesday"), COLOURS.values(), strict=True):
+            save_photograph(rng, tmp_path / "photos" / day / f"{index}.png", colour)
+        for name, colour in COLOURS.items():
+            save_photograph(rng, tmp_path / "labelled" / name / f"{index}.png", colour)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PTLF_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.parametrize("method", ["lump", "ptlf"])
-def test_figures_of_the_digits_are_those_of_the_runs_that_are_kept(method: str) -> None:
-    (probes,) = kept_probes(f"digits/{method}")
-    accuracy = probes["knn_class"]["accuracy"]
-    assert f"knn_class {accuracy:.1f}" in EXPECTED[f"digits/simsiam/{method}"]
-    assert f"│ {accuracy:19.2f} │".strip("│ ") in (ROOT / "README.md").read_text()
+def shortened(words: list[str]) -> list[str]:
+    """The command on two tasks of the digits with at most two seeds, or with a small network on new photographs; one
+    epoch, one repeat."""
+    verb, *rest = words
+    digits = any(word.startswith("digits/") for word in rest) or "--recipe" not in rest
+    if verb in ("train", "sweep", "frontier") and "--resume" not in rest and digits:
+        fewer = ["--seeds", "0", "1"] if "--seeds" in rest else []
+        return [*words, *fewer, "--training.epochs", "1", "--stream.groups", "[[0,1],[2,3]]"]
+    if verb == "learn" and "--training.epochs" not in rest and not Path(rest[0]).exists():
+        return [*words, "--encoder.name", "resnet18-mini", "--training.epochs", "1", "--training.batch", "16"]
+    if words[:2] == ["bench", "freezing"]:
+        return [*words, "--repeats", "1"]
+    return words
 
 
-def table_rows(text: str, heading: str) -> dict[str, list[str]]:
-    """The cells of the Markdown table whose head holds `heading`, by the first cell."""
-    (table,) = [found for found in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE) if heading in found.splitlines()[0]]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return {row[0]: row[1:] for row in rows}
-
-
-def numbers(words: str) -> list[str]:
-    return re.findall(r"-?\d+(?:\.\d+)?", words)
-
-
-def kept(pattern: str) -> list[dict]:
-    return [json.loads(file.read_text()) for file in sorted((ROOT / "results").glob(f"{pattern}/results.json"))]
-
-
-def later(runs: list[dict], key: str) -> float:
-    """Mean over seeds of the sum over all tasks but the first."""
-    return statistics.fmean(sum(task[key] for task in run["cost"]["per_task"][1:]) for run in runs)
-
-
-def training(runs: list[dict]) -> float:
-    return sum(later(runs, f"{part}_seconds") for part in ("train", "correlation", "rebuild"))
-
-
-def kept_later(runs: list[dict]) -> float:
-    """Bytes for backward, mean over the epochs of all tasks but the first, and over seeds."""
-    columns = [run["cost"]["per_epoch"] for run in runs]
-    return statistics.fmean(
-        statistics.fmean(kept for kept, task in zip(one["kept_bytes"], one["task"], strict=True) if task > 1)
-        for one in columns
-    )
-
-
-def wall_seconds(recipe: str) -> float | None:
-    files = [ROOT / "results" / "bench" / f"run-h200{seed}.json" for seed in ("", "-seed1", "-seed2")]
-    runs = [run for file in files for run in json.loads(file.read_text())["runs"] if run["run"] == recipe]
-    return statistics.fmean(run["overheads"]["wall_seconds"] for run in runs) if runs else None
-
-
-@pytest.mark.parametrize(("row", "recipe"), [
-    ("LUMP, here", FULL[0]), ("PTLF, here", FULL[1]), ("(`ptlf-cost`)", FULL[2]), ("(`ptlf-deep`", FULL[3]),
-])  # fmt: skip
-def test_the_readme_s_figures_of_the_full_protocol_are_found_in_results(row: str, recipe: str) -> None:
-    """Time, memory and their ratios to LUMP; the accuracies are tested above."""
-    rows = table_rows((ROOT / "README.md").read_text(), "kept for backward: tasks' last epochs")
-    (cells,) = [cells for name, cells in rows.items() if row in name]
-    base, mine = (kept(f"{name.replace('/', '-')}-seed*") for name in (FULL[0], recipe))
-    seconds, ends = training(mine), later(mine, "kept_bytes")
-    if recipe == FULL[0]:
-        wanted = [[f"{seconds:.0f}"], [f"{ends / 4 / 2**20:.0f}"], [f"{kept_later(mine) / 2**20:.0f}"]]
+def run_command(words: list[str]) -> None:
+    """`ptlf` in this process, `torchrun` in others."""
+    if words[0] == "torchrun":
+        place = words.index("ptlf") + 1
+        launch = [sys.executable, "-m", "torch.distributed.run", *words[1:place], *shortened(words[place:])]
+        done = subprocess.run(launch, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
     else:
-        times = [seconds / training(base), ends / later(base, "kept_bytes"), kept_later(mine) / kept_later(base)]
-        wanted = [[f"{seconds:.0f}", f"{times[0]:.2f}"], *([f"{value:.2f}"] for value in times[1:])]
-    assert [numbers(cells[place]) for place in (3, 5, 6)] == wanted
-    whole = wall_seconds(recipe)
-    if whole is not None:  # a run of its own does not write it down
-        assert numbers(cells[4]) == [f"{whole:.0f}"]
+        assert words[0] == "ptlf", f"a test cannot run {words}; mark its block with `# needs ...`"
+        assert main(shortened(words[1:])) == 0, words
 
 
-def test_the_readme_s_figures_of_every_method_are_found_in_results() -> None:
-    rows = table_rows((ROOT / "README.md").read_text(), "all in all")
-    (base,) = kept("small-table/lump")
-    assert set(rows) == {path.name for path in (ROOT / "results" / "small-table").iterdir()}
-    for method, cells in rows.items():
-        (run,) = kept(f"small-table/{method}")
-        probes = run["probes"]
-        scores = [probes["knn_task"]["accuracy"], probes["knn_task"]["forgetting"], probes["knn_class"]["accuracy"]]
-        costs = ("train_seconds", "learning_seconds", "backward_flops", "kept_bytes")
-        wanted = ["-" if score is None else f"{score:.2f}" for score in scores]
-        wanted += [f"{run['cost'][key] / base['cost'][key]:.2f}x" for key in costs]
-        assert cells == wanted, method
+def run_program(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_the_readme_s_figures_of_freezing_are_found_in_results() -> None:
-    made = json.loads((ROOT / "results" / "bench" / "freezing-cpu.json").read_text())["rows"]
-    keys = ("kept_bytes_ratio", "backward_flops_ratio", "seconds_ratio")
-    wanted = [[f"{row[key]:.{digits}f}" for key, digits in zip(keys, (2, 3, 2), strict=True)] for row in made]
-    (table,) = re.findall(r"\| frozen \| how \|.*\n\|-.*\n((?:\|.*\n)+)", (ROOT / "README.md").read_text())
-    assert [[cell.strip() for cell in line.strip("|").split("|")][2:] for line in table.splitlines()] == wanted
+def run_page(path: Path) -> list[str]:
+    """Its blocks in their order; what the programs print."""
+    printed = []
+    for block in blocks(path):
+        if block.language == "python" and block.runs:
+            printed.append(run_program(block.code))
+        for words in block.commands if block.runs else []:
+            run_command(words)
+    return printed
 
 
-def test_the_paper_s_figures_in_the_readme_are_the_paper_s() -> None:
-    from ptlf.run.paper import TABLES
-
-    rows = table_rows((ROOT / "README.md").read_text(), "kept for backward: tasks' last epochs")
-    for method in ("LUMP", "PTLF"):
-        cell = TABLES["main"].cell(f"SimSiam, {method}", "Split CIFAR-10")
-        assert cell is not None
-        assert rows[f"{method}, the paper"][:2] == [f"{cell.paper[key]:.2f}" for key in ("accuracy", "forgetting")]
+def check_guide(printed: list[str], said: str) -> None:
+    lines = printed[0].splitlines()
+    assert lines[0] == "task 1: frozen ()" and lines[1].count("'") == 4  # two of three units
+    loop = next(block.code for block in blocks(ROOT / "docs" / "guide.md") if block.language == "python")
+    assert len([line for line in loop.splitlines() if line.strip()]) < 25
 
 
-def test_paper_notes_name_code_that_exists() -> None:
-    for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", (ROOT / "docs" / "paper-notes.md").read_text()):
-        assert (ROOT / "ptlf" / name).exists(), name
+def check_freezer(printed: list[str], said: str) -> None:
+    assert printed[0].splitlines()[-1] == "1 of 3 units frozen"
 
 
-def test_every_command_in_the_readme_parses() -> None:
-    """With its settings, on top of each of its recipes."""
-    from ptlf.cli import make_parser
-    from ptlf.run.recipes import resolve_config
+def check_your_images(printed: list[str], said: str) -> None:
+    _, learner, packed, classifier, encoder, onnx = printed
+    count = len(list(Path("photos/monday").iterdir()))
+    assert count > 40 and learner.endswith(f"\n({count}, 64)\n")
+    assert packed.endswith("('red', 'green', 'blue') {'train': 24, 'test': 6}\n")
+    assert int(classifier.split("%")[0]) > 50  # of six digits
+    assert encoder == "torch.Size([3, 3, 32, 32])\n(3, 64)\n"
+    assert re.fullmatch(r"\(1\d\d, 64\) 32 \[0.4914, 0.4822, 0.4465\]\n", onnx)
 
-    lines = [
-        line.strip() for block in blocks(ROOT / "README.md", "sh") for line in block.replace("\\\n", " ").splitlines()
-    ]
-    commands = [
-        line.removeprefix(".venv/bin/").split("#")[0].split()
-        for line in lines
-        if re.match(r"(\.venv/bin/)?ptlf ", line)
-    ]
-    assert commands
-    for words in commands:
-        arguments, settings = make_parser().parse_known_args(words[1:])
-        assert hasattr(arguments, "run"), words
-        assert arguments.takes_overrides or not settings, words
-        for recipe in getattr(arguments, "recipes", None) or [getattr(arguments, "recipe", None)]:
-            resolve_config(recipe, None, settings)
+
+def check_pretrained(printed: list[str], said: str) -> None:
+    assert "encoder.weights runs/known" in said and "what it knew before" in said
+    assert printed[0].endswith("\n(16, 16)\n")
+
+
+def check_readme(printed: list[str], said: str) -> None:
+    assert "kept for backward" in printed[0]
+
+
+CHECKS: dict[str, Callable[[list[str], str], None]] = {
+    "README.md": check_readme,
+    "guide.md": check_guide,
+    "freezer.md": check_freezer,
+    "your-images.md": check_your_images,
+    "pretrained.md": check_pretrained,
+}
+RUN = [path for path in PAGES if any(block.runs for block in blocks(path) if block.language in ("sh", "python"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RUN, ids=page_ids)
+@pytest.mark.usefixtures("photographs")
+def test_every_block_of_a_page_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run_page(path)
+    said = capsys.readouterr().out
+    if path.name in CHECKS:
+        CHECKS[path.name](printed, said)
+
+
+def test_blocks_that_are_not_run_parse() -> None:
+    """Commands with their settings, on top of each of their recipes; programs as Python; make's targets; extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for _, block in code_blocks():
+        if block.runs:
+            continue
+        if block.language == "python":
+            compile(block.code, "block", "exec")
+        for words in block.commands:
+            if words[0] == "make":
+                assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+            elif words[0] == "pip":
+                assert words[1] == "install", words
+            elif words[0] in ("ptlf", "torchrun"):
+                parse(words[words.index("ptlf") + 1 :])
+            else:
+                assert words[0] in (".", "python3"), words
+    for path in PAGES:
+        for extra in re.findall(r"ptlf\[([\w,]+)\]", path.read_text()):
+            assert set(extra.split(",")) <= set(project["optional-dependencies"]), (path.name, extra)
+
+
+def parse(words: list[str]) -> None:
+    arguments, settings = make_parser().parse_known_args(words)
+    assert hasattr(arguments, "run"), words
+    assert arguments.takes_overrides or not settings, words
+    for recipe in getattr(arguments, "recipes", None) or [getattr(arguments, "recipe", None)]:
+        resolve_config(recipe, None, settings)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if path.name != "CHANGELOG.md"], ids=page_ids)
+def test_settings_that_are_named_in_a_text_exist(path: Path) -> None:
+    keys = {key for key, _, _ in describe(Config)}
+    sections = {key.rpartition(".")[0] for key in keys}
+    named = re.findall(r"--([a-z_]+\.[a-z_.]*[a-z_])\b", FENCE.sub("", path.read_text()))
+    assert {name for name in named if name not in keys and name not in sections} == set()
+
+
+# --- links
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them: lower case, without punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+@pytest.fixture(scope="session")
+def hooks() -> ModuleType:
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_ids)
+def test_links_lead_to_files_and_headings(path: Path, hooks: ModuleType) -> None:
+    text = FENCE.sub("", path.read_text())
+    for address in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in address:
+            continue
+        target, _, anchor = address.partition("#")
+        file = path.parent / target if target else path
+        if file.parent == ROOT / "docs" and target in hooks.MADE:
+            assert not anchor
+            continue
+        assert file.exists(), address
+        if anchor:
+            assert anchor in anchors(file.read_text()), address
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_ids)
+def test_lists_begin_after_an_empty_line(path: Path) -> None:
+    """Without it Markdown of the site has a paragraph, not a list."""
+    lines = FENCE.sub("", path.read_text()).splitlines()
+    for before, line in itertools.pairwise(lines):
+        if re.match(r"- |\d+\. ", line):
+            assert not before.strip() or re.match(r"(- |\d+\. |  |#)", before), line
+
+
+# --- the site
+
+
+class Page(HTMLParser):
+    """What a page links to, loads, and has names for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.loaded: set[str] = set()
+        self.names: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {key: value or "" for key, value in attrs}
+        self.names |= {given[key] for key in ("id", "name") if key in given}
+        if tag == "a" and "href" in given:
+            self.links.add(given["href"])
+        if tag == "link" and given.get("rel") not in ("prev", "next", "canonical"):
+            self.loaded.add(given["href"])
+        if "src" in given:
+            self.loaded.add(given["src"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocstrings")
+    out = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    return out
+
+
+def test_the_site_builds_its_links_hold_and_it_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = {path: Page(path.read_text()) for path in site.rglob("*.html")}
+    assert len(pages) > 15
+    for path, page in pages.items():
+        for address in page.loaded:
+            assert "//" not in address, (path.name, address)
+        for address in page.links | page.loaded:
+            if re.match(r"[a-z]+:", address) or path.name == "404.html":
+                continue
+            target, _, anchor = unquote(address).partition("#")
+            file = (path.parent / target).resolve() if target else path
+            assert file.exists(), (path.name, address)
+            if anchor and file in pages:
+                assert anchor in pages[file].names, (path.name, address)
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import )['\"]?(https?:)?//", sheet.read_text()), sheet
+
+
+def test_the_references_of_the_site_are_complete(site: Path) -> None:
+    commands = (site / "commands.html").read_text()
+    for verb in ("train", "learn", "sweep", "embed", "bench step", "data pack"):
+        assert f'id="ptlf-{verb.replace(" ", "-")}"' in commands
+    settings = (site / "settings.html").read_text().replace("<wbr>", "")
+    for key, _, _ in describe(Config):
+        assert f"<code>{key}</code>" in settings, key
+    api = (site / "api.html").read_text()
+    for name in set(ptlf.__all__) - {"__version__"}:
+        assert f"ptlf.{name}" in api, name
+    assert "bytes that each unit saves" in api  # from a docstring
+
+
+# --- the notebook
+
+NOTEBOOK = ROOT / "examples" / "freezer.ipynb"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a kernel of its own; the last cell shows the learner's report."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells), "commit it without outputs"
+    manager = nbclient.client.KernelManager(kernel_name="python3")
+    manager.kernel_spec.argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    nbclient.NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    shown = [output for cell in cells for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in shown) == 2
+    said = "".join(output.text for output in shown if output.output_type == "stream")
+    assert "warning" not in said.lower()
+    assert "kept for backward" in said and "(100, 64)" in said
+    (report,) = cells[-1].outputs
+    assert "<iframe srcdoc=" in report.data["text/html"] and "digits-2-and-3" in report.data["text/html"]

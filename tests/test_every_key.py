@@ -59,6 +59,7 @@ BASES: dict[str, Settings] = {
     "freezing.thaw": {**FREEZING, "stream.groups": [[0, 1], [2, 3], [4, 5]]},
     "training.warmup": {**PLAIN, "training.epochs": 2},
     "evaluation.gallery": SAVING,
+    "log": SAVING,
     "evaluation.reference_test": {**PLAIN, "evaluation.reference": "images/one/pets"},
     "checkpoint.": SAVING,
     "probes.": {
@@ -78,6 +79,7 @@ NEEDS: dict[str, Settings] = {
 }
 # Where half, double, the opposite or the next choice shows nothing or cannot be.
 VALUES: Settings = {
+    "log": ["tensorboard"],
     "stream.name": "split-cifar10",
     "stream.pack": "plants",
     "stream.tasks": 1,

@@ -2,6 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Advance = Callable[[int], None]  # so many more are done
 Phase = Callable[..., AbstractContextManager[Advance]]  # called as `silent` is
@@ -11,3 +16,9 @@ Phase = Callable[..., AbstractContextManager[Advance]]  # called as `silent` is
 def silent(name: str, of: int | None = None, unit: str = "images") -> Iterator[Advance]:
     """A phase of which nobody is told. of: how many there are to do; None where there is nothing to count."""
     yield lambda amount: None
+
+
+def cannot_move(console: "Console") -> bool:
+    """Whether a bar would not move there: in a notebook that needs ipywidgets, without which rich warns and leaves an
+    empty line at every change."""
+    return console.is_jupyter and find_spec("ipywidgets") is None

@@ -120,6 +120,8 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
     if origin is list:
         if isinstance(value, (list, tuple)):
             return [_cast(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
+        if isinstance(value, str) and arguments[0] is str:  # one name
+            return [value]
     elif isinstance(value, bool):  # which Python counts as an int
         if hint is bool:
             return value

@@ -81,7 +81,7 @@ def needed(module: str, encoder: str) -> Any:
         package = module.partition(".")[0]
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
         lacking = "is not installed" if missing else f"cannot be imported ({error})"
-        raise UserError(f"encoder {encoder!r} needs {package}, which {lacking}: pip install 'ptlf[encoders]'") from None
+        raise UserError(f"encoder {encoder!r} needs {package}, which {lacking}: pip install 'ptlf[timm]'") from None
 
 
 def sized(make: Any, name: str, key: str, size: int | None, **options: Any) -> nn.Module:

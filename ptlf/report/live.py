@@ -1,4 +1,4 @@
-"""A run as it goes: a progress bar in a terminal, a line per phase, epoch and task everywhere else."""
+"""A run as it goes: a progress bar where it can move, else a line per phase, epoch and task."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ptlf.core.phases import Advance
+from ptlf.core.phases import Advance, cannot_move
 from ptlf.report.tables import percent
 from ptlf.run.watcher import Watcher
 
@@ -43,7 +43,7 @@ class Live(Watcher):
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not (console.is_terminal or console.is_jupyter),
+            disable=cannot_move(console) or not (console.is_terminal or console.is_jupyter),
         )
         self.bar = self.progress.add_task(name, visible=False, figures="")
         self.begun = False

@@ -174,6 +174,7 @@ channels, 10 epochs per task, on a CPU. They show what is drawn and how it is re
 the same command takes `--scale paper`. These runs and pictures were made by
 
 ```sh
+# needs CIFAR-10
 ptlf reproduce figures --scale smoke --runs runs/figures --pictures docs/pictures --encoder.name resnet18 \\
   --encoder.width 8 --views.size 32 --stream.per_class 100 --training.epochs 10 --training.batch 25 \\
   --memory.size 128 --freezing.batches 4 --probes.knn_class.k 20

@@ -13,6 +13,7 @@ from ptlf.core.settings import as_dict, build, key, section
 from ptlf.encoders import ENCODERS, EncoderConfig
 from ptlf.evaluation import PROBES, EvaluationConfig, ProbeConfig
 from ptlf.freezing import FreezingConfig
+from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
 from ptlf.stream import STREAMS, StreamConfig
@@ -30,6 +31,7 @@ class Config:
     seed: int = key(0, "everything random follows from it", least=0, most=MOST_SEED)
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto = cuda where there is one")
     data_root: str | None = key(None, "folder of packed data sets; null = $PTLF_DATA, else ~/.cache/ptlf")
+    log: list[str] = key([], "trackers that get what goes into metrics.jsonl; `ptlf list trackers` names them")
     stream: StreamConfig = section(StreamConfig, family=STREAMS)
     views: ViewsConfig = section(ViewsConfig)
     encoder: EncoderConfig = section(EncoderConfig, family=ENCODERS)
@@ -43,11 +45,16 @@ class Config:
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     distributed: DistributedConfig = section(DistributedConfig)
 
+    def __post_init__(self) -> None:
+        self.log = list(dict.fromkeys(self.log))
+        for name in self.log:
+            TRACKERS.find(name)
+
 
 def resume_command(folder: Path, config: Config) -> str:
     """What to type to go on with the run in the folder."""
     names = [config.stream.name, config.objective.name, config.method.name, *config.probes]
-    names += [config.freezing.policy.name, config.training.optimizer.name]
+    names += [config.freezing.policy.name, config.training.optimizer.name, *config.log]
     code = ENCODERS.names_code(config.encoder.name) or any(":" in name for name in names)
     return f"ptlf train --resume {folder}{' --trust-code' if code else ''}"
 
@@ -58,8 +65,8 @@ def from_dict(values: Mapping[str, Any]) -> Config:
 
 
 # Settings that may change while a run goes: what it comes to is the same, but for rounding.
-MAY_CHANGE = {"device", "data_root", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint"}
-MAY_CHANGE |= {"freezing.ratios"}
+MAY_CHANGE = ("device", "data_root", "log", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint")
+MAY_CHANGE += ("freezing.ratios",)
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> list[tuple[str, Any, Any]]:

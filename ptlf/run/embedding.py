@@ -21,8 +21,10 @@ from ptlf.core.processes import warn
 from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.stream.disk import progress_bar
 from ptlf.stream.folders import SHOWN_SKIPS
-from ptlf.stream.given import Given, Row, find_images, given, refuse_or_skip
+from ptlf.stream.given import find_images, given
 from ptlf.stream.pack import data_root
+from ptlf.stream.packing import refuse_or_skip
+from ptlf.stream.rows import Given, Row
 
 NO_PYARROW = "writing .parquet needs pyarrow: `pip install 'ptlf[export]'`, or give an .npz file"
 

@@ -17,8 +17,9 @@ from ptlf.run.inference import load_encoder as load
 from ptlf.run.parts import Parts
 from ptlf.run.start import without_start
 from ptlf.stream import StreamConfig
-from ptlf.stream.given import find_images, labelled_dataset
+from ptlf.stream.given import find_images
 from ptlf.stream.pack import data_root
+from ptlf.stream.packing import labelled_dataset
 from ptlf.stream.task import split
 
 

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def finished(folder: Path, config: Config) -> bool:
         return False
     with settings_from(folder / "config.yaml", texts(as_dict(config))):
         there = from_dict(read_yaml(folder / "config.yaml"))
-    if there != config:
+    if replace(there, log=config.log) != config:
         raise UserError(f"{folder} holds a run with other settings; choose another --out")
     return has_finished(folder)
 

@@ -28,7 +28,9 @@ from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.results import read_results
 from ptlf.stream.decode import Fit
-from ptlf.stream.given import Given, Squares, given, squares
+from ptlf.stream.given import given
+from ptlf.stream.packing import Squares, squares
+from ptlf.stream.rows import Given
 from ptlf.views import normalise
 
 KEY = "ptlf"  # of the card in the metadata of encoder.safetensors

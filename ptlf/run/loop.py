@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
@@ -13,7 +15,7 @@ from ptlf.core.randomness import seeded
 from ptlf.core.reading import DAMAGE, check, damaged, reason
 from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
-from ptlf.run.config import differing, from_dict, resume_command, to_yaml
+from ptlf.run.config import differing, from_dict, read_yaml, resume_command, to_yaml
 from ptlf.run.folder import ENCODER, claimed, save_encoder
 from ptlf.run.inference import KEY, card_of
 from ptlf.run.looks import Looks
@@ -41,6 +43,8 @@ class Run(Looks):
         with folder, global_randomness, self.signals:
             self.prepare_folder(resume)
             self.prepared = True
+            if self.out:
+                self.trackers.begin(self.out, as_dict(self.config), self.record.per_epoch)
             if why := why_not_captured(self.config.training.engine, self.device):
                 processes.warn(f"ptlf: {why}: the step runs eagerly, not captured")
             self.tell_start()
@@ -50,6 +54,7 @@ class Run(Looks):
                 if self.out:
                     card = json.dumps(card_of(self))
                     self.encoder_sha256 = save_encoder(self.out, self.model.encoder, ENCODER, {KEY: card})
+                self.status = "finished"
             except BaseException as error:
                 with contextlib.suppress(Exception):  # the error that is told is the first
                     self.finish_saving()
@@ -62,7 +67,7 @@ class Run(Looks):
                 raise
             finally:
                 self.watcher.end()
-            self.status = "finished"
+                self.trackers.end(self.status)
             self.save_results()
         return self.results()
 
@@ -128,6 +133,7 @@ class Run(Looks):
         line = self.record.end_epoch(self.position, result, self.clock.seconds, cost, frozen, sent)
         if self.out:
             append_line(self.out / "metrics.jsonl", line)
+            self.trackers.epoch(len(self.record.per_epoch), line)
         self.check_numbers()
         self.check_processes()
         self.check_spread(indices)
@@ -167,14 +173,23 @@ class Run(Looks):
 
     def prepare_folder(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""
-        if self.out and not (self.out / "config.yaml").exists():
-            write_whole(self.out / "config.yaml", to_yaml(self.config))
+        if self.out:
+            self.save_config(self.out / "config.yaml")
         if self.out and self.weights:
             save_start(self.out, self.model.encoder, self.weights)
         if resume and self.resumable:
             self.load_checkpoint()
         if resume and self.out:
             keep_lines(self.out / "metrics.jsonl", self.record.per_epoch)
+
+    def save_config(self, path: Path) -> None:
+        """Of a run that is there, what may have been given anew: where it is tested, and who tracks it."""
+        if not path.exists():
+            return write_whole(path, to_yaml(self.config))
+        stored, own = read_yaml(path), as_dict(self.config)
+        changed = {name: own[name] for name in ("evaluation", "log") if own[name] != stored.get(name, [])}
+        if changed:
+            write_whole(path, yaml.safe_dump({**stored, **changed}, sort_keys=False))
 
     def load_checkpoint(self) -> None:
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)

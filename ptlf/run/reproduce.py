@@ -24,7 +24,7 @@ from ptlf.stream.pack import data_root
 
 Key = tuple[str, tuple[str, ...]]  # recipe and settings: `Cell.key`
 # Neither the machine nor what is written beside the results changes what a run learns.
-IGNORED = ("recipe", "seed", "device", "data_root", "checkpoint", "evaluation", "distributed")
+IGNORED = ("log", "recipe", "seed", "device", "data_root", "checkpoint", "evaluation", "distributed")
 SCALES = ("smoke", "short", "paper")
 FEW: Mapping[str, str] = {  # images per class: 40 per task
     "split-cifar10": "20",

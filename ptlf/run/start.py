@@ -24,8 +24,9 @@ from ptlf.run.config import Config
 from ptlf.run.folder import START, save_encoder
 from ptlf.stream import Stream, StreamConfig
 from ptlf.stream.decode import Fit
-from ptlf.stream.given import find_images, given, labelled_dataset, sample_images
+from ptlf.stream.given import find_images, given
 from ptlf.stream.pack import data_root
+from ptlf.stream.packing import labelled_dataset, sample_images
 from ptlf.stream.task import split
 from ptlf.views import View, draw, make_views
 

@@ -10,6 +10,7 @@ from ptlf.core import processes
 from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.reading import NUMBER
 from ptlf.core.settings import as_dict
+from ptlf.integrations.trackers import Trackers
 from ptlf.run.config import Config
 from ptlf.run.environment import commit, environment
 from ptlf.run.parts import Parts
@@ -72,6 +73,7 @@ class State(Parts):
         self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
         self.signals = StopSignals(self.resumable, tell=processes.is_first())
         self.watcher = Watcher()
+        self.trackers = Trackers(config.log if self.out else ())
 
     @property
     def position(self) -> Position:

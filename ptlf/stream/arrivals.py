@@ -15,8 +15,9 @@ from ptlf.core.errors import UserError
 from ptlf.stream.datasets import packed
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.folders import subfolders
-from ptlf.stream.given import own_side, pack_images
+from ptlf.stream.given import is_plain_folder, own_side
 from ptlf.stream.pack import Pack, natural, open_pack, read_manifest
+from ptlf.stream.packing import pack_images
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, exam
 
 TASKS, INCOMING = "tasks", ".incoming"
@@ -145,7 +146,7 @@ def pack_incoming(
 ) -> Pack:
     """Pack what SOURCE holds as the next task of the run in `folder`, in a place where `arrivals` does not see it yet.
 
-    SOURCE is what `given.pack_images` takes, or the name of a packed set in `root`. A folder of images, at any depth,
+    SOURCE is what `packing.pack_images` takes, or the name of a packed set in `root`. A folder of images, at any depth,
     is a task without labels; with a `train` folder that holds a folder per class, or with `test_fraction`, it has them.
     size: of the images in pixels; None: that of a packed set or of arrays, else `default_size`.
     options: of `PackOptions`.
@@ -158,7 +159,7 @@ def pack_incoming(
         if found:
             check_pack(found, size)
             options["fit"] = found.fit
-        elif path.is_dir():
+        elif is_plain_folder(path):
             with disk_errors(path):
                 labelled = bool(test_fraction or ((path / "train").is_dir() and subfolders(path / "train")))
     target = folder / TASKS / INCOMING / f"{number:04}-{file_name(name or word)}"

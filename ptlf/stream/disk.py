@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, sync_folder
+from ptlf.core.phases import cannot_move
 
 
 @contextmanager
@@ -101,6 +102,7 @@ def progress_bar(text: str, total: float | None, show: bool, unit: str = "images
     """Yields `advance(n)`, which moves a bar on stderr on by n images or bytes."""
     counter = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = [TextColumn("{task.description}", markup=False), BarColumn(), counter, TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not show or cannot_move(console)) as bar:
         task = bar.add_task(text, total=total)
         yield lambda amount: bar.advance(task, amount)

@@ -208,5 +208,5 @@ def test_a_missing_extra_is_one_sentence(name: str, monkeypatch: pytest.MonkeyPa
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     monkeypatch.setattr("ptlf.encoders.extras.importlib.import_module", absent)
-    with pytest.raises(UserError, match=rf"needs {package}, which is not installed: pip install 'ptlf\[encoders\]'"):
+    with pytest.raises(UserError, match=rf"needs {package}, which is not installed: pip install 'ptlf\[timm\]'"):
         make(name, 32)

@@ -10,6 +10,7 @@ import pytest
 from conftest import tiny_config
 from rich.console import Console
 
+from ptlf.core import phases
 from ptlf.report import live
 from ptlf.report.live import EVERY, Live
 from ptlf.run.loop import Run
@@ -135,3 +136,10 @@ def test_without_a_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines[2] == "task 1 of 1, epoch 1 of 12: ssl -0.5000, 4 views/s, 0/9 frozen, 2 s"
     assert lines[6] == "task 1 of 1 learnt: ssl -0.5000, knn 50.00, 0/9 frozen, 30 s"
     assert len(lines) == 7
+
+
+@pytest.mark.parametrize("widgets", [False, True])
+def test_a_notebook_has_a_bar_only_with_widgets(widgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "find_spec", lambda name: object() if widgets else None)
+    monkeypatch.setattr(live, "console", Console(file=io.StringIO(), force_jupyter=True))
+    assert Live("a run").progress.disable is not widgets

@@ -1,0 +1,223 @@
+"""Experiment trackers, fed with the lines of metrics.jsonl. Each imports its package only when a run asks for it.
+
+To add one: subclass `Tracker` and add a line to `TRACKERS`, or name it as package.module:Class.
+"""
+
+import importlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ptlf.core.errors import UserError
+from ptlf.core.files import write_whole
+from ptlf.core.processes import warn
+from ptlf.core.registry import Registry
+
+Line = Mapping[str, Any]  # of metrics.jsonl
+IDS = "trackers.json"  # in the run's folder: by tracker, the id under which it knows the run
+WANDB_URL = "https://api.wandb.ai"
+
+
+class Tracker:
+    """The step of a line is its number in metrics.jsonl, from 1: epochs over all tasks."""
+
+    def __init__(self) -> None:
+        """Import what is needed; nothing is written yet. Raises a UserError if the package is missing."""
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
+        """Open the tracker's own record of the run in `folder`, or go on with it.
+
+        settings: of the run, nested.
+        lines: of the epochs before. Those that are not in the record yet are to be added. Later ones that are in it
+            were trained by a process that was killed, and come again.
+        """
+
+    def epoch(self, step: int, line: Line) -> None: ...
+
+    def end(self, status: str) -> None:
+        """status: finished, stopped or failed."""
+
+
+class TensorBoard(Tracker):
+    """TensorBoard event files, in RUN/tensorboard."""
+
+    def __init__(self) -> None:
+        self.package = needed("torch.utils.tensorboard", "tensorboard")
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
+        place = folder / "tensorboard"
+        known = any(place.glob("events.*"))
+        # Readers leave out what older files have from this step on.
+        self.writer = self.package.SummaryWriter(place, purge_step=len(lines) + 1 if known else None)
+        if not known:
+            self.writer.add_text("settings", "```yaml\n" + yaml.safe_dump(dict(settings), sort_keys=False) + "```")
+            write_all(self, lines)
+        self.writer.flush()
+
+    def epoch(self, step: int, line: Line) -> None:
+        for name, value in numbers(line).items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def end(self, status: str) -> None:
+        self.writer.close()
+
+
+class WandB(Tracker):
+    """Weights & Biases, in RUN/wandb: online after `wandb login`, else offline; WANDB_MODE, WANDB_PROJECT and the like
+    hold."""
+
+    def __init__(self) -> None:
+        self.package = needed("wandb", "wandb")
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
+        mode = os.environ.get("WANDB_MODE") or ("online" if self.has_login() else "offline")
+        known = stored_id(folder, "wandb")
+        run_id = known or store_id(folder, "wandb", secrets.token_hex(4))
+        written = sorted((folder / "wandb").glob(f"*run-*-{run_id}"))
+        # A file that was not uploaded is replaced by one that holds all lines; W&B itself drops steps it has already.
+        for place in written:
+            if place.name.startswith("offline-") and not any(place.glob("*.synced")):
+                shutil.rmtree(place)
+        silent = self.package.Settings(silent=True, console="off")
+        how = {"project": os.environ.get("WANDB_PROJECT", "ptlf"), "name": os.environ.get("WANDB_NAME", folder.name)}
+        resume = "allow" if mode == "online" else None
+        self.run = self.package.init(
+            dir=folder, id=run_id, mode=mode, resume=resume, config=dict(settings), settings=silent, **how
+        )
+        self.last = self.run.step - 1 if known and mode == "online" else 0
+        write_all(self, lines)
+
+    def has_login(self) -> bool:
+        utils = importlib.import_module("requests.utils")  # wandb depends on it
+        host = os.environ.get("WANDB_BASE_URL", WANDB_URL)
+        return bool(os.environ.get("WANDB_API_KEY") or utils.get_netrc_auth(host))
+
+    def epoch(self, step: int, line: Line) -> None:
+        if step > self.last:
+            self.run.log(numbers(line), step=step, commit=True)
+
+    def end(self, status: str) -> None:
+        self.run.finish(exit_code=int(status != "finished"))
+
+
+class MLflow(Tracker):
+    """MLflow, in RUN/mlruns or where MLFLOW_TRACKING_URI says; the experiment is MLFLOW_EXPERIMENT_NAME or ptlf."""
+
+    ENDS: Mapping[str, str] = {"finished": "FINISHED", "stopped": "KILLED"}
+
+    def __init__(self) -> None:
+        self.package = needed("mlflow", "mlflow-skinny")
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            uri = (folder / "mlruns").as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else MLflow refuses a folder
+        self.client = self.package.MlflowClient(tracking_uri=uri)
+        self.run_id = stored_id(folder, "mlflow")
+        self.written: set[int] = set()  # steps: what is logged cannot be taken back
+        if self.run_id is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ptlf")
+            found = self.client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else self.client.create_experiment(name)
+            self.run_id = self.client.create_run(experiment, run_name=folder.name).info.run_id
+            parameters = [self.package.entities.Param(key, str(value)[:500]) for key, value in flat(settings).items()]
+            for start in range(0, len(parameters), 100):  # the most that one call takes
+                self.client.log_batch(self.run_id, params=parameters[start : start + 100])
+            store_id(folder, "mlflow", self.run_id)
+        else:
+            self.client.set_terminated(self.run_id, "RUNNING")
+            self.written = {metric.step for metric in self.client.get_metric_history(self.run_id, "epoch")}
+        write_all(self, lines)
+
+    def epoch(self, step: int, line: Line) -> None:
+        if step in self.written:
+            return
+        now = self.package.utils.time.get_current_time_millis()
+        metrics = [self.package.entities.Metric(name, value, now, step) for name, value in numbers(line).items()]
+        self.client.log_batch(self.run_id, metrics=metrics)
+
+    def end(self, status: str) -> None:
+        self.client.set_terminated(self.run_id, self.ENDS.get(status, "FAILED"))
+
+
+TRACKERS: Registry[type[Tracker]] = Registry(
+    "tracker", "ptlf.trackers", Tracker, {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+)
+
+
+class Trackers:
+    """Several of them. One that fails is left out from then on, with a warning: the run is worth more."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.members = {name: TRACKERS.find(name)() for name in names}
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
+        place = folder.resolve()  # a tracker's own process may be in another folder
+        self._each(lambda tracker: tracker.begin(place, settings, lines), "to begin")
+
+    def epoch(self, step: int, line: Line) -> None:
+        self._each(lambda tracker: tracker.epoch(step, line), f"in task {line['task']}, epoch {line['epoch']}")
+
+    def end(self, status: str) -> None:
+        self._each(lambda tracker: tracker.end(status), "to end")
+
+    def _each(self, act: Callable[[Tracker], None], moment: str) -> None:
+        for name, tracker in list(self.members.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # the disk, the network, the package
+                del self.members[name]
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                warn(f"ptlf: warning: tracker {name!r} failed {moment} and is left out; the run goes on: {why}")
+
+
+def needed(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = f"--log needs {package}, which cannot be imported ({error})"
+        raise UserError(f"{missing}: pip install 'ptlf[trackers]'") from None
+
+
+def numbers(line: Line) -> dict[str, float]:
+    """The line's numbers by name, losses as loss/NAME. Text and lists are left out; a loss of "nan" is a number."""
+    found = {name: value for name, value in line.items() if isinstance(value, int | float)}
+    return found | {f"loss/{name}": float(value) for name, value in line.get("loss", {}).items()}
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def write_all(tracker: Tracker, lines: Sequence[Line]) -> None:
+    for step, line in enumerate(lines, start=1):
+        tracker.epoch(step, line)
+
+
+def stored_ids(folder: Path) -> dict[str, str]:
+    try:
+        found = json.loads((folder / IDS).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def stored_id(folder: Path, tracker: str) -> str | None:
+    found = stored_ids(folder).get(tracker)
+    return found if isinstance(found, str) and found.isalnum() else None
+
+
+def store_id(folder: Path, tracker: str, name: str) -> str:
+    write_whole(folder / IDS, json.dumps({**stored_ids(folder), tracker: name}) + "\n")
+    return name

@@ -1,0 +1,266 @@
+"""Images in any form, made square and packed, or read into memory: as many at a time as a batch has."""
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ptlf.core.errors import UserError
+from ptlf.stream.archives import Chunk
+from ptlf.stream.datasets import packed
+from ptlf.stream.decode import BATCH_BYTES, BadImage, Fit, ImageFile, decode_image, from_picture
+from ptlf.stream.folders import PackOptions, note_skipped, pack_files, pack_folder
+from ptlf.stream.given import described, folder_of_folders, given, image_files, is_plain_folder
+from ptlf.stream.pack import Pack, check_free, check_name, natural, quoted, write_pack
+from ptlf.stream.rows import CHANNELS, Given, Row, hold_out
+from ptlf.stream.task import Dataset, Images
+
+MOST_BYTES = 4 << 30  # of a labelled set that is read into memory
+
+
+def pack_images(
+    images: Any,
+    target: Path,
+    size: int,
+    *,
+    test: Any = None,
+    names: Sequence[str] | None = None,
+    labelled: bool | None = None,
+    test_fraction: float = 0.0,
+    **options: Any,
+) -> Pack:
+    """Pack images in any form into the new folder `target`, as squares of `size` pixels.
+
+    images: a path, an array (N, H, W, 3), a list, a Dataset, or a pair (images, labels).
+    test: test images, in any of these forms.
+    names: of the classes, which labels number; without labels, the name of the one task (default: the target's).
+    labelled: None: labels are used if there are any, and folders in a folder are classes; False: they are not.
+    test_fraction: share of each class held out for testing.
+    options: of `PackOptions`: on_error, fit, workers, overwrite, progress.
+    Labelled images make a set of classes, others a set with one task, which has no test images.
+    """
+    packing, target = PackOptions(**options), Path(target)
+    check_name(target.name)
+    check_free(target, packing.overwrite)
+    if isinstance(images, str | os.PathLike) and is_plain_folder(path := Path(images)) and test is None:
+        return pack_path(path, target, size, names, labelled, test_fraction, packing)
+    splits = given(images)
+    if test is not None:
+        if "test" in splits:
+            raise UserError("test images are given, but the images have a test split of their own; leave one out")
+        splits["test"] = given(test)["train"]
+    if names is not None and labelled is not False:
+        splits = {split: replace(part, names=part.names or names) for split, part in splits.items()}
+    has_labels = next(iter(splits["train"].read()), Row("", None)).label is not None
+    if labelled and not has_labels:
+        raise UserError(f"{described(images)} has no labels; give a folder per class, or pairs (image, label)")
+    source = str(Path(images).resolve()) if isinstance(images, str | os.PathLike) else described(images)
+    if not has_labels or labelled is False:
+        if test_fraction or test is not None:
+            raise UserError(f"test images need labels, and {described(images)} has none")
+        pack = Pack(target, size, "tasks", tuple(names or (target.name,)), source=source)
+        return write_given(pack, {"train": splits["train"]}, packing)
+    if test_fraction:
+        if "test" in splits:
+            raise UserError("test_fraction is given, but there are test images; use one of them")
+        splits = hold_out(splits["train"], test_fraction)
+    known = splits["train"].names
+    pack = Pack(target, size, "classes", [] if known is None else tuple(known), source=source)
+    return write_given(pack, splits, packing)
+
+
+def pack_path(
+    path: Path,
+    target: Path,
+    size: int,
+    names: Sequence[str] | None,
+    labelled: bool | None,
+    test_fraction: float,
+    packing: PackOptions,
+) -> Pack:
+    """A folder of image files, decoded by several processes: one of folders is of classes, if `labelled` is None."""
+    if labelled or (labelled is None and folder_of_folders(path)):
+        how: dict[str, Any] = {"size": size, "names": names, "test_fraction": test_fraction, **vars(packing)}
+        return pack_folder(path, target.parent, target.name, **how)
+    if test_fraction:
+        raise UserError(f"test images need labels, and {path} has none; put the images into one folder per class")
+    files = [ImageFile(0, str(file)) for file in image_files(path)]
+    task = Pack(target, size, "tasks", tuple(names or (target.name,)), source=str(path.resolve()))
+    return pack_files(task, {"train": files}, packing)
+
+
+def write_given(pack: Pack, splits: Mapping[str, Given], options: PackOptions) -> Pack:
+    if pack.size < 1:
+        raise UserError(f"size must be at least 1, not {pack.size}")
+    pack = replace(pack, fit=options.fit)
+    numbers = {name: number for number, name in enumerate(pack.names)}
+
+    def number_of(name: str, label: Any, known: Sequence[str] | None) -> int:
+        if pack.folders == "tasks":
+            return 0
+        if label is None:
+            raise UserError(f"{name} has no label, but others have; give all of them labels, or none")
+        if known is not None:
+            return int(label)
+        if str(label) not in numbers:
+            numbers[str(label)] = len(numbers)
+            pack.names.append(str(label))  # type: ignore[attr-defined]
+        return numbers[str(label)]
+
+    def chunks(part: Given) -> Iterator[Chunk]:
+        for batch in squares(part, pack.size, pack.fit):
+            refuse_or_skip(batch.problems, pack.skipped, options.on_error)
+            pairs = zip(batch.names, batch.labels, strict=True)
+            yield batch.images, np.array([number_of(*pair, part.names) for pair in pairs], np.int64)
+
+    streams = {split: (part.count, chunks(part)) for split, part in splits.items()}
+    made = write_pack(pack, streams, overwrite=options.overwrite, progress=options.progress)
+    note_skipped(made, sum(part.count for part in splits.values()))
+    return made
+
+
+def refuse_or_skip(problems: Sequence[tuple[str, str]], skipped: list[dict[str, str]], on_error: str) -> None:
+    if problems and on_error == "refuse":
+        file, why = problems[0]
+        raise UserError(f"{file} cannot be used: {why}; repair or remove it, or give --on-error skip")
+    skipped.extend({"file": file, "why": why} for file, why in problems)
+
+
+class Squares(NamedTuple):
+    """A batch of images, without those that cannot be read."""
+
+    names: list[str]
+    images: np.ndarray  # (n, S, S, 3) uint8
+    labels: list[Any]
+    problems: list[tuple[str, str]]  # name and reason
+
+
+def squares(images: Given, size: int, fit: Fit = "crop") -> Iterator[Squares]:
+    """Batches of squares, in order. Decoded by threads: Pillow works outside Python's lock."""
+    step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
+    rows = iter(images.read())
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        while batch := list(itertools.islice(rows, step)):
+            made = list(pool.map(lambda row: attempt(row.image, size, fit), batch))
+            kept = [(row, square) for row, square in zip(batch, made, strict=True) if isinstance(square, np.ndarray)]
+            problems = [(row.name, str(why)) for row, why in zip(batch, made, strict=True) if isinstance(why, BadImage)]
+            stacked = np.stack([square for _, square in kept]) if kept else np.zeros((0, size, size, 3), np.uint8)
+            yield Squares([row.name for row, _ in kept], stacked, [row.label for row, _ in kept], problems)
+
+
+def attempt(image: Any, size: int, fit: Fit) -> np.ndarray | BadImage:
+    try:
+        return to_square(image, size, fit)
+    except BadImage as problem:
+        return problem
+
+
+def to_square(image: Any, size: int, fit: Fit = "crop") -> np.ndarray:
+    """(S, S, 3) uint8 of a path, the bytes of a file, a PIL image, an array (H, W[, C]) or a tensor ([C, ]H, W)."""
+    if isinstance(image, str | os.PathLike):
+        try:
+            return decode_image(Path(image).read_bytes(), size, fit)
+        except OSError as error:
+            raise BadImage(error.strerror or str(error)) from None
+    if isinstance(image, bytes):
+        return decode_image(image, size, fit)
+    if isinstance(image, Mapping):  # a Hugging Face image that was not decoded
+        return to_square(image.get("bytes") or image.get("path"), size, fit)
+    if isinstance(image, torch.Tensor):
+        image = image.detach().cpu()
+        image = (image.permute(1, 2, 0) if image.ndim == 3 and image.shape[0] in CHANNELS else image).numpy()
+    if isinstance(image, np.ndarray):
+        image = to_bytes(image)
+        if image.dtype == np.uint8 and image.shape == (size, size, 3):
+            return image
+        try:
+            image = Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image)
+        except (TypeError, ValueError) as error:
+            raise BadImage(str(error)) from None
+    if not isinstance(image, Image.Image):
+        raise BadImage(f"a {type(image).__name__} is no image; give a path, a PIL image, an array or a tensor")
+    try:
+        return from_picture(image, size, fit)
+    except BadImage:
+        raise
+    except Exception as error:  # Pillow can raise almost any exception on malformed bytes
+        raise BadImage(f"{type(error).__name__}: {error}") from None
+
+
+def to_bytes(image: np.ndarray) -> np.ndarray:
+    """uint8 or uint16 as it is; floating-point values must lie in [0, 1]."""
+    if image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in CHANNELS) or 0 in image.shape:
+        raise BadImage(f"an array of shape {image.shape} is no image (H, W), (H, W, 3) or (H, W, 4)")
+    if image.dtype in (np.uint8, np.uint16):
+        return image
+    if not np.issubdtype(image.dtype, np.floating):
+        raise BadImage(f"pixels are {image.dtype}; give uint8 in 0..255, or floating point in 0..1")
+    low, high = float(image.min()), float(image.max())
+    if not 0 <= low <= high <= 1:  # NaN too
+        found = f"floating-point pixels lie in {low:.3g}..{high:.3g}"
+        raise BadImage(f"{found}; give them in 0..1 (not normalised), or uint8 in 0..255")
+    return np.rint(image * 255).astype(np.uint8)
+
+
+def sample_images(
+    path: Path, size: int, most: int, random: np.random.Generator, fit: Fit = "crop"
+) -> tuple[np.ndarray, int]:
+    """`most` of the training images, (most, S, S, 3) uint8, and how many there are. Fewer are used several times."""
+    images = given(path)["train"]
+    rounds = -(-most // images.count)
+    drawn = np.concatenate([random.permutation(images.count) for _ in range(rounds)])[:most]
+    chosen, places = np.unique(drawn, return_inverse=True)
+    wanted = set(chosen.tolist())
+
+    def rows() -> Iterator[Row]:
+        return (row for index, row in enumerate(images.read()) if index in wanted)
+
+    return read_all(Given(len(chosen), rows), size, fit)[0][places], images.count
+
+
+def read_all(images: Given, size: int, fit: Fit = "crop") -> tuple[np.ndarray, list[Any]]:
+    """All images (N, S, S, 3) uint8 and their labels, in memory. A broken image is refused."""
+    pixels = np.empty((images.count, size, size, 3), np.uint8)
+    labels: list[Any] = []
+    for batch in squares(images, size, fit):
+        for file, why in batch.problems:
+            raise UserError(f"{file} cannot be used: {why}; repair or remove it")
+        pixels[len(labels) : len(labels) + len(batch.images)] = batch.images
+        labels += batch.labels
+    return pixels, labels
+
+
+def labelled_dataset(path: Path, size: int, test_fraction: float, fit: Fit = "crop") -> Dataset:
+    """A labelled set with test images, read into memory; a packed set of this size stays a memory map."""
+    if (path / "pack.json").is_file():
+        data = packed(path.absolute().parent, path.name)
+        if data.size == size and data.test is not None and data.folders == "classes":
+            return data
+    splits = given(path)
+    if next(iter(splits["train"].read())).label is None:
+        raise UserError(f"{path} has no labels; give a folder per class")
+    if "test" not in splits:
+        splits = hold_out(splits["train"], test_fraction)
+    needed = sum(part.count for part in splits.values()) * size * size * 3
+    if needed > MOST_BYTES:
+        advice = (
+            f"pack it with `ptlf data pack {path} --name NAME --size {size} --test-fraction 0.2` and give that name"
+        )
+        raise UserError(f"{path} takes {needed / 1e9:.1f} GB at {size} px; {advice}")
+    read = {split: read_all(part, size, fit) for split, part in splits.items()}
+    known = splits["train"].names
+    names = list(known) if known is not None else sorted({str(label) for label in read["train"][1]}, key=natural)
+    images = {}
+    for split, (pixels, labels) in read.items():
+        if known is None and (extra := {str(label) for label in labels} - set(names)):
+            raise UserError(f"{path} has test images of {quoted(sorted(extra))}, of which there are no training images")
+        numbers = labels if known is not None else [names.index(str(label)) for label in labels]
+        images[split] = Images(pixels, np.array(numbers, np.int64))
+    return Dataset(path.name, tuple(names), images["train"], images["test"])

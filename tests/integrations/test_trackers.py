@@ -1,0 +1,290 @@
+"""Trackers hold what metrics.jsonl holds, as their own readers read it, through stops, kills and further tasks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import StopsAt, tiny_config
+
+import ptlf
+from ptlf.cli import main
+from ptlf.core.errors import UserError
+from ptlf.integrations.trackers import TRACKERS, Tracker, numbers
+from ptlf.run.loop import Run
+from ptlf.training.process import Stopped
+
+pytestmark = pytest.mark.slow
+
+ALL = ("tensorboard", "wandb", "mlflow")
+Metrics = dict[str, dict[int, float]]  # by name and step
+BLOCK, HEADER = 32768, 7  # bytes of a .wandb file: LevelDB's log format
+QUICK = [
+    "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2",
+    "--training.batch", "128", "--device", "cpu", "--evaluation.gallery", "false",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_logged_in(monkeypatch, tmp_path) -> None:
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def expected(folder: Path) -> Metrics:
+    """What metrics.jsonl holds, worked out without the package."""
+    found: Metrics = {}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for step, line in enumerate(lines, start=1):
+        plain = {key: value for key, value in line.items() if key not in ("loss", "newly_frozen") and value is not None}
+        for key, value in [*plain.items(), *((f"loss/{name}", value) for name, value in line["loss"].items())]:
+            found.setdefault(key, {})[step] = float(value)
+    return found
+
+
+def read_tensorboard(folder: Path) -> Metrics:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    found: Metrics = {}
+    for tag in events.Tags()["scalars"]:
+        points = events.Scalars(tag)
+        found[tag] = {point.step: point.value for point in points}
+        assert len(points) == len(found[tag]), f"doubled steps of {tag}"
+    return found
+
+
+def read_wandb(folder: Path) -> Metrics:
+    """All files of the run, in order, with W&B's own description of a record; the package has no reader in Python."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found: Metrics = {}
+    for path in sorted((folder / "wandb").glob("*run-*/*.wandb")):
+        for content in log_records(path.read_bytes()):
+            record = Record.FromString(content)
+            values = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            if "_step" in values:
+                step = int(values["_step"])
+                for key, text in values.items():
+                    if not key.startswith("_"):
+                        assert step not in found.setdefault(key, {}), f"doubled step {step} of {key}"
+                        found[key][step] = float(json.loads(text))
+    return found
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """LevelDB's log: blocks of 32 KiB with chunks of checksum (4 bytes), length (2), kind (1), content."""
+    place, record = HEADER, b""  # after the file's own header
+    while place + HEADER <= len(data):
+        if BLOCK - place % BLOCK < HEADER:  # the rest of a block is padding
+            place += BLOCK - place % BLOCK
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        content = data[place + HEADER : place + HEADER + length]
+        place += HEADER + length
+        if kind == 0 or len(content) < length:
+            return
+        record = content if kind in (1, 2) else record + content  # full, first, middle, last
+        if kind in (1, 4):
+            yield record
+
+
+def read_mlflow(folder: Path) -> Metrics:
+    from mlflow import MlflowClient
+
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    client = MlflowClient((folder / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("ptlf").experiment_id])
+    found: Metrics = {}
+    for name in run.data.metrics:
+        history = client.get_metric_history(run.info.run_id, name)
+        found[name] = {metric.step: metric.value for metric in history}
+        assert len(history) == len(found[name]), f"doubled steps of {name}"
+    return found
+
+
+READERS = {"tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow}
+
+
+def check(folder: Path, epochs: int, names: tuple[str, ...] = ALL, timed: bool = True) -> None:
+    """timed: False where epochs were trained twice, which may take other seconds."""
+    wanted = expected(folder)
+    assert list(wanted["loss/ssl"]) == list(range(1, epochs + 1))
+    for name in names:
+        found = READERS[name](folder)
+        assert set(found) == set(wanted), name
+        for key, values in wanted.items():
+            if timed or "second" not in key:
+                as_stored: Any = np.float32 if name == "tensorboard" else float
+                assert found[key] == {step: as_stored(value) for step, value in values.items()}, (name, key)
+
+
+def test_numbers_of_a_run_are_read_back(tmp_path) -> None:
+    Run(tiny_config("digits/simsiam/ptlf", log=[*ALL]), tmp_path / "run").train()
+    check(tmp_path / "run", 4)
+    assert not [place for place in tmp_path.iterdir() if place.name not in ("run", "home")]
+
+
+def test_settings_are_there_too(tmp_path) -> None:
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    run = tmp_path / "run"
+    Run(tiny_config(training__lr=0.0625, log=[*ALL]), run).train()
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    records = map(Record.FromString, log_records(file.read_bytes()))
+    updates = [item for record in records for item in record.run.config.update]
+    settings = {item.key: json.loads(item.value_json) for item in updates}
+    assert settings["training"]["lr"] == 0.0625
+    client = MlflowClient((run / "mlruns").as_uri())
+    (found,) = client.search_runs([client.get_experiment_by_name("ptlf").experiment_id])
+    assert (found.data.params["training.lr"], found.info.status, found.info.run_name) == ("0.0625", "FINISHED", "run")
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    (text,) = events.Tensors("settings/text_summary")
+    assert b"\n  lr: 0.0625\n" in text.tensor_proto.string_val[0]
+
+
+def test_a_stopped_run_goes_on_in_the_same_place(tmp_path) -> None:
+    config = tiny_config(log=[*ALL], checkpoint__every_epochs=0)
+    steps = Run(config).trainer.steps_per_epoch(Run(config).stream.tasks[0].train)
+    with pytest.raises(Stopped):
+        Run(config, tmp_path / "run").train(StopsAt(2 * steps + 1))
+    check(tmp_path / "run", 2)
+    ids = (tmp_path / "run" / "trackers.json").read_text()
+    Run(config, tmp_path / "run").train(resume=True)
+    check(tmp_path / "run", 4)
+    assert (tmp_path / "run" / "trackers.json").read_text() == ids
+    assert len(list((tmp_path / "run").glob("wandb/*run-*"))) == 1
+
+
+KILLED = """
+import os, signal, sys
+from conftest import tiny_config
+from ptlf.run.loop import Run
+from ptlf.run.watcher import Watcher
+
+class Killed(Watcher):
+    def begin_epoch(self, task, epoch, steps, frozen):
+        if (task, epoch) == (1, 1):  # three lines are written, and a checkpoint after the first task
+            os.kill(os.getpid(), signal.SIGKILL)
+
+config = tiny_config(log=["tensorboard", "wandb", "mlflow"], checkpoint__every_epochs=0)
+Run(config, sys.argv[1]).train(Killed())
+"""
+
+
+def test_a_killed_run_leaves_files_that_can_be_read_and_goes_on(tmp_path) -> None:
+    run, here = tmp_path / "run", str(Path(__file__).parents[1])
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", KILLED, str(run)], env=paths, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    for name in ("tensorboard", "mlflow"):
+        check(run, 3, (name,))
+    read_wandb(run)  # another process writes it, perhaps not yet to its end
+    took = expected(run)["seconds"]
+    Run(tiny_config(log=[*ALL], checkpoint__every_epochs=0), run).train(resume=True)
+    again = expected(run)["seconds"]
+    assert [step for step in took if took[step] != again[step]] == [3]  # which was trained twice
+    check(run, 4, ("tensorboard", "wandb"))
+    check(run, 4, ("mlflow",), timed=False)
+    assert read_mlflow(run)["seconds"][3] == took[3]
+
+
+def test_a_tracker_that_comes_later_gets_all_lines(tmp_path, capsys) -> None:
+    words = ["train", "--recipe", "digits/simsiam/finetune", "--out", str(tmp_path / "run"), *QUICK]
+    assert main([*words, "--log", "tensorboard", "mlflow"]) == 0
+    check(tmp_path / "run", 4, ("tensorboard", "mlflow"))
+    photos = np.random.default_rng(0).integers(0, 256, (150, 16, 16, 3), dtype=np.uint8)
+    learner = ptlf.Learner.load(tmp_path / "run", trust_code=True, log=["tensorboard", "wandb"])
+    learner.learn(photos, name="more")
+    check(tmp_path / "run", 6, ("tensorboard", "wandb"))
+    assert "log:\n- tensorboard\n- wandb\n" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+def test_learn_and_sweep_take_them(tmp_path, capsys) -> None:
+    assert main(["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "sweep"), *QUICK, "--log", "wandb"]) == 0
+    check(tmp_path / "sweep" / "digits-simsiam-lump-seed0", 4, ("wandb",))
+    again = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "sweep"), *QUICK]
+    assert main(again) == 0  # without it the run is the same
+    assert "already finished" in capsys.readouterr().out
+    source = tmp_path / "images.npz"
+    np.savez(source, images=np.random.default_rng(0).integers(0, 256, (150, 16, 16, 3), dtype=np.uint8))
+    plain = [word for word in QUICK if word not in ("--stream.groups", "[[0, 1], [2, 3]]")]
+    words = ["learn", str(tmp_path / "learnt"), str(source), *plain, "--log", "tensorboard", "--log", "mlflow"]
+    assert main(words) == 0, capsys.readouterr().err
+    check(tmp_path / "learnt", 2, ("tensorboard", "mlflow"))
+
+
+class Fragile(Tracker):
+    """One of the user's own, which breaks in its second epoch."""
+
+    seen: list[tuple[int, float]] = []  # noqa: RUF012
+
+    def epoch(self, step: int, line: Mapping[str, Any]) -> None:
+        if step == 2:
+            raise OSError("the disk\nis full")
+        self.seen.append((step, line["loss"]["ssl"]))
+
+
+def test_one_of_your_own_that_fails_is_left_out_and_the_run_goes_on(tmp_path, capsys) -> None:
+    Fragile.seen = []
+    results = Run(tiny_config(log=["test_trackers:Fragile", "tensorboard"]), tmp_path / "run").train()
+    assert results["status"] == "finished"
+    told = capsys.readouterr().err
+    assert told.count("tracker 'test_trackers:Fragile' failed in task 1, epoch 2 and is left out") == 1
+    assert "OSError: the disk is full" in told
+    assert [step for step, _ in sys.modules["test_trackers"].Fragile.seen] == [1]
+    check(tmp_path / "run", 4, ("tensorboard",))
+
+
+def test_names_are_checked(tmp_path, monkeypatch, capsys) -> None:
+    with pytest.raises(UserError, match=r"unknown tracker 'tensorbord'.*tensorboard"):
+        tiny_config(log="tensorbord")
+    with pytest.raises(UserError, match="must be a subclass of Tracker"):
+        tiny_config(log="conftest:tiny_encoder")
+    assert tiny_config(log="wandb").log == ["wandb"]
+    (tmp_path / "bad.yaml").write_text("log: ['conftest:anything']\n")
+    assert main(["train", "-c", str(tmp_path / "bad.yaml"), "--out", str(tmp_path / "run")]) == 2
+    assert "names code, which would run here" in capsys.readouterr().err
+    for name, package in {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}.items():
+        monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
+        with pytest.raises(UserError, match=rf"--log needs {package}, .*: pip install 'ptlf\[trackers\]'"):
+            Run(tiny_config(log=name), tmp_path / name)
+    assert main(["list", "trackers"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in TRACKERS)
+
+
+def test_numbers_of_a_line() -> None:
+    found = numbers({"task": 1, "loss": {"ssl": "nan", "far": 0.5}, "peak_memory_bytes": None, "newly_frozen": ["a"]})
+    assert math.isnan(found.pop("loss/ssl"))
+    assert found == {"task": 1, "loss/far": 0.5}
+
+
+def test_the_page_on_trackers_runs(tmp_path, monkeypatch, capsys) -> None:
+    page = (Path(ptlf.__file__).parents[1] / "docs" / "trackers.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(ptlf.__file__).parents[1]))
+    (install, command), (code,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("bash", "python"))
+    assert install == "pip install 'ptlf[trackers]'\n"
+    assert main(command.split()[1:]) == 0
+    check(tmp_path / "runs" / "tracked", 10)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert (lines[0], lines[-1]) == ("printed: resnet18-mini, 0 epochs so far", "finished")
+    assert [line.split(":")[0] for line in lines[1:-1]] == ["epoch 1", "epoch 2"]

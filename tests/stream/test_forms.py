@@ -1,0 +1,235 @@
+"""Data sets as people have them: torchvision's, Hugging Face's on disk, WebDataset shards, into packs."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import ptlf
+from ptlf.cli import main
+from ptlf.core.errors import UserError
+from ptlf.stream.given import given
+from ptlf.stream.pack import Pack, open_pack
+
+RNG = np.random.default_rng(0)
+PIXELS = RNG.integers(0, 256, (14, 8, 8, 3), dtype=np.uint8)
+LABELS = np.array([2, 0, 10, 2, 0, 10, 2, 0, 10, 2, 0, 10, 2, 0])
+KINDS = [f"kind{number}" for number in range(11)]
+TEST, TEST_LABELS = PIXELS[::-1][:5], LABELS[::-1][:5]
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """Lossless, so that pixels can be compared."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def check(pack: Pack, names: Sequence[str], test: bool = True) -> None:
+    """Pixels, and the class of each image by name."""
+    assert (pack.folders, tuple(pack.names)) == ("classes", tuple(names))
+    wanted = {"train": (PIXELS, LABELS)} | ({"test": (TEST, TEST_LABELS)} if test else {})
+    assert set(pack.splits) == set(wanted)
+    for split, (pixels, labels) in wanted.items():
+        assert np.array_equal(pack.images(split), pixels)
+        found = [pack.names[label] for label in pack.labels(split)]
+        assert [name.removeprefix("kind") for name in found] == [str(label) for label in labels]
+
+
+def pack_by_command(source: Path, tmp_path: Path, *words: str) -> Pack:
+    root = ["--data-root", str(tmp_path / "data")]
+    assert main(["data", "pack", str(source), "--name", "set", "--size", "8", *root, *words]) == 0
+    return open_pack(tmp_path / "data", "set")
+
+
+class LikeTorchvision:
+    """The interface of torchvision.datasets.CIFAR10: data, targets, classes, transform, __getitem__, __len__."""
+
+    def __init__(self, data: np.ndarray, targets: np.ndarray, transform: Any = None) -> None:
+        self.data, self.targets, self.transform = data, targets.tolist(), transform
+        self.classes = KINDS
+        self.class_to_idx = {name: number for number, name in enumerate(KINDS)}
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image = Image.fromarray(self.data[index])
+        return (image if self.transform is None else self.transform(image)), self.targets[index]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def test_a_torchvision_data_set(tmp_path: Path) -> None:
+    train, test = LikeTorchvision(PIXELS, LABELS), LikeTorchvision(TEST, TEST_LABELS)
+    check(ptlf.pack_images(train, tmp_path / "set", 8, test=test), KINDS)
+
+    def normalised(image: Image.Image) -> Any:
+        return (np.asarray(image, np.float32) / 255 - 0.5) / 0.25
+
+    with pytest.raises(UserError, match=r"image 1 cannot be used: .* give them in 0..1 \(not normalised\)"):
+        ptlf.pack_images(LikeTorchvision(PIXELS, LABELS, normalised), tmp_path / "bad", 8)
+
+
+def hugging_face(pixels: np.ndarray, labels: np.ndarray, named: bool = True) -> Any:
+    datasets = pytest.importorskip("datasets")
+    features = {
+        "img": datasets.Image(),
+        "label": datasets.ClassLabel(names=KINDS) if named else datasets.Value("int64"),
+    }
+    rows = {"img": [{"bytes": png(image), "path": None} for image in pixels], "label": labels.tolist()}
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["names", "numbers"])
+def test_a_saved_hugging_face_data_set(tmp_path: Path, named: bool) -> None:
+    import datasets
+
+    parts = {"train": hugging_face(PIXELS, LABELS, named), "test": hugging_face(TEST, TEST_LABELS, named)}
+    names = KINDS if named else ("0", "2", "10")
+    both = datasets.DatasetDict(parts)
+    both.save_to_disk(tmp_path / "both", num_shards={"train": 3, "test": 1})
+    check(pack_by_command(tmp_path / "both", tmp_path), names)
+    parts["train"].save_to_disk(tmp_path / "one")
+    check(pack_by_command(tmp_path / "one", tmp_path, "--overwrite"), names, test=False)
+    held = pack_by_command(tmp_path / "one", tmp_path, "--overwrite", "--test-fraction", "0.5")
+    assert (held.splits["train"].count, held.splits["test"].count) == (8, 6)
+    check(ptlf.pack_images(both, tmp_path / "python", 8), KINDS if named else ("2", "0", "10"))
+
+
+def test_parquet_files(tmp_path: Path) -> None:
+    folder = tmp_path / "clone" / "data"
+    folder.mkdir(parents=True)
+    train = hugging_face(PIXELS, LABELS)
+    for number, part in enumerate((train.select(range(9)), train.select(range(9, 14)))):
+        part.to_parquet(folder / f"train-0000{number}-of-00002.parquet")
+    hugging_face(TEST, TEST_LABELS).to_parquet(folder / "test-00000-of-00001.parquet")
+    (tmp_path / "clone" / "README.md").write_text("a card")
+    check(pack_by_command(tmp_path / "clone", tmp_path), KINDS)
+    train.to_parquet(tmp_path / "one.parquet")
+    check(pack_by_command(tmp_path / "one.parquet", tmp_path, "--overwrite"), KINDS, test=False)
+
+
+def test_columns_of_paths_bytes_and_arrays(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "files").mkdir()
+    for index, image in enumerate(PIXELS):
+        (tmp_path / "files" / f"{index}.png").write_bytes(png(image))
+    columns = {
+        "paths": ("image", [f"files/{index}.png" for index in range(len(PIXELS))]),
+        "bytes": ("picture", [png(image) for image in PIXELS]),
+        "arrays": ("image", PIXELS.tolist()),
+    }
+    for name, (column, values) in columns.items():
+        words = [f"kind{label}" for label in LABELS]
+        parquet.write_table(pyarrow.table({column: values, "label": words}), tmp_path / f"{name}.parquet")
+        made = ptlf.pack_images(tmp_path / f"{name}.parquet", tmp_path / name, 8)
+        check(made, ("kind0", "kind10", "kind2"), test=False)  # text is sorted as text
+    parquet.write_table(pyarrow.table({"price": [1, 2]}), tmp_path / "prices.parquet")
+    with pytest.raises(UserError, match=r"prices.parquet has no column of images.*; it has: price"):
+        given(tmp_path / "prices.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(UserError, match=r"broken.parquet cannot be read as a table"):
+        given(tmp_path / "broken.parquet")
+
+
+def test_a_table_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some.parquet").write_bytes(b"")
+    for name in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match="needs pyarrow to be read: pip install pyarrow"):
+        given(tmp_path / "some.parquet")
+
+
+def write_shard(path: Path, members: dict[str, bytes], mode: str = "w") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as shard:  # type: ignore[call-overload]
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            shard.addfile(info, io.BytesIO(content))
+
+
+def members(pixels: np.ndarray, labels: np.ndarray, kind: str) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for index, (image, label) in enumerate(zip(pixels, labels, strict=True)):
+        key = f"./some.folder/{index:04}"
+        if kind == "cls":
+            found |= {f"{key}.png": png(image), f"{key}.cls": f"{label}\n".encode(), f"{key}.txt": b"a caption"}
+        else:
+            found |= {f"{key}.json": json.dumps({"label": int(label)}).encode(), f"{key}.input.png": png(image)}
+    return {"./some.folder/._0000.png": b"of another system", **found}
+
+
+@pytest.mark.parametrize(("kind", "ending", "mode"), [("cls", "tar", "w"), ("json", "tar.gz", "w:gz")])
+def test_webdataset_shards(tmp_path: Path, kind: str, ending: str, mode: str) -> None:
+    folder = tmp_path / "shards"
+    write_shard(folder / f"set-train-000000.{ending}", members(PIXELS[:9], LABELS[:9], kind), mode)
+    write_shard(folder / f"set-train-000001.{ending}", members(PIXELS[9:], LABELS[9:], kind), mode)
+    write_shard(folder / f"set-val-000000.{ending}", members(TEST, TEST_LABELS, kind), mode)
+    check(pack_by_command(folder, tmp_path), ("0", "2", "10"))
+    one = tmp_path / f"one.{ending}"
+    write_shard(one, members(PIXELS, LABELS, kind), mode)
+    check(pack_by_command(one, tmp_path, "--overwrite"), ("0", "2", "10"), test=False)
+
+
+def test_shards_without_labels_are_a_task_and_can_be_learnt(tmp_path: Path) -> None:
+    write_shard(tmp_path / "day.tar", {f"{index}.png": png(image) for index, image in enumerate(PIXELS)})
+    made = ptlf.pack_images(tmp_path / "day.tar", tmp_path / "day", 8)
+    assert (made.folders, tuple(made.names)) == ("tasks", ("day",))
+    assert np.array_equal(made.images("train"), PIXELS)
+    learner = ptlf.Learner(
+        "resnet18-mini", out=tmp_path / "run", size=8, training={"epochs": 1, "batch": 7}, device="cpu"
+    )
+    assert learner.learn(tmp_path / "day.tar")["tasks"] == ["day"]
+
+
+def test_bad_shards(tmp_path: Path) -> None:
+    def refused(name: str) -> str:
+        with pytest.raises(UserError) as caught:
+            ptlf.pack_images(tmp_path / name, tmp_path / "set", 8)
+        return str(caught.value)
+
+    (tmp_path / "no.tar").write_bytes(b"no archive" * 100)
+    assert "no.tar is no readable shard" in refused("no.tar")
+    write_shard(tmp_path / "text.tar", {"a.txt": b"only text"})
+    assert "holds no images; a shard has KEY.jpg or KEY.png" in refused("text.tar")
+    write_shard(tmp_path / "bad.tar", {"a.png": png(PIXELS[0]), "a.json": b"{"})
+    assert "the label of a.png cannot be read" in refused("bad.tar")
+    write_shard(tmp_path / "half.tar", {"a.png": png(PIXELS[0]), "a.cls": b"1", "b.png": png(PIXELS[1])})
+    assert "half.tar/b.png has no label, but others have" in refused("half.tar")
+    whole = (tmp_path / "half.tar").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(whole[:600])
+    assert "cut.tar is no readable shard" in refused("cut.tar")
+    write_shard(tmp_path / "broken.tar", {"a.png": b"no picture", "a.cls": b"1"})
+    assert "broken.tar/a.png cannot be used: not an image in a known format" in refused("broken.tar")
+
+
+def test_what_is_not_recognised_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("no images")
+    words = ["--name", "set", "--size", "8", "--data-root", str(tmp_path / "data")]
+    assert main(["data", "pack", str(tmp_path / "notes.txt"), *words]) == 2
+    said = capsys.readouterr().err
+    assert "holds no images that can be read; give a folder of images, a packed set, an .npz" in said
+    assert said.count("\n") == 1
+    write_shard(tmp_path / "one.tar", members(PIXELS, LABELS, "cls"))
+    assert main(["data", "pack", str(tmp_path / "one.tar"), *words, "--folders", "tasks"]) == 2
+    assert "--folders tasks is for a folder of image folders" in capsys.readouterr().err
+
+
+def test_an_archive_beside_image_folders_leaves_them_what_they_are(tmp_path: Path) -> None:
+    for index in range(4):
+        for kind in ("cat", "dog"):
+            (tmp_path / "pets" / kind).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "pets" / kind / f"{index}.png").write_bytes(png(PIXELS[index]))
+    write_shard(tmp_path / "pets" / "backup.tar", members(PIXELS, LABELS, "cls"))
+    assert tuple(pack_by_command(tmp_path / "pets", tmp_path).names) == ("cat", "dog")

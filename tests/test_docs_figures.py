@@ -1,0 +1,230 @@
+"""Figures in the documents are those of the records in results/."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptlf.run.paper import TABLES
+from ptlf.run.recipes import EXPECTED
+
+ROOT = Path(__file__).parent.parent
+README, RECIPES, SAVINGS, PRETRAINED, BENCHMARKS = (
+    ROOT / name
+    for name in ("README.md", "docs/recipes.md", "docs/savings.md", "docs/pretrained.md", "benchmarks/README.md")
+)
+FULL = [f"split-cifar10/simsiam/{method}" for method in ("lump", "ptlf", "ptlf-cost", "ptlf-deep")]
+ROWS = dict(zip(FULL, ("LUMP, here", "PTLF, here", "(`ptlf-cost`)", "(`ptlf-deep`"), strict=True))
+
+
+def table(page: Path, head: str) -> list[list[str]]:
+    """The cells of the page's table whose first line holds `head`."""
+    tables = re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE)
+    (found,) = [found for found in tables if head in found.splitlines()[0]]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines()[2:]]
+
+
+def table_rows(page: Path, head: str) -> dict[str, list[str]]:
+    """By the first cell."""
+    return {row[0]: row[1:] for row in table(page, head)}
+
+
+def row_with(page: Path, head: str, words: str) -> list[str]:
+    (cells,) = [cells for name, cells in table_rows(page, head).items() if words in name]
+    return cells
+
+
+def in_one_line(page: Path) -> str:
+    return " ".join(page.read_text().split())
+
+
+def numbers(words: str) -> list[str]:
+    return re.findall(r"-?\d+(?:\.\d+)?", words)
+
+
+def kept(pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in sorted((ROOT / "results").glob(f"{pattern}/results.json"))]
+
+
+def bench(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "results" / "bench" / name).read_text())["rows"]
+
+
+@pytest.mark.parametrize("recipe", FULL)
+def test_accuracies_of_the_full_protocol(recipe: str) -> None:
+    """Every seed's in benchmarks, their means elsewhere."""
+    seeds = [run["probes"] for run in kept(f"{recipe.replace('/', '-')}-seed*")]
+    asked = [(probe, what) for probe in ("knn_task", "knn_class") for what in ("accuracy", "forgetting")]
+    values = {(probe, what): [run[probe][what] for run in seeds] for probe, what in asked}
+    for found in values.values():
+        assert f" {', '.join(f'{value:.2f}' for value in found)} |" in BENCHMARKS.read_text()
+    figures = [f"{statistics.fmean(found):.2f}" for found in values.values()][:3]
+    assert "knn_task {}, forgetting {}, knn_class {}".format(*figures) in EXPECTED[recipe]
+    for page, head in ((README, "kept for backward, tasks 2-5"), (RECIPES, "tasks' last epochs")):
+        assert row_with(page, head, ROWS[recipe])[:3] == figures
+    assert f"{statistics.fmean(values['knn_class', 'forgetting']):.1f}" in RECIPES.read_text()
+
+
+def later(runs: list[dict[str, Any]], key: str) -> float:
+    """Mean over seeds of the sum over all tasks but the first."""
+    return statistics.fmean(sum(task[key] for task in run["cost"]["per_task"][1:]) for run in runs)
+
+
+def training(runs: list[dict[str, Any]]) -> float:
+    return sum(later(runs, f"{part}_seconds") for part in ("train", "correlation", "rebuild"))
+
+
+def kept_later(runs: list[dict[str, Any]]) -> float:
+    """Bytes for backward, mean over the epochs of all tasks but the first, and over seeds."""
+    columns = [run["cost"]["per_epoch"] for run in runs]
+    return statistics.fmean(
+        statistics.fmean(kept for kept, task in zip(one["kept_bytes"], one["task"], strict=True) if task > 1)
+        for one in columns
+    )
+
+
+def wall_seconds(recipe: str) -> float | None:
+    files = [ROOT / "results" / "bench" / f"run-h200{seed}.json" for seed in ("", "-seed1", "-seed2")]
+    runs = [run for file in files for run in json.loads(file.read_text())["runs"] if run["run"] == recipe]
+    return statistics.fmean(run["overheads"]["wall_seconds"] for run in runs) if runs else None
+
+
+@pytest.mark.parametrize("recipe", FULL)
+def test_costs_of_the_full_protocol(recipe: str) -> None:
+    """Time, memory and their ratios to LUMP."""
+    base, mine = (kept(f"{name.replace('/', '-')}-seed*") for name in (FULL[0], recipe))
+    seconds, ends, mean = training(mine), later(mine, "kept_bytes"), kept_later(mine)
+    if recipe == FULL[0]:
+        times, last, middle = [f"{seconds:.0f}"], [f"{ends / 4 / 2**20:.0f}"], [f"{mean / 2**20:.0f}"]
+    else:
+        times = [f"{seconds:.0f}", f"{seconds / training(base):.2f}"]
+        last, middle = [f"{ends / later(base, 'kept_bytes'):.2f}"], [f"{mean / kept_later(base):.2f}"]
+    cells = row_with(RECIPES, "tasks' last epochs", ROWS[recipe])
+    assert [numbers(cells[place]) for place in (3, 5, 6)] == [times, last, middle]
+    whole = wall_seconds(recipe)
+    if whole is not None:  # a run of its own does not write it down
+        assert numbers(cells[4]) == [f"{whole:.0f}"]
+    cells = row_with(README, "kept for backward, tasks 2-5", ROWS[recipe])
+    assert [numbers(cell) for cell in cells[3:]] == [times[-1:], middle]
+
+
+@pytest.mark.parametrize(("page", "head"), [
+    (README, "kept for backward, tasks 2-5"),
+    (RECIPES, "tasks' last epochs"),
+])  # fmt: skip
+def test_the_paper_s_figures(page: Path, head: str) -> None:
+    for method in ("LUMP", "PTLF"):
+        cell = TABLES["main"].cell(f"SimSiam, {method}", "Split CIFAR-10")
+        assert cell is not None
+        wanted = [f"{cell.paper[key]:.2f}" for key in ("accuracy", "forgetting")]
+        assert row_with(page, head, f"{method}, the paper")[:2] == wanted
+
+
+def test_every_method_on_few_images() -> None:
+    rows = table_rows(RECIPES, "all in all")
+    (base,) = kept("small-table/lump")
+    assert set(rows) == {path.name for path in (ROOT / "results" / "small-table").iterdir()}
+    for method, cells in rows.items():
+        (run,) = kept(f"small-table/{method}")
+        probes = run["probes"]
+        scores = [probes["knn_task"]["accuracy"], probes["knn_task"]["forgetting"], probes["knn_class"]["accuracy"]]
+        costs = ("train_seconds", "learning_seconds", "backward_flops", "kept_bytes")
+        wanted = ["-" if score is None else f"{score:.2f}" for score in scores]
+        wanted += [f"{run['cost'][key] / base['cost'][key]:.2f}x" for key in costs]
+        assert cells == wanted, method
+
+
+def test_the_example_of_one_machine() -> None:
+    """Of `make run`; the random encoder's figures are in the names of the rows."""
+    runs = [kept(f"digits/{method}")[0] for method in ("lump", "ptlf")]
+    rows = table_rows(README, "| LUMP | PTLF |")
+    wanted: dict[str, Callable[[dict[str, Any]], str]] = {
+        "`knn_task` accuracy": lambda run: f"{run['probes']['knn_task']['accuracy']:.2f}",
+        "`knn_class` accuracy": lambda run: f"{run['probes']['knn_class']['accuracy']:.2f}",
+        "training time, s": lambda run: f"{run['cost']['learning_seconds']:.1f}",
+        "kept for backward, last epoch, MiB": lambda run: f"{run['cost']['kept_bytes'] / 2**20:.1f}",
+        "backward FLOPs, 10^12": lambda run: f"{run['cost']['backward_flops'] / 1e12:.3f}",
+    }
+    for (name, cells), (start, figure) in zip(rows.items(), wanted.items(), strict=True):
+        assert name.startswith(start) and cells == [figure(run) for run in runs]
+    for probe in ("knn_task", "knn_class"):
+        (name,) = [name for name in rows if f"`{probe}`" in name]
+        assert f"random encoder: {runs[0]['probes'][probe]['untrained_accuracy']:.2f}" in name
+    for run, method in zip(runs, ("lump", "ptlf"), strict=True):
+        accuracy = run["probes"]["knn_class"]["accuracy"]
+        assert f"knn_class {accuracy:.1f}" in EXPECTED[f"digits/simsiam/{method}"]
+
+
+def test_freezing_on_a_cpu() -> None:
+    made = bench("freezing-cpu.json")
+    keys = ("kept_bytes_ratio", "backward_flops_ratio", "seconds_ratio")
+    wanted = [[f"{row[key]:.{digits}f}" for key, digits in zip(keys, (2, 3, 2), strict=True)] for row in made]
+    assert [cells[2:] for cells in table(SAVINGS, "| frozen | how |")] == wanted
+    plain, ours = (row for row in made if row["frozen"] == "middle 8")
+    said = in_one_line(README)
+    assert f"middle 8 of ResNet-18's 20 layers keeps {ours['kept_bytes_ratio']:.2f} of the bytes" in said
+    assert f"where `requires_grad_(False)` keeps {plain['kept_bytes_ratio']:.2f}" in said
+
+
+@pytest.mark.parametrize(("file", "head", "keys"), [
+    ("encoders-cpu.json", "backward FLOPs, both", ["kept_bytes_ratio"]),
+    ("encoders-h200.json", "ms, `ptlf.Freezer`", ["kept_bytes_ratio", "milliseconds_ratio"]),
+])  # fmt: skip
+def test_frozen_encoders(file: str, head: str, keys: list[str]) -> None:
+    pairs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in bench(file):
+        pairs.setdefault((row["network"], row["frozen"]), {})[row["way"]] = row
+        said = row.get("estimated_kept_bytes", row["kept_bytes"]), row.get("estimated_flops", row["backward_flops"])
+        assert said == pytest.approx((row["kept_bytes"], row["backward_flops"]), rel=0.03)
+    wanted = []
+    for (network, frozen), found in pairs.items():
+        if frozen != "nothing":
+            ways = [found["requires_grad_(False)"], found["ptlf.Freezer"]]
+            cells = [f"{way[key]:.2f}" for key in keys for way in ways]
+            cells += [f"{ways[0]['backward_flops_ratio']:.2f}"] if "FLOPs" in head else []
+            wanted.append([network, frozen, *cells])
+    assert table(SAVINGS, head) == wanted
+
+
+def test_the_step_on_a_gpu() -> None:
+    ours, plain = bench("step-h200.json"), bench("step-h200-plain.json")
+    assert ours[-1]["frozen"] == plain[-1]["frozen"] == 8
+    time, memory = (ours[-1][key] / ours[0][key] for key in ("step_ms", "kept_bytes"))
+    said = in_one_line(SAVINGS)
+    assert f"{time:.2f} of the time and {memory:.2f} of the bytes" in said
+    assert f"the step takes {plain[-1]['step_ms'] / plain[0]['step_ms']:.2f}" in said
+    wanted = [[row["frozen"], f"{row['step_ms']:.2f}", f"{row['device_ms']:.2f}"] for row in ours]
+    assert [[int(cells[0]), *cells[1:3]] for cells in table(BENCHMARKS, "device alone, ms")] == wanted
+
+
+def test_pretrained_encoders() -> None:
+    """Means and standard deviations over the seeds."""
+    rows = table_rows(PRETRAINED, "lost, points")
+    methods = {"finetune": "finetune", "LUMP": "lump", "PTLF": "ptlf", "PTLF, cost-aware order": "ptlf-cost"}
+    base = statistics.fmean(run["cost"]["backward_flops"] for run in kept("continue/lump-seed*"))
+
+    def spoken(values: list[float]) -> str:
+        return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
+
+    assert list(rows) == list(methods)
+    for name, method in methods.items():
+        runs = kept(f"continue/{method}-seed*")
+        known = [run["reference"]["probes"]["knn_class"] for run in runs]
+        first, last = [row["before"] for row in known], [row["after"][-1] for row in known]
+        lost = [before - after for before, after in zip(first, last, strict=True)]
+        new = [run["probes"]["knn_class"]["accuracy"] for run in runs]
+        flops = statistics.fmean(run["cost"]["backward_flops"] for run in runs) / base
+        assert rows[name] == [spoken(first), spoken(last), spoken(lost), spoken(new), f"{flops:.2f}"]
+        given = spoken([run["probes"]["knn_class"]["untrained_accuracy"] for run in runs])
+        assert f"the given encoder had {given} % there" in in_one_line(PRETRAINED)
+
+
+def test_paper_notes_name_code_that_exists() -> None:
+    for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", (ROOT / "docs" / "paper-notes.md").read_text()):
+        assert (ROOT / "ptlf" / name).exists(), name

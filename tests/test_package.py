@@ -1,0 +1,107 @@
+"""The wheel holds what a run needs, and no more; it runs where there is no clone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ptlf
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "data", "*.egg-info")
+
+
+def run(*words: str, **options) -> str:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the wheel and the sdist, made of a copy: building writes beside the sources."""
+    pytest.importorskip("build")
+    place = tmp_path_factory.mktemp("package")
+    shutil.copytree(ROOT, place / "sources", ignore=LEFT_OUT)
+    run("-m", "build", "--no-isolation", "--outdir", str(place / "dist"), str(place / "sources"))
+    return place / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        names = {name for name in file.namelist() if not name.startswith(f"ptlf-{ptlf.__version__}.dist-info/")}
+        about = message_from_bytes(file.read(f"ptlf-{ptlf.__version__}.dist-info/METADATA"))
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ptlf").rglob("*.*") if path.suffix != ".pyc"}
+    assert names == sources
+    assert {"ptlf/py.typed", "ptlf/report/templates/page.html", "ptlf/completion.txt"} <= names
+    assert about["Version"] == ptlf.__version__
+    extras = {"all", "cluster", "export", "lightning", "test", "timm", "trackers"}
+    assert extras <= set(about.get_all("Provides-Extra"))
+
+
+def test_the_sdist_makes_the_same_wheel(built: Path, wheel: Path, tmp_path: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as file:
+        file.extractall(tmp_path, filter="data")
+    (sources,) = tmp_path.iterdir()
+    inside = {path.name for path in sources.iterdir()}
+    assert {"ptlf", "CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"} <= inside
+    assert not {"tests", "results", "benchmarks"} & inside
+    with zipfile.ZipFile(wheel) as file:
+        for name in file.namelist():
+            if name.startswith("ptlf/"):
+                assert (sources / name).read_bytes() == file.read(name), name
+
+
+def test_it_runs_without_a_clone(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "site")
+        scripts = file.read(f"ptlf-{ptlf.__version__}.dist-info/entry_points.txt").decode()
+    assert re.search(r"^ptlf = ptlf\.cli:main$", scripts, re.MULTILINE)
+    (tmp_path / "work").mkdir()
+    where = {"cwd": tmp_path / "work", "env": {**os.environ, "PYTHONPATH": str(tmp_path / "site")}}
+    assert run("-c", "import ptlf; print(ptlf.__file__)", **where).startswith(str(tmp_path / "site"))
+    assert run("-m", "ptlf", "--version", **where) == f"ptlf {ptlf.__version__}\n"
+    small = ["--training.epochs", "1", "--stream.groups", "[[0, 1], [2, 3]]", "--device", "cpu"]
+    run("-m", "ptlf", "train", "--out", "run", *small, **where)
+    run("-m", "ptlf", "report", "run", "--out", "page.html", **where)
+    assert "digits" in (tmp_path / "work" / "page.html").read_text()
+    assert "digits/simsiam/ptlf" in run("-m", "ptlf", "completion", "bash", **where)
+
+
+def test_one_version_and_one_name_for_each_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "version" not in project and project["dynamic"] == ["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(citation["version"]) == ptlf.__version__
+    assert f"\n## {ptlf.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    texts = [*(ROOT / "ptlf").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    named = {
+        extra
+        for path in texts
+        for found in re.findall(r"ptlf\[([a-z,]+)\]'", path.read_text())
+        for extra in found.split(",")
+    }
+    assert named <= set(project["optional-dependencies"]), "an extra that is not there"
+    (every,) = project["optional-dependencies"]["all"]
+    left_out = set(project["optional-dependencies"]) - set(re.findall("[a-z]+", every))
+    assert left_out <= {"all", "docs", "test"}
