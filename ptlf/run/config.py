@@ -65,8 +65,8 @@ def from_dict(values: Mapping[str, Any]) -> Config:
 
 
 # Settings that may change while a run goes: what it comes to is the same, but for rounding.
-MAY_CHANGE = ("device", "data_root", "log", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint")
-MAY_CHANGE += ("freezing.ratios",)
+MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint"}
+MAY_CHANGE |= {"freezing.ratios"}
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> list[tuple[str, Any, Any]]:
