@@ -192,6 +192,33 @@ def test_frozen_encoders(file: str, head: str, keys: list[str]) -> None:
     assert table(SAVINGS, head) == wanted
 
 
+def test_captured_encoders() -> None:
+    rows = bench("encoders-h200-captured.json")
+    wanted = []
+    for network, frozen in dict.fromkeys((row["network"], row["frozen"]) for row in rows if row["way"]):
+        ways = {row["way"]: row for row in rows if (row["network"], row["frozen"]) == (network, frozen)}
+        pair = [ways["requires_grad_(False)"], ways["ptlf.Freezer"]]
+        cells = [f"{row[key]:.2f}" for key in ("kept_bytes_ratio", "milliseconds_ratio") for row in pair]
+        wanted.append([network, frozen, *cells])
+    assert table(SAVINGS, "captured bytes") == wanted
+    first, second = (f"{row['device_ms']:.1f}" for row in rows if not row["way"])
+    assert f"where a step takes {first} and {second} ms" in in_one_line(SAVINGS)
+
+
+def test_compiled_encoders() -> None:
+    rows = [row for row in bench("encoders-h200-resnet50.json") if row["frozen"] == "middle third"]
+    wanted = [[f"{row[key]:.2f}" for key in ("milliseconds_ratio", "peak_bytes_ratio")] for row in rows]
+    assert [cells[1:] for cells in table(SAVINGS, "ResNet-50, middle third frozen")] == wanted
+    vit = {(row["frozen"], row["way"]): f"{row['milliseconds_ratio']:.2f}" for row in bench("encoders-h200-vit.json")}
+    ours, plain = (
+        [vit[f"{part} third", way] for part in ("first", "middle")] for way in ("ptlf.Freezer", "requires_grad_(False)")
+    )
+    said = (
+        f"{ours[0]} against {plain[0]} with the first third frozen, {ours[1]} against {plain[1]} with the middle third"
+    )
+    assert said in in_one_line(SAVINGS)
+
+
 def test_the_step_on_a_gpu() -> None:
     ours, plain = bench("step-h200.json"), bench("step-h200-plain.json")
     assert ours[-1]["frozen"] == plain[-1]["frozen"] == 8
