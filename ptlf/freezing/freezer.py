@@ -161,7 +161,8 @@ class Freezer:
         returned. Nothing changes.
 
         First come the units that save the most bytes or, with `ratios`, the most bytes for what is lost: 1 - ratio, the
-        share of the new gradient that the past's inputs do not span. `StepCost` says which bytes count.
+        share of the new gradient that the past's inputs do not span. Of these, units without which the step fits as
+        well are left out, those that save the least first. `StepCost` says which bytes count.
         """
         most = parse_bytes(limit)
         with self._pretending():
@@ -188,7 +189,18 @@ class Freezer:
                     raise ValueError(f"with all units frozen a step takes {missing}, {parts}; take a smaller batch")
                 else:
                     too_few = count
-            return Estimate(tuple(name for name in candidates if name in order[:enough]), now, found)
+            # What a unit saves depends on the others: once the first layers are frozen, a head that was chosen before
+            # them may train after all.
+            needed = order[:enough]
+            for name in reversed(order[: enough - 1]):
+                rest = [other for other in needed if other != name]
+                with self.frozen_for(rest):
+                    if self._cost(example, loss, backward=False).bytes <= most:
+                        needed = rest
+            if len(needed) < enough:
+                with self.frozen_for(needed):
+                    found = self._cost(example, loss)
+            return Estimate(tuple(name for name in candidates if name in needed), now, found)
 
     def ddp(self, model: nn.Module | None = None, **options: Any) -> FollowingDDP:
         """`model` (by default the module), which contains the module, as a DistributedDataParallel that follows what

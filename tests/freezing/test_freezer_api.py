@@ -399,13 +399,25 @@ def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name):
         found = freezer.budget(limit, x)
         assert found.then.bytes <= limit < found.now.bytes and freezer.frozen == ()
         assert freezer.estimate(found.names, x) == found
-        # Most bytes first, and the last one is needed.
+        # Of those that save the most bytes, as many as make it fit, every one is needed.
         order = sorted(freezer.saved, key=lambda unit: freezer.saved[unit], reverse=True)
-        assert set(found.names) == set(order[: len(found.names)])
-        assert freezer.estimate(order[: len(found.names) - 1], x).then.bytes > limit
+        counts = range(1, len(order) + 1)
+        enough = next(count for count in counts if freezer.estimate(order[:count], x).then.bytes <= limit)
+        assert set(found.names) <= set(order[:enough])
+        for name in found.names:
+            assert freezer.estimate([other for other in found.names if other != name], x).then.bytes > limit
     assert len(freezer.budget(everything, x).names) == len(freezer.units)
     with pytest.raises(ValueError, match=r"with all units frozen a step takes .*B, 1 B more than .*smaller batch"):
         freezer.budget(everything - 1, x)
+
+
+def test_a_budget_leaves_a_head_trainable_that_fits():
+    """Alone the head saves the most bytes; the GELU's input is kept until both convolutions before it are frozen."""
+    body = [nn.Conv2d(3, 4, 1), nn.Conv2d(4, 64, 3), nn.GELU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]
+    model, x = nn.Sequential(*body, nn.Linear(64 * 16, 10)), torch.randn(16, 3, 16, 16)
+    freezer = Freezer(model, torch.optim.AdamW(model.parameters()))
+    assert freezer.budget(freezer.estimate(["0", "1"], x).then.bytes, x).names == ("0", "1")
+    assert max(freezer.saved, key=lambda unit: freezer.saved[unit]) == "5"
 
 
 def test_with_ratios_a_budget_prefers_units_whose_gradient_the_past_spans():
