@@ -116,6 +116,13 @@ _ptlf_candidates() {
   case "$command $3" in
 @FOLLOWING@
   esac
+  case "
+$_ptlf_settings
+" in
+    *"
+$3
+"*) candidates='@value';;
+  esac
   [ -n "$candidates" ] || case "$command" in
 @CASES@
     *) candidates='@files';;
@@ -179,26 +186,27 @@ def fish() -> str:
         here = f"__fish_seen_subcommand_from {family[0]}" if family else "__fish_use_subcommand"
         text.append(f"complete -c ptlf -n {quoted(here)} -a {last} -d {quoted(command.about)}")
         inside = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in command.name.split())
-        if not command.options.keys() - {"-h", "--help"}:
+        if any(other.name.startswith(f"{command.name} ") for other in known):
             continue
         begin = f"complete -c ptlf -n {quoted(inside)}"
         if command.words:
             text.append(begin + argument(command.words))
         for option, after in command.options.items():
             name = f"-l {option[2:]}" if option.startswith("--") else f"-s {option[1:]}"
-            text.append(f"{begin} {name}{' -r' + argument(after) if after else ''}")
+            text.append(f"{begin} {name}{argument(after, option=True) if after else ''}")
         if command.settings:
             text.append(f"{begin} -a '--$_ptlf_settings'")
     return "\n".join(text) + "\n"
 
 
-def argument(words: Sequence[str]) -> str:
-    """What may follow, as an argument of fish's `complete`."""
+def argument(words: Sequence[str], option: bool = False) -> str:
+    """What may follow a command or an option, as an argument of fish's `complete`."""
     if FILES in words:
-        return " -F"
+        return " -r -F" if option else " -F"
+    alone = " -x" if option else ""  # a value, and no file
     if VALUE in words:
-        return ""
-    return " -a '$_ptlf_recipes'" if RECIPES in words else f" -a {quoted(' '.join(words))}"
+        return alone
+    return alone + (" -a '$_ptlf_recipes'" if RECIPES in words else f" -a {quoted(' '.join(words))}")
 
 
 def find_names() -> str:

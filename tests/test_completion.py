@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -49,7 +50,31 @@ def test_bash_completes_commands_options_recipes_and_settings(bash: str, tmp_pat
     assert complete(bash, tmp_path, "report", "--training.ep") == set()  # takes no settings
     assert complete(bash, tmp_path, "train", "--log", "") == {"tensorboard", "wandb", "mlflow"}
     assert complete(bash, tmp_path, "learn", "runs", "--size", "") == set()  # a number
+    assert complete(bash, tmp_path, "train", "--training.epochs", "") == set()
+    assert complete(bash, tmp_path, "train", "--objective", "-") == set()
+    assert "--out" in complete(bash, tmp_path, "train", "--training.epochs", "3", "")
     assert complete(bash, tmp_path, "reproduce", "m") == {"main"}
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes_commands_options_recipes_and_settings(tmp_path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "ptlf.fish").write_text(script("fish"))
+
+    def offered(line: str) -> set[str]:
+        code = f"source ptlf.fish; complete -C 'ptlf {line}'"
+        done = subprocess.run(["fish", "--no-config", "-c", code], capture_output=True, text=True, cwd=str(tmp_path))
+        assert (done.returncode, done.stderr) == (0, "")
+        return {found.partition("\t")[0] for found in done.stdout.splitlines()}
+
+    assert offered("tr") == {"train"}
+    assert offered("bench ") == {"freezing", "step", "methods", "run"}
+    assert offered("completion ") == {"bash", "zsh", "fish"}
+    assert offered("learn runs --fit ") == {"crop", "squash", "pad"}  # and no files
+    assert offered("learn runs --size ") == set()
+    assert offered("learn runs ph") == {"photos/"}
+    assert offered("train --training.ep") == {"--training.epochs"}
+    assert offered("sweep split-cifar10/byol/lu") == {"split-cifar10/byol/lump"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
