@@ -89,6 +89,7 @@ def page(comparison: Comparison) -> str:
         groups=comparison.groups,
         base=comparison.baseline,
         tables=tables(measured(comparison, comparison.probes)),
+        probes=comparison.probes,
         costs=MAIN_COSTS,
         paired=paired_rows(comparison),
         unit=paired.unit,

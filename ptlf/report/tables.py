@@ -173,7 +173,7 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     if not brief:
         show_runs(console, {results["name"]: [results]})
     if not results["probes"]:
-        later = f"`ptlf evaluate {folder} --stream.labelled PACK` takes labels that come later"
+        later = f"`ptlf evaluate {folder} --stream.labelled FOLDER` takes labels that come later"
         console.print(f"not evaluated: no labelled test images (or evaluation.enabled is false); {later}")
     console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors", soft_wrap=True)
 

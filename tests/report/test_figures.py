@@ -16,7 +16,7 @@ from ptlf.cli import main
 from ptlf.report.drawing import Drawing, Shape
 from ptlf.report.figures.accuracy import answer
 from ptlf.report.figures.axes import Scale, shortened, ticks, words_width
-from ptlf.report.figures.cost import per_epoch, steps, thinned
+from ptlf.report.figures.cost import height_at, per_epoch, steps, thinned
 from ptlf.report.figures.freezing import epoch_overlaps, freezing_map, overlap
 from ptlf.report.runs import Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import RUNS, STEPS, colours, contrast, luminance
@@ -116,6 +116,13 @@ def test_costs_by_epoch_mark_the_beginning_of_the_epoch_of_the_freeze(frozen_in_
         "task 2, epoch 3",
         "task 2, epoch 5",
     ]
+
+
+@pytest.mark.parametrize("place", [0.5, 1.0, 1.5, 3.0, 4.25, 6.0, 6.5])
+def test_the_height_of_a_line_between_its_points(place: float) -> None:
+    points = [(1.0, 10.0), (2.0, 14.0), (6.0, 2.0)]
+    assert height_at(points, place) == pytest.approx(np.interp(place, *zip(*points, strict=True)))
+    assert height_at(points[:1], place) == 10.0
 
 
 def test_overlap() -> None:

@@ -251,6 +251,13 @@ def test_what_is_missing_is_named_with_what_would_fill_it(tmp_path: Path) -> Non
     assert "no gallery.json beside" in section(text, "gallery")
 
 
+def test_without_accuracies_nothing_is_said_of_their_intervals(two: list[Path], tmp_path: Path) -> None:
+    made = made_up.results()
+    made["probes"] = {}
+    unlabelled = page(read_comparison([made_up.write(tmp_path / "unlabelled", made)]))
+    assert ["95 % (Wilson)" in text for text in (page(read_comparison(two)), unlabelled)] == [True, False]
+
+
 def test_lines_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:
     part = section(html([made_up.write(tmp_path / "one", made_up.results(tasks=1))]), "accuracy")
     assert "No line of forgetting, kNN within the task: it needs forgetting_by_task" in part

@@ -79,13 +79,21 @@ def draw_line(drawing: Drawing, group: Group, series: Series, x: Scale, y: Scale
     drawing.line([(x(place), y(value)) for place, value in points], role, width=1.8, dash=group.dash)
     values = dict(series)
     if not stepped:  # on the line, not on the epoch that it passes over
-        values = {place: min(points, key=lambda point: abs(point[0] - place))[1] for place in events if place in values}
+        values = {place: height_at(points, place - 0.5) for place in events if place in values}
     found = [(x(place - 0.5), y(values[place]), words) for place, words in events.items() if place in values]
     if len(events) <= EVENTS:
         for left, top, words in found:
             drawing.mark(left, max(top - 7, y.end + 4), role, size=3.4, look="down", title=words)
     elif stepped and found:
         drawing.dots([(left, top) for left, top, _ in found], role, size=1.8)
+
+
+def height_at(points: Series, place: float) -> float:
+    """Of the line through these points, which are in order; beyond its ends, that of the end."""
+    after = next((number for number, point in enumerate(points) if point[0] >= place), len(points) - 1)
+    (left, low), (right, high) = points[max(after - 1, 0)], points[after]
+    share = min(max((place - left) / (right - left), 0.0), 1.0) if right > left else 0.0
+    return low + share * (high - low)
 
 
 def steps(series: Series) -> Series:
