@@ -300,7 +300,7 @@ def add_run_verbs(verb: Verb) -> None:
     epilog = (
         "bash: put `source <(ptlf completion bash)` into ~/.bashrc\n"
         "zsh: put `source <(ptlf completion zsh)` into ~/.zshrc, after compinit\n"
-        "fish: `ptlf completion fish > ~/.config/fish/completions/ptlf.fish`"
+        "fish: `mkdir -p ~/.config/fish/completions; ptlf completion fish > ~/.config/fish/completions/ptlf.fish`"
     )
     about = "Print what completes commands, options, recipes and settings in a shell."
     add = verb("completion", about, "ptlf.completion:completion", epilog=epilog)

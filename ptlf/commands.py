@@ -1,6 +1,7 @@
 """What the commands do: a function for each, which takes the command's options by name, calls, and prints."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ from ptlf.stream.given import is_plain_folder
 from ptlf.stream.pack import Folders, Pack, list_packs, verify_pack
 from ptlf.stream.packing import pack_images
 from ptlf.training.optimizers import OPTIMIZERS
+from ptlf.training.process import Stopped
 from ptlf.views import VIEWS
 
 NO_PACKS = "no packed data sets in {}; `ptlf data get cifar10` gets one"
@@ -128,7 +130,11 @@ def learn(
         return
     if source is None and learner.exists and has_finished(folder):
         return tell(f"{folder}: nothing to finish; give images to learn")
-    show_results(console, learner.learn(source, name, **how), folder)
+    try:
+        results = learner.learn(source, name, **how)
+    except KeyboardInterrupt:  # before training, or a second time in it: the task may not be in the run yet
+        raise Stopped(folder, signal.SIGINT, "nothing more is saved; give the same command again") from None
+    show_results(console, results, folder)
     write_page([folder], folder / "report.html")
 
 

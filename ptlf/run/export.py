@@ -5,6 +5,7 @@ Each is written beside its place, run on random images, compared with PyTorch, a
 
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -141,8 +142,14 @@ def write_onnx(encoder: LoadedEncoder, path: Path) -> None:
 
     program = exported_program(encoder)
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["features"]}
-    with warnings.catch_warnings(action="ignore"):  # of torch about itself
-        made = torch.onnx.export(program, (example(encoder),), dynamo=True, verbose=False, **names)
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of every operation of torchvision's, where that is not installed
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of torch about itself
+            made = torch.onnx.export(program, (example(encoder),), dynamo=True, verbose=False, **names)
+    finally:
+        log.setLevel(level)
     assert made is not None
     model = made.model_proto
     for name, value in {KEY: json.dumps(encoder.card)}.items():

@@ -273,6 +273,21 @@ def test_a_signal_stops_it_and_any_way_to_go_on_is_right(root: Path, tmp_path: P
         check_same(folder, whole(root))
 
 
+def test_ctrl_c_before_the_run_begins_says_that_the_same_command_is_needed(
+    root: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    """Its settings and images are not in the folder yet, so that `ptlf learn RUN` alone could not go on."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(learner_module, "accept", interrupted)
+    assert main(["learn", "--trust-code", str(tmp_path / "run"), str(root / "pictures" / "day1"), *WORDS]) == 130
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == "ptlf: stopped; nothing more is saved; give the same command again"
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
 def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
