@@ -15,7 +15,7 @@ class Timetable:
 
     when: a mapping of moments to selectors of units, where each entry says what is frozen from then on; or a
         `FreezeSchedule`, whose share of `order` is frozen. A moment is an integer (an epoch or a step, whichever `at`
-        is called with) or a float in [0, 1] (a fraction of `total`).
+        is called with) or a float in [0, 1] (a fraction of `total`; without `total`, `at` is called with fractions).
     order: names in the order in which a `FreezeSchedule` freezes them; by default that of the data.
     """
 
@@ -33,6 +33,7 @@ class Timetable:
         if unknown := set(self.order) - {unit.name for unit in units}:
             raise ValueError(f"order names {sorted(unknown)[0]!r}, which is not a unit of this freezer")
         self.moments: list[tuple[float, list[str]]] = []  # first moment, names frozen from then on
+        self.fractions = total is None and isinstance(when, Mapping) and any(isinstance(key, float) for key in when)
         if isinstance(when, Mapping):
             if order is not None:
                 raise ValueError("order goes with a FreezeSchedule; a mapping names the units itself")
@@ -45,6 +46,8 @@ class Timetable:
             count = len(self.order)
             # Frozen stays frozen, also if the schedule falls.
             return self.order[: max(self.schedule.count(epoch, count) for epoch in (0, int(now)))]
+        if self.fractions and now > 1:
+            raise ValueError(f"{now} is not a fraction of training; give `total`, the number of epochs or steps")
         return next((names for moment, names in reversed(self.moments) if moment <= now), [])
 
     def at(self, now: float) -> list[str]:

@@ -172,6 +172,8 @@ def test_a_timetable_by_fraction_of_training():
     assert plan.at(50) == list(ALL[3:]) and freezer.frozen == (ALL[0], *ALL[3:])
     share = freezer.schedule({0.0: 1, 0.5: 2})
     assert [len(share.names(now)) for now in (0.0, 0.49, 0.5, 1.0)] == [1, 1, 2, 2]
+    with pytest.raises(ValueError, match="2 is not a fraction of training; give `total`"):
+        share.at(2)
     with pytest.raises(ValueError, match=r"1\.5 is not a fraction"):
         freezer.schedule({1.5: 1})
 
