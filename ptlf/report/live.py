@@ -1,5 +1,7 @@
 """A run as it goes: a progress bar where it can move, else a line per phase, epoch and task."""
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +14,17 @@ from ptlf.core.phases import Advance, cannot_move
 from ptlf.report.tables import percent
 from ptlf.run.watcher import Watcher
 
+
+class Output(Console):
+    """Falls silent when whoever read the output has gone, as `head` does. A run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 # Names come from users and from files: what looks like markup or an emoji in them is text.
-console = Console(markup=False, emoji=False)
+console = Output(markup=False, emoji=False)
 EVERY = 10.0  # seconds between lines of epochs, where they are shorter
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -143,3 +146,15 @@ def test_a_notebook_has_a_bar_only_with_widgets(widgets: bool, monkeypatch: pyte
     monkeypatch.setattr(phases, "find_spec", lambda name: object() if widgets else None)
     monkeypatch.setattr(live, "console", Console(file=io.StringIO(), force_jupyter=True))
     assert Live("a run").progress.disable is not widgets
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path) -> None:
+    settings = ["--stream.groups", "[[0, 1], [2, 3]]", "--stream.per_class", "40", "--training.epochs", "2"]
+    command = [sys.executable, "-m", "ptlf", "train", "--out", str(tmp_path / "run"), *settings]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None and run.stderr is not None
+    assert run.stdout.readline()
+    run.stdout.close()
+    assert run.wait(300) == 0, run.stderr.read()
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "finished"
