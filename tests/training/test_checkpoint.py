@@ -79,8 +79,12 @@ def test_a_file_is_what_safetensors_writes() -> None:
     assert memory["a"].data_ptr() == used
     given["a"] = torch.zeros(5)
     assert torch.equal(load(b"".join(serialise(given, memory)))["a"], torch.zeros(5))
-    with pytest.raises(TypeError, match=r"x/0 is of torch.complex64, which a checkpoint cannot hold"):
-        serialise({"x": [torch.zeros(1, dtype=torch.complex64)]})
+    for number, dtype in enumerate((torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)):
+        given["a"] = torch.arange(number + 2).to(dtype)  # such as a rotary embedding, or a table of indices
+        found = load(b"".join(serialise(given, memory)))["a"]
+        assert found.dtype is dtype and torch.equal(found, given["a"])
+    with pytest.raises(TypeError, match=r"x/0 is of torch.complex128, which a checkpoint cannot hold"):
+        serialise({"x": [torch.zeros(1, dtype=torch.complex128)]})
 
 
 @pytest.mark.gpu
