@@ -276,7 +276,7 @@ def test_a_block_that_branches_on_its_values_names_the_way_out(light_compiler) -
             return super().forward(x) if x.sum().item() > 0 else x
 
     encoder = nn.Sequential(nn.Flatten(), *(Branches(nn.Linear(12, 12)) for _ in range(2)))
-    with pytest.raises(UserError, match="Branches cannot be compiled .*; use --training.engine eager"):
+    with pytest.raises(UserError, match=r"Branches cannot be compiled .*; use --training.engine eager"):
         compiled.CompiledParts(batch=4).encode(encoder, torch.randn(4, 3, 2, 2))
     assert all(block._compiled_call_impl is None for block in encoder[1:])
 
