@@ -142,3 +142,7 @@ TINY = EncoderEntry(make_tiny, TinyConfig, "two convolutions")
 STRIPES = StreamEntry(
     "stripes, 2 tasks x 2 classes", tasks=2, embedded=make_stripes, Config=StripesConfig, protocol="digits"
 )
+
+
+def leaves() -> None:
+    raise SystemExit(0)

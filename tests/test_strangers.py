@@ -220,6 +220,7 @@ ROWS: dict[str, Row] = {
     "train: freezing.batches 1e20": train("--freezing.batches", "100000000000000000000"),
     "train: linear epochs 1e20": train("--probes.linear.epochs", "100000000000000000000"),
     "train: encoder os:abort": lambda at: ["train", "--out", str(at / "out"), "--encoder.name", "os:abort"],
+    "train: encoder that exits": lambda at: ["train", "--out", str(at), "--encoder.name", "plugin_members:leaves"],
     "train: encoder sys:exit": lambda at: ["train", "--out", str(at / "out"), "--encoder.name", "sys:exit"],
     "train: momentum 1": train("--training.optimizer.momentum", "1"),
     "train: kNN temperature 1e-300": train("--probes.knn_class.temperature", "1e-300"),

@@ -128,8 +128,8 @@ def make_encoder(config: EncoderConfig, seed: int, size: int | None = None) -> n
             made = entry.make(config)
         except UserError:
             raise
-        except Exception as error:
-            raise UserError(f"encoder {config.name!r} cannot be made: {error}") from error
+        except (Exception, SystemExit) as error:  # code of the user's may leave the process
+            raise UserError(f"encoder {config.name!r} cannot be made: {error or type(error).__name__}") from error
     if not isinstance(made, nn.Module):
         raise UserError(f"encoder {config.name!r} gives {type(made).__name__}, not a torch module")
     return as_encoder(made)

@@ -15,8 +15,8 @@ from ptlf.stream.rows import LABEL_KEYS, Given, Row, plain_label
 from ptlf.stream.splits import Part, by_split, files_with, labelled_splits
 
 ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
-DAMAGE += (ValueError, OverflowError, MemoryError)  # sizes in a header that no file has
+SIZES = (ValueError, OverflowError, MemoryError)  # by sizes in a header that no file has
+DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, *SIZES)
 MOST_LABEL, MOST_IMAGE = 1 << 20, 1 << 29  # bytes of a member
 
 

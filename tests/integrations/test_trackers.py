@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -42,6 +41,7 @@ def nobody_is_logged_in(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setattr(sys, "exit", sys.exit)  # wandb leaves one of its own
 
 
 def expected(folder: Path) -> Metrics:
@@ -301,18 +301,3 @@ def test_numbers_of_a_line() -> None:
     found = numbers({"task": 1, "loss": {"ssl": "nan", "far": 0.5}, "peak_memory_bytes": None, "newly_frozen": ["a"]})
     assert math.isnan(found.pop("loss/ssl"))
     assert found == {"task": 1, "loss/far": 0.5}
-
-
-def test_the_page_on_trackers_runs(tmp_path, monkeypatch, capsys) -> None:
-    page = (Path(ptlf.__file__).parents[1] / "docs" / "trackers.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(ptlf.__file__).parents[1]))
-    (install, command), (code,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("sh", "python"))
-    assert install == "# needs a network\npip install 'ptlf[trackers]'\n"
-    assert main(command.split()[1:]) == 0
-    check(tmp_path / "runs" / "tracked", 10)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert (lines[0], lines[-1]) == ("printed: resnet18-mini, 0 epochs so far", "finished")
-    assert [line.split(":")[0] for line in lines[1:-1]] == ["epoch 1", "epoch 2"]

@@ -167,7 +167,7 @@ def test_remarks_are_of_runs_that_are_kept() -> None:
 def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp_path: Path) -> None:
     """And what the document says of them is what they show."""
     text = (ROOT / "docs" / "reproduction.md").read_text()
-    (command,) = re.findall(r"```sh\n(ptlf reproduce figures.*?)```", text, re.DOTALL)
+    (command,) = re.findall(r"```sh\n#.*?\n(ptlf reproduce figures.*?)```", text, re.DOTALL)
     arguments, settings = make_parser().parse_known_args(shlex.split(command.replace("\\\n", " "))[1:])
     plan = make_plan([FIGURES], arguments.scale, arguments.seeds, tmp_path, settings, [ROOT / "results"])
     runs = plan.results()
