@@ -144,13 +144,20 @@ _ptlf() {
   [ "$COMP_CWORD" -gt 1 ] && first="${COMP_WORDS[1]}"
   [ "$COMP_CWORD" -gt 2 ] && second="${COMP_WORDS[2]}"
   _ptlf_candidates "$first" "$second" "$before" "$current"
-  local IFS=$'\\n'
-  COMPREPLY=($(compgen -W "$candidates" -- "$current" | command grep -v '^@'))
+  local IFS=$'\\n' word files=''
   case "$candidates" in
     *@files*)
       compopt -o filenames 2> /dev/null
-      COMPREPLY+=($(compgen -f -- "$current"));;
+      files=1;;
   esac
+  COMPREPLY=()
+  # Line by line: as a list of words, a file called [ab] would stand for others.
+  while IFS= read -r word; do
+    COMPREPLY+=("$word")
+  done < <(
+    compgen -W "$candidates" -- "$current" | command grep -v '^@'
+    [ -z "$files" ] || compgen -f -- "$current"
+  )
 }
 complete -F _ptlf ptlf
 """

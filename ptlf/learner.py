@@ -52,7 +52,7 @@ from ptlf.training.process import Stopped
 STREAM = "arriving"
 SIZE = 32  # pixels, where neither the images nor the settings say
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
-MAY_CHANGE = ("device", "evaluation.tasks", "log")  # of a run that is there
+MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
 Source = Any  # a path, an array, a list of images, a data set
 
 
@@ -108,7 +108,7 @@ class Learner:
         """
         learner, folder = cls.__new__(cls), Path(folder)
         given = gathered(settings)
-        if changed := [name for name in flatten(given) if name not in MAY_CHANGE]:
+        if changed := [name for name in flatten(given) if name not in MAY_BE_GIVEN]:
             raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}")
         values = read_yaml(folder / "config.yaml")
         with nullcontext() if trust_code else settings_from(folder / "config.yaml"):

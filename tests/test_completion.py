@@ -77,6 +77,16 @@ def test_fish_completes_commands_options_recipes_and_settings(tmp_path) -> None:
     assert offered("sweep split-cifar10/byol/lu") == {"split-cifar10/byol/lump"}
 
 
+def test_names_of_files_are_offered_as_they_are_and_run_nothing(bash: str, tmp_path) -> None:
+    for name in ("a", "b", "[ab]", "*", "$(touch${IFS}mark)"):
+        (tmp_path / name).touch()
+    assert complete(bash, tmp_path, "data", "pack", "[") == {"[ab]"}
+    assert complete(bash, tmp_path, "data", "pack", "*") == {"*"}
+    assert complete(bash, tmp_path, "data", "pack", "$") == {"$(touch${IFS}mark)"}
+    assert complete(bash, tmp_path, "$(touch mark)", "") >= {"a", "b", "[ab]", "*"}
+    assert not (tmp_path / "mark").exists()
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_command_and_option_is_there(shell: str) -> None:
     text = script(shell)

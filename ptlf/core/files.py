@@ -39,7 +39,8 @@ def write_whole(path: Path, data: bytes | str | Iterable[bytes | memoryview]) ->
         os.replace(part, path)
         sync_folder(path.parent)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may have become read-only
+            part.unlink()
         raise write_error(path, error) from error
 
 
@@ -116,5 +117,6 @@ def locked(file: Path, busy: str, advice: str = "wait for it") -> Iterator[None]
         os.write(handle, f"{os.getpid()} on {socket.gethostname()}\n".encode())
         yield
     finally:
-        file.unlink(missing_ok=True)
+        with suppress(OSError):  # the file may be gone, or the folder read-only: what counts is the lock
+            file.unlink()
         os.close(handle)

@@ -6,6 +6,7 @@ To add one: subclass `Tracker` and add a line to `TRACKERS`, or name it as packa
 import importlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
 from ptlf.core.processes import warn
 from ptlf.core.registry import Registry
+from ptlf.core.words import shown
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 IDS = "trackers.json"  # in the run's folder: by tracker, the id under which it knows the run
@@ -128,7 +130,8 @@ class MLflow(Tracker):
             found = self.client.get_experiment_by_name(name)
             experiment = found.experiment_id if found else self.client.create_experiment(name)
             self.run_id = self.client.create_run(experiment, run_name=folder.name).info.run_id
-            parameters = [self.package.entities.Param(key, str(value)[:500]) for key, value in flat(settings).items()]
+            settings = {self.allowed(key): str(value)[:500] for key, value in flat(settings).items()}
+            parameters = [self.package.entities.Param(key, value) for key, value in settings.items()]
             for start in range(0, len(parameters), 100):  # the most that one call takes
                 self.client.log_batch(self.run_id, params=parameters[start : start + 100])
             store_id(folder, "mlflow", self.run_id)
@@ -141,8 +144,13 @@ class MLflow(Tracker):
         if step in self.written:
             return
         now = self.package.utils.time.get_current_time_millis()
-        metrics = [self.package.entities.Metric(name, value, now, step) for name, value in numbers(line).items()]
+        values = {self.allowed(name): value for name, value in numbers(line).items()}
+        metrics = [self.package.entities.Metric(name, value, now, step) for name, value in values.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
+
+    def allowed(self, name: str) -> str:
+        """The name with "_" for what MLflow refuses in names of metrics and parameters."""
+        return re.sub(r"[^\w\-. :/]", "_", name)
 
     def end(self, status: str) -> None:
         self.client.set_terminated(self.run_id, self.ENDS.get(status, "FAILED"))
@@ -157,7 +165,7 @@ class Trackers:
     """Several of them. One that fails is left out from then on, with a warning: the run is worth more."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self.members = {name: TRACKERS.find(name)() for name in names}
+        self.members = {name: made(name) for name in names}
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         place = folder.resolve()  # a tracker's own process may be in another folder
@@ -179,11 +187,21 @@ class Trackers:
                 warn(f"ptlf: warning: tracker {name!r} failed {moment} and is left out; the run goes on: {why}")
 
 
+def made(name: str) -> Tracker:
+    kind = TRACKERS.find(name)
+    try:
+        return kind()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"tracker {shown(name)} cannot be made: {type(error).__name__}: {error}") from error
+
+
 def needed(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        missing = f"--log needs {package}, which cannot be imported ({error})"
+    except Exception as error:  # of a package that is broken, or does not fit the others
+        missing = f"--log needs {package}, which cannot be imported ({' '.join(str(error).split())})"
         raise UserError(f"{missing}: pip install 'ptlf[trackers]'") from None
 
 

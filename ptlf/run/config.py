@@ -1,5 +1,6 @@
 """The complete configuration of a run, assembled from the sections that sit beside what they configure."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def resume_command(folder: Path, config: Config) -> str:
     names = [config.stream.name, config.objective.name, config.method.name, *config.probes]
     names += [config.freezing.policy.name, config.training.optimizer.name, *config.log]
     code = ENCODERS.names_code(config.encoder.name) or any(":" in name for name in names)
-    return f"ptlf train --resume {folder}{' --trust-code' if code else ''}"
+    return f"ptlf train --resume {shlex.quote(str(folder))}{' --trust-code' if code else ''}"
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:

@@ -1,8 +1,7 @@
 """Images in any form, made square and packed, or read into memory: as many at a time as a batch has."""
 
-import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from ptlf.stream.rows import CHANNELS, Given, Row, hold_out
 from ptlf.stream.task import Dataset, Images
 
 MOST_BYTES = 4 << 30  # of a labelled set that is read into memory
+BYTES_HELD = 256 << 20  # of image files in memory, before they are decoded
 
 
 def pack_images(
@@ -145,14 +145,27 @@ class Squares(NamedTuple):
 def squares(images: Given, size: int, fit: Fit = "crop") -> Iterator[Squares]:
     """Batches of squares, in order. Decoded by threads: Pillow works outside Python's lock."""
     step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
-    rows = iter(images.read())
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        while batch := list(itertools.islice(rows, step)):
+        for batch in batches(images.read(), step):
             made = list(pool.map(lambda row: attempt(row.image, size, fit), batch))
             kept = [(row, square) for row, square in zip(batch, made, strict=True) if isinstance(square, np.ndarray)]
             problems = [(row.name, str(why)) for row, why in zip(batch, made, strict=True) if isinstance(why, BadImage)]
             stacked = np.stack([square for _, square in kept]) if kept else np.zeros((0, size, size, 3), np.uint8)
             yield Squares([row.name for row, _ in kept], stacked, [row.label for row, _ in kept], problems)
+
+
+def batches(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
+    """At most so many rows, or about `BYTES_HELD` of undecoded images."""
+    batch: list[Row] = []
+    held = 0
+    for row in rows:
+        batch.append(row)
+        held += len(row.image) if isinstance(row.image, bytes) else 0
+        if len(batch) == most or held >= BYTES_HELD:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 def attempt(image: Any, size: int, fit: Fit) -> np.ndarray | BadImage:
@@ -167,8 +180,8 @@ def to_square(image: Any, size: int, fit: Fit = "crop") -> np.ndarray:
     if isinstance(image, str | os.PathLike):
         try:
             return decode_image(Path(image).read_bytes(), size, fit)
-        except OSError as error:
-            raise BadImage(error.strerror or str(error)) from None
+        except (OSError, ValueError) as error:  # ValueError: a path with a null character
+            raise BadImage(getattr(error, "strerror", None) or str(error)) from None
     if isinstance(image, bytes):
         return decode_image(image, size, fit)
     if isinstance(image, Mapping):  # a Hugging Face image that was not decoded

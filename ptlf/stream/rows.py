@@ -1,5 +1,6 @@
 """Images with their names and labels, one by one: the common form of all that people have."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,13 +50,15 @@ def to_row(item: Any, index: int) -> Row:
 
 
 def plain_label(label: Any) -> Any:
-    """A number or text; None for a negative number, with which data sets mark unlabelled images."""
+    """A number or text; None for a negative number or NaN, with which data sets mark unlabelled images."""
     label = label.item() if hasattr(label, "item") and getattr(label, "size", 1) != 0 else label
     if label is None or isinstance(label, str):
         return label
     if not isinstance(label, int | float):
         raise UserError(f"a label must be a number or text, not a {type(label).__name__}")
-    return None if label < 0 else int(label) if label == int(label) else label
+    if label < 0 or math.isnan(label):
+        return None
+    return int(label) if label == label // 1 else label
 
 
 def plain_labels(labels: Any) -> list[Any]:

@@ -15,7 +15,8 @@ from ptlf.stream.rows import LABEL_KEYS, Given, Row, plain_label
 from ptlf.stream.splits import Part, by_split, files_with, labelled_splits
 
 ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
+SIZES = (ValueError, OverflowError, MemoryError)  # by sizes in a header that no file has
+DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, *SIZES)
 MOST_LABEL, MOST_IMAGE = 1 << 20, 1 << 29  # bytes of a member
 
 
@@ -59,6 +60,8 @@ def samples(file: Path, images: bool = True) -> Iterator[Sample]:
     try:
         with tarfile.open(file, "r:*") as shard:
             for member in shard:
+                if member.size < 0:  # the next member would be this one again
+                    raise ValueError(f"{member.name} has {member.size} bytes")
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
                 if not member.isfile() or not stem:  # hidden files too
@@ -73,7 +76,8 @@ def samples(file: Path, images: bool = True) -> Iterator[Sample]:
                     found[kind] = content(shard, member, MOST_LABEL, file)
             yield from whole(found, file)
     except DAMAGE as error:
-        raise UserError(f"{file} is no readable shard: {error}") from None
+        why = (str(error) or type(error).__name__).splitlines()[0].rstrip(":")
+        raise UserError(f"{file} is no readable shard: {why}") from None
 
 
 def content(shard: tarfile.TarFile, member: tarfile.TarInfo, most: int, file: Path) -> bytes:

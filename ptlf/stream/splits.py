@@ -11,6 +11,7 @@ from PIL import Image
 
 from ptlf.core.errors import UserError
 from ptlf.core.processes import warn
+from ptlf.core.words import shown
 from ptlf.stream.disk import disk_errors
 from ptlf.stream.pack import natural, quoted
 from ptlf.stream.rows import Given, Row, labelled_rows
@@ -75,6 +76,10 @@ def labelled_splits(parts: Mapping[str, Part], path: Path) -> dict[str, Given]:
     """With the classes numbered: as the set names them, or those of the training images, sorted."""
     names = parts["train"].names
     if names is not None:
+        for label in (label for part in parts.values() for label in part.labels if label is not None):
+            if not isinstance(label, int) or label >= len(names):
+                numbers = f"labels number its {len(names)} classes, from 0 to {len(names) - 1}"
+                raise UserError(f"{path} has the label {shown(label)}, but {numbers}")
         return {split: Given(part.count, part.read, names) for split, part in parts.items()}
     kinds = {label for label in parts["train"].labels if label is not None}
     if not kinds:

@@ -5,7 +5,7 @@ A column has the images: bytes, {"bytes", "path"}, paths or arrays (H, W[, 3]). 
 
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,11 @@ def given_tables(path: Path) -> dict[str, Given]:
 
 def table_part(files: Sequence[Path]) -> Part:
     schema = schema_of(files[0])
-    features = declared(schema)
-    image, label = image_column(files[0], schema, features), label_column(schema, features)
+    with readable(files[0]):  # column names may be no text
+        features = declared(schema)
+        image, label = image_column(files[0], schema, features), label_column(schema, features)
     names = features.get(label, {}).get("names") if label else None
+    names = [str(name) for name in names] if isinstance(names, list) and names else None
 
     def read() -> Iterator[Row]:
         for file in files:
@@ -50,11 +52,14 @@ def table_part(files: Sequence[Path]) -> Part:
                 number = plain_label(row[label]) if label else None
                 yield Row(f"{file.name}, row {index + 1}", as_image(row[image], file), number)
 
+    labels: list[Any]
     if label:
         labels = [plain_label(row[label]) for file in files for row in rows_of(file, [label])]
-        return Part(len(labels), read, labels, [str(name) for name in names] if names else None)
-    count = sum(1 for file in files for _ in rows_of(file, [image]))
-    return Part(count, read, ())
+    else:
+        labels = [None for file in files for _ in rows_of(file, [image])]
+    if not labels:
+        raise UserError(f"{files[0]} holds no images: it has no rows")
+    return Part(len(labels), read, labels, names)
 
 
 def arrow() -> Any:
@@ -69,7 +74,7 @@ def arrow() -> Any:
 def batches_of(file: Path, columns: Sequence[str] | None = None) -> Generator[Any, None, None]:
     """Record batches with these columns; without columns, one without rows."""
     package = arrow()
-    try:
+    with readable(file):
         if file.name.lower().endswith(".parquet"):
             with package.parquet.ParquetFile(file) as table:
                 if columns is None:
@@ -84,13 +89,23 @@ def batches_of(file: Path, columns: Sequence[str] | None = None) -> Generator[An
             for batch in stream:
                 chosen = batch.select([*columns])
                 yield from (chosen.slice(start, BATCH) for start in range(0, len(chosen), BATCH))
-    except (OSError, ValueError, KeyError, package.ArrowException) as error:
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Turn the errors of a damaged file into a UserError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, MemoryError, arrow().ArrowException) as error:
         raise UserError(f"{file} cannot be read as a table: {' '.join(str(error).split())[:200]}") from None
 
 
 def rows_of(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     for batch in batches_of(file, columns):
-        yield from batch.to_pylist()
+        with readable(file):
+            batch.validate(full=True)  # offsets and text: reading wrong ones would end the process
+            rows = batch.to_pylist()
+        yield from rows
 
 
 def schema_of(file: Path) -> Any:
@@ -99,12 +114,13 @@ def schema_of(file: Path) -> Any:
 
 
 def declared(schema: Any) -> dict[str, Mapping[str, Any]]:
-    """What the data set says of its columns, as {"label": {"_type": "ClassLabel", "names": [...]}}."""
+    """What the data set says of columns it has, as {"label": {"_type": "ClassLabel", "names": [...]}}."""
     try:
-        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
-    except (KeyError, ValueError, TypeError):
+        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"].items()
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
-    return {name: about for name, about in found.items() if isinstance(about, Mapping)}
+    columns = {field.name for field in schema}
+    return {name: about for name, about in found if isinstance(about, Mapping) and name in columns}
 
 
 def image_column(file: Path, schema: Any, features: Mapping[str, Mapping[str, Any]]) -> str:
@@ -132,7 +148,10 @@ def as_image(value: Any, file: Path) -> Any:
     if isinstance(value, str):
         return file.parent / value
     if isinstance(value, list):
-        pixels = np.array(value)
+        try:
+            pixels = np.array(value)
+        except ValueError:  # rows of different lengths
+            return value
         whole = np.issubdtype(pixels.dtype, np.integer) and pixels.size and 0 <= pixels.min() <= pixels.max() <= 255
         return pixels.astype(np.uint8) if whole else pixels
     return value

@@ -7,6 +7,7 @@ as JSON in the metadata. Training waits for a copy of the state in host memory; 
 import hashlib
 import json
 import re
+import shlex
 import sys
 import threading
 import time
@@ -101,7 +102,11 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         # Not a daemon: Python waits for it before it exits.
         self._thread = threading.Thread(target=self._write, args=(path, pieces), name=f"writes {path.name}")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system gives no more threads
+            self._thread = None
+            self._write(path, pieces)
 
     def finish(self) -> None:
         """Wait until the state last saved is on the disk. Raises the error if it could not be written, once."""
@@ -122,7 +127,8 @@ class Checkpoints:
         except UserError as error:
             rest = "nothing of this run is saved yet"
             if self.last is not None:
-                rest = f"put that right, and `ptlf train --resume {self.run}` goes on from {self.last.name}"
+                command = f"ptlf train --resume {shlex.quote(str(self.run))}"
+                rest = f"put that right, and `{command}` goes on from {self.last.name}"
             self._failed = UserError(f"{str(error).partition(';')[0]}; {rest}")
             self._failed.__cause__ = error
         except BaseException as error:
@@ -140,7 +146,10 @@ class Checkpoints:
         after_tasks = [path for path in files if path.name.startswith("after-")]
         within_tasks = [path for path in files if path not in after_tasks]
         for old in within_tasks[: -self.config.keep] + after_tasks[: -(self.config.keep_tasks or len(files))]:
-            old.unlink(missing_ok=True)
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                raise UserError(f"cannot remove {old}: {error.strerror or error}") from error
 
     def load(self) -> dict[str, Any] | None:
         """The newest intact state. A damaged file is reported on stderr and renamed to *.damaged."""
@@ -187,6 +196,12 @@ DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 
 

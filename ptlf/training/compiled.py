@@ -41,6 +41,7 @@ class CompiledParts(Accelerator):
         config.recompile_limit = max(config.recompile_limit, 1024)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8192)
         config.fail_on_recompile_limit_hit = True
+        config.skip_nnmodule_hook_guards = False  # a block with hooks does not share the code of one without
 
     def encode(self, encoder: nn.Module, images: Tensor) -> Tensor:
         if images.is_cuda and has_triton() and fused_resnet.can_fuse(encoder):
@@ -57,8 +58,8 @@ class CompiledParts(Accelerator):
 
     def block(self, module: nn.Module, *arguments: Any, **named: Any) -> Any:
         try:
-            return compiled(call_forward)(module, variant(module), *arguments, **named)
-        except torch._dynamo.exc.Unsupported as error:
+            return compiled(call_module)(module, variant(module), *arguments, **named)
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
             why = str(error).strip().splitlines()[0]
             name = type(module).__name__
             raise UserError(f"{name} cannot be compiled ({why}); use --training.engine eager") from error
@@ -99,17 +100,19 @@ def repeated_blocks(encoder: nn.Module) -> list[nn.Module]:
 @contextmanager
 def through(call: Callable[..., Any], modules: list[nn.Module]) -> Iterator[None]:
     """Calls of these modules become `call(module, ...)`, by the attribute in which torch keeps compiled forwards."""
-    for module in modules:
-        module._compiled_call_impl = functools.partial(call, module)
+    before = {module: module._compiled_call_impl for module in modules}  # not None after `module.compile()`
     try:
+        for module in before:
+            module._compiled_call_impl = functools.partial(call, module)
         yield
     finally:
-        for module in modules:
-            module._compiled_call_impl = None
+        for module, own in before.items():
+            module._compiled_call_impl = own
 
 
-def call_forward(module: nn.Module, variant: str, *arguments: Any, **named: Any) -> Any:
-    return module.forward(*arguments, **named)
+def call_module(module: nn.Module, variant: str, *arguments: Any, **named: Any) -> Any:
+    """The module's hooks and forward; `module(...)` would look at what `through` has set."""
+    return module._call_impl(*arguments, **named)
 
 
 def variant(module: nn.Module) -> str:

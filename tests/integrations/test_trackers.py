@@ -19,7 +19,7 @@ from conftest import StopsAt, tiny_config
 import ptlf
 from ptlf.cli import main
 from ptlf.core.errors import UserError
-from ptlf.integrations.trackers import TRACKERS, Tracker, numbers
+from ptlf.integrations.trackers import TRACKERS, Tracker, Trackers, numbers
 from ptlf.run.loop import Run
 from ptlf.training.process import Stopped
 
@@ -267,6 +267,34 @@ def test_names_are_checked(tmp_path, monkeypatch, capsys) -> None:
     assert main(["list", "trackers"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in TRACKERS)
+
+
+class Refuses(Tracker):
+    def __init__(self) -> None:
+        raise RuntimeError("no key")
+
+
+def test_a_package_that_breaks_when_it_is_imported_or_made_is_named(tmp_path, monkeypatch) -> None:
+    with pytest.raises(UserError, match="tracker 'test_trackers:Refuses' cannot be made: RuntimeError: no key"):
+        Run(tiny_config(log="test_trackers:Refuses"), tmp_path / "run")
+    (tmp_path / "wandb.py").write_text("raise TypeError('Descriptors\\ncannot be created')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match=r"--log needs wandb, which cannot be imported \(Descriptors cannot be created"):
+        Run(tiny_config(log="wandb"), tmp_path / "run")
+
+
+def test_mlflow_takes_names_with_odd_characters(tmp_path, capsys) -> None:
+    pytest.importorskip("mlflow")
+    trackers = Trackers(["mlflow"])
+    trackers.begin(tmp_path, {"own": {"top%": 1}}, [])
+    trackers.epoch(1, {"task": 1, "epoch": 1, "loss": {"KL(p||q) é": 0.5}})
+    client, run_id = trackers.members["mlflow"].client, trackers.members["mlflow"].run_id
+    trackers.end("finished")
+    assert capsys.readouterr().err == ""
+    found = client.get_run(run_id).data
+    assert found.params == {"own.top_": "1"}
+    assert found.metrics["loss/KL_p__q_ é"] == 0.5
 
 
 def test_numbers_of_a_line() -> None:

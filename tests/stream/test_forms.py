@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 import tarfile
@@ -17,8 +18,10 @@ from PIL import Image
 import ptlf
 from ptlf.cli import main
 from ptlf.core.errors import UserError
+from ptlf.stream import packing
 from ptlf.stream.given import given
 from ptlf.stream.pack import Pack, open_pack
+from ptlf.stream.rows import Row
 
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (14, 8, 8, 3), dtype=np.uint8)
@@ -212,6 +215,76 @@ def test_bad_shards(tmp_path: Path) -> None:
     assert "cut.tar is no readable shard" in refused("cut.tar")
     write_shard(tmp_path / "broken.tar", {"a.png": b"no picture", "a.cls": b"1"})
     assert "broken.tar/a.png cannot be used: not an image in a known format" in refused("broken.tar")
+
+
+def test_sizes_that_no_member_has_are_refused(tmp_path: Path) -> None:
+    """Below 0 the archive would be read again and again; others are more than memory or a file offset holds."""
+    write_shard(tmp_path / "plain.tar", {"a.png": png(PIXELS[0]), "a.cls": b"1"})
+    whole = (tmp_path / "plain.tar").read_bytes()
+    for number, (size, kind) in enumerate(itertools.product((-512, -1, 1 << 40, 1 << 70), b"0xL")):
+        header = bytearray(whole[:512])
+        header[124:136], header[156] = tarfile.itn(size, 12, tarfile.GNU_FORMAT), kind
+        header[148:156] = b"%06o\0 " % tarfile.calc_chksums(bytes(header))[0]
+        file = tmp_path / f"{number}.tar"
+        file.write_bytes(bytes(header) + whole[512:])
+        with pytest.raises(UserError, match=rf"{number}.tar is no readable shard: [^\n]+$"):
+            given(file)
+
+
+def test_image_files_are_held_in_memory_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "BYTES_HELD", 100)
+    rows = [Row(str(size), b"x" * size) for size in (40, 60, 1, 200, 1, 1, 1, 1)]
+    found = [[len(row.image) for row in batch] for batch in packing.batches(rows, 3)]
+    assert found == [[40, 60], [1, 200], [1, 1, 1], [1]]
+
+
+def test_bad_tables(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    images = [png(image) for image in PIXELS[:4]]
+
+    def table(features: Any = None, **columns: Any) -> Path:
+        made = pyarrow.table(columns)
+        if features is not None:
+            made = made.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+        parquet.write_table(made, tmp_path / "some.parquet")
+        return tmp_path / "some.parquet"
+
+    def refused(file: Path) -> str:
+        with pytest.raises(UserError) as caught:
+            ptlf.pack_images(file, tmp_path / "set", 8)
+        return str(caught.value)
+
+    gap = table(image=images, label=[0.0, 1.0, float("nan"), 0.0])
+    assert "some.parquet, row 3 has no label, but others have" in refused(gap)
+    assert {row.label for row in given(table(image=images, label=[float("nan")] * 4))["train"].read()} == {None}
+    assert "holds no images: it has no rows" in refused(table(image=pyarrow.array([], pyarrow.binary())))
+    assert "row 1 cannot be used: a list is no image" in refused(table(image=[[[1, 2], [3]]] * 4))
+    assert "row 1 cannot be used: embedded null" in refused(table(image=["a\0b"]))
+    named = {"label": {"_type": "ClassLabel", "names": ["a", "b"]}}
+    for labels, first in (([0, 1, 2, 3], "2"), (["x", "y"] * 2, "'x'"), ([0.5, 1, 0, 1], "0.5")):
+        said = refused(table(named, image=images, label=labels))
+        assert f"has the label {first}, but labels number its 2 classes, from 0 to 1" in said
+    for number, features in enumerate(
+        (["image"], None, {"other": {"_type": "Image"}}, {"label": {"names": 5}}, {"label": {"names": []}})
+    ):
+        made = ptlf.pack_images(table(features, image=images, label=[0, 1, 0, 1]), tmp_path / f"set{number}", 8)
+        assert made.names == ("0", "1")
+    offsets, text = pyarrow.py_buffer(np.arange(5, dtype=np.int32)), pyarrow.py_buffer(b"\xff" * 4)
+    no_text = pyarrow.StringArray.from_buffers(4, offsets, text)
+    assert "cannot be read as a table: In column 0: Invalid: Invalid UTF8" in refused(
+        table(image=images, label=no_text)
+    )
+    good = np.arange(5, dtype=np.int32)
+    outside = np.array([0, -(2**30), 2**30, 5, -7], np.int32)  # offsets into other memory
+    letters = pyarrow.table({"image": pyarrow.array([b"a", b"b", b"c", b"d"])})
+    with ipc.new_stream(tmp_path / "wild.arrow", letters.schema) as stream:
+        stream.write_table(letters)
+    written = (tmp_path / "wild.arrow").read_bytes()
+    assert written.count(good.tobytes()) == 1
+    (tmp_path / "wild.arrow").write_bytes(written.replace(good.tobytes(), outside.tobytes()))
+    assert "wild.arrow cannot be read as a table" in refused(tmp_path / "wild.arrow")
 
 
 def test_what_is_not_recognised_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

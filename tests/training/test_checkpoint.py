@@ -20,6 +20,7 @@ from safetensors.torch import load
 from torch import nn
 
 from ptlf.core.errors import UserError
+from ptlf.core.files import locked
 from ptlf.core.randomness import Randomness
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
@@ -79,8 +80,12 @@ def test_a_file_is_what_safetensors_writes() -> None:
     assert memory["a"].data_ptr() == used
     given["a"] = torch.zeros(5)
     assert torch.equal(load(b"".join(serialise(given, memory)))["a"], torch.zeros(5))
-    with pytest.raises(TypeError, match=r"x/0 is of torch.complex64, which a checkpoint cannot hold"):
-        serialise({"x": [torch.zeros(1, dtype=torch.complex64)]})
+    for number, dtype in enumerate((torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn)):
+        given["a"] = torch.arange(number + 2).to(dtype)  # such as a rotary embedding, or a table of indices
+        found = load(b"".join(serialise(given, memory)))["a"]
+        assert found.dtype is dtype and torch.equal(found, given["a"])
+    with pytest.raises(TypeError, match=r"x/0 is of torch.complex128, which a checkpoint cannot hold"):
+        serialise({"x": [torch.zeros(1, dtype=torch.complex128)]})
 
 
 @pytest.mark.gpu
@@ -173,6 +178,54 @@ def test_an_unforeseen_error_of_the_thread_is_not_lost(tmp_path, monkeypatch) ->
     with pytest.raises(ZeroDivisionError):
         kept.finish()
     assert kept.last is None
+
+
+def test_without_a_thread_the_state_is_written_at_once(tmp_path, monkeypatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    kept = Checkpoints(tmp_path, CheckpointConfig())
+    kept.save(Position(1), state(7))
+    assert kept.load()["number"] == 7
+
+
+def test_a_folder_that_became_read_only_is_named_with_the_way_back(tmp_path, monkeypatch) -> None:
+    """Neither the new file can be named, nor the unfinished one be removed."""
+
+    def refuse(*words, **named) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    run = tmp_path / "a run"
+    run.mkdir()
+    kept = Checkpoints(run, CheckpointConfig(keep=1))
+    kept.save(Position(0, 1), state())
+    kept.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        patch.setattr(Path, "unlink", refuse)
+        kept.save(Position(0, 2), state())
+        with pytest.raises(UserError) as caught:
+            kept.finish()
+    way = f"put that right, and `ptlf train --resume '{run}'` goes on from task01-epoch001-step00000.ckpt"
+    assert str(caught.value) == f"cannot write {kept.folder / Position(0, 2).file}: Permission denied; {way}"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        kept.save(Position(0, 2), state())
+        with pytest.raises(UserError, match=r"cannot remove .*epoch001-step00000.ckpt: Permission denied; put"):
+            kept.finish()
+
+
+def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path, monkeypatch) -> None:
+    def refuse(*words, **named) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="the first"):
+        patch.setattr(Path, "unlink", refuse)
+        with locked(tmp_path / "lock", "held"):
+            raise ValueError("the first")
+    with locked(tmp_path / "lock", "held"):  # it was released
+        pass
 
 
 def test_files_are_ordered_by_position_and_old_ones_go(tmp_path) -> None:

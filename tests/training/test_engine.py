@@ -136,7 +136,7 @@ def test_only_full_batches_are_compiled(monkeypatch) -> None:
     monkeypatch.setattr(compiled, "compiled", noting)
     encoder, parts = small(), compiled.CompiledParts(batch=4)
     gradients(encoder, list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)), parts)
-    segments = [("call_forward", 8)] * len(encoder.segments())
+    segments = [("call_module", 8)] * len(encoder.segments())
     assert called == segments
     gradients(encoder, list(torch.randn(2, 3, 3, 8, 8, dtype=torch.float64)), parts)  # a smaller last batch
     encoder.eval()(torch.randn(8, 3, 8, 8, dtype=torch.float64))
@@ -251,6 +251,34 @@ def test_repeated_blocks_are_compiled_once_for_all(light_compiler) -> None:
     # A trained block; a frozen one with a gradient through it; nothing for the next block; one that no gradient enters.
     assert made[:3] == [1, 1, 0] and made[4] <= 1
     assert all(block._compiled_call_impl is None for block in blocks)
+
+
+def test_compiled_blocks_keep_their_hooks_and_what_their_owner_compiled(light_compiler) -> None:
+    torch.manual_seed(0)
+    encoder, images = Blocks().double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    compiled.CompiledParts(batch=4).encode(encoder, images)  # the code of blocks without hooks is there
+    encoder.blocks[0].register_forward_hook(lambda block, given, made: made + 1)
+    encoder.blocks[1].register_forward_pre_hook(lambda block, given: (2 * given[0],))
+    encoder.blocks[2].compile(backend="eager")
+    own = encoder.blocks[2]._compiled_call_impl
+    parts = compiled.CompiledParts(batch=4)
+    torch.testing.assert_close(parts.encode(encoder, images), encoder(images), rtol=0, atol=1e-12)
+    assert [block._compiled_call_impl for block in encoder.blocks] == [None, None, own]
+    whole = nn.Sequential(nn.Flatten(), nn.Linear(192, 4)).double()
+    whole.register_forward_hook(lambda module, given, made: 3 * made)
+    assert not compiled.repeated_blocks(whole)
+    torch.testing.assert_close(parts.encode(whole, images), whole(images), rtol=0, atol=1e-12)
+
+
+def test_a_block_that_branches_on_its_values_names_the_way_out(light_compiler) -> None:
+    class Branches(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if x.sum().item() > 0 else x
+
+    encoder = nn.Sequential(nn.Flatten(), *(Branches(nn.Linear(12, 12)) for _ in range(2)))
+    with pytest.raises(UserError, match=r"Branches cannot be compiled .*; use --training.engine eager"):
+        compiled.CompiledParts(batch=4).encode(encoder, torch.randn(4, 3, 2, 2))
+    assert all(block._compiled_call_impl is None for block in encoder[1:])
 
 
 @pytest.mark.parametrize(("layer", "rowwise"), [(nn.Identity(), True), (nn.Softmax(0), False), (nn.Dropout(0.5), True)])
