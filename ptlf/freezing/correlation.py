@@ -112,9 +112,8 @@ class TaskCorrelation:
         self.directions: dict[str, int] = {}
         self.seen: dict[str, list[Inputs]] = {}  # of units whose ratio nobody has asked for yet
         self.started: dict[str, Future[tuple[Tensor, int, float]]] = {}
-        self.lent: dict[
-            str, Any
-        ] = {}  # what the threads read: pinned memory is freed by the thread that captures graphs
+        # What the threads read: held here, so that pinned memory is freed by the training thread.
+        self.lent: dict[str, Any] = {}
         self.background_seconds = 0.0
         # Uncached, a parametrised weight is a new tensor at every access.
         with unchanged(module, *keep), parametrize.cached():

@@ -37,12 +37,17 @@ class Remembered(Ratios):
     def __init__(self, of: Ratios) -> None:
         super().__init__()
         self.of, self.known = of, dict[str, float]()
-        self.bounds, self.start = of.bounds, of.start  # type: ignore[method-assign]
 
     def __call__(self, names: Sequence[str]) -> dict[str, float]:
         if missing := [name for name in names if name not in self.known]:
             self.known |= self.of(missing)
         return {name: self.known[name] for name in names}
+
+    def bounds(self, names: Sequence[str]) -> dict[str, float]:
+        return self.of.bounds(names)
+
+    def start(self, names: Sequence[str]) -> bool:
+        return self.of.start(names)
 
 
 class ProgressiveFreezing:

@@ -179,11 +179,10 @@ class Trainer:
         complete = prepare_state(self.update_rule, self.optimizer, kept)
         name = f"{self.method.branch()} {variant(self.model)} {variant(self.method)}"
         addresses = tuple(tensor.data_ptr() for tensor in self.held())
-        # State that the first step will create has no address yet: then no earlier graph may be replayed.
-        # It is created by a step that runs uncaptured, so the pieces, with which none may be needed, are kept back.
-        self.engine.rebuild(
-            name, addresses if complete else (*addresses, self.rebuilds), self.pieces() if complete else None
-        )
+        if complete:
+            self.engine.rebuild(name, addresses, self.pieces())
+        else:  # the first step creates state: it must run uncaptured, and no earlier graph may be replayed
+            self.engine.rebuild(name, (*addresses, self.rebuilds), None)
         self.parallel = None
         return name
 

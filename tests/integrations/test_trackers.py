@@ -17,6 +17,7 @@ import pytest
 from conftest import StopsAt, tiny_config
 
 import ptlf
+from ptlf import cli
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.integrations.trackers import TRACKERS, Tracker, Trackers, numbers
@@ -267,6 +268,7 @@ def test_names_are_checked(tmp_path, monkeypatch, capsys) -> None:
     assert main(["list", "trackers"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in TRACKERS)
+    assert set(TRACKERS) >= set(cli.TRACKERS)  # which --help and completion name
 
 
 class Refuses(Tracker):
