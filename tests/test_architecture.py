@@ -24,7 +24,8 @@ encoders: encoder extras norm resnet vit weights encoders
 objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
 model
 methods: memory method cassle der finetune lump pnn si methods
-freezing: units kernels correlation kept select schedule timetable estimate following freezer savings
+freezing: units kernels products subspace bound background correlation kept select schedule timetable
+freezing: estimate following freezer savings
 freezing: policy policies progressive freezing
 integrations: integrations plan lightning huggingface trackers
 training: training checkpoint weight_gradients triton_bn fused_resnet triton_views compiled cost distributed

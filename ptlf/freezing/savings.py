@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core.errors import unknown
-from ptlf.freezing.correlation import TRANSPOSED, Part, Projection, groups, parts, watched
 from ptlf.freezing.kernels import pad
+from ptlf.freezing.products import TRANSPOSED, Part, Projection, groups, parts, watched
 from ptlf.freezing.units import Unit, storage, unchanged
 
 

@@ -15,18 +15,9 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from ptlf.encoders.resnet import BasicBlock, ResNet
-from ptlf.freezing import correlation
-from ptlf.freezing.correlation import (
-    TaskCorrelation,
-    add_gram,
-    correlation_ratios,
-    empty_gram,
-    fit_at_once,
-    leading_eigenvectors,
-    mean_gradients,
-    passes,
-    projection_ratio,
-)
+from ptlf.freezing import background, bound, subspace
+from ptlf.freezing.correlation import TaskCorrelation, correlation_ratios, mean_gradients
+from ptlf.freezing.subspace import add_gram, empty_gram, fit_at_once, leading_eigenvectors, passes, projection_ratio
 from ptlf.freezing.units import Unit, trained_units
 
 
@@ -173,15 +164,15 @@ def test_splitting_changes_nothing(network, monkeypatch):
 
     whole = ratios(replay, 20)
     blocks = []
-    columns = correlation.columns
+    columns = subspace.columns
 
     def watched(layer, inputs):
         for block in columns(layer, inputs):
             blocks.append((block.numel() * 8, layer))
             yield block
 
-    monkeypatch.setattr(correlation, "columns", watched)
-    monkeypatch.setattr(correlation, "COLUMN_BYTES", 2**16)
+    monkeypatch.setattr(subspace, "columns", watched)
+    monkeypatch.setattr(subspace, "COLUMN_BYTES", 2**16)
     split = ratios(replay, 20)
     assert split == pytest.approx(whole, abs=1e-7)
     assert len(blocks) > 2 * len(NAMES)
@@ -205,9 +196,9 @@ def test_grams_alive_never_exceed_the_largest(network, monkeypatch):
         weakref.finalize(made, freed, size)
         return made
 
-    original = correlation.empty_gram
+    original = subspace.empty_gram
     largest = max(original(unit.layer).numel() * 8 for unit in units)
-    monkeypatch.setattr(correlation, "empty_gram", watched)
+    monkeypatch.setattr(subspace, "empty_gram", watched)
     correlation_ratios(network, torch.randn(4, 3, 8, 8), task_loss(network), batches=1, units=units)
     assert 0 < peak[0] <= largest
     assert alive[0] == 0
@@ -266,8 +257,8 @@ def correlated(network, **options) -> TaskCorrelation:
 
 def test_ratios_of_threads_are_those_of_the_start_whatever_is_trained_meanwhile(network, monkeypatch):
     expected = correlated(network, at_once=True)(NAMES)
-    opened, whole = threading.Event(), correlation.timed_ratio
-    monkeypatch.setattr(correlation, "timed_ratio", lambda *words: (opened.wait(60), whole(*words))[1])
+    opened, whole = threading.Event(), background.timed_ratio
+    monkeypatch.setattr(background, "timed_ratio", lambda *words: (opened.wait(60), whole(*words))[1])
     later = correlated(network, at_once=True, background=True)
     assert later.start(NAMES)
     assert later.seen == {}
@@ -277,7 +268,7 @@ def test_ratios_of_threads_are_those_of_the_start_whatever_is_trained_meanwhile(
     opened.set()
     assert later(NAMES[3:]) == {name: expected[name] for name in NAMES[3:]}  # to the bit
     assert later(NAMES[:3]) == {name: expected[name] for name in NAMES[:3]}
-    assert later.started == {}
+    assert later.threads.started == {}
     assert set(later.directions) == set(NAMES)
     assert later.background_seconds > 0
     assert correlated(network, at_once=True)(NAMES) != expected
@@ -286,7 +277,7 @@ def test_ratios_of_threads_are_those_of_the_start_whatever_is_trained_meanwhile(
 @pytest.mark.gpu
 def test_ratios_of_threads_are_those_of_the_gpu(monkeypatch):
     """While the training thread works on the GPU and captures graphs; wide units stay there."""
-    monkeypatch.setattr(correlation, "WIDE", 500)
+    monkeypatch.setattr(bound, "WIDE", 500)
     torch.manual_seed(0)
     network = ResNet(BasicBlock, (1, 1, 1), width=32).cuda()
     units = trained_units(network, torch.zeros(2, 3, 32, 32, device="cuda"))
@@ -321,7 +312,7 @@ def test_ratios_are_not_computed_by_threads_without_room_or_without_a_gpu(networ
 
 
 def test_the_number_of_threads_is_left_as_it_was(network, monkeypatch):
-    monkeypatch.setattr(correlation, "host_threads", lambda: 2)
+    monkeypatch.setattr(background, "host_threads", lambda: 2)
     assert torch.get_num_threads() == 1  # as all tests have it
     later = correlated(network, at_once=True, background=True)
     later.start(NAMES)
@@ -337,7 +328,7 @@ def test_the_number_of_threads_is_left_as_it_was(network, monkeypatch):
 @pytest.mark.parametrize("start", [True, False])
 def test_wide_units_are_bounded_before_they_are_decomposed(network, monkeypatch, at_once, start):
     expected = correlated(network, at_once=True)(NAMES)
-    monkeypatch.setattr(correlation, "WIDE", 64)
+    monkeypatch.setattr(bound, "WIDE", 64)
     wide = ["strided", "dilated", "plain"]
     decomposed, eigh = [], torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda gram: (decomposed.append(gram.shape), eigh(gram))[1])
@@ -359,7 +350,7 @@ def test_a_ratio_is_never_above_its_bound(groups):
     rng, tight = np.random.default_rng(groups), 0
     layer = nn.Conv2d(12 * groups, 4 * groups, 1, groups=groups)
     for trial in range(60):
-        inputs = correlation.Inputs(layer)
+        inputs = subspace.Inputs(layer)
         decay, rank = rng.uniform(0, 12), rng.integers(3, 13)
         spectrum = 10.0 ** (-decay * np.arange(12) / 12) * (np.arange(12) < rank)
         turned = [np.linalg.qr(rng.normal(size=(12, 12)))[0] for _ in range(groups)]
@@ -371,9 +362,9 @@ def test_a_ratio_is_never_above_its_bound(groups):
         inside = sum(np.linalg.norm(g @ q[:, kept]) ** 2 for g, q in zip(gradient, turned, strict=True))
         norm = np.linalg.norm(gradient)
         ratio = min(1.0, np.sqrt(inside) / norm) if norm else 0.0
-        bound = float(correlation.upper_bound([torch.from_numpy(gradient)], [inputs], threshold))
-        assert ratio <= bound <= 1
-        tight += bound < 0.5
+        most = float(bound.upper_bound([torch.from_numpy(gradient)], [inputs], threshold))
+        assert ratio <= most <= 1
+        tight += most < 0.5
     assert tight > 3
 
 

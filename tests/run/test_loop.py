@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ptlf.core.errors import UserError
-from ptlf.freezing import POLICIES, ProgressiveFreezing, correlation
+from ptlf.freezing import POLICIES, ProgressiveFreezing, background, bound, correlation
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.learner import Learner
 from ptlf.methods import METHODS
@@ -186,9 +186,9 @@ def test_ratios_computed_meanwhile_freeze_the_same_units(tiny, tmp_path, monkeyp
     monkeypatch.setattr(looks, "TaskCorrelation", functools.partial(TaskCorrelation, at_once=True))
     expected = Run(config, tmp_path / "now").train()
     monkeypatch.setattr(looks, "TaskCorrelation", functools.partial(TaskCorrelation, at_once=True, background=True))
-    opened, whole, settle = threading.Event(), correlation.timed_ratio, ProgressiveFreezing.settle
+    opened, whole, settle = threading.Event(), background.timed_ratio, ProgressiveFreezing.settle
     if late:
-        monkeypatch.setattr(correlation, "timed_ratio", lambda *words: (opened.wait(60), whole(*words))[1])
+        monkeypatch.setattr(background, "timed_ratio", lambda *words: (opened.wait(60), whole(*words))[1])
         monkeypatch.setattr(ProgressiveFreezing, "settle", lambda freezing: (opened.set(), settle(freezing))[1])
     found = Run(config, tmp_path / "later").train()
     steps = sum(line["steps"] for line in epoch_lines(found)) // 2
@@ -242,7 +242,7 @@ def test_a_share_that_grows_over_the_stream_needs_its_end(tiny, tmp_path) -> Non
 def test_wide_units_without_a_chance_are_left_out_of_the_ratios(tiny, monkeypatch) -> None:
     settings = {"training__epochs": 3, "freezing__final": 0.34}
     everything = Run(tiny("digits/simsiam/ptlf", **settings, freezing__ratios="all")).train()["freezing"][0]
-    monkeypatch.setattr(correlation, "WIDE", 100)
+    monkeypatch.setattr(bound, "WIDE", 100)
     asked = Run(tiny("digits/simsiam/ptlf", **settings, freezing__ratios="all")).train()["freezing"][0]
     assert asked == everything
     monkeypatch.setattr(correlation, "upper_bound", lambda *words: torch.tensor(0.1))  # as if it had none

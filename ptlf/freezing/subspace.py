@@ -1,0 +1,214 @@
+"""The input subspace of past tasks: the columns of R, their leading directions B, and a gradient's share in them.
+
+The symbols are those of `ptlf.freezing.correlation`.
+"""
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptlf.freezing.kernels import pad
+from ptlf.freezing.products import TRANSPOSED, Part, fan_in, groups, parts, watched
+from ptlf.freezing.units import Convolution, Unit
+
+COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image needs more
+
+
+class Inputs:
+    """The inputs of one product: the columns of R while they are at most m / 2, then R R^T."""
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.device = part, part.weight.device
+        self.blocks: list[Tensor] = []  # (groups, m, n) each
+        self.gram: Tensor | None = None
+
+    def on_host(self) -> "Inputs":
+        """The same on the host; copies from a GPU have only begun."""
+        there = copy.copy(self)
+        there.device = torch.device("cpu")
+        there.blocks = [host_copy(block) for block in self.blocks]
+        there.gram = None if self.gram is None else host_copy(self.gram)
+        return there
+
+    def add(self, given: Tensor) -> None:
+        if self.gram is not None:
+            add_gram(self.gram, self.part, given)
+            return
+        for block in columns(self.part, given.detach()):
+            self.blocks.append(block)
+            if self.gram is None and 2 * sum(kept.shape[-1] for kept in self.blocks) > fan_in(self.part):
+                self.gram = empty_gram(self.part)
+            while self.gram is not None and self.blocks:
+                first = self.blocks.pop(0)
+                self.gram.baddbmm_(first, first.mT)
+
+    def basis(self, threshold: float) -> Tensor:
+        """B (groups, m, k)."""
+        if self.gram is not None:
+            return leading_eigenvectors(self.gram, threshold)
+        if not self.blocks:
+            return torch.zeros(groups(self.part), fan_in(self.part), 0, dtype=torch.float64, device=self.device)
+        few = torch.cat(self.blocks, dim=-1)
+        # R V has orthogonal columns for the eigenvectors V of R^T R, but for rounding, which the QR takes away.
+        right = leading_eigenvectors(few.mT @ few, threshold)
+        return torch.linalg.qr(few @ right)[0] * (right.square().sum(-2, keepdim=True) > 0)
+
+    def total(self) -> Tensor:
+        """A number that is not finite if an input is not."""
+        kept = self.blocks if self.gram is None else [self.gram]
+        return torch.stack([tensor.sum() for tensor in kept] or [torch.zeros(())]).sum()
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """The tensor on the host; a copy from a GPU has only begun."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def replay_inputs(
+    module: nn.Module, units: Sequence[Unit], replay: Iterable[Tensor], chunk: int
+) -> dict[str, list[Inputs]]:
+    """By unit name, the inputs of each product, over the replay and over all calls of the layer in a forward."""
+    seen = {unit.name: [Inputs(part) for part in parts(unit.layer)] for unit in units}
+    device = units[0].weights[0].device
+    count = 0
+
+    def see(unit: Unit, given: list[Tensor], output: Tensor) -> None:
+        for inputs, tensor in zip(seen[unit.name], given, strict=True):
+            inputs.add(tensor)
+
+    with watched(module, units, see):
+        for images in inputs_of(replay):
+            for piece in images.split(chunk) if len(images) else ():
+                module(piece.to(device))
+                count += len(piece)
+    if count == 0:
+        raise ValueError("the replay is empty; it must hold at least one input")
+    totals = [(name, inputs.total()) for name, some in seen.items() for inputs in some]
+    check_finite(totals, "the replay's inputs to unit {!r} are not finite")
+    return seen
+
+
+def inputs_of(replay: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
+    for inputs in [replay] if isinstance(replay, Tensor) else replay:
+        if not isinstance(inputs, Tensor):
+            raise TypeError(
+                f"the replay must hold tensors of inputs, and holds a {type(inputs).__name__}; if a loader yields "
+                "labels too, pass only the inputs: [x for x, _ in loader]"
+            )
+        yield inputs
+
+
+def check_finite(tensors: Sequence[tuple[str, Tensor]], message: str) -> None:
+    """Raise for the first tensor with a NaN or infinity. Waits for the device once."""
+    finite = torch.stack([tensor.isfinite().all() for _, tensor in tensors]).tolist() if tensors else []
+    for (name, _), fine in zip(tensors, finite, strict=True):
+        if not fine:
+            raise ValueError(message.format(name))
+
+
+def empty_gram(part: Part) -> Tensor:
+    m = fan_in(part)
+    return torch.zeros(groups(part), m, m, dtype=torch.float64, device=part.weight.device)
+
+
+def add_gram(total: Tensor, part: Part, inputs: Tensor) -> Tensor:
+    """Add R R^T (groups, m, m) of one call of the layer. Each group of a convolution has its own inputs."""
+    # In float64: an error of 1e-7 of the energy, as in float32, can change the number of directions kept.
+    for block in columns(part, inputs.detach()):
+        total.baddbmm_(block, block.mT)
+    return total
+
+
+def columns(part: Part, inputs: Tensor) -> Iterator[Tensor]:
+    """R in blocks (groups, m, n) of float64, a few images at a time."""
+    if not isinstance(part, Convolution):
+        vectors = inputs.reshape(-1, fan_in(part))  # (n, m)
+        for rows in vectors.split(max(1, COLUMN_BYTES // (8 * fan_in(part)))):
+            yield rows.double().T[None]
+        return
+    dims = len(part.kernel_size)
+    images = inputs if inputs.ndim == dims + 2 else inputs[None]
+    if isinstance(part, TRANSPOSED):
+        step = max(1, COLUMN_BYTES // (8 * images[0].numel()))
+        for some in images.split(step):
+            yield some.double().flatten(2).transpose(0, 1).reshape(groups(part), fan_in(part), -1)
+        return
+    spans = [d * (k - 1) + 1 for d, k in zip(part.dilation, part.kernel_size, strict=True)]
+    # Of one image, at most.
+    positions = math.prod(-(-n // s) for n, s in zip(pad(part, images[:1]).shape[2:], part.stride, strict=True))
+    step = max(1, COLUMN_BYTES // (8 * groups(part) * fan_in(part) * positions))
+    for some in images.split(step):
+        # The input patches as a strided view (b, C_in, rows, columns, kh, kw). Copying it is one GPU kernel; `F.unfold`
+        # launches one per image.
+        patches = pad(part, some.double()).contiguous()
+        for dim in range(dims):
+            patches = patches.unfold(2 + dim, spans[dim], part.stride[dim])
+        kept: tuple[Any, ...] = (..., *(slice(None, None, dilation) for dilation in part.dilation))
+        # Rows are ordered as in weight.reshape(C_out, -1).
+        order = (1, *range(2 + dims, 2 + 2 * dims), 0, *range(2, 2 + dims))
+        yield patches[kept].permute(order).reshape(groups(part), fan_in(part), -1)
+
+
+def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
+    """Orthonormal columns (..., m, k): the fewest eigenvectors whose eigenvalues sum to `threshold` of the trace.
+
+    All Gram matrices (..., m, m) of a batch share k, the largest number needed; columns that one does not need are 0.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = values.flip(-1), vectors.flip(-1)  # now descending
+    sums = values.cumsum(-1)
+    before = F.pad(sums[..., :-1], (1, 0))  # energy of the eigenvectors before this one
+    # The slack exceeds the rounding error of summing a few thousand eigenvalues. It lets an energy equal to the
+    # threshold count as reached, and keeps a threshold of 1 from including the null space.
+    wanted = before < threshold * (1 - 1e-11) * sums[..., -1:]
+    k = int(wanted.sum(-1).max())
+    return vectors[..., :k] * wanted[..., None, :k]
+
+
+def ratio_of(gradients: Sequence[Tensor], inputs: Sequence[Inputs], threshold: float) -> tuple[Tensor, int]:
+    """The ratio, a tensor on the device, and the number of singular vectors kept."""
+    bases = [some.basis(threshold) for some in inputs]
+    return projection_ratio(gradients, bases), sum(basis.shape[-1] for basis in bases)
+
+
+def projection_ratio(gradients: Sequence[Tensor], bases: Sequence[Tensor]) -> Tensor:
+    """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups and products together; a tensor on
+    the device.
+
+    A zero gradient gives 0, not 1: it mostly belongs to a unit that the loss does not reach, and freezing that unit
+    would save nothing.
+    """
+    gradients = [gradient.to(basis.dtype) for gradient, basis in zip(gradients, bases, strict=True)]
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    kept = torch.cat([(gradient @ basis).flatten() for gradient, basis in zip(gradients, bases, strict=True)]).norm()
+    return (kept / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
+
+
+def fit_at_once(units: Sequence[Unit]) -> bool:
+    device = parts(units[0].layer)[0].weight.device if units else torch.device("cpu")
+    return device.type == "cuda" and 8 * 8 * sum(map(gram_size, units)) < torch.cuda.mem_get_info(device)[0]
+
+
+def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Groups of consecutive units whose Gram matrices together are no larger than the largest single one."""
+    largest = max(map(gram_size, units), default=0)
+    group: list[Unit] = []
+    for unit in units:
+        if group and sum(map(gram_size, [*group, unit])) > largest:
+            yield group
+            group = []
+        group.append(unit)
+    if group:
+        yield group
+
+
+def gram_size(unit: Unit) -> int:
+    """Elements of the Gram matrices."""
+    return sum(groups(part) * fan_in(part) ** 2 for part in parts(unit.layer))
