@@ -16,12 +16,12 @@ from torch import nn
 
 from ptlf.core.errors import UserError
 from ptlf.core.processes import warn
+from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation.prober import testing
 from ptlf.report.live import Live, tell
 from ptlf.report.page import write_report
-from ptlf.report.runs import flatten
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run

@@ -1,7 +1,9 @@
 """UserError: the user can fix this, and the message says how."""
 
 import difflib
+import importlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ptlf.core.words import clipped
 
@@ -33,6 +35,18 @@ class Refusals:
         error = UserError("; ".join(several) if len(several) > 1 else self.problems[0])
         error.problems = self.problems
         raise error
+
+
+def needed(module: str, user: str, extra: str, package: str = "") -> Any:
+    """The module, imported. user: what needs it; extra: the extra of ptlf that installs it; package: by default the
+    module's first name."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a package that is broken, or built for another torch, raises anything
+        package = package or module.partition(".")[0]
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        lacking = "is not installed" if missing else f"cannot be imported ({' '.join(str(error).split())})"
+        raise UserError(f"{user} needs {package}, which {lacking}: pip install 'ptlf[{extra}]'") from None
 
 
 def unknown(kind: str, value: object, known: Iterable[object]) -> UserError:

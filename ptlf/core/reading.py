@@ -7,7 +7,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,14 @@ def clean(value: Any) -> Any:
     if isinstance(value, list):
         return [clean(item) for item in value]
     return {printable(key): clean(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`flatten({"a": {"b": 1}})` -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def damaged(path: Path | str, error: Exception, way_out: str = "") -> UserError:

@@ -3,7 +3,6 @@
 Their classifiers are left out. Weights are random, but for a Hugging Face folder that holds some.
 """
 
-import importlib
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, needed
 from ptlf.encoders.encoder import EncoderEntry, SizedConfig
 
 
 def timm_entry(name: str) -> EncoderEntry:
     def make(config: SizedConfig) -> nn.Module:
-        timm = needed("timm", f"timm:{name}")
+        timm = needed("timm", f"encoder {'timm:' + name!r}", "timm")
         if not timm.is_model(name):
             raise UserError(f"timm has no model {name!r}; timm.list_models() names them")
         model = sized(timm.create_model, name, "img_size", config.image_size, pretrained=False, num_classes=0)
@@ -29,7 +28,7 @@ def timm_entry(name: str) -> EncoderEntry:
 
 def torchvision_entry(name: str) -> EncoderEntry:
     def make(config: SizedConfig) -> nn.Module:
-        models = needed("torchvision.models", f"torchvision:{name}")
+        models = needed("torchvision.models", f"encoder {'torchvision:' + name!r}", "timm")
         if name not in models.list_models(models):
             raise UserError(
                 f"torchvision has no classifier {name!r}; torchvision.models.list_models() names all models"
@@ -47,7 +46,7 @@ def hf_entry(path: str) -> EncoderEntry:
     """path: a folder in the format of `save_pretrained`, with or without weights, or its config.json."""
 
     def make(config: SizedConfig) -> nn.Module:
-        transformers = needed("transformers", f"hf:{path}")
+        transformers = needed("transformers", f"encoder {'hf:' + path!r}", "timm")
         where = Path(path).expanduser()
         if not where.exists():
             raise UserError(f"hf:{path} names no folder or config.json here")
@@ -72,16 +71,6 @@ def hf_entry(path: str) -> EncoderEntry:
         return normalised(as_encoder(model), described.get("image_mean"), described.get("image_std"))
 
     return EncoderEntry(make, SizedConfig, "a Hugging Face model")
-
-
-def needed(module: str, encoder: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # a build for another torch fails with other errors than ImportError
-        package = module.partition(".")[0]
-        missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        lacking = "is not installed" if missing else f"cannot be imported ({error})"
-        raise UserError(f"encoder {encoder!r} needs {package}, which {lacking}: pip install 'ptlf[timm]'") from None
 
 
 def sized(make: Any, name: str, key: str, size: int | None, **options: Any) -> nn.Module:

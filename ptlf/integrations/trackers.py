@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, needed
 from ptlf.core.files import write_whole
 from ptlf.core.processes import warn
+from ptlf.core.reading import flatten
 from ptlf.core.registry import Registry
 from ptlf.core.words import shown
 
@@ -50,7 +51,7 @@ class TensorBoard(Tracker):
     """TensorBoard event files, in RUN/tensorboard."""
 
     def __init__(self) -> None:
-        self.package = needed("torch.utils.tensorboard", "tensorboard")
+        self.package = needed("torch.utils.tensorboard", "--log", "trackers", "tensorboard")
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         place = folder / "tensorboard"
@@ -76,7 +77,7 @@ class WandB(Tracker):
     hold."""
 
     def __init__(self) -> None:
-        self.package = needed("wandb", "wandb")
+        self.package = needed("wandb", "--log", "trackers")
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         mode = os.environ.get("WANDB_MODE") or ("online" if self.has_login() else "offline")
@@ -115,7 +116,7 @@ class MLflow(Tracker):
     ENDS: Mapping[str, str] = {"finished": "FINISHED", "stopped": "KILLED"}
 
     def __init__(self) -> None:
-        self.package = needed("mlflow", "mlflow-skinny")
+        self.package = needed("mlflow", "--log", "trackers", "mlflow-skinny")
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -130,7 +131,7 @@ class MLflow(Tracker):
             found = self.client.get_experiment_by_name(name)
             experiment = found.experiment_id if found else self.client.create_experiment(name)
             self.run_id = self.client.create_run(experiment, run_name=folder.name).info.run_id
-            settings = {self.allowed(key): str(value)[:500] for key, value in flat(settings).items()}
+            settings = {self.allowed(key): str(value)[:500] for key, value in flatten(settings).items()}
             parameters = [self.package.entities.Param(key, value) for key, value in settings.items()]
             for start in range(0, len(parameters), 100):  # the most that one call takes
                 self.client.log_batch(self.run_id, params=parameters[start : start + 100])
@@ -197,25 +198,10 @@ def made(name: str) -> Tracker:
         raise UserError(f"tracker {shown(name)} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def needed(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # of a package that is broken, or does not fit the others
-        missing = f"--log needs {package}, which cannot be imported ({' '.join(str(error).split())})"
-        raise UserError(f"{missing}: pip install 'ptlf[trackers]'") from None
-
-
 def numbers(line: Line) -> dict[str, float]:
     """The line's numbers by name, losses as loss/NAME. Text and lists are left out; a loss of "nan" is a number."""
     found = {name: value for name, value in line.items() if isinstance(value, int | float)}
     return found | {f"loss/{name}": float(value) for name, value in line.get("loss", {}).items()}
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
 
 
 def write_all(tracker: Tracker, lines: Sequence[Line]) -> None:

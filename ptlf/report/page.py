@@ -14,13 +14,13 @@ from markupsafe import Markup, escape
 from ptlf import __version__
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
-from ptlf.core.reading import DAMAGE, reason
+from ptlf.core.reading import DAMAGE, flatten, reason
 from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured
 from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
-from ptlf.report.runs import Comparison, Group, RunRecord, flatten, read_comparison
+from ptlf.report.runs import Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
 
 COLUMNS = 8  # of a table

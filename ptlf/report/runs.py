@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.reading import DAMAGE, damaged, read_json
+from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson
 from ptlf.report.theme import DASHES, MARKERS, RUNS
@@ -281,13 +281,6 @@ def same_label(groups: list[Group]) -> list[list[Group]]:
 
 def policy_of(config: Json) -> str:
     return config["freezing"]["policy"]["name"]
-
-
-def flatten(config: Json, prefix: str = "") -> Json:
-    flat: Json = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def choose_baseline(groups: list[Group], name: str | None) -> Group | None:

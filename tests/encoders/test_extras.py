@@ -207,6 +207,6 @@ def test_a_missing_extra_is_one_sentence(name: str, monkeypatch: pytest.MonkeyPa
     def absent(module: str) -> None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
-    monkeypatch.setattr("ptlf.encoders.extras.importlib.import_module", absent)
+    monkeypatch.setattr("ptlf.core.errors.importlib.import_module", absent)
     with pytest.raises(UserError, match=rf"needs {package}, which is not installed: pip install 'ptlf\[timm\]'"):
         make(name, 32)

@@ -78,7 +78,7 @@ def test_what_is_refused(tmp_path, capsys, jobs_find_us, words: list[str], messa
 def test_without_submitit(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     assert main(["sweep", RECIPES[0], "--out", str(tmp_path), "--cluster", "local", *QUICK]) == 2
-    assert "--cluster needs submitit; install it with `pip install 'ptlf[cluster]'`" in capsys.readouterr().err
+    assert "--cluster needs submitit, which is not installed: pip install 'ptlf[cluster]'" in capsys.readouterr().err
 
 
 def test_a_sweep_under_torchrun(tmp_path, capsys, monkeypatch) -> None:
