@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import Console
+from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
 from ptlf.report.paired import Interval, at, interval, verdict
@@ -20,6 +21,7 @@ PATHS = {
     "flops": ("cost", "backward_flops"),
 }
 MINUS = "−"
+WIDEST = 1000  # columns, more than any table has
 
 
 def figure(table: Table, cell: Cell, measure: str, found: Found) -> Interval | None:
@@ -64,29 +66,41 @@ def ours(found: Interval | None, measure: str) -> str:
 
 
 def show_table(console: Console, table: Table, found: Found) -> None:
-    """A row per method and a column per stream and measure, as in the paper; below ours the paper's and the difference.
-    What was not run is empty."""
-    streams = [column.removeprefix("Split ").replace("-ImageNet", "-\nImageNet") for column in table.columns]
-    headings = [f"{stream}\n{measure}" for stream in streams for measure in table.measures]
-    shown = new_table(f"{table.title}; ±: 95 % t interval over seeds", ["", ""], headings)
+    """As in the paper, a row per method and a column per stream and measure; where the console is too narrow for that,
+    a table per stream."""
+    whole = drawn(table, table.columns, found)
+    fits = console.measure(whole, options=console.options.update(width=WIDEST)).maximum <= console.width
+    for shown in [whole] if fits else [drawn(table, [column], found) for column in table.columns]:
+        console.print(shown)
+    for note in ("±: 95 % t interval over seeds.", *table.notes):
+        console.print(note, style="dim", highlight=False)
+
+
+def drawn(table: Table, columns: Sequence[str], found: Found) -> RichTable:
+    """Below ours the paper's and the difference; of a line without any figure nothing is shown."""
+    headings = [f"{column.removeprefix('Split ')}\n{measure}" for column in columns for measure in table.measures]
+    title = table.title
+    if len(columns) == 1:
+        title, headings = f"{title}, {columns[0]}", list(table.measures)
+    shown = new_table(title, ["", ""], headings)
+    for column in shown.columns:
+        column.no_wrap = column is not shown.columns[0]
     for row in table.rows:
-        lines: dict[str, list[str]] = {"ours": [], "paper": [], "difference": []}
-        for column in table.columns:
-            cell = table.cell(row, column)
+        lines: dict[str, list[str]] = {"ours": [], "paper": [], "diff.": []}
+        for stream in columns:
+            cell = table.cell(row, stream)
             for measure in table.measures:
                 mine = figure(table, cell, measure, found) if cell else None
                 theirs = cell.paper.get(measure) if cell else None
                 lines["ours"].append(ours(mine, measure))
                 lines["paper"].append(number(theirs, measure))
                 both = mine.mean - theirs if mine and theirs is not None else None
-                lines["difference"].append(number(both, measure, sign=True))
+                lines["diff."].append(number(both, measure, sign=True))
         shown.add_section()
-        for name, cells in lines.items():
-            if name == "ours" or any(cells):
-                shown.add_row(row if name == "ours" else "", name, *cells)
-    console.print(shown)
-    for note in table.notes:
-        console.print(note, style="dim", highlight=False)
+        known = {name: cells for name, cells in lines.items() if any(cells)} or {"ours": lines["ours"]}
+        for place, (name, cells) in enumerate(known.items()):
+            shown.add_row("" if place else row, name, *cells)
+    return shown
 
 
 LEARNING = ("train_seconds", "correlation_seconds", "rebuild_seconds")
@@ -145,10 +159,13 @@ def signed(found: Interval | None) -> str:
 
 def show_differences(console: Console, found: Found) -> None:
     for title, rows in differences(found).items():
-        shown = new_table(f"{title}: difference to LUMP by seed, 95 % t interval", [""], list(DIFFERENCES))
+        shown = new_table(f"{title}: difference to LUMP by seed, 95 % t interval", ["", "", "", ""], [])
         for method, cells in rows.items():
             count = max(both.count for _, both in cells if both)
-            shown.add_row(f"{method}, {count} seeds", *[f"{signed(both)} {said}".strip() for said, both in cells])
+            shown.add_section()
+            for place, (measure, (said, both)) in enumerate(zip(DIFFERENCES, cells, strict=True)):
+                shown.add_row({0: method, 1: f"{count} seeds"}.get(place, ""), measure, signed(both), said)
+        shown.show_header = False
         console.print(shown)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import io
 import json
 import re
 import shlex
@@ -11,11 +13,12 @@ from pathlib import Path
 import made_up
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from ptlf.cli import make_parser
 from ptlf.core.errors import UserError
 from ptlf.report.figures.paper import later_entries, task_overlaps, updated_units, write_paper_figures
-from ptlf.report.reproduction import DIFFERENCES, differences, document, figure
+from ptlf.report.reproduction import DIFFERENCES, differences, document, figure, number, ours, show_table
 from ptlf.report.runs import Group, RunRecord
 from ptlf.run.paper import FIGURES, TABLES, Cell, Table
 from ptlf.run.reproduce import make_plan, project_results, remarks
@@ -76,6 +79,32 @@ def test_differences_need_two_seeds_in_common() -> None:
     )
     made[recipes[1], ()] = made[recipes[1], ()][:1]
     assert differences(made) == {}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("width", [80, 300])
+def test_no_figure_of_a_table_is_broken(name: str, width: int) -> None:
+    """With three seeds of every run, so that every cell has an interval."""
+    table = TABLES[name]
+    keys = {cell.key for cell in table.cells} | {(cell.baseline, ()) for cell in table.cells if cell.baseline}
+    made = {key: [made_up.results(key[0], seed=seed) for seed in range(3)] for key in sorted(keys)}
+    for place, runs in enumerate(made.values()):
+        for run, shift in zip(runs, (0.0, 1.0, 3.0), strict=True):
+            run["probes"][table.probe] = {"accuracy": 80.0 + place / 7 + shift, "forgetting": 5.0 + place / 9 + shift}
+            costs = ("learning_seconds", "mean_kept_bytes", "backward_flops")
+            run["cost"] |= dict.fromkeys(costs, 300.0 + 3 * place + shift)
+    console = Console(width=width, file=io.StringIO())
+    show_table(console, table, made)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    expected = collections.Counter()
+    for cell in table.cells:
+        for measure in table.measures:
+            expected[ours(figure(table, cell, measure, made), measure)] += 1
+            expected[number(cell.paper.get(measure), measure)] += 1
+    shown = collections.Counter(cell.strip() for line in text.splitlines() for cell in line.split("│"))
+    assert all(shown[figures] >= count for figures, count in expected.items() if figures)
+    assert width == 80 or text.count("┏") == 1  # as in the paper
 
 
 def kept_document() -> str:
