@@ -19,6 +19,7 @@ from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.figures.paper import write_paper_figures
+from ptlf.report.intervals import RANDOM, start_of
 from ptlf.report.live import Live, console, tell
 from ptlf.report.page import write_report
 from ptlf.report.reproduction import document, show_differences, show_table
@@ -319,8 +320,9 @@ def evaluate(folder: Path, probe: Sequence[str] | None, trust_code: bool, overri
         probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe)
     else:
         probes, eval_splits = evaluate_run(folder, config, probe)
+    start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
     for name, values in probes.items():
-        show_matrix(console, name, values, eval_splits, values["test_images"])
+        show_matrix(console, name, values, eval_splits, values["test_images"], start)
 
 
 def embed(folder: Path, images: Words, out: Path, **how: Any) -> None:

@@ -265,7 +265,8 @@ class Learner:
     def evaluate(
         self, probes: Sequence[str] | None = None, labelled: Path | str | None = None, **settings: Any
     ) -> dict[str, Any]:
-        """The probes' rows on the encoder as it is now, by name: `settings`, `matrix` (one row), `accuracy`.
+        """The probes' rows on the encoder as it is now, by name: `settings`, `matrix` (one row), `accuracy`,
+        and `untrained`, the row of the encoder before training.
 
         probes: which; default: those of the run. settings: of `probes` and `evaluation`.
         labelled: test on these images, a packed set or a folder per class, in place of the run's own.

@@ -1,6 +1,7 @@
 """A finished run's encoder, tested again, or on labelled images that came later."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from ptlf.core.errors import UserError
 from ptlf.evaluation import Prober
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
-from ptlf.run.folder import load_encoder
+from ptlf.run.folder import START, load_encoder
 from ptlf.run.inference import load_encoder as load
+from ptlf.run.inference import rebuilt
 from ptlf.run.parts import Parts
 from ptlf.run.start import without_start
 from ptlf.stream import StreamConfig
@@ -28,18 +30,19 @@ def evaluate_run(
 ) -> tuple[dict[str, Any], list[str]]:
     """The probes on a finished run's encoder, with the settings in `config`; and the names of the eval splits.
 
-    chosen: only these probes; without it, those the settings enable. encoder: a module like the one trained, where the
-    settings name none.
+    chosen: only these probes; without it, those the settings enable. encoder: the module as it was before training,
+    where the settings name none.
     """
-    config = without_start(replace(config, evaluation=replace(config.evaluation, enabled=True)))
-    parts = Parts(config, None, encoder, make_stream(config, folder))
+    plain = without_start(replace(config, evaluation=replace(config.evaluation, enabled=True)))
+    parts = Parts(plain, None, encoder, make_stream(plain, folder))
+    before = copy.deepcopy(parts.model.encoder)
     load_encoder(folder, parts.model.encoder)
     if parts.prober is None:
         raise UserError(f"the run in {folder} has no labelled test images to evaluate on")
     if chosen is not None:
         parts.prober.choose(chosen)
-    rows = parts.prober.rows(parts.model.encoder, len(parts.stream.tasks))
-    probes = summaries(parts.prober, rows, len(parts.stream.tasks))
+    start = with_start(before, folder, config) if encoder is None else before
+    probes = summaries(parts.prober, parts.model.encoder, start, len(parts.stream.tasks))
     return probes, [split.name for split in parts.stream.eval_splits]
 
 
@@ -52,24 +55,40 @@ def evaluate_labelled(
 ) -> tuple[dict[str, Any], list[str]]:
     """The probes on labelled images: a packed set or a folder per class. The run's own images are not needed.
 
-    module: like the one trained, where the run was made with one.
+    module: as it was before training, where the run was made with one.
     """
-    encoder = load(folder, module, config.device, trust_code=True)  # as whoever made `config` decided
+    encoder = load(folder, copy.deepcopy(module), config.device, trust_code=True)  # as whoever made `config` decided
     path = find_images(labelled, data_root(config.data_root))
     data = labelled_dataset(path, encoder.card["image_size"], config.evaluation.reference_test, encoder.fit)
     stream = split(data, StreamConfig(name="labelled", tasks=1), 0)
     prober = Prober(stream, config.evaluation, config.probes, encoder.normalise, encoder.device)
     if chosen is not None:
         prober.choose(chosen)
-    rows = prober.rows(encoder.module, 0)
-    return summaries(prober, rows, 0), [path.name]
+    before = rebuilt(encoder.card, folder, module, config.seed).to(encoder.device)
+    start = with_start(before, folder, config) if module is None else before
+    return summaries(prober, encoder.module, start, 0), [path.name]
 
 
-def summaries(prober: Prober, rows: Mapping[str, Any], task: int) -> dict[str, Any]:
-    """Of rows taken after task number `task` (from 0), as in results.json."""
+def with_start(encoder: nn.Module, folder: Path, config: Config) -> nn.Module | None:
+    """The encoder with the weights of `encoder.weights`, if the run began with some; None if it did not keep them."""
+    if config.encoder.weights is None:
+        return encoder
+    if not (folder / START).is_file():
+        return None
+    load_encoder(folder, encoder, START)
+    return encoder
+
+
+def summaries(prober: Prober, encoder: nn.Module, before: nn.Module | None, task: int) -> dict[str, Any]:
+    """Of the encoder after task number `task` (from 0), and of the one before training, as in results.json."""
+    rows, untrained = prober.rows(encoder, task), prober.rows(before, task) if before else {}
     settings, used = prober.settings(), prober.used(task)
     counts = {"test_images": [len(split.test) for split in prober.stream.eval_splits]}
-    return {
-        probe: {"settings": settings[probe], "used_by_task": [used[probe]], **counts, **evaluation.summary([row])}
-        for probe, row in rows.items()
-    }
+    found: dict[str, Any] = {}
+    for probe, row in rows.items():
+        found[probe] = {"settings": settings[probe], "used_by_task": [used[probe]], **counts}
+        if probe in untrained:
+            accuracy = evaluation.accuracy([untrained[probe]])
+            found[probe] |= {"untrained": untrained[probe], "untrained_accuracy": accuracy}
+        found[probe] |= evaluation.summary([row])
+    return found

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ptlf
 from ptlf.core.errors import UserError
+from ptlf.core.randomness import seeded
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.encoders import as_encoder, read_tensors
@@ -210,16 +211,17 @@ def card_from_settings(folder: Path) -> Card:
     return card | statistics | {"feature_dim": output_dim(module, view_size)}
 
 
-def rebuilt(card: Card, folder: Path, encoder: nn.Module | None) -> nn.Module:
-    """The module that the card describes, with any weights."""
+def rebuilt(card: Card, folder: Path, encoder: nn.Module | None, seed: int = 0) -> nn.Module:
+    """The module that the card describes, with the weights that the seed gives."""
     settings = {key: card[key] for key in ("encoder", "method") if card.get(key)}
     config: Config = from_dict(settings)
     if encoder is None:
         if card["encoder"] is None:
             way_out = f"give one like it: load_encoder({str(folder)!r}, encoder=module)"
             raise UserError(f"the run in {folder} was made with a module of your own ({card.get('module')}); {way_out}")
-        encoder = make_encoder(config.encoder, 0, card["view_size"])
+        encoder = make_encoder(config.encoder, seed, card["view_size"])
     encoder = as_encoder(encoder)
     if "method" in card:
-        encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, card["tasks"])
+        with seeded(seed, "adapted encoder"):
+            encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, card["tasks"])
     return encoder

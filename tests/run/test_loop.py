@@ -282,6 +282,7 @@ def test_what_a_run_leaves_behind(tiny, tmp_path) -> None:
     probes, eval_splits = evaluate_run(tmp_path / "run", config)
     assert eval_splits == ["0, 1", "2, 3"]
     assert probes["knn_class"]["accuracy"] == results["probes"]["knn_class"]["accuracy"]
+    assert probes["knn_class"]["untrained"] == results["probes"]["knn_class"]["untrained"]
     with pytest.raises(UserError, match="holds other runs; choose a folder of its own"):
         Run(tiny(), tmp_path).train()
     with pytest.raises(UserError, match="already holds a run"):

@@ -11,11 +11,13 @@ import torch
 from conftest import tiny_config
 from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
+from torch import nn
 
 import ptlf
 from ptlf.cli import main
 from ptlf.evaluation import gallery
 from ptlf.evaluation.spread import effective_rank
+from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.loop import Run
 from ptlf.stream.datasets import digits
 from ptlf.stream.folders import pack_folder
@@ -89,9 +91,10 @@ def test_the_gallery_takes_a_sample(world: Path, monkeypatch: pytest.MonkeyPatch
     assert np.bincount(run.gallery.groups).tolist() == [15, 15]
 
 
-def accuracy_by_hand(run: Path, labelled: Path, k: int) -> float:
-    """With scikit-learn, on what `load_encoder` gives."""
+def accuracy_by_hand(run: Path, labelled: Path, k: int, module: nn.Module | None = None) -> float:
+    """With scikit-learn, on what `load_encoder` gives. module: in place of the trained one."""
     encoder = ptlf.load_encoder(run, device="cpu", trust_code=True)
+    encoder.module = encoder.module if module is None else module.eval().requires_grad_(False)
     parts = {}
     for split in ("train", "test"):
         files = sorted((labelled / split).rglob("*.png"))
@@ -118,6 +121,9 @@ def test_labels_that_come_later(
     said = capsys.readouterr().out
     expected = accuracy_by_hand(world / "run", world / "labelled", 5)
     assert f"{expected:.2f}" in said and expected > 50
+    before = Run(from_dict(read_yaml(world / "run" / "config.yaml"))).model.encoder
+    (line,) = [line for line in said.splitlines() if "nothing (encoder before training)" in line]
+    assert f"{accuracy_by_hand(world / 'run', world / 'labelled', 5, before):.2f}" in line
 
 
 def test_other_settings_are_still_refused(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
