@@ -6,6 +6,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from posixpath import normpath
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -57,23 +58,32 @@ def samples(file: Path, images: bool = True) -> Iterator[Sample]:
     """Neighbours with the same key are one sample. images: False leaves their bytes unread."""
     key = ""
     found: dict[str, Any] = {}  # its members: "image", ".cls", ".json"
+    files: dict[str, tarfile.TarInfo] = {}  # by name, the member that holds the bytes: a hard link has none of its own
     try:
         with tarfile.open(file, "r:*") as shard:
             for member in shard:
                 if member.size < 0:  # the next member would be this one again
                     raise ValueError(f"{member.name} has {member.size} bytes")
+                if member.islnk():
+                    if (target := files.get(normpath(member.linkname))) is None:
+                        raise ValueError(f"{member.name} is a hard link to {member.linkname}, which is not before it")
+                elif member.isfile():
+                    target = member
+                else:
+                    continue
+                files[normpath(member.name)] = target
                 folder, _, name = member.name.rpartition("/")
                 stem, _, ending = name.partition(".")
-                if not member.isfile() or not stem:  # hidden files too
+                if not stem:  # a hidden file
                     continue
                 if f"{folder}/{stem}" != key:
                     yield from whole(found, file)
                     key, found = f"{folder}/{stem}", {}
                 kind = f".{ending.lower().rpartition('.')[2]}"
                 if kind in Image.registered_extensions() and "image" not in found:
-                    found["image"] = member.name, content(shard, member, MOST_IMAGE, file) if images else b""
+                    found["image"] = member.name, content(shard, target, MOST_IMAGE, file) if images else b""
                 elif kind in (".cls", ".json"):
-                    found[kind] = content(shard, member, MOST_LABEL, file)
+                    found[kind] = content(shard, target, MOST_LABEL, file)
             yield from whole(found, file)
     except DAMAGE as error:
         why = (str(error) or type(error).__name__).splitlines()[0].rstrip(":")

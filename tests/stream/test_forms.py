@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import sys
 import tarfile
 from collections.abc import Sequence
@@ -194,6 +195,44 @@ def test_shards_without_labels_are_a_task_and_can_be_learnt(tmp_path: Path) -> N
         "resnet18-mini", out=tmp_path / "run", size=8, training={"epochs": 1, "batch": 7}, device="cpu"
     )
     assert learner.learn(tmp_path / "day.tar")["tasks"] == ["day"]
+
+
+@pytest.mark.parametrize("ending", ["tar", "tar.gz"])
+def test_hard_links_are_the_members_they_link_to(tmp_path: Path, ending: str) -> None:
+    """Images and labels; a link to a link, too. tar writes a file with several names as a member and links to it."""
+    (tmp_path / "set").mkdir()
+    for name, pixels, label in (("a", PIXELS[0], b"3"), ("b", PIXELS[1], b"5")):
+        (tmp_path / "set" / f"{name}.png").write_bytes(png(pixels))
+        (tmp_path / "set" / f"{name}.cls").write_bytes(label)
+    for name in ("x", "y"):
+        os.link(tmp_path / "set" / "a.png", tmp_path / "set" / f"{name}.png")
+        os.link(tmp_path / "set" / "b.cls", tmp_path / "set" / f"{name}.cls")
+    with tarfile.open(tmp_path / f"links.{ending}", f"w:{ending[4:]}") as shard:
+        for file in sorted((tmp_path / "set").iterdir()):
+            shard.add(file, f"./{file.name}")
+        assert sum(member.islnk() for member in shard.getmembers()) == 4
+        again = tarfile.TarInfo("z.png")
+        again.type, again.linkname = tarfile.LNKTYPE, "y.png"
+        shard.addfile(again)
+        plain = tarfile.TarInfo("z.cls")
+        plain.size = 1
+        shard.addfile(plain, io.BytesIO(b"7"))
+    part = given(tmp_path / f"links.{ending}")["train"]
+    first, second = png(PIXELS[0]), png(PIXELS[1])
+    expected = {"a": (first, 3), "b": (second, 5), "x": (first, 5), "y": (first, 5), "z": (first, 7)}
+    labels = sorted({label for _, label in expected.values()})  # a row has the place of its label
+    assert part.count == len(expected)
+    for row, (name, (image, label)) in zip(part.read(), expected.items(), strict=True):
+        assert row.name.endswith(f"{name}.png") and row.image == image and row.label == labels.index(label)
+
+
+def test_a_hard_link_to_nothing_is_named(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "link.tar", "w") as shard:
+        link = tarfile.TarInfo("a.png")
+        link.type, link.linkname = tarfile.LNKTYPE, "nowhere.png"
+        shard.addfile(link)
+    with pytest.raises(UserError, match=r"no readable shard: a\.png is a hard link to nowhere\.png, which"):
+        given(tmp_path / "link.tar")
 
 
 def test_bad_shards(tmp_path: Path) -> None:
