@@ -27,7 +27,7 @@ methods: memory method cassle der finetune lump pnn si methods
 freezing: units kernels products subspace bound background correlation kept select schedule timetable
 freezing: estimate following freezer savings
 freezing: policy policies progressive freezing
-integrations: integrations plan lightning huggingface trackers
+integrations: integrations plan lightning huggingface feed trackers
 training: training checkpoint weight_gradients triton_bn fused_resnet triton_views compiled cost distributed
 training: engine
 training.optimizers: optimizer adamw sgd lars optimizers

@@ -3,13 +3,16 @@
 To add one: subclass `Tracker` and add a line to `TRACKERS`, or name it as package.module:Class.
 """
 
+import copy
 import importlib
 import json
 import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,17 @@ from ptlf.core.processes import warn
 from ptlf.core.reading import flatten
 from ptlf.core.registry import Registry
 from ptlf.core.words import shown
+from ptlf.integrations.feed import Feed
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 IDS = "trackers.json"  # in the run's folder: by tracker, the id under which it knows the run
+STORING = threading.Lock()  # of that file: several trackers begin at the same time
 WANDB_URL = "https://api.wandb.ai"
 
 
 class Tracker:
-    """The step of a line is its number in metrics.jsonl, from 1: epochs over all tasks."""
+    """The step of a line is its number in metrics.jsonl, from 1: epochs over all tasks. `begin`, `epoch` and `end` are
+    called in this order by one thread, which is not the training's."""
 
     def __init__(self) -> None:
         """Import what is needed; nothing is written yet. Raises a UserError if the package is missing."""
@@ -56,11 +62,11 @@ class TensorBoard(Tracker):
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         place = folder / "tensorboard"
         known = any(place.glob("events.*"))
-        # Readers leave out what older files have from this step on.
-        self.writer = self.package.SummaryWriter(place, purge_step=len(lines) + 1 if known else None)
+        # Older files may lack the last lines. Readers leave out what they have from this step on.
+        self.writer = self.package.SummaryWriter(place, purge_step=1 if known else None)
         if not known:
             self.writer.add_text("settings", "```yaml\n" + yaml.safe_dump(dict(settings), sort_keys=False) + "```")
-            write_all(self, lines)
+        write_all(self, lines)
         self.writer.flush()
 
     def epoch(self, step: int, line: Line) -> None:
@@ -163,29 +169,43 @@ TRACKERS: Registry[type[Tracker]] = Registry(
 
 
 class Trackers:
-    """Several of them. One that fails is left out from then on, with a warning: the run is worth more."""
+    """Several of them, each called in order by a thread of its own. One that fails, or for which `room` calls wait, is
+    left out from then on, with a warning: the run is worth more. At the end the run waits for each tracker, unless no
+    call has returned for `timeout` seconds."""
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
+    def __init__(self, names: Iterable[str] = (), timeout: float = 30.0, room: int = 1000) -> None:
         self.members = {name: made(name) for name in names}
+        self.timeout, self.room = timeout, room
+        self.feeds: dict[str, Feed] = {}
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
-        place = folder.resolve()  # a tracker's own process may be in another folder
-        self._each(lambda tracker: tracker.begin(place, settings, lines), "to begin")
+        place, known = folder.resolve(), list(lines)  # a tracker's own process may be in another folder
+        self.feeds = {name: Feed(f"tracker {name}", self.room, partial(left_out, name)) for name in self.members}
+        self._each(lambda tracker: tracker.begin(place, settings, known), "to begin")
 
     def epoch(self, step: int, line: Line) -> None:
+        line = copy.deepcopy(line)
         self._each(lambda tracker: tracker.epoch(step, line), f"in task {line['task']}, epoch {line['epoch']}")
 
     def end(self, status: str) -> None:
-        self._each(lambda tracker: tracker.end(status), "to end")
+        self._each(lambda tracker: tracker.end(status), "to end", last=True)
+        for name, feed in self.feeds.items():
+            if not feed.join(self.timeout):
+                why = f"has not answered for {self.timeout:g} s"
+                warn(f"ptlf: warning: tracker {name!r} {why} and is left behind; metrics.jsonl holds all epochs")
+        self.feeds = {}
 
-    def _each(self, act: Callable[[Tracker], None], moment: str) -> None:
-        for name, tracker in list(self.members.items()):
-            try:
-                act(tracker)
-            except Exception as error:  # the disk, the network, the package
-                del self.members[name]
-                why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                warn(f"ptlf: warning: tracker {name!r} failed {moment} and is left out; the run goes on: {why}")
+    def _each(self, act: Callable[[Tracker], None], moment: str, *, last: bool = False) -> None:
+        for name, feed in list(self.feeds.items()):
+            if not feed.put(partial(act, self.members[name]), moment, last=last):
+                del self.feeds[name]
+                why = f"hangs: {self.room} calls wait for it; it is left out and the run goes on"
+                warn(f"ptlf: warning: tracker {name!r} {why}; metrics.jsonl holds all epochs")
+
+
+def left_out(name: str, moment: str, error: BaseException) -> None:
+    why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    warn(f"ptlf: warning: tracker {name!r} failed {moment} and is left out; the run goes on: {why}")
 
 
 def made(name: str) -> Tracker:
@@ -223,5 +243,6 @@ def stored_id(folder: Path, tracker: str) -> str | None:
 
 
 def store_id(folder: Path, tracker: str, name: str) -> str:
-    write_whole(folder / IDS, json.dumps({**stored_ids(folder), tracker: name}) + "\n")
+    with STORING:
+        write_whole(folder / IDS, json.dumps({**stored_ids(folder), tracker: name}) + "\n")
     return name

@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import ptlf
 from ptlf import cli
 from ptlf.cli import main
 from ptlf.core.errors import UserError
-from ptlf.integrations.trackers import TRACKERS, Tracker, Trackers, numbers
+from ptlf.core.files import write_whole
+from ptlf.integrations import trackers
+from ptlf.integrations.trackers import TRACKERS, Tracker, Trackers, numbers, store_id
 from ptlf.run.loop import Run
 from ptlf.training.process import Stopped
 
@@ -181,10 +184,14 @@ from ptlf.run.watcher import Watcher
 class Killed(Watcher):
     def begin_epoch(self, task, epoch, steps, frozen):
         if (task, epoch) == (1, 1):  # three lines are written, and a checkpoint after the first task
+            for feed in run.trackers.feeds.values():
+                while feed.answers < 4:  # begin, and the lines
+                    pass
             os.kill(os.getpid(), signal.SIGKILL)
 
 config = tiny_config(log=["tensorboard", "wandb", "mlflow"], checkpoint__every_epochs=0)
-Run(config, sys.argv[1]).train(Killed())
+run = Run(config, sys.argv[1])
+run.train(Killed())
 """
 
 
@@ -291,12 +298,138 @@ def test_mlflow_takes_names_with_odd_characters(tmp_path, capsys) -> None:
     trackers = Trackers(["mlflow"])
     trackers.begin(tmp_path, {"own": {"top%": 1}}, [])
     trackers.epoch(1, {"task": 1, "epoch": 1, "loss": {"KL(p||q) é": 0.5}})
-    client, run_id = trackers.members["mlflow"].client, trackers.members["mlflow"].run_id
     trackers.end("finished")
+    client, run_id = trackers.members["mlflow"].client, trackers.members["mlflow"].run_id
     assert capsys.readouterr().err == ""
     found = client.get_run(run_id).data
     assert found.params == {"own.top_": "1"}
     assert found.metrics["loss/KL_p__q_ é"] == 0.5
+
+
+class Blocks(Tracker):
+    """Hangs in `where` until it is opened."""
+
+    def __init__(self) -> None:
+        self.where, self.reached, self.opened = "", threading.Event(), threading.Event()
+        self.calls: list[Any] = []
+
+    def call(self, name: str, *given: Any) -> None:
+        if name == self.where:
+            self.reached.set()
+            self.opened.wait()
+        self.calls.append((name, *given))
+
+    def begin(self, folder: Path, settings: Mapping[str, Any], lines: Any) -> None:
+        self.call("begin", [line["epoch"] for line in lines])
+
+    def epoch(self, step: int, line: Mapping[str, Any]) -> None:
+        self.call("epoch", step, line["loss"]["ssl"])
+
+    def end(self, status: str) -> None:
+        self.call("end", status)
+
+
+def line(epoch: int) -> dict[str, Any]:
+    return {"task": 1, "epoch": epoch, "loss": {"ssl": epoch / 2}}
+
+
+@pytest.mark.parametrize("where", ["begin", "epoch", "end"])
+def test_one_that_hangs_is_left_behind_with_one_warning(tmp_path, capsys, where: str) -> None:
+    trackers = Trackers(["test_trackers:Blocks"], timeout=0.0)
+    (blocks,) = trackers.members.values()
+    blocks.where = where
+    trackers.begin(tmp_path, {}, [line(1)])
+    for epoch in (2, 3):
+        trackers.epoch(epoch, line(epoch))
+    (feed,) = trackers.feeds.values()
+    trackers.end("finished")
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "tracker 'test_trackers:Blocks' has not answered for 0 s and is left behind; metrics.jsonl holds" in told
+    blocks.opened.set()
+    feed.thread.join()
+    assert blocks.calls == [("begin", [1]), ("epoch", 2, 1.0), ("epoch", 3, 1.5), ("end", "finished")]
+    assert capsys.readouterr().err == ""
+
+
+def test_one_that_answers_is_waited_for_and_gets_all_in_order(tmp_path, capsys) -> None:
+    trackers = Trackers(["test_trackers:Blocks"], timeout=600.0)
+    (blocks,) = trackers.members.values()
+    blocks.where = "begin"
+    lines = [line(1)]
+    trackers.begin(tmp_path, {}, lines)
+    blocks.reached.wait()
+    for epoch in range(2, 100):
+        lines.append(line(epoch))
+        trackers.epoch(epoch, lines[-1])
+        lines[-1]["loss"]["ssl"] = -1.0  # what comes later is not what was told
+    blocks.opened.set()
+    trackers.end("stopped")
+    epochs = [("epoch", epoch, epoch / 2) for epoch in range(2, 100)]
+    assert blocks.calls == [("begin", [1]), *epochs, ("end", "stopped")]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_queue_leaves_a_tracker_out_and_the_others_go_on(tmp_path, capsys) -> None:
+    trackers = Trackers(["test_trackers:Blocks", "test_trackers:Free"], timeout=600.0, room=2)
+    blocks, free = trackers.members.values()
+    blocks.where = "begin"
+    trackers.begin(tmp_path, {}, [])
+    blocks.reached.wait()
+    for epoch in range(1, 9):
+        trackers.epoch(epoch, line(epoch))
+        assert free.told.acquire(timeout=600)
+    trackers.end("finished")
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "tracker 'test_trackers:Blocks' hangs: 2 calls wait for it; it is left out and the run goes on" in told
+    assert free.calls == [("epoch", epoch, epoch / 2) for epoch in range(1, 9)]
+    blocks.opened.set()
+
+
+class Free(Tracker):
+    """Says when it was told a line."""
+
+    def __init__(self) -> None:
+        self.told, self.calls = threading.Semaphore(0), []
+
+    def epoch(self, step: int, line: Mapping[str, Any]) -> None:
+        self.calls.append(("epoch", step, line["loss"]["ssl"]))
+        self.told.release()
+
+
+class Hangs(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = "begin"
+
+
+def test_a_run_whose_tracker_hangs_trains_to_its_end(tmp_path, capsys) -> None:
+    run = Run(tiny_config(log=["test_trackers:Hangs", "tensorboard"]), tmp_path / "run")
+    run.trackers.timeout = 0.0
+    (hangs, _) = run.trackers.members.values()
+    feeds = {}
+    plain, run.trackers.end = run.trackers.end, lambda status: (feeds.update(run.trackers.feeds), plain(status))[1]
+    assert run.train()["status"] == "finished"
+    assert "tracker 'test_trackers:Hangs' has not answered for 0 s" in capsys.readouterr().err
+    hangs.opened.set()
+    for feed in feeds.values():
+        feed.thread.join()
+    assert [step for name, step, *_ in hangs.calls if name == "epoch"] == [1, 2, 3, 4]
+    check(tmp_path / "run", 4, ("tensorboard",))
+
+
+def test_ids_are_read_and_written_by_one_tracker_at_a_time(tmp_path, monkeypatch) -> None:
+    alone, plain = [], trackers.stored_ids
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *words: (alone.append(trackers.STORING.locked()), function(*words))[1]
+
+    monkeypatch.setattr(trackers, "stored_ids", noted(plain))
+    monkeypatch.setattr(trackers, "write_whole", noted(write_whole))
+    for name in ("one", "two"):
+        store_id(tmp_path, name, "7")
+    assert alone == [True] * 4 and plain(tmp_path) == {"one": "7", "two": "7"}
 
 
 def test_numbers_of_a_line() -> None:
