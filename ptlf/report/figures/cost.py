@@ -32,7 +32,8 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
         unit = "G" if unit == "T" and highest < SCALES["T"] else unit
         lines = [(group, mean_line(group, key, SCALES.get(unit, 1), epochs)) for group in groups]
         known = [value for _, series in lines for _, value in (series if stepped else thinned(series))]
-        title = f"{measure.title.split(',')[0]}, {unit}"
+        # Bytes are the most that is kept at once; the others add up.
+        title = f"{measure.title.split(',')[0]}, {unit}" + " per epoch" * (unit in ("s", "G", "T"))
         if not stepped and (size := block_size(max(len(series) for _, series in lines))) > 1:
             title += f" (medians of {size} epochs)"
         drawing.text(left, top - 6, title, "ink", size=TINY + 1.5, bold=True)
