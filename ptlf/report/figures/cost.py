@@ -35,7 +35,7 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
         # Bytes are the most that is kept at once; the others add up.
         title = f"{measure.title.split(',')[0]}, {unit}" + " per epoch" * (unit in ("s", "G", "T"))
         if not stepped and (size := block_size(max(len(series) for _, series in lines))) > 1:
-            title += f" (medians of {size} epochs)"
+            title += f" (medians of {size})"
         drawing.text(left, top - 6, title, "ink", size=TINY + 1.5, bold=True)
         y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
         shade_tasks(drawing, x, y, tasks, epochs)
