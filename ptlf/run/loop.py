@@ -59,6 +59,8 @@ class Run(Looks):
                 raise
             finally:
                 self.watcher.end()
+                if processes.joined():
+                    self.trainer.engine.close()
             self.status = "finished"
             self.save_results()
         return self.results()
@@ -120,8 +122,7 @@ class Run(Looks):
                 self.pause()
             result = state.result()
         self.watcher.end_epoch(result.losses)
-        sent = self.trainer.parallel.bytes if self.trainer.parallel else 0
-        cost = self.cost_of_step(indices)
+        cost, sent = self.cost_of_step(indices), self.trainer.sent_bytes()
         line = self.record.end_epoch(self.position, result, self.clock.seconds, cost, frozen, sent)
         if self.out:
             append_line(self.out / "metrics.jsonl", line)

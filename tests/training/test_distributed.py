@@ -222,11 +222,6 @@ class TestRefused:
             check_batch(TrainingConfig(batch=batch), [1000])
         check_batch(TrainingConfig(batch=126), [1000])
 
-    def test_engines_for_one_process(self, three) -> None:
-        with pytest.raises(UserError, match="compiled is for one process; under torchrun use eager or auto"):
-            choose_engine("compiled", torch.device("cpu"))
-        assert choose_engine("auto", torch.device("cpu")) == "eager"
-
     def test_one_gpu_for_all(self, three, monkeypatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setenv("LOCAL_RANK", "2")
