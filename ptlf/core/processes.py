@@ -122,6 +122,11 @@ def _own_rows_of_sum(rows: Tensor) -> Tensor:
     return total.chunk(_world_size)[_rank].clone()
 
 
+@torch.library.custom_op("ptlf::all_reduce_", mutates_args=("tensor",))
+def _all_reduce_(tensor: Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
 @_all_gather_rows.register_fake
 def _(mine: Tensor) -> Tensor:
     return mine.new_empty(_world_size * len(mine), *mine.shape[1:])
@@ -152,7 +157,7 @@ def all_gather_rows(mine: Tensor) -> Tensor:
 def all_reduce_(tensor: Tensor) -> None:
     """The sum over the processes, in place. The tensor must be contiguous."""
     if _joined:
-        dist.all_reduce(tensor)
+        _all_reduce_(tensor)
 
 
 def all_reduce_mean(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -179,7 +184,7 @@ def all_reduce_mean_(tensors: Iterable[Tensor]) -> None:
         parts = flat.split([tensor.numel() for tensor in some])
         views = [in_layout_of(tensor, part) for tensor, part in zip(some, parts, strict=True)]
         torch._foreach_copy_(views, some)
-        dist.all_reduce(flat)
+        all_reduce_(flat)
         flat /= _world_size
         torch._foreach_copy_(some, views)
 

@@ -33,9 +33,7 @@ def choose_engine(wanted: str, device: torch.device) -> str:
     if wanted == "captured" and device.type != "cuda":
         raise UserError("training.engine captured needs a GPU; use eager or compiled here")
     if wanted == "captured" and processes.joined() and not dist.is_nccl_available():
-        raise UserError(
-            "under torchrun training.engine captured needs a PyTorch with NCCL; use eager or auto"
-        )
+        raise UserError("under torchrun training.engine captured needs a PyTorch with NCCL; use eager or auto")
     fast = device.type == "cuda" and why_not_captured(wanted, device) is None
     return wanted if wanted != "auto" else "captured" if fast else "eager"
 

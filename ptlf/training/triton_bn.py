@@ -53,8 +53,8 @@ class Tiles:
         self.parts = min(down, max(1, PROGRAMS // (views * across)))
         self.grid, self.sum_grid = (down, across, views), (self.parts, across, views)
         self.size, self.sum_size = (self.rows, self.channels), (self.rows, self.channels, self.parts)
-        # For the kernels that add up the partial sums, with one program per 8 channels. Products are rounded before they
-        # are added, so that the same formula gives the same bits in every kernel.
+        # For the kernels that add up the partial sums, with one program per 8 channels. Products are rounded before
+        # they are added, so that the same formula gives the same bits in every kernel.
         self.channel_grid = (blocks_of(self.channels, 8),)
         self.channel_block = {"BLOCK_P": next_power_of_2(self.parts), "BLOCK_C": 8, "enable_fp_fusion": False}
 

@@ -515,6 +515,9 @@ class Tape(TorchDispatchMode):
                 if is_fresh:
                     old.detach().copy_(new)
 
+    def reset(self) -> None:
+        self.operations.clear()
+
 
 class TapedEngine(engine.CapturedEngine):
     """A captured engine whose graphs are tapes. `did` has what it did, with the task."""
