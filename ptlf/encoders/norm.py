@@ -69,7 +69,8 @@ class SharedStatistics(nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        return torch.cat(self.of_views(input.chunk(self.views)))
+        parts = self.of_views(input.chunk(self.views))
+        return parts[0] if self.views == 1 else torch.cat(parts)
 
     def of_views(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Each view normalised by its own statistics, in train mode. They update the running ones in order."""
@@ -104,7 +105,11 @@ class SharedBatchNorm1d(SharedStatistics, nn.BatchNorm1d):
     pass
 
 
-class SharedBatchNorm2d(SharedStatistics, ViewBatchNorm2d):
+class SharedBatchNorm2d(SharedStatistics, nn.BatchNorm2d):
+    pass
+
+
+class SharedViewBatchNorm2d(SharedStatistics, ViewBatchNorm2d):
     pass
 
 
@@ -112,15 +117,20 @@ class SharedBatchNorm3d(SharedStatistics, nn.BatchNorm3d):
     pass
 
 
-SHARED = {nn.BatchNorm1d: SharedBatchNorm1d, nn.BatchNorm2d: SharedBatchNorm2d, nn.BatchNorm3d: SharedBatchNorm3d}
+SHARED = {
+    ViewBatchNorm2d: SharedViewBatchNorm2d,
+    nn.BatchNorm1d: SharedBatchNorm1d,
+    nn.BatchNorm2d: SharedBatchNorm2d,
+    nn.BatchNorm3d: SharedBatchNorm3d,
+}
 
 
 def synchronise(module: nn.Module) -> None:
     """Make every BatchNorm in the module use the batch of all processes, in place. Parameters stay the same objects."""
     for norm in module.modules():
-        for kind, shared in SHARED.items():
-            if isinstance(norm, kind):
-                norm.__class__ = shared
+        kinds = [shared for kind, shared in SHARED.items() if isinstance(norm, kind)]
+        if kinds and not is_synchronised(norm):
+            norm.__class__ = kinds[0]
 
 
 def is_synchronised(norm: nn.Module) -> bool:

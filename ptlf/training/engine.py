@@ -108,7 +108,7 @@ class CapturedEngine(Engine):
 
     def rebuild(self, variant: str, addresses: Addresses = (), pieces: Pieces | None = None) -> None:
         self.pieces = pieces
-        if any(processes.all_reduce_max([is_scarce(self.device)])):  # all capture at the same step
+        if any(processes.all_reduce_max([int(is_scarce(self.device))])):  # all capture at the same step
             self.kept = {}
         before, captured = self.kept.pop(variant, (addresses, {}))
         self.captured = captured if before == addresses else {}
