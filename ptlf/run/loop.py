@@ -56,14 +56,20 @@ class Run(Looks):
                 self.status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
                 with contextlib.suppress(Exception):  # best effort: the original error is re-raised
                     self.save_results()
+                if not isinstance(error, RuntimeError):  # else the graphs may be waiting for a process that has died
+                    self.leave_graphs()
                 raise
             finally:
                 self.watcher.end()
-                if processes.joined():
-                    self.trainer.engine.close()
+            self.leave_graphs()
             self.status = "finished"
             self.save_results()
         return self.results()
+
+    def leave_graphs(self) -> None:
+        """Before the process group ends, which the graphs hold on to."""
+        if processes.joined():
+            self.trainer.engine.close()
 
     def train_stream(self) -> None:
         if self.position == Position():

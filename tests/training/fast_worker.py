@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+if __name__ == "__main__":
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest

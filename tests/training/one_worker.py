@@ -1,18 +1,22 @@
-"""A captured run on one GPU: `python nccl_worker.py FOLDER KIND ...`, with `nccl` and `nccl_local` under torchrun.
+"""A run of one process: `python one_worker.py FOLDER KIND ...`, with `group` and `group_local` under torchrun.
 
-alone: without a process group. nccl: in a group of one process. nccl_local: the same, with norms that are not
-synchronised. stand_in: as nccl, but without a group; every collective is what it is for one process.
+alone: without a process group. group: in a group of its own. group_local: the same, with norms that are not
+synchronised. stand_in: as group, but without a group; every collective is what it is for one process. On a GPU the
+steps are captured and the group speaks NCCL. Without one they are eager, and kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch._inductor.config
@@ -25,8 +29,10 @@ from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.training import engine, fused_resnet
 
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
 CONFIG: dict[str, Any] = {
-    "encoder__name": "resnet18",
+    "encoder__name": "resnet18" if GPU else "conftest:tiny_resnet",
     "stream__groups": [[0, 1], [2, 3]],
     "training__epochs": 3,
     "training__batch": 32,
@@ -37,7 +43,7 @@ CONFIG: dict[str, Any] = {
     "freezing__final": 0.4,
     "memory__size": 64,
     "evaluation__enabled": False,
-    "device": "cuda",
+    "device": DEVICE,
 }
 
 
@@ -59,32 +65,32 @@ def fixed_algorithms(self: engine.Engine, batch: object = None) -> Any:
 
 
 def train(kind: str) -> dict[str, Any]:
-    synchronised = kind in ("nccl", "stand_in")
+    synchronised = kind in ("group", "stand_in")
     run = Run(tiny_config("digits/simsiam/lump", **CONFIG, distributed__sync_batch_norm=synchronised))
-    assert run.trainer.engine_kind == "captured"
     graphs = []
-    capture = run.trainer.engine.capture
-    run.trainer.engine.capture = lambda *given: graphs.append(capture(*given))
+    if GPU:
+        capture = run.trainer.engine.capture
+        run.trainer.engine.capture = lambda *given: graphs.append(capture(*given))
     results = run.train()
+    assert bool(graphs) is GPU
     state = {**run.model.state_dict(), **{f"method {key}": value for key, value in run.method.state_dict().items()}}
     rows = {key: value[:-1] if "memory." in key and value.ndim else value for key, value in state.items()}
     return {
-        "losses": [line["loss"] for line in epoch_lines(results)],
+        "losses": [loss for line in epoch_lines(results) for loss in line["loss"].values()],
         "state": {key: value.cpu() for key, value in rows.items()},
-        "graphs": len(graphs),
         "encoder": encoder_step(),
     }
 
 
 def encoder_step() -> dict[str, torch.Tensor]:
-    """Gradients and buffers after one step of an encoder in bf16."""
+    """Gradients and buffers after one forward and backward of an encoder in bf16."""
     torch.manual_seed(0)
-    encoder = ResNet(BasicBlock, (1, 1, 1), width=32).to("cuda", memory_format=torch.channels_last)
-    images = torch.randn(24, 3, 32, 32, device="cuda")
+    encoder = ResNet(BasicBlock, (1, 1), width=32 if GPU else 4).to(DEVICE, memory_format=torch.channels_last)
+    images = torch.randn(24 if GPU else 4, 3, 16, 16).to(DEVICE)
     if processes.joined():
         synchronise(encoder)
     torch.backends.cudnn.deterministic = True
-    with views_in_one_pass(encoder, 2), torch.autocast("cuda", torch.bfloat16):
+    with views_in_one_pass(encoder, 2), torch.autocast(DEVICE, torch.bfloat16):
         fused_resnet.forward(encoder, images).square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in encoder.named_parameters()}
     return {name: value.cpu() for name, value in {**gradients, **dict(encoder.named_buffers())}.items()}
