@@ -1,7 +1,8 @@
-"""Distributed runs: rank, world size and collective operations. In a single process every call is a no-op.
+"""Distributed runs: rank, world size and collective operations. Without a process group every call is a no-op.
 
 All processes draw the same global batch; each computes on its rows, `shard(rows)`. CPU tensors are exchanged with gloo,
-CUDA tensors with NCCL.
+CUDA tensors with NCCL. Collectives of a training step have fixed shapes and never wait for the host, so that a CUDA
+graph can record them. A group of one process does all its collectives too; they change no bit.
 """
 
 import os
@@ -20,11 +21,16 @@ from ptlf.core.errors import UserError
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # of one collective: the other ranks wait while rank 0 writes files
 
-_rank, _world_size = 0, 1
+_rank, _world_size, _joined = 0, 1, False
 
 
 def world_size() -> int:
     return _world_size
+
+
+def joined() -> bool:
+    """Whether this process is in a process group, if only its own."""
+    return _joined
 
 
 def is_first() -> bool:
@@ -41,19 +47,19 @@ def warn(warning: str) -> None:
 @contextmanager
 def process_group() -> Iterator[None]:
     """Join the process group that torchrun set up. Does nothing in a process that torchrun did not start."""
-    global _rank, _world_size
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+    global _rank, _world_size, _joined
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         yield
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local < torch.cuda.device_count():
         torch.cuda.set_device(local)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     store, number, processes = next(dist.rendezvous("env://", timeout=TIMEOUT))
     # After a restart the store still holds the addresses of the previous processes: use other keys.
     store = dist.PrefixStore(f"start {restarts()}", store)
     dist.init_process_group(backend, store=store, rank=number, world_size=processes, timeout=TIMEOUT)
-    _rank, _world_size = number, processes
+    _rank, _world_size, _joined = number, processes, True
     succeeded = True
     try:
         yield
@@ -64,7 +70,7 @@ def process_group() -> Iterator[None]:
         why = str(error).strip().partition("\n")[0][:200]
         raise UserError(f"another process of this run has ended, or does not answer: {why}") from error
     finally:
-        _rank, _world_size = 0, 1
+        _rank, _world_size, _joined = 0, 1, False
         if succeeded or "nccl" not in backend:  # NCCL may wait forever for processes that have ended
             dist.destroy_process_group()
 
@@ -86,71 +92,113 @@ def local_device(device: torch.device) -> torch.device:
     return torch.device("cuda", local)
 
 
+def share(rows: int) -> int:
+    """How many rows of a batch are this process's. `rows` must be a multiple of the number of processes."""
+    return rows // _world_size
+
+
 def shard(rows: int) -> slice:
     """The rows of this process. `rows` must be a multiple of the number of processes."""
-    size = rows // _world_size
+    size = share(rows)
     return slice(_rank * size, (_rank + 1) * size)
 
 
-class _AllGatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor) -> Tensor:
-        parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(_world_size)]
-        dist.all_gather(parts, mine.contiguous())
-        return torch.cat(parts)
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name first
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Sum over the processes: each of them used all rows."""
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad)
-        return grad.chunk(_world_size)[_rank]
+
+# Operators of their own, because compiled code calls an operator as it is: neither traces nor reorders what is inside.
+@torch.library.custom_op("ptlf::all_gather_rows", mutates_args=())
+def _all_gather_rows(mine: Tensor) -> Tensor:
+    rows = mine.new_empty(_world_size * len(mine), *mine.shape[1:])
+    _gather(rows, mine.contiguous())
+    return rows
+
+
+@torch.library.custom_op("ptlf::own_rows_of_sum", mutates_args=())
+def _own_rows_of_sum(rows: Tensor) -> Tensor:
+    """This process's rows of the sum over all processes."""
+    total = rows.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total.chunk(_world_size)[_rank].clone()
+
+
+@torch.library.custom_op("ptlf::all_reduce_", mutates_args=("tensor",))
+def _all_reduce_(tensor: Tensor) -> None:
+    dist.all_reduce(tensor)
+
+
+@_all_gather_rows.register_fake
+def _(mine: Tensor) -> Tensor:
+    return mine.new_empty(_world_size * len(mine), *mine.shape[1:])
+
+
+@_own_rows_of_sum.register_fake
+def _(rows: Tensor) -> Tensor:
+    return rows.new_empty(len(rows) // _world_size, *rows.shape[1:])
+
+
+def _gathered_backward(ctx: Any, grad: Tensor) -> Tensor:
+    """Sum over the processes: each of them used all rows."""
+    return _own_rows_of_sum(grad)
+
+
+_all_gather_rows.register_autograd(_gathered_backward)
 
 
 def all_gather_rows(mine: Tensor) -> Tensor:
     """The rows of all processes, in order of rank; `mine` are those of this one. Differentiable.
 
-    A loss of the gathered rows is the same on every process, so backward sums it `world_size` times.
-    DistributedDataParallel averages the gradients, which divides by `world_size` again.
+    A loss of the gathered rows is the same on every process, so backward sums it `world_size` times. The gradients are
+    averaged over the processes, which divides by `world_size` again.
     """
-    return mine if _world_size == 1 else _AllGatherRows.apply(mine)
+    return _all_gather_rows(mine) if _joined else mine
 
 
-def gather_rows(mine: Tensor, rows: Tensor) -> Tensor:
-    """The rows of `all_gather_rows(mine)` with these indices (a CPU tensor); the other rows are not sent."""
-    local = rows - _rank * len(mine)
-    here = (local >= 0) & (local < len(mine))
-    found = torch.zeros(len(rows), *mine.shape[1:], dtype=mine.dtype, device=mine.device)
-    found[here] = mine[local[here]]
-    if len(rows):
-        dist.all_reduce(found)  # each row is zero on all processes but one
-    return found
+def all_reduce_(tensor: Tensor) -> None:
+    """The sum over the processes, in place. The tensor must be contiguous."""
+    if _joined:
+        _all_reduce_(tensor)
 
 
 def all_reduce_mean(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Means of scalars over the processes."""
-    if _world_size == 1:
+    if not _joined:
         return values
     means = {name: value.detach().clone() for name, value in values.items()}
     all_reduce_mean_(means.values())
     return means
 
 
+@torch.no_grad()
 def all_reduce_mean_(tensors: Iterable[Tensor]) -> None:
-    """Means over the processes, in place, with one all-reduce. All tensors must have the same dtype."""
+    """Means over the processes, in place, with one all-reduce for all tensors of a dtype.
+
+    They are copied into a flat buffer in the order of their memory, which must be the same on all processes.
+    """
     tensors = list(tensors)
-    if _world_size == 1 or not tensors:
+    if not _joined:
         return
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(flat)
-    flat /= _world_size
-    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(mean.view_as(tensor))
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        some = [tensor for tensor in tensors if tensor.dtype is dtype]
+        flat = torch.empty(sum(tensor.numel() for tensor in some), dtype=dtype, device=some[0].device)
+        parts = flat.split([tensor.numel() for tensor in some])
+        views = [in_layout_of(tensor, part) for tensor, part in zip(some, parts, strict=True)]
+        torch._foreach_copy_(views, some)
+        all_reduce_(flat)
+        flat /= _world_size
+        torch._foreach_copy_(some, views)
+
+
+def in_layout_of(tensor: Tensor, flat: Tensor) -> Tensor:
+    """`flat` as a view with the shape and, where that leaves no holes, the strides of `tensor`: copies are then
+    copies of memory."""
+    strides = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, if it is dense
+    return flat.as_strided(tensor.shape, strides, flat.storage_offset())
 
 
 def all_reduce_max(values: list[int]) -> list[int]:
     """Elementwise maximum over the processes."""
-    if _world_size == 1:
+    if not _joined:
         return values
     stacked = torch.tensor(values)
     dist.all_reduce(stacked, dist.ReduceOp.MAX)
@@ -159,7 +207,7 @@ def all_reduce_max(values: list[int]) -> list[int]:
 
 def broadcast_object(value: T) -> T:
     """The value of rank 0, on all processes."""
-    if _world_size == 1:
+    if not _joined:
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -169,7 +217,7 @@ def broadcast_object(value: T) -> T:
 @torch.no_grad()
 def broadcast_(tensors: Iterable[Tensor]) -> None:
     """Overwrite the tensors with those of rank 0."""
-    if _world_size > 1:
+    if _joined:
         for tensor in tensors:
             sent = tensor.detach().contiguous()
             dist.broadcast(sent, src=0)
@@ -178,7 +226,7 @@ def broadcast_(tensors: Iterable[Tensor]) -> None:
 
 def all_equal(tensors: Iterable[Tensor]) -> bool:
     """Whether the sum of each tensor is the same on all processes."""
-    if _world_size == 1:
+    if not _joined:
         return True
     sums = torch.stack([tensor.detach().double().sum() for tensor in tensors])
     bounds = torch.stack((sums, -sums)).nan_to_num(0.0)

@@ -1,6 +1,6 @@
 """BatchNorm with separate statistics per view of a batch, and BatchNorm over the batch of all processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -62,29 +62,43 @@ def is_rowwise(encoder: nn.Module, example: Tensor) -> bool:
 
 
 class SharedStatistics(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm over the batch of all processes on CPUs, where SyncBatchNorm does not run. Shards have equal size."""
+    """BatchNorm over the batch of all processes, which have shares of equal size. One exchange in each direction."""
+
+    views = 1
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        dims = [0, *range(2, input.ndim)]
-        var, mean = torch.var_mean(input.float() if input.dtype is torch.bfloat16 else input, dims, correction=0)
-        means, variances = processes.all_gather_rows(torch.stack((mean, var))[None]).unbind(1)  # (processes, C) each
+        parts = self.of_views(input.chunk(self.views))
+        return parts[0] if self.views == 1 else torch.cat(parts)
+
+    def of_views(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Each view normalised by its own statistics, in train mode. They update the running ones in order."""
+        dims = [0, *range(2, views[0].ndim)]
+        precise = [view.float() if view.dtype in (torch.bfloat16, torch.float16) else view for view in views]
+        moments = [torch.stack(torch.var_mean(view, dims, correction=0)) for view in precise]  # variance and mean
+        variances, means = processes.all_gather_rows(torch.stack(moments)[None]).unbind(2)  # (processes, views, C) each
         mean = means.mean(0)
         var = variances.mean(0) + (means - mean).square().mean(0)
         if self.track_running_stats:
-            assert self.num_batches_tracked is not None
-            assert self.running_mean is not None and self.running_var is not None
-            values = processes.world_size() * input.numel() // input.shape[1]  # per channel
-            self.num_batches_tracked += 1
-            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean.detach(), momentum)
-            self.running_var.lerp_(var.detach() * values / (values - 1), momentum)
+            values = processes.world_size() * views[0].numel() // views[0].shape[1]  # per channel
+            self.track(mean.detach(), var.detach() * (values / (values - 1)))
         scale = torch.rsqrt(var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
-        shape = (1, -1, *[1] * (input.ndim - 2))
-        return (input * scale.view(shape) + shift.view(shape)).to(input.dtype)
+        shape = (1, -1, *[1] * (views[0].ndim - 2))
+        affine = zip(views, scale, shift, strict=True)
+        return [(view * factor.view(shape) + term.view(shape)).to(view.dtype) for view, factor, term in affine]
+
+    def track(self, means: Tensor, variances: Tensor) -> None:
+        """Update the running statistics with those of each view, (views, C)."""
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None and self.running_var is not None
+        for mean, var in zip(means, variances, strict=True):
+            self.num_batches_tracked += 1
+            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean, momentum)
+            self.running_var.lerp_(var, momentum)
 
 
 class SharedBatchNorm1d(SharedStatistics, nn.BatchNorm1d):
@@ -95,15 +109,29 @@ class SharedBatchNorm2d(SharedStatistics, nn.BatchNorm2d):
     pass
 
 
-def synchronise(module: nn.Module, device: torch.device) -> None:
+class SharedViewBatchNorm2d(SharedStatistics, ViewBatchNorm2d):
+    pass
+
+
+class SharedBatchNorm3d(SharedStatistics, nn.BatchNorm3d):
+    pass
+
+
+SHARED = {
+    ViewBatchNorm2d: SharedViewBatchNorm2d,
+    nn.BatchNorm1d: SharedBatchNorm1d,
+    nn.BatchNorm2d: SharedBatchNorm2d,
+    nn.BatchNorm3d: SharedBatchNorm3d,
+}
+
+
+def synchronise(module: nn.Module) -> None:
     """Make every BatchNorm in the module use the batch of all processes, in place. Parameters stay the same objects."""
-    if device.type == "cuda":
-        nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        return
     for norm in module.modules():
-        if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d):
-            norm.__class__ = SharedBatchNorm1d if isinstance(norm, nn.BatchNorm1d) else SharedBatchNorm2d
+        kinds = [shared for kind, shared in SHARED.items() if isinstance(norm, kind)]
+        if kinds and not is_synchronised(norm):
+            norm.__class__ = kinds[0]
 
 
 def is_synchronised(norm: nn.Module) -> bool:
-    return isinstance(norm, nn.SyncBatchNorm | SharedStatistics)
+    return isinstance(norm, SharedStatistics)

@@ -77,17 +77,13 @@ class Memory(nn.Module):
         return {"picks": picks, "memory_uniforms": torch.rand(batch, UNIFORMS_PER_VIEW, generator=generator)}
 
     def add(self, batch: Batch, slots: Tensor, outputs: Tensor | None = None) -> None:
-        images, views = batch.images, batch.views[-1].detach().to(self.views.dtype)
-        if processes.world_size() > 1:  # every process keeps the same memory, and has a share of the batch
-            slots = processes.all_gather_rows(slots)
-            rows = (slots < self.size).nonzero().flatten().cpu()
-            slots = slots[slots < self.size]
-            images, views = processes.gather_rows(images, rows), processes.gather_rows(views, rows)
-            outputs = None if outputs is None else processes.gather_rows(outputs, rows)
+        """Every process keeps the same memory, so all get the rows of the whole batch: the shape is fixed."""
+        views = batch.views[-1].detach().to(self.views.dtype)
+        slots, images, views = (processes.all_gather_rows(rows) for rows in (slots, batch.images, views))
         self.images.index_copy_(0, slots, images)
         self.views.index_copy_(0, slots, views)
         if outputs is not None:
-            self.outputs.index_copy_(0, slots, outputs)
+            self.outputs.index_copy_(0, slots, processes.all_gather_rows(outputs))
         self.seen += len(batch) * processes.world_size()
 
     def count_again(self) -> None:

@@ -22,6 +22,7 @@ from ptlf.core.batch import Batch
 from ptlf.core.memory import check_fits
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
+from ptlf.encoders.norm import SharedStatistics
 from ptlf.objectives.teacher import Teacher
 
 
@@ -83,8 +84,12 @@ def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
         return [head(view) for view in views]
     x = torch.cat(list(views))
     for layer in head:
-        apart = isinstance(layer, nn.modules.batchnorm._BatchNorm)
-        x = torch.cat([layer(view) for view in x.chunk(len(views))]) if apart else layer(x)
+        if isinstance(layer, SharedStatistics) and layer.training:
+            x = torch.cat(layer.of_views(x.chunk(len(views))))
+        elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            x = torch.cat([layer(view) for view in x.chunk(len(views))])
+        else:
+            x = layer(x)
     return list(x.chunk(len(views)))
 
 

@@ -151,7 +151,7 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
     half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
     fast = choose_engine(config.training.engine, device) != "eager"
     layout = on_gpu(config.training.channels_last, device)
-    accelerator = CompiledParts(config.training.batch, channels_last=layout) if fast else Accelerator()
+    accelerator = CompiledParts(processes.share(config.training.batch), channels_last=layout) if fast else Accelerator()
     model = Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
     if fast and not hasattr(encoder, "rowwise"):
         encoder.rowwise = is_rowwise(encoder, torch.empty(1, 3, size, size, device=device))  # type: ignore[assignment]
@@ -163,7 +163,7 @@ def check_memory(config: Config, encoder: nn.Module, views: int, view_size: int,
     says so itself. What the encoder keeps for backward is found by a forward of tensors without values."""
     if device.type != "cpu":
         return
-    rows = config.training.batch // processes.world_size() * views
+    rows = processes.share(config.training.batch) * views
     images = torch.empty(rows, 3, view_size, view_size, device="meta")
     needed = 2 * images.nbytes
     with contextlib.suppress(Exception):  # an encoder that cannot be copied, or be passed such images, is not estimated

@@ -64,12 +64,20 @@ class Run(Looks):
                 self.status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
                 with contextlib.suppress(Exception):  # best effort: the original error is re-raised
                     self.save_results()
+                if not isinstance(error, RuntimeError):  # else the graphs may be waiting for a process that has died
+                    self.leave_graphs()
                 raise
             finally:
                 self.watcher.end()
                 self.trackers.end(self.status)
+            self.leave_graphs()
             self.save_results()
         return self.results()
+
+    def leave_graphs(self) -> None:
+        """Before the process group ends, which the graphs hold on to."""
+        if processes.joined():
+            self.trainer.engine.close()
 
     def train_stream(self) -> None:
         if self.position == Position():
@@ -128,8 +136,7 @@ class Run(Looks):
                 self.pause()
             result = state.result()
         self.watcher.end_epoch(result.losses)
-        sent = self.trainer.parallel.bytes if self.trainer.parallel else 0
-        cost = self.cost_of_step(indices)
+        cost, sent = self.cost_of_step(indices), self.trainer.sent_bytes()
         line = self.record.end_epoch(self.position, result, self.clock.seconds, cost, frozen, sent)
         if self.out:
             append_line(self.out / "metrics.jsonl", line)

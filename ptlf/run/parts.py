@@ -62,7 +62,7 @@ class Parts:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         method = build.make_method(config, self.stream, self.model, self.view_size, self.random["method"])
         self.method = method.to(self.device)
-        make_alike([self.model, self.method], config.distributed, self.device)
+        make_alike([self.model, self.method], config.distributed)
         parameters = [*self.model.parameters(), *self.method.parameters()]
         optimizer = build.make_optimizer(config.training, [p for p in parameters if p.requires_grad])
         self.trainer = Trainer(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.utils._triton import has_triton
 
 from ptlf.core import processes
@@ -27,11 +28,11 @@ KEPT = 64  # variants whose graphs are kept
 
 
 def choose_engine(wanted: str, device: torch.device) -> str:
-    """`auto` means captured on one GPU with a Triton compiler, eager otherwise."""
+    """`auto` means captured on GPUs with a Triton compiler (and NCCL where processes share a run), eager otherwise."""
     if wanted == "captured" and device.type != "cuda":
         raise UserError("training.engine captured needs a GPU; use eager or compiled here")
-    if wanted not in ("auto", "eager") and processes.world_size() > 1:
-        raise UserError(f"training.engine {wanted} is for one process; under torchrun use eager or auto")
+    if wanted == "captured" and processes.joined() and not dist.is_nccl_available():
+        raise UserError("under torchrun training.engine captured needs a PyTorch with NCCL; use eager or auto")
     fast = device.type == "cuda" and why_not_captured(wanted, device) is None
     return wanted if wanted != "auto" else "captured" if fast else "eager"
 
@@ -40,8 +41,8 @@ def why_not_captured(wanted: str, device: torch.device) -> str | None:
     """Why `auto` runs eagerly on this GPU, or None."""
     if wanted != "auto" or device.type != "cuda":
         return None
-    if processes.world_size() > 1:
-        return f"{processes.world_size()} processes share this run"
+    if processes.joined() and not dist.is_nccl_available():
+        return "this PyTorch has no NCCL, through which captured steps of several processes speak"
     return None if has_triton() else "there is no Triton compiler for this GPU"
 
 
@@ -60,6 +61,9 @@ class Engine:
 
         pieces: what the new step consists of, None where unknown.
         """
+
+    def close(self) -> None:
+        """Let go of all graphs: no step follows."""
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -103,13 +107,21 @@ class CapturedEngine(Engine):
 
     def rebuild(self, variant: str, addresses: Addresses = (), pieces: Pieces | None = None) -> None:
         self.pieces = pieces
-        if is_scarce(self.device):
+        if any(processes.all_reduce_max([int(is_scarce(self.device))])):  # all capture at the same step
             self.kept = {}
         before, captured = self.kept.pop(variant, (addresses, {}))
         self.captured = captured if before == addresses else {}
         self.kept[variant] = addresses, self.captured
         if len(self.kept) > KEPT:
             del self.kept[next(iter(self.kept))]
+
+    def close(self) -> None:
+        """NCCL leaves a process group only when no graph holds its collectives."""
+        for _, sizes in self.kept.values():
+            for captured in sizes.values():
+                if captured.graph is not None:
+                    captured.graph.reset()
+        self.kept, self.captured = {}, {}
 
     def has_graphs(self) -> bool:
         return any(captured.graph for _, sizes in self.kept.values() for captured in sizes.values())
@@ -178,7 +190,8 @@ class CapturedEngine(Engine):
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream), self.arithmetic(batch):
-            graph.capture_begin(self.pool)
+            # NCCL's own thread may look at its events meanwhile, which "global" would forbid.
+            graph.capture_begin(self.pool, "thread_local" if processes.joined() else "global")
             try:
                 mine.losses = self.body(replace(batch))  # whose views are let go, for the next graph
             finally:

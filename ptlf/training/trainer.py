@@ -24,7 +24,7 @@ from ptlf.stream.loading import ImageSource, Sources
 from ptlf.training import fused_resnet
 from ptlf.training.compiled import variant
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
-from ptlf.training.distributed import Parallel, average_statistics
+from ptlf.training.distributed import average_gradients, average_statistics
 from ptlf.training.engine import ENGINES, CapturedEngine, Engine, Pieces, choose_engine
 from ptlf.training.fused_resnet import folded
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
@@ -109,11 +109,12 @@ class Trainer:
         self.engine_kind = choose_engine(self.config.engine, self.device)
         self.engine = Engine(self.step, self.device)
         if self.engine_kind == "captured":
-            self.engine = CapturedEngine(self.step, self.device, self.config.batch)
+            self.engine = CapturedEngine(self.step, self.device, processes.share(self.config.batch))
         self.update_rule = OPTIMIZERS.find(self.config.optimizer.name)
         self.kept_state: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter that ever trained, see prepare_state
         self.rebuilds = 0
-        self.parallel: Parallel | None = None  # where several processes share the run, from an epoch's start on
+        self.variant = ""  # the key of the step's operations
+        self.sent: dict[str, int] = {}  # bytes of gradients that a step exchanges, by variant
 
     @property
     def source(self) -> ImageSource:
@@ -127,23 +128,32 @@ class Trainer:
     def step(self, batch: Batch) -> dict[str, Tensor]:
         batch.views = self.views(batch)
         batch.mixed = self.method.mix(batch)
-        losses = self.parallel(batch) if self.parallel else self.method.losses(self.model, batch)
+        losses = self.method.losses(self.model, batch)
         self.optimizer.zero_grad(set_to_none=True)
         total(losses).backward()
+        if processes.joined():
+            self.sent[self.variant] = average_gradients(self.trained())
         self.clip()
         self.method.after_backward(self.model, self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.model.objective.after_step(self.model.encoder, batch)
         self.method.remember(batch)
-        if self.parallel:
+        if processes.joined():
             average_statistics(self.model, self.method)
-        return {name: loss.detach() for name, loss in losses.items()}
+        return processes.all_reduce_mean({name: loss.detach() for name, loss in losses.items()})
+
+    def trained(self) -> list[Tensor]:
+        """The optimizer's parameters, frozen or not."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def sent_bytes(self) -> int:
+        """Bytes of gradients that a step with the current frozen set exchanges with other processes."""
+        return self.sent.get(self.variant, 0)
 
     def clip(self) -> None:
         """Scale the gradients to a norm of at most `training.clip`, without waiting for the device."""
         if self.config.clip is not None:
-            trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(trained, self.config.clip, foreach=True)
+            nn.utils.clip_grad_norm_(self.trained(), self.config.clip, foreach=True)
 
     def begin_epoch(self) -> EpochState:
         return EpochState(self.random["order"].get_state())
@@ -153,8 +163,6 @@ class Trainer:
         self.model.train()
         self.random["order"].set_state(state.order)
         order = list(self.batches(indices, self.random["order"]))
-        if processes.world_size() > 1 and self.parallel is None:
-            self.parallel = Parallel(self.model, self.method, self.reached(indices))
         state.fit(len(order))
         rest = order[state.steps :]
         with self.source.batches([chosen[processes.shard(len(chosen))] for chosen in rest]) as loaded:
@@ -162,8 +170,7 @@ class Trainer:
                 rate = learning_rate(self.config, epoch + state.steps / len(order), self.config.epochs)
                 set_rate(self.optimizer, rate)
                 batch = self.load(chosen, self.random["views"], self.method.draw(len(chosen)), images)
-                losses = processes.all_reduce_mean(self.engine(batch))
-                state.add(losses, len(chosen) * len(self.view_specs), of=len(order))
+                state.add(self.engine(batch), len(chosen) * len(self.view_specs), of=len(order))
                 yield
 
     def views(self, batch: Batch) -> list[Tensor]:
@@ -183,7 +190,7 @@ class Trainer:
             self.engine.rebuild(name, addresses, self.pieces())
         else:  # the first step creates state: it must run uncaptured, and no earlier graph may be replayed
             self.engine.rebuild(name, (*addresses, self.rebuilds), None)
-        self.parallel = None
+        self.variant = name
         return name
 
     def pieces(self) -> Pieces | None:
@@ -204,14 +211,6 @@ class Trainer:
             found = [group["lr"], *(value for state in states for value in state.values())]
             tensors += [value for value in found if isinstance(value, Tensor)]
         return tensors
-
-    def reached(self, indices: np.ndarray) -> list[nn.Parameter]:
-        """The parameters that get a gradient in a step with the current frozen set. Changes no state."""
-        trainable = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        with self.dry_step(indices) as batch:
-            loss = total(self.method.losses(self.model, batch))
-            gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
-        return [p for p, gradient in zip(trainable, gradients, strict=True) if gradient is not None]
 
     @contextmanager
     def dry_step(self, indices: np.ndarray) -> Iterator[Batch]:

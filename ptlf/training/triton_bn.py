@@ -3,6 +3,9 @@
 Tensors are channels-last: memory holds one row of C channels per (image, height, width). The batch consists of `views`
 equal parts, each normalised by its own statistics. Reductions start at the end of a tensor, because the convolution
 before has left its last rows in the cache. They add in a fixed order, so that a repeated step gives the same bits.
+
+Where processes share the batch, the statistics of a norm are those of all rows of all processes: means and variances
+are gathered in forward, the two sums of the gradient are added up in backward. Each is one small exchange.
 """
 
 from typing import Any
@@ -14,6 +17,8 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ptlf.core import processes
+from ptlf.encoders.norm import is_synchronised
 from ptlf.freezing.kernels import input_gradient
 from ptlf.training import weight_gradients
 
@@ -48,12 +53,26 @@ class Tiles:
         self.parts = min(down, max(1, PROGRAMS // (views * across)))
         self.grid, self.sum_grid = (down, across, views), (self.parts, across, views)
         self.size, self.sum_size = (self.rows, self.channels), (self.rows, self.channels, self.parts)
-        # For the kernels that add up the partial sums, with one program per 8 channels.
+        # For the kernels that add up the partial sums, with one program per 8 channels. Products are rounded before
+        # they are added, so that the same formula gives the same bits in every kernel.
         self.channel_grid = (blocks_of(self.channels, 8),)
-        self.channel_block = {"BLOCK_P": next_power_of_2(self.parts), "BLOCK_C": 8}
+        self.channel_block = {"BLOCK_P": next_power_of_2(self.parts), "BLOCK_C": 8, "enable_fp_fusion": False}
 
     def partial_sums(self, x: Tensor) -> Tensor:
         return torch.empty(self.views, self.parts, 2, self.channels, device=x.device)
+
+    def all_moments(self, partial: Tensor, x: Tensor) -> Tensor:
+        """Mean and variance of every process's rows, (processes, views, 2, C), from this one's partial sums of x."""
+        mine = torch.empty(1, self.views, 2, self.channels, device=x.device)
+        _moments[self.channel_grid](partial, x, mine, *self.sum_size, VIEWS=self.views, **self.channel_block)
+        return processes.all_gather_rows(mine)
+
+    def all_sums(self, partial: Tensor) -> Tensor:
+        """Both sums over the rows of all processes, (views, 2, C)."""
+        sums = torch.empty(self.views, 2, self.channels, device=partial.device)
+        _add_up[self.channel_grid](partial, sums, *self.sum_size[1:], VIEWS=self.views, **self.channel_block)
+        processes.all_reduce_(sums)
+        return sums
 
 
 @triton.jit
@@ -86,6 +105,16 @@ def _load_sums(partial, view, parts, channels, c, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
+def _add_up(partial, sums, channels, parts, VIEWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Both sums of every view, (views, 2, C), from the partial sums."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    for view in tl.static_range(VIEWS):
+        first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
+        tl.store(sums + view * 2 * channels + c, first, mask=c < channels)
+        tl.store(sums + (view * 2 + 1) * channels + c, second, mask=c < channels)
+
+
+@triton.jit
 def _affine(mean, inv_std, weight, bias, cv, c, channels):
     """The norm as scale and shift: the same bits in forward and backward, which recomputes the mask from them."""
     inside = c < channels
@@ -113,24 +142,63 @@ def _sums(x, partial, rows, channels, parts, BLOCK_R: tl.constexpr, BLOCK_C: tl.
 
 
 @triton.jit
-def _statistics(
-    partial, x, running_mean, running_var, tracked, mean, inv_std, rows, channels, parts, momentum, eps,
-    VIEWS: tl.constexpr, TRACK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Mean and 1 / sqrt(var + eps) of every view. The running statistics are updated by one view after the other."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+def _moments_of(partial, x, view, rows, channels, parts, c, BLOCK_P: tl.constexpr):
+    """Mean and variance of a view, from the partial sums."""
     pivot = tl.load(x + c, mask=c < channels, other=0.0).to(tl.float32)
+    first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
+    first /= rows
+    var = second / rows - first * first
+    return first + pivot, tl.where(var < 0, 0.0, var)
+
+
+@triton.jit
+def _moments(
+    partial, x, moments, rows, channels, parts, VIEWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Mean and variance of this process's rows of every view: (views, 2, C)."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    for view in tl.static_range(VIEWS):
+        mean, var = _moments_of(partial, x, view, rows, channels, parts, c, BLOCK_P)
+        tl.store(moments + view * 2 * channels + c, mean, mask=c < channels)
+        tl.store(moments + (view * 2 + 1) * channels + c, var, mask=c < channels)
+
+
+@triton.jit
+def _joint_moments(moments, view, processes, channels, c, VIEWS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Mean and variance of a view over all processes, from those of each, (processes, views, 2, C)."""
+    at = moments + view * 2 * channels + c
+    mean = tl.zeros((BLOCK_C,), tl.float32)
+    var = tl.zeros((BLOCK_C,), tl.float32)
+    for i in range(processes):
+        mean += tl.load(at + i * VIEWS * 2 * channels, mask=c < channels, other=0.0)
+    mean /= processes
+    for i in range(processes):
+        apart = tl.load(at + i * VIEWS * 2 * channels, mask=c < channels, other=0.0) - mean
+        var += tl.load(at + (i * VIEWS * 2 + 1) * channels, mask=c < channels, other=0.0) + apart * apart
+    return mean, var / processes
+
+
+@triton.jit
+def _statistics(
+    partial, moments, x, running_mean, running_var, tracked, mean, inv_std, rows, channels, parts, processes,
+    momentum, eps,
+    VIEWS: tl.constexpr, TRACK: tl.constexpr, SHARED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Mean and 1 / sqrt(var + eps) of every view, from the partial sums or (SHARED) the moments of all processes. The
+    running statistics are updated by one view after the other."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     old_mean = tl.load(running_mean + c, mask=c < channels, other=0.0)
     old_var = tl.load(running_var + c, mask=c < channels, other=0.0)
+    count = rows * processes
     for view in tl.static_range(VIEWS):
-        first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
-        first /= rows
-        var = second / rows - first * first
-        var = tl.where(var < 0, 0.0, var)
-        tl.store(mean + view * channels + c, first + pivot, mask=c < channels)
+        if SHARED:
+            center, var = _joint_moments(moments, view, processes, channels, c, VIEWS, BLOCK_C)
+        else:
+            center, var = _moments_of(partial, x, view, rows, channels, parts, c, BLOCK_P)
+        tl.store(mean + view * channels + c, center, mask=c < channels)
         tl.store(inv_std + view * channels + c, 1 / tl.sqrt(var + eps), mask=c < channels)
-        old_mean += momentum * (first + pivot - old_mean)
-        old_var += momentum * (var * (rows / (rows - 1)) - old_var)
+        old_mean += momentum * (center - old_mean)
+        old_var += momentum * (var * (count / (count - 1)) - old_var)
     if TRACK:
         tl.store(running_mean + c, old_mean, mask=c < channels)
         tl.store(running_var + c, old_var, mask=c < channels)
@@ -201,28 +269,35 @@ def _gradient_sums(
 
 @triton.jit
 def _coefficients(
-    partial, mean, inv_std, weight, coefficients, grad_weight, grad_bias, rows, channels, parts,
-    VIEWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    partial, sums, mean, inv_std, weight, coefficients, grad_weight, grad_bias, rows, channels, parts, processes,
+    VIEWS: tl.constexpr, SHARED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """a, b, d of every view and channel: the input gradient is a * gradient + b * input + d. Also the gradients of the
-    norm's weight and bias."""
+    norm's weight and bias.
+
+    SHARED: a, b, d are of the sums over all processes, (views, 2, C). The gradients of weight and bias are of this
+    process's rows: they are averaged with all others.
+    """
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     factor = tl.load(weight + c, mask=c < channels, other=0.0)
     weights = tl.zeros((BLOCK_C,), tl.float32)
     biases = tl.zeros((BLOCK_C,), tl.float32)
+    count = rows * processes
     for view in tl.static_range(VIEWS):
         scale = tl.load(inv_std + view * channels + c, mask=c < channels, other=0.0)
         center = tl.load(mean + view * channels + c, mask=c < channels, other=0.0)
         first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
-        second *= scale
-        weights += second
+        weights += second * scale
         biases += first
+        if SHARED:
+            first = tl.load(sums + view * 2 * channels + c, mask=c < channels, other=0.0)
+            second = tl.load(sums + (view * 2 + 1) * channels + c, mask=c < channels, other=0.0)
         a = scale * factor
-        b = -a * scale * (second / rows)
+        b = -a * scale * (second * scale / count)
         to = coefficients + view * 3 * channels + c
         tl.store(to, a, mask=c < channels)
         tl.store(to + channels, b, mask=c < channels)
-        tl.store(to + 2 * channels, -a * (first / rows) - b * center, mask=c < channels)
+        tl.store(to + 2 * channels, -a * (first / count) - b * center, mask=c < channels)
     tl.store(grad_weight + c, weights, mask=c < channels)
     tl.store(grad_bias + c, biases, mask=c < channels)
 
@@ -356,8 +431,12 @@ class _NormReLU(torch.autograd.Function):
         _sums[tiles.sum_grid](x, partial, *tiles.sum_size, **tiles.block, num_warps=8)
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
         settings = (norm.momentum, norm.eps)
-        flags = {"VIEWS": views, "TRACK": norm.track_running_stats, **tiles.channel_block}
-        _statistics[tiles.channel_grid](partial, x, *running, mean, inv_std, *tiles.sum_size, *settings, **flags)
+        ctx.shared = processes.joined() and is_synchronised(norm)
+        moments = tiles.all_moments(partial, x) if ctx.shared else partial
+        flags = {"VIEWS": views, "TRACK": norm.track_running_stats, "SHARED": ctx.shared, **tiles.channel_block}
+        sizes = (*tiles.sum_size, processes.world_size() if ctx.shared else 1)
+        statistics = (*running, mean, inv_std)
+        _statistics[tiles.channel_grid](partial, moments, x, *statistics, *sizes, *settings, **flags)
         has_residual, has_extra = residual is not None, extra is not None
         terms = (residual if has_residual else x, extra if has_extra else x)  # x stands for a pointer that is not read
         flags = {"RESIDUAL": has_residual, "EXTRA": has_extra, "RELU": relu, "num_warps": 2}
@@ -387,8 +466,10 @@ class _NormReLU(torch.autograd.Function):
         coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
         grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
         results = (coefficients, grad_weight, grad_bias)
-        flags = {"VIEWS": tiles.views, **tiles.channel_block}
-        _coefficients[tiles.channel_grid](partial, mean, inv_std, weight, *results, *tiles.sum_size, **flags)
+        sums = tiles.all_sums(partial) if ctx.shared else partial
+        flags = {"VIEWS": tiles.views, "SHARED": ctx.shared, **tiles.channel_block}
+        sizes = (*tiles.sum_size, processes.world_size() if ctx.shared else 1)
+        _coefficients[tiles.channel_grid](partial, sums, mean, inv_std, weight, *results, *sizes, **flags)
         flags = {"BY_INPUT": ctx.mask == BY_INPUT and not summed, "num_warps": 2}
         _input_gradient[small.grid](total, x, *affine, coefficients, grad_input, *small.size, **small.block, **flags)
         return grad_input, grad_weight, grad_bias, total if ctx.has_residual else None, None, None, None, None, None

@@ -21,7 +21,6 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.results import epoch_lines
-from ptlf.training.engine import choose_engine
 from ptlf.training.trainer import TrainingConfig, check_batch
 
 pytestmark = pytest.mark.slow
@@ -41,12 +40,12 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
 
 
-def start(words: list[str], count: int) -> list[subprocess.Popen]:
+def start(words: list[str], count: int, **more: str) -> list[subprocess.Popen]:
     """Start processes as torchrun does, but without its supervision."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), **more}
     return [
         subprocess.Popen(
             [sys.executable, *words],
@@ -221,11 +220,6 @@ class TestRefused:
         with pytest.raises(UserError, match=told):
             check_batch(TrainingConfig(batch=batch), [1000])
         check_batch(TrainingConfig(batch=126), [1000])
-
-    def test_engines_for_one_process(self, three) -> None:
-        with pytest.raises(UserError, match="compiled is for one process; under torchrun use eager or auto"):
-            choose_engine("compiled", torch.device("cpu"))
-        assert choose_engine("auto", torch.device("cpu")) == "eager"
 
     def test_one_gpu_for_all(self, three, monkeypatch) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ptlf.core import processes
 from ptlf.core.batch import Batch, from_bytes, to_bytes
 from ptlf.core.errors import UserError
 from ptlf.encoders.norm import is_rowwise, takes_views_in_one_pass
@@ -311,6 +312,20 @@ def test_a_gpu_without_a_compiler_runs_eagerly_and_says_so(monkeypatch) -> None:
     assert engine.why_not_captured("eager", gpu) is None
 
 
+def test_several_gpus_without_nccl_run_eagerly_and_say_so(monkeypatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(engine, "has_triton", lambda: True)
+    monkeypatch.setattr(processes, "_joined", True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert engine.choose_engine("auto", gpu) == engine.choose_engine("captured", gpu) == "captured"
+    assert engine.why_not_captured("auto", gpu) is None
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert engine.choose_engine("auto", gpu) == "eager"
+    assert engine.why_not_captured("auto", gpu).startswith("this PyTorch has no NCCL")
+    with pytest.raises(UserError, match="captured needs a PyTorch with NCCL"):
+        engine.choose_engine("captured", gpu)
+
+
 def batch_of(size: int, draws: float = 0.0) -> Batch:
     images = torch.zeros(size, 2, 2, 3, dtype=torch.uint8)
     return Batch(images, torch.zeros(size, dtype=torch.int64), torch.rand(2, size, 5), {"lam": torch.tensor(draws)})
@@ -527,6 +542,9 @@ class Tape(TorchDispatchMode):
             for old, new, is_fresh in zip(made, again, fresh, strict=True):
                 if is_fresh:
                     old.detach().copy_(new)
+
+    def reset(self) -> None:
+        self.operations.clear()
 
 
 class TapedEngine(engine.CapturedEngine):

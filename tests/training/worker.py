@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from conftest import tiny_config, tiny_encoder
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ptlf.core import processes
 from ptlf.model import Model, gradient
@@ -30,7 +29,7 @@ from ptlf.run import build
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.run.watcher import Watcher
-from ptlf.training.distributed import Parallel
+from ptlf.training import trainer
 
 COMMON: dict[str, Any] = {
     "training__epochs": 2,
@@ -102,8 +101,6 @@ class Notes(Watcher):
         self.fresh = False
 
     def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None:
-        if self.run.trainer.parallel:
-            self.run.trainer.parallel.sent = 0
         self.fresh, self.place = True, (task + 1, epoch + 1)
 
     def step(self, views: int) -> None:
@@ -115,25 +112,26 @@ class Notes(Watcher):
                 for name, p in module.named_parameters()
                 if p.grad is not None
             }
-            self.sent[self.place] = getattr(self.run.trainer.parallel, "sent", 0)
+            self.sent[self.place] = SENT.pop() if SENT else 0
         self.fresh = False
 
 
+SENT: list[int] = []  # the bytes of gradients that the last step really sent
+
+
 def count_sent_bytes() -> None:
-    """Make every `Parallel` count the bytes that it really sends."""
-    make = Parallel.__init__
+    average, send = trainer.average_gradients, torch.distributed.all_reduce
 
-    def made(self: Parallel, *arguments: Any) -> None:
-        make(self, *arguments)
-        self.sent = 0
+    def counted(parameters: Sequence[Tensor]) -> int:
+        sizes: list[int] = []
+        torch.distributed.all_reduce = lambda tensor: sizes.append(tensor.nbytes) or send(tensor)
+        try:
+            return average(parameters)
+        finally:
+            torch.distributed.all_reduce = send
+            SENT[:] = [sum(sizes)]
 
-        def counted(group, bucket):  # type: ignore[no-untyped-def]
-            self.sent += bucket.buffer().nbytes
-            return allreduce_hook(group, bucket)
-
-        self.register_comm_hook(None, counted)
-
-    Parallel.__init__ = made  # type: ignore[method-assign]
+    trainer.average_gradients = counted
 
 
 def train(name: str) -> dict[str, Any]:
