@@ -17,6 +17,7 @@ from torch.utils._triton import has_triton
 from ptlf.core import processes
 from ptlf.core.batch import Batch, Layout
 from ptlf.core.errors import UserError
+from ptlf.training import graph_nodes
 
 Body = Callable[[Batch], dict[str, Tensor]]
 Addresses = tuple[int, ...]  # of every tensor that a step reads or writes beside its batch
@@ -176,13 +177,15 @@ class CapturedEngine(Engine):
         if not self.has_graphs():
             self.pool = torch.cuda.graph_pool_handle()  # one that lost all its graphs cannot be used again
             torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(self.stream), self.arithmetic(batch):
             graph.capture_begin(self.pool)
             try:
                 mine.losses = self.body(replace(batch))  # whose views are let go, for the next graph
             finally:
                 graph.capture_end()
+        graph_nodes.replace_memsets(graph.raw_cuda_graph())
+        graph.instantiate()
         mine.batch, mine.graph = batch, graph
 
 
