@@ -28,7 +28,7 @@ freezing: units kernels correlation kept select schedule timetable estimate foll
 freezing: policy policies progressive freezing
 integrations: integrations plan lightning huggingface trackers
 training: training checkpoint weight_gradients triton_bn fused_resnet triton_views compiled cost distributed
-training: engine
+training: graph_nodes engine
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread

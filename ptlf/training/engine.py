@@ -18,6 +18,7 @@ from torch.utils._triton import has_triton
 from ptlf.core import processes
 from ptlf.core.batch import Batch, Layout
 from ptlf.core.errors import UserError
+from ptlf.training import graph_nodes
 
 Body = Callable[[Batch], dict[str, Tensor]]
 Addresses = tuple[int, ...]  # of every tensor that a step reads or writes beside its batch
@@ -188,7 +189,7 @@ class CapturedEngine(Engine):
         if not self.has_graphs():
             self.pool = torch.cuda.graph_pool_handle()  # one that lost all its graphs cannot be used again
             torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(self.stream), self.arithmetic(batch):
             # NCCL's own thread may look at its events meanwhile, which "global" would forbid.
             graph.capture_begin(self.pool, "thread_local" if processes.joined() else "global")
@@ -196,6 +197,8 @@ class CapturedEngine(Engine):
                 mine.losses = self.body(replace(batch))  # whose views are let go, for the next graph
             finally:
                 graph.capture_end()
+        graph_nodes.replace_memsets(graph.raw_cuda_graph())
+        graph.instantiate()
         mine.batch, mine.graph = batch, graph
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -28,7 +29,7 @@ from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, mlp
 from ptlf.run import build
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
-from ptlf.training import compiled, engine, fused_resnet
+from ptlf.training import compiled, engine, fused_resnet, graph_nodes
 from ptlf.training.optimizers import OPTIMIZERS
 
 FROZEN = ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")
@@ -876,3 +877,24 @@ def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) ->
     assert {0, 1} <= set(prepared)
     assert (2 in prepared) == (":" in optimizer)
     assert moved(kept, anew) == 0
+
+
+@pytest.mark.gpu
+def test_memsets_of_a_graph_become_kernels() -> None:
+    """Words of several sizes, and the order between what comes before and after them."""
+    given = [torch.full((1000,), 7, dtype=torch.int32, device="cuda") for _ in range(3)]
+    copies, graph = [torch.empty_like(one) for one in given], torch.cuda.CUDAGraph(keep_graph=True)
+    names = ("cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async")
+    with torch.cuda.graph(graph):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        for one, copied, name, size in zip(given, copies, names, (1, 2, 4), strict=True):
+            one += 1
+            graph_nodes.call(name, ctypes.c_ulonglong(one.data_ptr()), 3, ctypes.c_size_t(4000 // size), stream)
+            copied.copy_(one)
+            one += 5
+    assert graph_nodes.replace_memsets(graph.raw_cuda_graph()) == 3
+    graph.instantiate()
+    graph.replay()
+    words = [0x03030303, 0x00030003, 3]
+    assert [copied.unique().tolist() for copied in copies] == [[word] for word in words]
+    assert [one.unique().tolist() for one in given] == [[word + 5] for word in words]
