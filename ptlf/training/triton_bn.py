@@ -8,7 +8,7 @@ Where processes share the batch, the statistics of a norm are those of all rows 
 are gathered in forward, the two sums of the gradient are added up in backward. Each is one small exchange.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,33 @@ from ptlf.training import weight_gradients
 
 # How backward gets the ReLU mask: no ReLU; recomputed from the norm's input; from the ReLU's output; from packed bits.
 NONE, BY_INPUT, BY_OUTPUT, BY_BITS = 0, 1, 2, 3
-PROGRAMS = 512  # per reduction: about four per multiprocessor of an H200
+
+
+class TileSize(NamedTuple):
+    """How a kernel's work is divided."""
+
+    elements: int  # values per tile; for the kernels that add up partial sums, channels per program
+    warps: int
+    programs: int = 512  # of a reduction, which share its tiles: about four per multiprocessor of an H200
+
+
+# For each kernel, its size from a number of values per view on. Found by trying on an H200 at 32 px. The size of a
+# reduction decides in which order it adds, and so the last bits of a step: a new entry changes the bits for the tensors
+# it covers. The other kernels give the same bits with any size.
+SIZES: dict[str, dict[int, TileSize]] = {
+    "sums": {0: TileSize(4096, 8)},
+    "normalise": {0: TileSize(2048, 2)},
+    "gradient_sums": {0: TileSize(2048, 4)},
+    "gradient_total": {0: TileSize(4096, 8)},  # _gradient_sums with TOTAL
+    "input_gradient": {0: TileSize(2048, 2)},
+    "add_up": {0: TileSize(8, 4)},  # the kernels that add up partial sums
+}
+
+
+def tile_sizes(kernel: str, rows: int, channels: int) -> TileSize:
+    """The size for a tensor with so many rows per view."""
+    by_values = SIZES[kernel]
+    return by_values[max(least for least in by_values if least <= rows * channels)]
 
 
 def blocks_of(size: int, block: int) -> int:
@@ -38,25 +64,29 @@ def next_power_of_2(size: int) -> int:
 
 
 class Tiles:
-    """The tiling of a channels-last tensor. Sizes were tuned on an H200.
+    """The tiling of a channels-last tensor for a kernel of `SIZES`.
 
     grid: one program per tile. sum_grid: `parts` programs per view and block of channels, which share its tiles.
     """
 
-    def __init__(self, x: Tensor, views: int, elements: int) -> None:
+    def __init__(self, x: Tensor, views: int, kernel: str) -> None:
         self.channels, self.views = x.shape[1], views
         self.rows = x.numel() // self.channels // views
+        size = tile_sizes(kernel, self.rows, self.channels)
         block_c = min(64, next_power_of_2(self.channels))
-        block_r = elements // block_c
-        self.block = {"BLOCK_R": block_r, "BLOCK_C": block_c}
+        block_r = size.elements // block_c
+        self.block = {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": size.warps}
         across, down = blocks_of(self.channels, block_c), blocks_of(self.rows, block_r)
-        self.parts = min(down, max(1, PROGRAMS // (views * across)))
+        self.parts = min(down, max(1, size.programs // (views * across)))
         self.grid, self.sum_grid = (down, across, views), (self.parts, across, views)
         self.size, self.sum_size = (self.rows, self.channels), (self.rows, self.channels, self.parts)
-        # For the kernels that add up the partial sums, with one program per 8 channels. Products are rounded before
+        # For the kernels that add up the partial sums, with one program per few channels. Products are rounded before
         # they are added, so that the same formula gives the same bits in every kernel.
-        self.channel_grid = (blocks_of(self.channels, 8),)
-        self.channel_block = {"BLOCK_P": next_power_of_2(self.parts), "BLOCK_C": 8, "enable_fp_fusion": False}
+        few, warps, _ = tile_sizes("add_up", self.rows, self.channels)
+        self.channel_grid = (blocks_of(self.channels, few),)
+        self.channel_block = {
+            "BLOCK_P": next_power_of_2(self.parts), "BLOCK_C": few, "num_warps": warps, "enable_fp_fusion": False
+        }  # fmt: skip
 
     def partial_sums(self, x: Tensor) -> Tensor:
         return torch.empty(self.views, self.parts, 2, self.channels, device=x.device)
@@ -425,10 +455,10 @@ class _NormReLU(torch.autograd.Function):
         norm: nn.BatchNorm2d, views: int, relu: bool, as_bits: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, residual = channels_last(x), None if residual is None else channels_last(residual)
-        tiles, small = Tiles(x, views, 4096), Tiles(x, views, 2048)
+        tiles, small = Tiles(x, views, "sums"), Tiles(x, views, "normalise")
         mean, inv_std = torch.empty(2, views, tiles.channels, device=x.device)
         partial, out = tiles.partial_sums(x), torch.empty_like(x)
-        _sums[tiles.sum_grid](x, partial, *tiles.sum_size, **tiles.block, num_warps=8)
+        _sums[tiles.sum_grid](x, partial, *tiles.sum_size, **tiles.block)
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
         settings = (norm.momentum, norm.eps)
         ctx.shared = processes.joined() and is_synchronised(norm)
@@ -439,7 +469,7 @@ class _NormReLU(torch.autograd.Function):
         _statistics[tiles.channel_grid](partial, moments, x, *statistics, *sizes, *settings, **flags)
         has_residual, has_extra = residual is not None, extra is not None
         terms = (residual if has_residual else x, extra if has_extra else x)  # x stands for a pointer that is not read
-        flags = {"RESIDUAL": has_residual, "EXTRA": has_extra, "RELU": relu, "num_warps": 2}
+        flags = {"RESIDUAL": has_residual, "EXTRA": has_extra, "RELU": relu}
         _normalise[small.grid](x, *terms, mean, inv_std, weight, bias, out, *small.size, **small.block, **flags)
         ctx.mask = NONE
         if relu:
@@ -456,12 +486,13 @@ class _NormReLU(torch.autograd.Function):
         x, weight, bias, mean, inv_std, source = ctx.saved_tensors
         grad, other = arrived(grad, other)
         summed = other is not None or ctx.mask > BY_INPUT
-        tiles, small = Tiles(x, ctx.views, 4096 if summed else 2048), Tiles(x, ctx.views, 2048)
+        tiles = Tiles(x, ctx.views, "gradient_total" if summed else "gradient_sums")
+        small = Tiles(x, ctx.views, "input_gradient")
         total, grad_input = torch.empty_like(grad) if summed else grad, torch.empty_like(x)
         partial = tiles.partial_sums(x)
         affine = (mean, inv_std, weight, bias)
         given = (grad, grad if other is None else other, x if source is None else source)
-        flags = {"MASK": ctx.mask, "OTHER": other is not None, "TOTAL": summed, "num_warps": 8 if summed else 4}
+        flags = {"MASK": ctx.mask, "OTHER": other is not None, "TOTAL": summed}
         _gradient_sums[tiles.sum_grid](*given, x, *affine, total, partial, *tiles.sum_size, **tiles.block, **flags)
         coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
         grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
@@ -470,7 +501,7 @@ class _NormReLU(torch.autograd.Function):
         flags = {"VIEWS": tiles.views, "SHARED": ctx.shared, **tiles.channel_block}
         sizes = (*tiles.sum_size, processes.world_size() if ctx.shared else 1)
         _coefficients[tiles.channel_grid](partial, sums, mean, inv_std, weight, *results, *sizes, **flags)
-        flags = {"BY_INPUT": ctx.mask == BY_INPUT and not summed, "num_warps": 2}
+        flags = {"BY_INPUT": ctx.mask == BY_INPUT and not summed}
         _input_gradient[small.grid](total, x, *affine, coefficients, grad_input, *small.size, **small.block, **flags)
         return grad_input, grad_weight, grad_bias, total if ctx.has_residual else None, None, None, None, None, None
 
