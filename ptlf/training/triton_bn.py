@@ -362,7 +362,7 @@ def _pool(
     positions: which of the nine was the largest, the first of equals; 9 if that is 0, where the ReLU has no gradient.
     """
     at, inside, cv, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
-    pixel = (tl.program_id(2) * rows + tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    pixel = tl.program_id(2) * rows + tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     image, row, column = pixel // (out_height * out_width), pixel // out_width % out_height, pixel % out_width
     if NORM:
         scale, shift = _affine(mean, inv_std, weight, bias, cv, c, channels)
@@ -371,7 +371,7 @@ def _pool(
     for place in tl.static_range(9):
         y, z = row * 2 + place // 3 - 1, column * 2 + place % 3 - 1
         there = inside & ((y >= 0) & (y < height) & (z >= 0) & (z < width))[:, None]
-        source = ((image * height + y) * width + z)[:, None] * channels + c[None, :]
+        source = (((image * height + y) * width + z).to(tl.int64) * channels)[:, None] + c[None, :]
         value = tl.load(x + source, mask=there, other=0.0).to(tl.float32)
         if NORM:
             value = value * scale[None, :] + shift[None, :]
@@ -393,20 +393,20 @@ def _pool_gradient(
     """Gradient of what `_pool` pools, from that of the result, which may come as two terms. Rows are pixels of `out`.
     An even row lies in one window, an odd one in two; columns alike."""
     at, inside, _, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
-    pixel = (tl.program_id(2) * rows + tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    pixel = tl.program_id(2) * rows + tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     image, row, column = pixel // (height * width), pixel // width % height, pixel % width
     result = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for which in tl.static_range(4):
         down, across = which // 2, which % 2
         y, z = (row + down) // 2, (column + across) // 2
         place = (row - 2 * y + 1) * 3 + column - 2 * z + 1
-        there = (row % 2 >= down) & (column % 2 >= across) & (y < out_height) & (z < out_width)
-        source = ((image * out_height + y) * out_width + z)[:, None] * channels + c[None, :]
-        position = tl.load(positions + source, mask=inside & there[:, None], other=9).to(tl.int64)
-        chosen = position == place[:, None]
-        result += tl.load(grad + source, mask=chosen, other=0.0).to(tl.float32)
+        there = inside & ((row % 2 >= down) & (column % 2 >= across) & (y < out_height) & (z < out_width))[:, None]
+        source = (((image * out_height + y) * out_width + z).to(tl.int64) * channels)[:, None] + c[None, :]
+        gradient = tl.load(grad + source, mask=there, other=0.0).to(tl.float32)
         if OTHER:
-            result += tl.load(other + source, mask=chosen, other=0.0).to(tl.float32)
+            gradient += tl.load(other + source, mask=there, other=0.0).to(tl.float32)
+        position = tl.load(positions + source, mask=there, other=9).to(tl.int32)
+        result += tl.where(position == place[:, None], gradient, 0.0)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
