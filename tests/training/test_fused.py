@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,6 +174,31 @@ def test_norm_relu_and_pool_in_one(size: tuple[int, int]) -> None:
         for got, want in zip(found, torch.autograd.grad(wanted, [exact, weight, bias], total, True), strict=True):
             torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(pool(x.detach())[0], F.max_pool2d(x.detach(), 3, 2, 1), rtol=0, atol=0)
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from ptlf.training.triton_bn import _pool, _pool_gradient
+
+types = {"grad": "*bf16", "other": "*bf16", "x": "*bf16", "out": "*bf16", "positions": "*u8"}
+types |= dict.fromkeys(("mean", "inv_std", "weight", "bias"), "*fp32")
+cases = [(_pool, {"NORM": 1, "POSITIONS": 1}), (_pool, {"NORM": 0, "POSITIONS": 0}), (_pool_gradient, {"OTHER": 1})]
+for kernel, flags in cases:
+    constants = {"BLOCK_R": 32, "BLOCK_C": 64, **flags}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    made = compile(ASTSource(kernel, signature, places), GPUTarget("cuda", 90, 32), {"num_warps": 4})
+    assert f".entry {kernel.__name__}" in made.asm["ptx"]
+"""
+
+
+def test_triton_compiles_the_pool(tmp_path) -> None:
+    """For a GPU that need not be there: the interpreter takes more than the compiler does."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_pool_keeps_its_input_and_a_byte_per_value() -> None:
