@@ -84,6 +84,12 @@ def folded(layer: nn.Module) -> FrozenLayer | None:
     return patch if isinstance(patch, FrozenLayer) and patch.weight is not None else None
 
 
+def is_small_pool(pool: nn.Module) -> bool:
+    """Whether it is the ImageNet stem's, for which there are kernels."""
+    settings = [getattr(pool, name, None) for name in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")]
+    return type(pool) is nn.MaxPool2d and settings == [3, 2, 1, 1, False] and not pool.return_indices
+
+
 def forward(encoder: nn.Module, images: Tensor) -> Tensor:
     """`encoder(images)` in train mode."""
     dtype = images.dtype
@@ -165,8 +171,13 @@ class Forward:
     def stem(self, stem: Stem, images: Tensor) -> Twice:
         """A 3x3 convolution is computed as a matrix product: with three input channels it takes half cuDNN's time."""
         if stem.conv.kernel_size != (3, 3):
-            x, _ = self.unit((stem.conv, stem.bn), stem.relu, images.to(self.dtype, memory_format=torch.channels_last))
-            pooled = stem.pool(x)
+            images = images.to(self.dtype, memory_format=torch.channels_last)
+            batch_norm = stem.conv not in self.biases and not isinstance(stem.bn.__dict__.get("forward"), EvalMode)
+            if batch_norm and is_small_pool(stem.pool):
+                return self.kernels.norm_relu_pool(self.convolve(stem.conv, images), stem.bn)
+            x, _ = self.unit((stem.conv, stem.bn), stem.relu, images)
+            plain = x.requires_grad or not is_small_pool(stem.pool)
+            pooled = stem.pool(x) if plain else self.kernels.pool(x)[0]
             return pooled, pooled
         n, _, height, width = images.shape
         rows, bias = self.kernels.patches(images, self.dtype), self.cast_biases.get(stem.conv)

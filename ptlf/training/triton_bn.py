@@ -8,7 +8,7 @@ Where processes share the batch, the statistics of a norm are those of all rows 
 are gathered in forward, the two sums of the gradient are added up in backward. Each is one small exchange.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,34 @@ from ptlf.training import weight_gradients
 
 # How backward gets the ReLU mask: no ReLU; recomputed from the norm's input; from the ReLU's output; from packed bits.
 NONE, BY_INPUT, BY_OUTPUT, BY_BITS = 0, 1, 2, 3
-PROGRAMS = 512  # per reduction: about four per multiprocessor of an H200
+
+
+class TileSize(NamedTuple):
+    """How a kernel's work is divided."""
+
+    elements: int  # values per tile; for the kernels that add up partial sums, channels per program
+    warps: int
+    programs: int = 512  # of a reduction, which share its tiles: about four per multiprocessor of an H200
+
+
+# For each kernel, its size from a number of values per view on. Found by trying on an H200 at 32 px. The size of a
+# reduction decides in which order it adds, and so the last bits of a step: a new entry changes the bits for the tensors
+# it covers. The other kernels give the same bits with any size.
+SIZES: dict[str, dict[int, TileSize]] = {
+    "sums": {0: TileSize(4096, 8)},
+    "normalise": {0: TileSize(2048, 2)},
+    "gradient_sums": {0: TileSize(2048, 4)},
+    "gradient_total": {0: TileSize(4096, 8)},  # _gradient_sums with TOTAL
+    "input_gradient": {0: TileSize(2048, 2)},
+    "pool": {0: TileSize(2048, 4)},  # also its gradient; not tried yet
+    "add_up": {0: TileSize(8, 4)},  # the kernels that add up partial sums
+}
+
+
+def tile_sizes(kernel: str, rows: int, channels: int) -> TileSize:
+    """The size for a tensor with so many rows per view."""
+    by_values = SIZES[kernel]
+    return by_values[max(least for least in by_values if least <= rows * channels)]
 
 
 def blocks_of(size: int, block: int) -> int:
@@ -38,25 +65,29 @@ def next_power_of_2(size: int) -> int:
 
 
 class Tiles:
-    """The tiling of a channels-last tensor. Sizes were tuned on an H200.
+    """The tiling of a channels-last tensor for a kernel of `SIZES`.
 
     grid: one program per tile. sum_grid: `parts` programs per view and block of channels, which share its tiles.
     """
 
-    def __init__(self, x: Tensor, views: int, elements: int) -> None:
+    def __init__(self, x: Tensor, views: int, kernel: str) -> None:
         self.channels, self.views = x.shape[1], views
         self.rows = x.numel() // self.channels // views
+        size = tile_sizes(kernel, self.rows, self.channels)
         block_c = min(64, next_power_of_2(self.channels))
-        block_r = elements // block_c
-        self.block = {"BLOCK_R": block_r, "BLOCK_C": block_c}
+        block_r = size.elements // block_c
+        self.block = {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": size.warps}
         across, down = blocks_of(self.channels, block_c), blocks_of(self.rows, block_r)
-        self.parts = min(down, max(1, PROGRAMS // (views * across)))
+        self.parts = min(down, max(1, size.programs // (views * across)))
         self.grid, self.sum_grid = (down, across, views), (self.parts, across, views)
         self.size, self.sum_size = (self.rows, self.channels), (self.rows, self.channels, self.parts)
-        # For the kernels that add up the partial sums, with one program per 8 channels. Products are rounded before
+        # For the kernels that add up the partial sums, with one program per few channels. Products are rounded before
         # they are added, so that the same formula gives the same bits in every kernel.
-        self.channel_grid = (blocks_of(self.channels, 8),)
-        self.channel_block = {"BLOCK_P": next_power_of_2(self.parts), "BLOCK_C": 8, "enable_fp_fusion": False}
+        few, warps, _ = tile_sizes("add_up", self.rows, self.channels)
+        self.channel_grid = (blocks_of(self.channels, few),)
+        self.channel_block = {
+            "BLOCK_P": next_power_of_2(self.parts), "BLOCK_C": few, "num_warps": warps, "enable_fp_fusion": False
+        }  # fmt: skip
 
     def partial_sums(self, x: Tensor) -> Tensor:
         return torch.empty(self.views, self.parts, 2, self.channels, device=x.device)
@@ -322,6 +353,64 @@ def _input_gradient(
 
 
 @triton.jit
+def _pool(
+    x, mean, inv_std, weight, bias, out, positions, rows, channels, height, width, out_height, out_width,
+    NORM: tl.constexpr, POSITIONS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Max-pool of relu(norm(x)) or (not NORM) of x, 3 x 3 with stride 2 and a border of 1. Rows are pixels of `out`.
+
+    positions: which of the nine was the largest, the first of equals; 9 if that is 0, where the ReLU has no gradient.
+    """
+    at, inside, cv, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
+    pixel = tl.program_id(2) * rows + tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    image, row, column = pixel // (out_height * out_width), pixel // out_width % out_height, pixel % out_width
+    if NORM:
+        scale, shift = _affine(mean, inv_std, weight, bias, cv, c, channels)
+    best = tl.full((BLOCK_R, BLOCK_C), float("-inf"), tl.float32)
+    where = tl.full((BLOCK_R, BLOCK_C), 9, tl.int32)
+    for place in tl.static_range(9):
+        y, z = row * 2 + place // 3 - 1, column * 2 + place % 3 - 1
+        there = inside & ((y >= 0) & (y < height) & (z >= 0) & (z < width))[:, None]
+        source = (((image * height + y) * width + z).to(tl.int64) * channels)[:, None] + c[None, :]
+        value = tl.load(x + source, mask=there, other=0.0).to(tl.float32)
+        if NORM:
+            value = value * scale[None, :] + shift[None, :]
+            value = tl.where(value < 0, 0.0, value)  # keeps NaN
+            value = value.to(out.dtype.element_ty).to(tl.float32)
+        larger = there & ((value > best) | (value != value))
+        best = tl.where(larger, value, best)
+        where = tl.where(larger, place, where)
+    tl.store(out + at, best.to(out.dtype.element_ty), mask=inside)
+    if POSITIONS:
+        tl.store(positions + at, tl.where(best == 0, 9, where).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _pool_gradient(
+    grad, other, positions, out, rows, channels, height, width, out_height, out_width,
+    OTHER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Gradient of what `_pool` pools, from that of the result, which may come as two terms. Rows are pixels of `out`.
+    An even row lies in one window, an odd one in two; columns alike."""
+    at, inside, _, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
+    pixel = tl.program_id(2) * rows + tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    image, row, column = pixel // (height * width), pixel // width % height, pixel % width
+    result = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for which in tl.static_range(4):
+        down, across = which // 2, which % 2
+        y, z = (row + down) // 2, (column + across) // 2
+        place = (row - 2 * y + 1) * 3 + column - 2 * z + 1
+        there = inside & ((row % 2 >= down) & (column % 2 >= across) & (y < out_height) & (z < out_width))[:, None]
+        source = (((image * out_height + y) * out_width + z).to(tl.int64) * channels)[:, None] + c[None, :]
+        gradient = tl.load(grad + source, mask=there, other=0.0).to(tl.float32)
+        if OTHER:
+            gradient += tl.load(other + source, mask=there, other=0.0).to(tl.float32)
+        position = tl.load(positions + source, mask=there, other=9).to(tl.int32)
+        result += tl.where(position == place[:, None], gradient, 0.0)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _pack(x, bits, size, BLOCK: tl.constexpr):
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bit = tl.arange(0, 8)
@@ -412,6 +501,45 @@ def cast_all(weights: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     return _Cast.apply(dtype, *weights) if weights and weights[0].dtype is not dtype else tuple(weights)
 
 
+def batch_statistics(x: Tensor, norm: nn.BatchNorm2d, views: int) -> tuple[Tensor, Tensor, bool]:
+    """Mean and 1 / sqrt(var + eps) of every view, (views, C) each, and whether they are those of all processes. The
+    running statistics are updated."""
+    tiles = Tiles(x, views, "sums")
+    mean, inv_std = torch.empty(2, views, tiles.channels, device=x.device)
+    partial = tiles.partial_sums(x)
+    _sums[tiles.sum_grid](x, partial, *tiles.sum_size, **tiles.block)
+    running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    shared = processes.joined() and is_synchronised(norm)
+    moments = tiles.all_moments(partial, x) if shared else partial
+    flags = {"VIEWS": views, "TRACK": norm.track_running_stats, "SHARED": shared, **tiles.channel_block}
+    sizes = (*tiles.sum_size, processes.world_size() if shared else 1)
+    settings = (norm.momentum, norm.eps)
+    _statistics[tiles.channel_grid](partial, moments, x, *running, mean, inv_std, *sizes, *settings, **flags)
+    return mean, inv_std, shared
+
+
+def norm_gradients(
+    x: Tensor, affine: tuple[Tensor, ...], grad: Tensor, tiles: Tiles, partial: Tensor, *, shared: bool, by_input: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias of a norm, from the gradient of its result and that gradient's partial sums.
+
+    affine: mean, inv_std, weight, bias. by_input: a ReLU follows, whose mask is recomputed from x.
+    """
+    mean, inv_std, weight, bias = affine
+    coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
+    grad_input, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
+    sums = tiles.all_sums(partial) if shared else partial
+    flags = {"VIEWS": tiles.views, "SHARED": shared, **tiles.channel_block}
+    sizes = (*tiles.sum_size, processes.world_size() if shared else 1)
+    results = (coefficients, grad_weight, grad_bias)
+    _coefficients[tiles.channel_grid](partial, sums, mean, inv_std, weight, *results, *sizes, **flags)
+    small = Tiles(x, tiles.views, "input_gradient")
+    _input_gradient[small.grid](
+        grad, x, *affine, coefficients, grad_input, *small.size, BY_INPUT=by_input, **small.block
+    )
+    return grad_input, grad_weight, grad_bias
+
+
 class _NormReLU(torch.autograd.Function):
     """relu(norm(x) + extra + residual); ReLU, extra and residual are optional.
 
@@ -425,21 +553,11 @@ class _NormReLU(torch.autograd.Function):
         norm: nn.BatchNorm2d, views: int, relu: bool, as_bits: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, residual = channels_last(x), None if residual is None else channels_last(residual)
-        tiles, small = Tiles(x, views, 4096), Tiles(x, views, 2048)
-        mean, inv_std = torch.empty(2, views, tiles.channels, device=x.device)
-        partial, out = tiles.partial_sums(x), torch.empty_like(x)
-        _sums[tiles.sum_grid](x, partial, *tiles.sum_size, **tiles.block, num_warps=8)
-        running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        settings = (norm.momentum, norm.eps)
-        ctx.shared = processes.joined() and is_synchronised(norm)
-        moments = tiles.all_moments(partial, x) if ctx.shared else partial
-        flags = {"VIEWS": views, "TRACK": norm.track_running_stats, "SHARED": ctx.shared, **tiles.channel_block}
-        sizes = (*tiles.sum_size, processes.world_size() if ctx.shared else 1)
-        statistics = (*running, mean, inv_std)
-        _statistics[tiles.channel_grid](partial, moments, x, *statistics, *sizes, *settings, **flags)
+        mean, inv_std, ctx.shared = batch_statistics(x, norm, views)
+        small, out = Tiles(x, views, "normalise"), torch.empty_like(x)
         has_residual, has_extra = residual is not None, extra is not None
         terms = (residual if has_residual else x, extra if has_extra else x)  # x stands for a pointer that is not read
-        flags = {"RESIDUAL": has_residual, "EXTRA": has_extra, "RELU": relu, "num_warps": 2}
+        flags = {"RESIDUAL": has_residual, "EXTRA": has_extra, "RELU": relu}
         _normalise[small.grid](x, *terms, mean, inv_std, weight, bias, out, *small.size, **small.block, **flags)
         ctx.mask = NONE
         if relu:
@@ -456,23 +574,16 @@ class _NormReLU(torch.autograd.Function):
         x, weight, bias, mean, inv_std, source = ctx.saved_tensors
         grad, other = arrived(grad, other)
         summed = other is not None or ctx.mask > BY_INPUT
-        tiles, small = Tiles(x, ctx.views, 4096 if summed else 2048), Tiles(x, ctx.views, 2048)
-        total, grad_input = torch.empty_like(grad) if summed else grad, torch.empty_like(x)
+        tiles = Tiles(x, ctx.views, "gradient_total" if summed else "gradient_sums")
+        total = torch.empty_like(grad) if summed else grad
         partial = tiles.partial_sums(x)
         affine = (mean, inv_std, weight, bias)
         given = (grad, grad if other is None else other, x if source is None else source)
-        flags = {"MASK": ctx.mask, "OTHER": other is not None, "TOTAL": summed, "num_warps": 8 if summed else 4}
+        flags = {"MASK": ctx.mask, "OTHER": other is not None, "TOTAL": summed}
         _gradient_sums[tiles.sum_grid](*given, x, *affine, total, partial, *tiles.sum_size, **tiles.block, **flags)
-        coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
-        grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
-        results = (coefficients, grad_weight, grad_bias)
-        sums = tiles.all_sums(partial) if ctx.shared else partial
-        flags = {"VIEWS": tiles.views, "SHARED": ctx.shared, **tiles.channel_block}
-        sizes = (*tiles.sum_size, processes.world_size() if ctx.shared else 1)
-        _coefficients[tiles.channel_grid](partial, sums, mean, inv_std, weight, *results, *sizes, **flags)
-        flags = {"BY_INPUT": ctx.mask == BY_INPUT and not summed, "num_warps": 2}
-        _input_gradient[small.grid](total, x, *affine, coefficients, grad_input, *small.size, **small.block, **flags)
-        return grad_input, grad_weight, grad_bias, total if ctx.has_residual else None, None, None, None, None, None
+        by_input = ctx.mask == BY_INPUT and not summed
+        grads = norm_gradients(x, affine, total, tiles, partial, shared=ctx.shared, by_input=by_input)
+        return *grads, total if ctx.has_residual else None, None, None, None, None, None
 
 
 def norm_relu(
@@ -485,6 +596,69 @@ def norm_relu(
     """
     views = getattr(norm, "views", 1)
     return _NormReLU.apply(x, norm.weight, norm.bias, residual, extra, norm, views, relu, as_bits)
+
+
+def pooled_size(size: int) -> int:
+    return (size - 1) // 2 + 1
+
+
+def pool(x: Tensor, affine: tuple[Tensor, ...] | None = None, views: int = 1) -> tuple[Tensor, Tensor | None]:
+    """Max-pool 3 x 3, stride 2, border 1; autograd does not see it.
+
+    With `affine`, a norm's (mean, inv_std, weight, bias), that of relu(norm(x)), and the positions of the largest
+    values, one byte each.
+    """
+    x = channels_last(x)
+    n, channels, height, width = x.shape
+    size = (pooled_size(height), pooled_size(width))
+    out = torch.empty(n, channels, *size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    positions = None if affine is None else torch.empty_like(out, dtype=torch.uint8)
+    tiles = Tiles(out, views, "pool")
+    given = (
+        x,
+        *(affine or (x, x, x, x)),
+        out,
+        out if positions is None else positions,
+    )  # x: pointers that are not read
+    flags = {"NORM": affine is not None, "POSITIONS": positions is not None}
+    _pool[tiles.grid](*given, *tiles.size, height, width, *size, **flags, **tiles.block)
+    return out, positions
+
+
+class _NormReLUPool(torch.autograd.Function):
+    """The max-pool of relu(norm(x)), twice, as in _NormReLU. relu(norm(x)) itself is never in memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d, views: int
+    ) -> tuple[Tensor, Tensor]:
+        x = channels_last(x)
+        mean, inv_std, ctx.shared = batch_statistics(x, norm, views)
+        out, positions = pool(x, (mean, inv_std, weight, bias), views)
+        ctx.views = views
+        ctx.save_for_backward(x, weight, bias, mean, inv_std, positions)
+        ctx.set_materialize_grads(False)
+        return out, out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, inv_std, positions = ctx.saved_tensors
+        grad, other = arrived(grad, other)
+        total, each = torch.empty_like(x), Tiles(x, ctx.views, "pool")
+        given = (grad, grad if other is None else other, positions, total)  # grad stands for a pointer that is not read
+        sizes = (*each.size, *x.shape[2:], *grad.shape[2:])
+        _pool_gradient[each.grid](*given, *sizes, OTHER=other is not None, **each.block)
+        tiles, affine = Tiles(x, ctx.views, "gradient_sums"), (mean, inv_std, weight, bias)
+        partial, flags = tiles.partial_sums(x), {"MASK": NONE, "OTHER": False, "TOTAL": False, **tiles.block}
+        _gradient_sums[tiles.sum_grid](total, total, x, x, *affine, total, partial, *tiles.sum_size, **flags)
+        grads = norm_gradients(x, affine, total, tiles, partial, shared=ctx.shared, by_input=False)
+        return *grads, None, None
+
+
+def norm_relu_pool(x: Tensor, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """The max-pool, 3 x 3 with stride 2 and a border of 1, of relu(norm(x)) in train mode, twice."""
+    return _NormReLUPool.apply(x, norm.weight, norm.bias, norm, getattr(norm, "views", 1))
 
 
 class FrozenConvReLU(torch.autograd.Function):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -128,6 +133,83 @@ def test_low_precision_follows_float32(frozen: tuple[str, ...]) -> None:
         assert (found[1][name] - gradient).norm() < 0.25 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("frozen", [UNITS[:1], UNITS[:3], UNITS[1:3]])
+@pytest.mark.parametrize("options", [{}, {"batch_statistics": True}, {"save_memory": False}])
+def test_a_stem_with_a_pool_frozen(frozen: tuple[str, ...], options: dict[str, bool]) -> None:
+    plain, fast = small(stem="imagenet"), small(stem="imagenet")
+    views = two_views(pixels=18)
+    for encoder in (plain, fast):
+        run(encoder, views, as_one=False)
+        Freezer(encoder, example=views[0], **options).freeze(frozen)
+    same(run(fast, views, as_one=True), run(plain, views, as_one=False))
+
+
+@pytest.mark.parametrize("size", [(8, 8), (7, 9), (1, 2), (5, 6)], ids=str)
+def test_norm_relu_and_pool_in_one(size: tuple[int, int]) -> None:
+    """Against PyTorch in float64, with equal values and windows that the ReLU sets to zero. The result has two
+    consumers, of which one may send no gradient."""
+    from ptlf.training.triton_bn import norm_relu_pool, pool
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(sum(shape))).to(
+            DEVICE, torch.float32
+        )
+
+    x, norm = values(6, 5, *size).requires_grad_(), ViewBatchNorm2d(5).to(DEVICE)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    torch.nn.init.uniform_(norm.bias, -1.0, 0.5)
+    norm.views = 2
+    exact = x.detach().double().requires_grad_()
+    weight, bias = (p.detach().double().requires_grad_() for p in (norm.weight, norm.bias))
+    normal = [F.batch_norm(half, None, None, weight, bias, training=True).relu() for half in exact.chunk(2)]
+    wanted = F.max_pool2d(torch.cat(normal), 3, 2, 1)
+    first, second = norm_relu_pool(x, norm)
+    torch.testing.assert_close(first.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(first, second) and first.is_contiguous(memory_format=torch.channels_last)
+    by = [values(*wanted.shape), 2 * values(*wanted.shape) + 1]
+    for sent in ([by[0], by[1]], [None, by[1]]):
+        outputs = [(out, grad) for out, grad in zip(norm_relu_pool(x, norm), sent, strict=True) if grad is not None]
+        found = torch.autograd.grad([o for o, _ in outputs], [x, norm.weight, norm.bias], [g for _, g in outputs])
+        total = sum(grad.double() for grad in sent if grad is not None)
+        for got, want in zip(found, torch.autograd.grad(wanted, [exact, weight, bias], total, True), strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pool(x.detach())[0], F.max_pool2d(x.detach(), 3, 2, 1), rtol=0, atol=0)
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from ptlf.training.triton_bn import _pool, _pool_gradient
+
+types = {"grad": "*bf16", "other": "*bf16", "x": "*bf16", "out": "*bf16", "positions": "*u8"}
+types |= dict.fromkeys(("mean", "inv_std", "weight", "bias"), "*fp32")
+cases = [(_pool, {"NORM": 1, "POSITIONS": 1}), (_pool, {"NORM": 0, "POSITIONS": 0}), (_pool_gradient, {"OTHER": 1})]
+for kernel, flags in cases:
+    constants = {"BLOCK_R": 32, "BLOCK_C": 64, **flags}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    made = compile(ASTSource(kernel, signature, places), GPUTarget("cuda", 90, 32), {"num_warps": 4})
+    assert f".entry {kernel.__name__}" in made.asm["ptx"]
+"""
+
+
+def test_triton_compiles_the_pool(tmp_path) -> None:
+    """For a GPU that need not be there: the interpreter takes more than the compiler does."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_pool_keeps_its_input_and_a_byte_per_value() -> None:
+    """And the images, 16 px; of 8 channels in the stem the convolution gives 8 x 8 and the pool 4 x 4 pixels."""
+    encoder, views = small(stem="imagenet"), torch.cat(two_views(size=8, pixels=16))
+    forward = fused.Forward(encoder, torch.float32)
+    kept = kept_bytes(lambda: forward.stem(encoder.stem, views), [*encoder.parameters(), *encoder.buffers()])
+    statistics = 4 * 2 * 8
+    assert kept == 4 * views.numel() + 4 * 16 * 8 * 8 * 8 + 16 * 8 * 4 * 4 + statistics
+
+
 def test_nothing_goes_back_into_a_frozen_beginning() -> None:
     encoder, views = small(), two_views()
     Freezer(encoder, example=views[0]).freeze(UNITS[:3])
@@ -186,8 +268,9 @@ def test_what_is_not_fused() -> None:
     assert not fused.can_fuse(changed)
 
 
-def test_a_nan_is_not_hidden() -> None:
-    encoder, views = small(), two_views()
+@pytest.mark.parametrize("stem", ["cifar", "imagenet"])
+def test_a_nan_is_not_hidden(stem: str) -> None:
+    encoder, views = small(stem=stem), two_views()
     views[0][0, 0, 0, 0] = float("nan")
     assert fused.forward(encoder, torch.cat(views)).isnan().all()
 
@@ -243,7 +326,7 @@ def test_sums_of_many_programs_are_whole_and_repeat(shape: tuple[int, ...]) -> N
     """Partial sums of several programs: complete, and with the same bits in every repetition."""
     from ptlf.training.triton_bn import Tiles, norm_relu
 
-    assert Tiles(torch.empty(shape), 2, 4096).parts > 4
+    assert Tiles(torch.empty(shape), 2, "sums").parts > 4
     torch.manual_seed(0)
     x, residual = torch.randn(2, *shape).to(DEVICE)
     x[shape[0] // 2 :] += 1
