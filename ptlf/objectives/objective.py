@@ -9,10 +9,11 @@ Where several processes share a run, each has its share of the batch. A loss tha
 nothing of it; one that compares images, or takes statistics over them, asks for the `whole` batch first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,9 +78,33 @@ class Objective(nn.Module):
             self.teacher.follow(encoder, self.projector)
 
 
+class Kernels(Protocol):
+    """Other ways to compute what stands below, such as `ptlf.training.fused_heads`."""
+
+    def each_view(self, head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def negative_cosine(self, prediction: Tensor, target: Tensor) -> Tensor: ...
+
+
+_kernels: Kernels | None = None
+
+
+@contextmanager
+def through(kernels: Kernels) -> Iterator[None]:
+    """Within, heads and cosines are computed by these."""
+    global _kernels
+    before, _kernels = _kernels, kernels
+    try:
+        yield
+    finally:
+        _kernels = before
+
+
 def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
     """The head's output for every view, each with its own batch statistics. Compiled code takes the products of all
     views at once."""
+    if _kernels is not None:
+        return _kernels.each_view(head, views)
     if not torch.compiler.is_compiling() or not isinstance(head, nn.Sequential):
         return [head(view) for view in views]
     x = torch.cat(list(views))
@@ -109,6 +134,9 @@ def mlp(*widths: int, norm: bool = True, last_norm: bool = False) -> nn.Sequenti
 
 
 def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
+    """The mean of -cos(prediction, target) over the rows."""
+    if _kernels is not None:
+        return _kernels.negative_cosine(prediction, target)
     return -torch.cosine_similarity(prediction, target, dim=1).mean()
 
 

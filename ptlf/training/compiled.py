@@ -1,6 +1,8 @@
-"""The parts of a training step through compiled code: heads, losses, augmentation, and the encoder.
+"""The parts of a training step through faster code: heads, losses, augmentation, and the encoder.
 
-On a GPU views of up to 64 px are made by a Triton kernel, `ptlf.training.triton_views`; larger ones are compiled.
+On a GPU heads run through `ptlf.training.fused_heads`, and losses as they are: to compile them takes as long as it
+saves in a whole run. Views of up to 64 px are made by a Triton kernel, `ptlf.training.triton_views`; larger ones are
+compiled.
 On a GPU our residual networks run through `ptlf.training.fused_resnet`, where a freeze leaves nothing to compile. Of
 other encoders the repeated blocks are compiled: all blocks of a kind share their code, with a variant for each way
 their units freeze. An encoder without such blocks is compiled as a whole, once for every set of frozen units. Compiled
@@ -21,6 +23,7 @@ from torch.utils._triton import has_triton
 from ptlf.core.errors import UserError
 from ptlf.encoders import norm
 from ptlf.model import Accelerator
+from ptlf.objectives import objective
 from ptlf.training import fused_resnet
 from ptlf.views import apply_view
 
@@ -65,25 +68,29 @@ class CompiledParts(Accelerator):
             raise UserError(f"{name} cannot be compiled ({why}); use --training.engine eager") from error
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if function is apply_view and arguments[0].is_cuda and has_triton():
-            from ptlf.training import triton_views  # needs Triton
+        first = first_tensor(arguments)
+        if first.is_cuda and has_triton():
+            from ptlf.training import fused_heads, triton_views  # need Triton
 
+            if function is not apply_view:
+                with objective.through(fused_heads):
+                    return function(*arguments)
             images, _, view, size = arguments
             if triton_views.can_apply(images, view, size):
                 return triton_views.apply_view(*arguments, channels_last=self.channels_last)
-        if rows_of(arguments) % self.batch:
+        if len(first) % self.batch:
             return function(*arguments)
         if isinstance(function, MethodType):  # compile the function, so that the object can be freed
             return compiled(function.__func__)(function.__self__, *arguments)
         return compiled(function)(*arguments)
 
 
-def rows_of(arguments: tuple[Any, ...]) -> int:
-    """Rows of the first tensor among the arguments, or of the first list's."""
+def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
+    """The first tensor among the arguments, or in a list among them."""
     for argument in arguments:
         first = argument[0] if isinstance(argument, list | tuple) and argument else argument
         if isinstance(first, Tensor):
-            return len(first)
+            return first
     raise TypeError(f"none of the arguments is a tensor or a list of tensors: {[type(a).__name__ for a in arguments]}")
 
 

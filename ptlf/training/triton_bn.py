@@ -501,7 +501,7 @@ def cast_all(weights: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     return _Cast.apply(dtype, *weights) if weights and weights[0].dtype is not dtype else tuple(weights)
 
 
-def batch_statistics(x: Tensor, norm: nn.BatchNorm2d, views: int) -> tuple[Tensor, Tensor, bool]:
+def batch_statistics(x: Tensor, norm: nn.modules.batchnorm._BatchNorm, views: int) -> tuple[Tensor, Tensor, bool]:
     """Mean and 1 / sqrt(var + eps) of every view, (views, C) each, and whether they are those of all processes. The
     running statistics are updated."""
     tiles = Tiles(x, views, "sums")
@@ -550,7 +550,7 @@ class _NormReLU(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, extra: Tensor | None,
-        norm: nn.BatchNorm2d, views: int, relu: bool, as_bits: bool,
+        norm: nn.modules.batchnorm._BatchNorm, views: int, relu: bool, as_bits: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, residual = channels_last(x), None if residual is None else channels_last(residual)
         mean, inv_std, ctx.shared = batch_statistics(x, norm, views)
@@ -587,14 +587,14 @@ class _NormReLU(torch.autograd.Function):
 
 
 def norm_relu(
-    x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, extra: Tensor | None = None,
-    *, relu: bool = True, as_bits: bool = False,
+    x: Tensor, norm: nn.modules.batchnorm._BatchNorm, residual: Tensor | None = None, extra: Tensor | None = None,
+    *, relu: bool = True, as_bits: bool = False, views: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """relu(norm(x) + extra + residual) in train mode, twice. `extra` (C,) gets no gradient, and needs a residual.
 
-    as_bits: save the ReLU mask as bits, for an output that no other layer saves.
+    as_bits: save the ReLU mask as bits, for an output that no other layer saves. views: the norm's own, if not given.
     """
-    views = getattr(norm, "views", 1)
+    views = views or getattr(norm, "views", 1)
     return _NormReLU.apply(x, norm.weight, norm.bias, residual, extra, norm, views, relu, as_bits)
 
 

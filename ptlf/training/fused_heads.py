@@ -1,0 +1,93 @@
+"""Heads and the cosine between their outputs through Triton kernels: all views in one pass, and nothing is left for
+torch.compile, which takes many seconds before the first step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ptlf.training.triton_bn import next_power_of_2, norm_relu
+
+EPS = tl.constexpr(1e-8)  # of torch.cosine_similarity: the least norm that is divided by
+WIDEST = 16384  # values of a vector, which one program holds
+
+
+def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
+    """The head's output for every view, each with its own batch statistics."""
+    if not isinstance(head, nn.Sequential) or not all(is_known(layer) for layer in head):
+        return [head(view) for view in views]
+    x, layers = torch.cat(list(views)), list(head)
+    while layers:
+        layer = layers.pop(0)
+        if isinstance(layer, nn.BatchNorm1d) and layer.training:
+            relu = bool(layers) and isinstance(layers[0], nn.ReLU)
+            layers = layers[relu:]
+            x = norm_relu(x[:, :, None, None], layer, relu=relu, views=len(views))[0].flatten(1)
+        else:
+            x = layer(x)
+    return list(x.chunk(len(views)))
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Whether the layer takes rows one by one, or is a norm that the kernels know."""
+    if isinstance(layer, nn.BatchNorm1d):
+        as_built = layer.affine and layer.running_mean is not None and layer.momentum is not None
+        return as_built or not layer.training
+    return type(layer) in (nn.Linear, nn.ReLU, nn.Identity)
+
+
+def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
+    """The mean of -cos(prediction, target) over the rows."""
+    if target.requires_grad or prediction.shape != target.shape or prediction.shape[1] > WIDEST:
+        return -torch.cosine_similarity(prediction, target, dim=1).mean()
+    return -_Cosine.apply(prediction, target).mean()
+
+
+class _Cosine(torch.autograd.Function):
+    """Of each row, (N, D) and (N, D) to (N,). The second gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        x, y = x.contiguous(), y.contiguous()
+        cosines, factors = x.new_empty(len(x)), x.new_empty(2, len(x))
+        _cosine[(len(x),)](x, y, cosines, factors, *x.shape, BLOCK=next_power_of_2(x.shape[1]))
+        ctx.save_for_backward(x, y, factors)
+        return cosines
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, y, factors = ctx.saved_tensors
+        out = torch.empty_like(x)
+        _cosine_gradient[(len(x),)](grad.contiguous(), x, y, factors, out, *x.shape, BLOCK=next_power_of_2(x.shape[1]))
+        return out, None
+
+
+@triton.jit
+def _cosine(x, y, cosines, factors, rows, width, BLOCK: tl.constexpr):
+    """The cosine of one row, and the a and b of its gradient, a * y - b * x."""
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    one = tl.load(x + row * width + at, mask=at < width, other=0.0)
+    two = tl.load(y + row * width + at, mask=at < width, other=0.0)
+    length, other = tl.sqrt(tl.sum(one * one)), tl.sqrt(tl.sum(two * two))
+    a = 1 / (tl.maximum(length, EPS) * tl.maximum(other, EPS))
+    cosine = tl.sum(one * two) * a
+    tl.store(cosines + row, cosine)
+    tl.store(factors + row, a)
+    b = cosine / (tl.maximum(length, EPS) * tl.where(length > 0, length, 1.0))  # zeros have no direction
+    tl.store(factors + rows + row, b)
+
+
+@triton.jit
+def _cosine_gradient(grad, x, y, factors, out, rows, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    one = tl.load(x + row * width + at, mask=at < width, other=0.0)
+    two = tl.load(y + row * width + at, mask=at < width, other=0.0)
+    a, b = tl.load(factors + row), tl.load(factors + rows + row)
+    tl.store(out + row * width + at, tl.load(grad + row) * (a * two - b * one), mask=at < width)

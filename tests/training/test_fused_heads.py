@@ -1,0 +1,138 @@
+"""Heads and cosines by Triton kernels against plain PyTorch. Without a GPU they run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+from ptlf.core.batch import Batch
+from ptlf.objectives import objective
+from ptlf.objectives.byol import BYOL, BYOLConfig
+from ptlf.objectives.objective import mlp
+from ptlf.objectives.simsiam import SimSiam, SimSiamConfig
+from ptlf.training import fused_heads
+from ptlf.training.compiled import CompiledParts
+
+pytestmark = [pytest.mark.gpu(emulated=True)]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS = {
+    "norms": lambda: mlp(6, 9, 5),
+    "last norm": lambda: mlp(6, 9, 5, last_norm=True),
+    "no norm": lambda: mlp(6, 9, 5, norm=False),
+    "three layers": lambda: mlp(6, 40, 40, 5),
+    "one linear layer": lambda: nn.Linear(6, 5),
+    "an unknown layer": lambda: nn.Sequential(nn.Linear(6, 5), Centred()),
+    "a norm without weights": lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, affine=False)),
+}
+
+
+class Centred(nn.Module):
+    """Its output depends on all rows, so views must be kept apart."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def views_of(count: int, rows: int = 7) -> list[torch.Tensor]:
+    drawn = torch.randn(count, rows, 6, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return [(3 * number + 1) * view + number for number, view in enumerate(drawn)]
+
+
+def outcome(head: nn.Module, views: list[torch.Tensor], each_view) -> tuple[list, list, dict, dict]:
+    views = [view.clone().requires_grad_() for view in views]
+    outputs = each_view(head, views)
+    sum((output.sin() * (number + 1)).sum() for number, output in enumerate(outputs)).backward()
+    gradients = {name: p.grad for name, p in head.named_parameters() if p.grad is not None}
+    return [o.detach() for o in outputs], [v.grad for v in views], gradients, dict(head.named_buffers())
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_those_of_pytorch(name: str, count: int, training: bool) -> None:
+    torch.manual_seed(0)
+    head = HEADS[name]().to(DEVICE)
+    for layer in head.modules():
+        if isinstance(layer, nn.BatchNorm1d) and layer.affine:
+            nn.init.uniform_(layer.weight, 0.3, 1.5)
+            nn.init.uniform_(layer.bias, -1, 1)
+    outcome(head, views_of(2), objective.each_view)  # running statistics other than the initial ones
+    head.zero_grad()
+    head.train(training)
+    plain = outcome(copy.deepcopy(head), views_of(count), objective.each_view)
+    with objective.through(fused_heads):
+        fused = outcome(copy.deepcopy(head), views_of(count), objective.each_view)
+    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)  # the bias before a norm has a gradient of 0
+
+
+def test_rows_of_a_norm_s_kernel_are_those_of_its_view() -> None:
+    """Statistics over both views would give another result."""
+    head = mlp(6, 9, 5).to(DEVICE)
+    views = views_of(2)
+    apart = fused_heads.each_view(head, views)
+    assert not torch.allclose(torch.cat(apart), head(torch.cat(views)), atol=1e-2)
+
+
+@pytest.mark.parametrize("width", [1, 5, 64])
+def test_cosines_are_those_of_pytorch(width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 6, width, generator=generator).to(DEVICE)
+    x[1], y[2], x[3] = 0, 0, x[3] * 1e-10  # nothing to divide by
+    x[4] = 2 * y[4]
+    found, expected = x.clone().requires_grad_(), x.double().requires_grad_()
+    loss, true = fused_heads.negative_cosine(found, y), -torch.cosine_similarity(expected, y.double(), dim=1).mean()
+    (3 * loss).backward()
+    (3 * true).backward()
+    torch.testing.assert_close(loss.double(), true, rtol=1e-6, atol=1e-7)
+    # Short vectors have gradients of up to 1e8.
+    torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_target_that_trains_gets_its_gradient() -> None:
+    x, y = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    y.requires_grad_()
+    fused_heads.negative_cosine(x, y).backward()
+    assert y.grad is not None and y.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", [(SimSiam, SimSiamConfig), (BYOL, BYOLConfig)], ids=["simsiam", "byol"])
+def test_an_objective_s_loss_and_gradients(kind, monkeypatch) -> None:
+    """Through the accelerator, as in a step on a GPU."""
+    torch.manual_seed(0)
+    made, config = kind
+    settings = {"projection": 8, **({"bottleneck": 4} if made is SimSiam else {"hidden": 8})}
+    one = made(config(**settings), nn.Linear(6, 6), 6, 0).to(DEVICE)
+    views = views_of(2, rows=8)
+    batch = Batch(torch.zeros(8, 1, 1, 3), torch.zeros(8), torch.zeros(2, 8, 1), {})
+    batch.targets = [torch.randn(8, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE) for _ in range(2)]
+    results = []
+    for fast in (False, True):
+        two, given = copy.deepcopy(one), [view.clone().requires_grad_() for view in views]
+        if fast:
+            with objective.through(fused_heads):
+                loss = two.loss(given, batch)
+        else:
+            loss = two.loss(given, batch)
+        loss.backward()
+        results.append((loss.detach(), [view.grad for view in given], [p.grad for p in two.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_nothing_of_a_head_is_compiled(monkeypatch) -> None:
+    monkeypatch.setattr("ptlf.training.compiled.compiled", lambda function: pytest.fail(f"{function} is compiled"))
+    head = mlp(6, 9, 5).to(DEVICE)
+    assert len(CompiledParts(7)(objective.each_view, head, views_of(2))) == 2
