@@ -131,15 +131,15 @@ class CapturedEngine(Engine):
         """Float32 products (the heads) use TF32. Shapes never change, so the fastest algorithms are looked for, but not
         for an epoch's last, smaller batch."""
         cudnn = torch.backends.cudnn
-        before = cudnn.benchmark, cudnn.benchmark_limit, torch.get_float32_matmul_precision()
-        cudnn.benchmark, cudnn.benchmark_limit = batch is None or len(batch) == self.full, 0  # 0: all algorithms
+        before = cudnn.benchmark, torch.get_float32_matmul_precision()
+        cudnn.benchmark = batch is None or len(batch) == self.full
         torch.set_float32_matmul_precision("high")
         try:
             with super().arithmetic():
                 yield
         finally:
-            cudnn.benchmark, cudnn.benchmark_limit = before[:2]
-            torch.set_float32_matmul_precision(before[2])
+            cudnn.benchmark = before[0]
+            torch.set_float32_matmul_precision(before[1])
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())

@@ -5,7 +5,9 @@ own: its products keep the arithmetic units busy while the passes of the norms w
 same, and so are the bits.
 """
 
+import contextlib
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -52,31 +54,74 @@ def join(device: torch.device) -> None:
         branch(device).join()
 
 
+def gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, *, of_input: bool) -> Tensor:
+    """Of a convolution's input or weight, from that of its output."""
+    mask = [of_input, not of_input, False]
+    found = torch.ops.aten.convolution_backward(grad, x, weight, None, stride, padding, (1, 1), False, (0, 0), 1, mask)
+    return found[0 if of_input else 1]
+
+
+_searched: set[tuple[Any, ...]] = set()  # convolutions whose algorithms were looked for
+
+
+def search_ahead(out: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> None:
+    """Begin to look for the fastest algorithms of this convolution's gradients, once, while forward goes on: the first
+    time it waits for Triton's compiler.
+
+    cuDNN's choice is remembered by thread. Autograd computes all gradients of a device in one thread, so the search is
+    a backward itself. One that begins later waits for it.
+    """
+    which = (out.shape, x.shape, weight.shape, x.dtype, x.stride(), stride, padding)
+    if not (x.is_cuda and torch.backends.cudnn.benchmark) or which in _searched:
+        return
+    if not torch.cuda.is_current_stream_capturing():
+        _searched.add(which)
+        like = [tensor.detach() for tensor in (out, x, weight)]
+        threading.Thread(target=_search, args=(like, stride, padding)).start()
+
+
+def _search(like: list[Tensor], stride: Pair, padding: Pair) -> None:
+    device = like[0].device
+    with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):  # no memory: no search
+        zeros = [torch.zeros_like(tensor) for tensor in like]
+        _Search.apply(torch.zeros((), device=device, requires_grad=True), *zeros, stride, padding).backward()
+
+
+class _Search(torch.autograd.Function):
+    """Computes both gradients in its backward, and throws them away."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *given: Any) -> Tensor:
+        ctx.given = given
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        for of_input in (True, False):
+            gradient(*ctx.given, of_input=of_input)
+        return grad, *[None] * len(ctx.given)
+
+
 class _Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings = stride, padding
-        return F.conv2d(x, weight, None, stride, padding)
+        out = F.conv2d(x, weight, None, stride, padding)
+        search_ahead(out, x, weight, stride, padding)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         stride, padding = ctx.settings
-
-        def gradient(of_input: bool) -> Tensor:
-            mask = [of_input, not of_input, False]
-            found = torch.ops.aten.convolution_backward(
-                grad, x, weight, None, stride, padding, (1, 1), False, (0, 0), 1, mask
-            )
-            return found[0 if of_input else 1]
-
+        given = (grad, x, weight, stride, padding)
         # The input gradient first: backward waits for it.
-        of_input = gradient(True) if ctx.needs_input_grad[0] else None
+        of_input = gradient(*given, of_input=True) if ctx.needs_input_grad[0] else None
         apart = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        of_weight = branch(x.device).run(lambda: gradient(False), grad, x) if apart else gradient(False)
-        return of_input, of_weight, None, None
+        work = functools.partial(gradient, *given, of_input=False)
+        return of_input, branch(x.device).run(work, grad, x) if apart else work(), None, None
 
 
 def conv2d(x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> Tensor:

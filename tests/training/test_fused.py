@@ -18,7 +18,7 @@ from ptlf.freezing import Freezer
 from ptlf.freezing.kernels import MaskedReLU
 from ptlf.methods.pnn import Columns
 from ptlf.objectives.teacher import PreviousModel
-from ptlf.training import compiled
+from ptlf.training import compiled, weight_gradients
 from ptlf.training import fused_resnet as fused
 from ptlf.training.cost import kept_bytes
 
@@ -346,3 +346,27 @@ def test_sums_of_many_programs_are_whole_and_repeat(shape: tuple[int, ...]) -> N
     expected = [out.detach(), *gradients, plain.running_mean, plain.running_var]
     for a, b in zip(found[0], expected, strict=True):
         assert (a.double() - b).abs().max() < 2e-5 * b.abs().max().clamp(min=1.0)
+
+
+def test_both_gradients_are_searched_for_in_a_backward(monkeypatch) -> None:
+    """cuDNN remembers algorithms by thread, and backward runs in autograd's."""
+    asked = []
+    monkeypatch.setattr(weight_gradients, "gradient", lambda *given, of_input: asked.append((given, of_input)))
+    given = (torch.zeros(1), torch.zeros(2), torch.zeros(3), (1, 1), (0, 0))
+    weight_gradients._Search.apply(torch.zeros((), device=DEVICE, requires_grad=True), *given).backward()
+    assert [of_input for _, of_input in asked] == [True, False]
+    assert all(a is b for got, _ in asked for a, b in zip(got, given, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_algorithms_are_searched_for_once_for_each_convolution(monkeypatch) -> None:
+    searched, real = [], weight_gradients._search
+    monkeypatch.setattr(weight_gradients, "_searched", set())
+    monkeypatch.setattr(weight_gradients, "_search", lambda *given: searched.append(given) or real(*given))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    encoder, views = small(), two_views()
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16):
+            run(encoder, views, as_one=True)
+    shapes = [(like[1].shape, like[2].shape) for like, *_ in searched]
+    assert len(shapes) == len(set(shapes)) == len(UNITS) - 1  # the stem is a product
