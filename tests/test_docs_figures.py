@@ -255,3 +255,22 @@ def test_pretrained_encoders() -> None:
 def test_paper_notes_name_code_that_exists() -> None:
     for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", (ROOT / "docs" / "paper-notes.md").read_text()):
         assert (ROOT / "ptlf" / name).exists(), name
+
+
+@pytest.mark.parametrize("method", ["lump", "ptlf", "ptlf-deep"])
+def test_twenty_short_tasks(method: str) -> None:
+    """Accuracies, time and memory of Split CIFAR-100, in the table of recipes and in README's sentence."""
+    base, mine = (kept(f"split-cifar100-simsiam-{name}-seed*") for name in ("lump", method))
+    (run,) = mine
+    row = {"lump": "LUMP, here", "ptlf": "PTLF, here", "ptlf-deep": "`ptlf-deep`"}[method]
+    task, classes = run["probes"]["knn_task"], run["probes"]["knn_class"]
+    expected = [f"{task['accuracy']:.2f}", f"{task['forgetting']:.2f}", f"{classes['accuracy']:.2f}"]
+    seconds, memory = training(mine), kept_later(mine)
+    expected += (
+        [f"{seconds:.0f}", f"{memory / 2**20:.0f}"]
+        if method == "lump"
+        else [f"{seconds / training(base):.2f}", f"{memory / kept_later(base):.2f}"]
+    )
+    cells = row_with(RECIPES, "training of tasks 2-20", row)
+    assert [number for cell in cells for number in numbers(cell)] == expected
+    assert expected[0] in in_one_line(README)
