@@ -90,7 +90,7 @@ def accuracy_part(comparison: Comparison) -> Part:
         if widths := accuracy.half_widths(tested, probe):
             how += f" The number of test images leaves ±{max(widths):.1f} points at most, at 95 %."
         if ks := sorted({words for group in tested if (words := neighbours(group.first["probes"][probe]))}):
-            how += f" Neighbours{'; '.join(ks).replace(', k = ', ': ')}."
+            how += f" Neighbours: {'; '.join(words.removeprefix(', k = ') for words in ks)}."
         part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", heat_map, tested), HALF)
     for probe in comparison.known:
         how = "Accuracy in % on the images of `evaluation.reference`, before the first task (0) and after each."
