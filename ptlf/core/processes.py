@@ -2,7 +2,7 @@
 
 All processes draw the same global batch; each computes on its rows, `shard(rows)`. CPU tensors are exchanged with gloo,
 CUDA tensors with NCCL. Collectives of a training step have fixed shapes and never wait for the host, so that a CUDA
-graph can record them. A group of one process does all its collectives too; they change no bit.
+graph can record them. A group of one process does all its collectives too; they change no value.
 """
 
 import os
@@ -48,7 +48,7 @@ def warn(warning: str) -> None:
 def process_group() -> Iterator[None]:
     """Join the process group that torchrun set up. Does nothing in a process that torchrun did not start."""
     global _rank, _world_size, _joined
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         yield
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -103,7 +103,9 @@ def shard(rows: int) -> slice:
     return slice(_rank * size, (_rank + 1) * size)
 
 
-_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the newer name first
+def _gather(rows: Tensor, mine: Tensor) -> None:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name first
+    gather(rows, mine)
 
 
 # Operators of their own, because compiled code calls an operator as it is: neither traces nor reorders what is inside.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
+from ptlf.core.errors import UserError
 
 
 class ViewBatchNorm2d(nn.BatchNorm2d):
@@ -117,7 +118,7 @@ class SharedBatchNorm3d(SharedStatistics, nn.BatchNorm3d):
     pass
 
 
-SHARED = {
+SHARED: dict[type[nn.Module], type[SharedStatistics]] = {
     ViewBatchNorm2d: SharedViewBatchNorm2d,
     nn.BatchNorm1d: SharedBatchNorm1d,
     nn.BatchNorm2d: SharedBatchNorm2d,
@@ -128,10 +129,13 @@ SHARED = {
 def synchronise(module: nn.Module) -> None:
     """Make every BatchNorm in the module use the batch of all processes, in place. Parameters stay the same objects."""
     for norm in module.modules():
-        kinds = [shared for kind, shared in SHARED.items() if isinstance(norm, kind)]
-        if kinds and not is_synchronised(norm):
-            norm.__class__ = kinds[0]
+        if shared := SHARED.get(type(norm)):
+            norm.__class__ = shared
+        elif isinstance(norm, nn.modules.batchnorm._BatchNorm) and not is_synchronised(norm):
+            kind = type(norm).__name__
+            problem = f"{kind} is no plain batch norm: it cannot use the batch of all processes"
+            raise UserError(f"{problem}; use --distributed.sync_batch_norm false")
 
 
 def is_synchronised(norm: nn.Module) -> bool:
-    return isinstance(norm, SharedStatistics)
+    return isinstance(norm, SharedStatistics | nn.SyncBatchNorm)

@@ -15,6 +15,7 @@ class Feed:
         self.failed = failed
         self.waiting: queue.Queue[tuple[Callable[[], None], str, bool]] = queue.Queue(room)
         self.answers = 0  # calls that have returned
+        self.abandoned = False
         # A daemon: one that hangs does not keep the process from its end.
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
@@ -35,6 +36,7 @@ class Feed:
             before = self.answers
             self.thread.join(timeout)
             if self.answers == before and self.thread.is_alive():
+                self.abandoned = True
                 return False
         return True
 
@@ -45,5 +47,5 @@ class Feed:
             try:
                 call()
             except (Exception, SystemExit) as error:  # the disk, the network, the package
-                return self.failed(moment, error)
+                return None if self.abandoned else self.failed(moment, error)
             self.answers += 1

@@ -65,7 +65,10 @@ def samples(file: Path, images: bool = True) -> Iterator[Sample]:
                 if member.size < 0:  # the next member would be this one again
                     raise ValueError(f"{member.name} has {member.size} bytes")
                 if member.islnk():
-                    if (target := files.get(normpath(member.linkname))) is None:
+                    target = files.get(normpath(member.linkname))
+                    if target is None and not is_of_a_sample(member.name):
+                        continue
+                    if target is None:
                         raise ValueError(f"{member.name} is a hard link to {member.linkname}, which is not before it")
                 elif member.isfile():
                     target = member
@@ -79,7 +82,7 @@ def samples(file: Path, images: bool = True) -> Iterator[Sample]:
                 if f"{folder}/{stem}" != key:
                     yield from whole(found, file)
                     key, found = f"{folder}/{stem}", {}
-                kind = f".{ending.lower().rpartition('.')[2]}"
+                kind = kind_of(ending)
                 if kind in Image.registered_extensions() and "image" not in found:
                     found["image"] = member.name, content(shard, target, MOST_IMAGE, file) if images else b""
                 elif kind in (".cls", ".json"):
@@ -88,6 +91,15 @@ def samples(file: Path, images: bool = True) -> Iterator[Sample]:
     except DAMAGE as error:
         why = (str(error) or type(error).__name__).splitlines()[0].rstrip(":")
         raise UserError(f"{file} is no readable shard: {why}") from None
+
+
+def kind_of(name: str) -> str:
+    """The name's last ending, such as ".jpg"."""
+    return f".{name.lower().rpartition('.')[2]}"
+
+
+def is_of_a_sample(name: str) -> bool:
+    return kind_of(name) in (*Image.registered_extensions(), ".cls", ".json")
 
 
 def content(shard: tarfile.TarFile, member: tarfile.TarInfo, most: int, file: Path) -> bytes:

@@ -18,6 +18,7 @@ from torch.utils._triton import has_triton
 from ptlf.core import processes
 from ptlf.core.batch import Batch, Layout
 from ptlf.core.errors import UserError
+from ptlf.training import weight_gradients
 
 Body = Callable[[Batch], dict[str, Tensor]]
 Addresses = tuple[int, ...]  # of every tensor that a step reads or writes beside its batch
@@ -107,10 +108,11 @@ class CapturedEngine(Engine):
 
     def rebuild(self, variant: str, addresses: Addresses = (), pieces: Pieces | None = None) -> None:
         self.pieces = pieces
-        if any(processes.all_reduce_max([int(is_scarce(self.device))])):  # all capture at the same step
-            self.kept = {}
-        before, captured = self.kept.pop(variant, (addresses, {}))
-        self.captured = captured if before == addresses else {}
+        before, captured = self.kept.get(variant, (addresses, {}))
+        # All processes capture at the same step.
+        scarce, moved = processes.all_reduce_max([int(is_scarce(self.device)), int(before != addresses)])
+        self.kept = {} if scarce else {name: kept for name, kept in self.kept.items() if name != variant}
+        self.captured = {} if scarce or moved else captured
         self.kept[variant] = addresses, self.captured
         if len(self.kept) > KEPT:
             del self.kept[next(iter(self.kept))]
@@ -184,6 +186,7 @@ class CapturedEngine(Engine):
         `torch.cuda.graph` would empty the allocator's cache every time. Here the graphs share their memory, so that is
         needed only for the first.
         """
+        weight_gradients.end_searches()
         torch.cuda.synchronize()
         if not self.has_graphs():
             self.pool = torch.cuda.graph_pool_handle()  # one that lost all its graphs cannot be used again

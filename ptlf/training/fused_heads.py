@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ptlf.encoders.norm import SharedBatchNorm1d
 from ptlf.training.triton_bn import next_power_of_2, norm_relu
 
 EPS = tl.constexpr(1e-8)  # of torch.cosine_similarity: the least norm that is divided by
@@ -18,9 +19,11 @@ WIDEST = 16384  # values of a vector, which one program holds
 
 def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
     """The head's output for every view, each with its own batch statistics."""
-    if not isinstance(head, nn.Sequential) or not all(is_known(layer) for layer in head):
+    layers = list(head.children())
+    known = type(head) is nn.Sequential and is_as_built(head) and all(is_known(layer) for layer in layers)
+    if not known or len({len(view) for view in views}) > 1:
         return [head(view) for view in views]
-    x, layers = torch.cat(list(views)), list(head)
+    x = torch.cat(list(views))
     while layers:
         layer = layers.pop(0)
         if isinstance(layer, nn.BatchNorm1d) and layer.training:
@@ -34,15 +37,23 @@ def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
 
 def is_known(layer: nn.Module) -> bool:
     """Whether the layer takes rows one by one, or is a norm that the kernels know."""
-    if isinstance(layer, nn.BatchNorm1d):
-        as_built = layer.affine and layer.running_mean is not None and layer.momentum is not None
-        return as_built or not layer.training
-    return type(layer) in (nn.Linear, nn.ReLU, nn.Identity)
+    if type(layer) in (nn.BatchNorm1d, SharedBatchNorm1d):
+        usual = layer.affine and layer.running_mean is not None and layer.momentum is not None
+        return is_as_built(layer) and (bool(usual) or not layer.training)
+    return type(layer) in (nn.Linear, nn.ReLU, nn.Identity) and is_as_built(layer)
+
+
+def is_as_built(module: nn.Module) -> bool:
+    """Whether nobody has replaced its forward or asked to be called with it."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return "forward" not in module.__dict__ and not any(hooks)
 
 
 def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
     """The mean of -cos(prediction, target) over the rows."""
-    if target.requires_grad or prediction.shape != target.shape or prediction.shape[1] > WIDEST:
+    rows = prediction.ndim == 2 and prediction.shape == target.shape and prediction.shape[1] <= WIDEST
+    exact = prediction.dtype is target.dtype is torch.float32
+    if target.requires_grad or not (rows and exact):
         return -torch.cosine_similarity(prediction, target, dim=1).mean()
     return -_Cosine.apply(prediction, target).mean()
 

@@ -148,7 +148,10 @@ class Trainer:
 
     def sent_bytes(self) -> int:
         """Bytes of gradients that a step with the current frozen set exchanges with other processes."""
-        return self.sent.get(self.variant, 0)
+        if not processes.joined():
+            return 0
+        trained = sum(p.nbytes for p in self.trained() if p.requires_grad)  # after a resume no step may have run yet
+        return self.sent.get(self.variant, trained)
 
     def clip(self) -> None:
         """Scale the gradients to a norm of at most `training.clip`, without waiting for the device."""

@@ -614,12 +614,8 @@ def pool(x: Tensor, affine: tuple[Tensor, ...] | None = None, views: int = 1) ->
     out = torch.empty(n, channels, *size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     positions = None if affine is None else torch.empty_like(out, dtype=torch.uint8)
     tiles = Tiles(out, views, "pool")
-    given = (
-        x,
-        *(affine or (x, x, x, x)),
-        out,
-        out if positions is None else positions,
-    )  # x: pointers that are not read
+    norm = affine or (x, x, x, x)  # x and out stand for pointers that are not read
+    given = (x, *norm, out, out if positions is None else positions)
     flags = {"NORM": affine is not None, "POSITIONS": positions is not None}
     _pool[tiles.grid](*given, *tiles.size, height, width, *size, **flags, **tiles.block)
     return out, positions

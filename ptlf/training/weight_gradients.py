@@ -62,33 +62,42 @@ def gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pai
 
 
 _searched: set[tuple[Any, ...]] = set()  # convolutions whose algorithms were looked for
+_searches: list[threading.Thread] = []
+Like = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape, strides and type of a tensor
 
 
-def search_ahead(out: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> None:
+def search_ahead(out: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, *, of_input: bool) -> None:
     """Begin to look for the fastest algorithms of this convolution's gradients, once, while forward goes on: the first
-    time it waits for Triton's compiler.
+    time it waits for Triton's compiler. of_input: whether the input gets a gradient.
 
     cuDNN's choice is remembered by thread. Autograd computes all gradients of a device in one thread, so the search is
-    a backward itself. One that begins later waits for it.
+    a backward itself. What has not been found when the step's own backward begins, that finds for itself.
     """
-    which = (out.shape, x.shape, weight.shape, x.dtype, x.stride(), stride, padding)
+    like: list[Like] = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (out, x, weight)]
+    which = (*like, stride, padding, of_input)
     if not (x.is_cuda and torch.backends.cudnn.benchmark) or which in _searched:
         return
     if not torch.cuda.is_current_stream_capturing():
         _searched.add(which)
-        like = [tensor.detach() for tensor in (out, x, weight)]
-        threading.Thread(target=_search, args=(like, stride, padding)).start()
+        _searches.append(
+            threading.Thread(target=_search, args=(x.device, like, stride, padding, of_input), daemon=True)
+        )
+        _searches[-1].start()
 
 
-def _search(like: list[Tensor], stride: Pair, padding: Pair) -> None:
-    device = like[0].device
-    with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):  # no memory: no search
-        zeros = [torch.zeros_like(tensor) for tensor in like]
-        _Search.apply(torch.zeros((), device=device, requires_grad=True), *zeros, stride, padding).backward()
+def end_searches() -> None:
+    """Wait for them: no other thread may allocate GPU memory while a graph is captured."""
+    while _searches:
+        _searches.pop().join()
+
+
+def _search(device: torch.device, *given: Any) -> None:
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        _Search.apply(torch.zeros((), device=device, requires_grad=True), *given).backward()
 
 
 class _Search(torch.autograd.Function):
-    """Computes both gradients in its backward, and throws them away."""
+    """Computes the gradients of zeros in its backward, and throws them away."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *given: Any) -> Tensor:
@@ -97,8 +106,13 @@ class _Search(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        for of_input in (True, False):
-            gradient(*ctx.given, of_input=of_input)
+        like, stride, padding, of_input = ctx.given
+        with contextlib.suppress(torch.OutOfMemoryError):  # the step may have room all the same
+            grads, x, weight = (
+                torch.empty_strided(*size, dtype=dtype, device=grad.device).zero_() for *size, dtype in like
+            )
+            for which in (True, False) if of_input else (False,):
+                gradient(grads, x, weight, stride, padding, of_input=which)
         return grad, *[None] * len(ctx.given)
 
 
@@ -108,7 +122,7 @@ class _Conv2d(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.settings = stride, padding
         out = F.conv2d(x, weight, None, stride, padding)
-        search_ahead(out, x, weight, stride, padding)
+        search_ahead(out, x, weight, stride, padding, of_input=ctx.needs_input_grad[0])
         return out
 
     @staticmethod

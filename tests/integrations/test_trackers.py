@@ -352,6 +352,22 @@ def test_one_that_hangs_is_left_behind_with_one_warning(tmp_path, capsys, where:
     assert capsys.readouterr().err == ""
 
 
+def test_one_that_fails_after_it_was_left_behind_says_nothing_more(tmp_path, capsys) -> None:
+    trackers = Trackers(["test_trackers:Blocks"], timeout=0.0)
+    (blocks,) = trackers.members.values()
+    blocks.where = "epoch"
+    trackers.begin(tmp_path, {}, [])
+    trackers.epoch(1, line(1))
+    (feed,) = trackers.feeds.values()
+    blocks.reached.wait()
+    blocks.calls = None  # so that it raises when it is let go
+    trackers.end("finished")
+    assert "is left behind" in capsys.readouterr().err
+    blocks.opened.set()
+    feed.thread.join()
+    assert capsys.readouterr().err == ""
+
+
 def test_one_that_answers_is_waited_for_and_gets_all_in_order(tmp_path, capsys) -> None:
     trackers = Trackers(["test_trackers:Blocks"], timeout=600.0)
     (blocks,) = trackers.members.values()

@@ -235,6 +235,20 @@ def test_a_hard_link_to_nothing_is_named(tmp_path: Path) -> None:
         given(tmp_path / "link.tar")
 
 
+def test_a_hard_link_that_is_of_no_sample_is_skipped(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "link.tar", "w") as shard:
+        link = tarfile.TarInfo("docs/README")
+        link.type, link.linkname = tarfile.LNKTYPE, "elsewhere"
+        shard.addfile(link)
+        file = io.BytesIO()
+        Image.new("RGB", (4, 4)).save(file, "PNG")
+        image = tarfile.TarInfo("a.png")
+        image.size = len(file.getvalue())
+        shard.addfile(image, io.BytesIO(file.getvalue()))
+    (part,) = given(tmp_path / "link.tar").values()
+    assert part.count == 1
+
+
 def test_bad_shards(tmp_path: Path) -> None:
     def refused(name: str) -> str:
         with pytest.raises(UserError) as caught:

@@ -19,6 +19,7 @@ from worker import RUNS
 from ptlf.cli import main
 from ptlf.core import processes
 from ptlf.core.errors import UserError
+from ptlf.encoders.norm import synchronise
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.results import epoch_lines
 from ptlf.training.trainer import TrainingConfig, check_batch
@@ -228,3 +229,17 @@ class TestRefused:
             processes.local_device(torch.device("cuda:0"))
         with pytest.raises(UserError, match="there are 2 GPUs here, too few for process 2"):
             processes.local_device(torch.device("cuda"))
+
+
+class WithReLU(torch.nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+def test_a_norm_that_does_more_is_not_replaced() -> None:
+    """Such as timm's, whose forward has the activation too."""
+    with pytest.raises(UserError, match=r"WithReLU is no plain batch norm.*sync_batch_norm false"):
+        synchronise(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), WithReLU(4)))
+    kept = torch.nn.SyncBatchNorm(4)
+    synchronise(torch.nn.Sequential(kept))
+    assert type(kept) is torch.nn.SyncBatchNorm

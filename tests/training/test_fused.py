@@ -352,10 +352,17 @@ def test_both_gradients_are_searched_for_in_a_backward(monkeypatch) -> None:
     """cuDNN remembers algorithms by thread, and backward runs in autograd's."""
     asked = []
     monkeypatch.setattr(weight_gradients, "gradient", lambda *given, of_input: asked.append((given, of_input)))
-    given = (torch.zeros(1), torch.zeros(2), torch.zeros(3), (1, 1), (0, 0))
-    weight_gradients._Search.apply(torch.zeros((), device=DEVICE, requires_grad=True), *given).backward()
-    assert [of_input for _, of_input in asked] == [True, False]
-    assert all(a is b for got, _ in asked for a, b in zip(got, given, strict=True))
+    out, x, weight = torch.ones(2, 4, 3, 3), torch.ones(2, 3, 5, 5), torch.ones(4, 3, 3, 3)
+    x = x.to(memory_format=torch.channels_last)
+    like = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (out, x, weight)]
+    for of_input, expected in ((True, [True, False]), (False, [False])):
+        asked.clear()
+        anchor = torch.zeros((), device=DEVICE, requires_grad=True)
+        weight_gradients._Search.apply(anchor, like, (1, 1), (0, 0), of_input).backward()
+        assert [which for _, which in asked] == expected
+        for (*tensors, stride, padding), _ in asked:
+            assert [(t.shape, t.stride(), t.dtype) for t in tensors] == like
+            assert (stride, padding) == ((1, 1), (0, 0)) and not any(t.any() for t in tensors)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -368,5 +375,6 @@ def test_algorithms_are_searched_for_once_for_each_convolution(monkeypatch) -> N
     for _ in range(2):
         with torch.autocast("cuda", torch.bfloat16):
             run(encoder, views, as_one=True)
-    shapes = [(like[1].shape, like[2].shape) for like, *_ in searched]
+    weight_gradients.end_searches()
+    shapes = [(like[1][0], like[2][0]) for _, like, *_ in searched]
     assert len(shapes) == len(set(shapes)) == 4  # the stem is a product, and two others are alike

@@ -78,6 +78,46 @@ def test_heads_are_those_of_pytorch(name: str, count: int, training: bool) -> No
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)  # the bias before a norm has a gradient of 0
 
 
+class Doubled(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class TenTimes(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 10 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "head", [Doubled(*mlp(6, 9, 5)), nn.Sequential(nn.Linear(6, 5), TenTimes(5))], ids=["head", "norm"]
+)
+def test_a_forward_of_one_s_own_is_called(head: nn.Sequential) -> None:
+    head = head.to(DEVICE)
+    torch.testing.assert_close(fused_heads.each_view(head, views_of(2)), [head(view) for view in views_of(2)])
+
+
+def test_hooks_are_called_for_each_view() -> None:
+    head, called = mlp(6, 9, 5).to(DEVICE), []
+    for module in (head, head[1]):
+        module.register_forward_hook(lambda module, given, out: called.append(len(out)))
+    fused_heads.each_view(head, views_of(2))
+    assert called == [7, 7, 7, 7]
+
+
+def test_views_of_different_sizes_stay_apart() -> None:
+    head = mlp(6, 9, 5).to(DEVICE)
+    views = [views_of(2)[0], views_of(2)[1][:3]]
+    assert [len(rows) for rows in fused_heads.each_view(head, views)] == [7, 3]
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5), (4, 5)], ids=["three dimensions", "half precision"])
+def test_other_cosines_are_left_to_pytorch(shape: tuple[int, ...]) -> None:
+    x, y = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    if len(shape) == 2:
+        x, y = x.bfloat16(), y.bfloat16()
+    torch.testing.assert_close(fused_heads.negative_cosine(x, y), -torch.cosine_similarity(x, y, dim=1).mean())
+
+
 def test_rows_of_a_norm_s_kernel_are_those_of_its_view() -> None:
     """Statistics over both views would give another result."""
     head = mlp(6, 9, 5).to(DEVICE)
