@@ -92,7 +92,7 @@ def end_searches() -> None:
 
 
 def _search(device: torch.device, *given: Any) -> None:
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with contextlib.suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(device)):  # no memory: no search
         _Search.apply(torch.zeros((), device=device, requires_grad=True), *given).backward()
 
 
@@ -107,12 +107,10 @@ class _Search(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         like, stride, padding, of_input = ctx.given
-        with contextlib.suppress(torch.OutOfMemoryError):  # the step may have room all the same
-            grads, x, weight = (
-                torch.empty_strided(*size, dtype=dtype, device=grad.device).zero_() for *size, dtype in like
-            )
-            for which in (True, False) if of_input else (False,):
-                gradient(grads, x, weight, stride, padding, of_input=which)
+        zeros = (torch.empty_strided(*size, dtype=dtype, device=grad.device).zero_() for *size, dtype in like)
+        out, x, weight = zeros
+        for which in (True, False) if of_input else (False,):
+            gradient(out, x, weight, stride, padding, of_input=which)
         return grad, *[None] * len(ctx.given)
 
 
