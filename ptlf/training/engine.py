@@ -1,4 +1,4 @@
-"""How the step is run: eagerly, with its parts compiled, or compiled and captured in a CUDA graph.
+"""How the step is run: eagerly, with faster code for its parts, or with that and captured in a CUDA graph.
 
 The body of the step is the same in all three: it reads fixed tensors and draws no random number. After a freeze it is
 captured again, unless a graph of the same step with the same units frozen was kept.
