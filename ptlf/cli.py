@@ -233,7 +233,7 @@ def add_run_verbs(verb: Verb) -> None:
     add = verb("reproduce", about, overrides=True, epilog=epilog)
     tables = ("main", "cost", "imagenet100", "one-shot", "top-layers", "ratio", "supervised", "all", "figures")
     add("table", f"one of {', '.join(tables)}", choices=tables, metavar="TABLE")
-    scales = "smoke: minutes on a CPU; short: 20 epochs; paper: the full protocol"
+    scales = "smoke: minutes on a CPU, once `ptlf data get` has the sets; short: 20 epochs; paper: the full protocol"
     add("--scale", scales, choices=("smoke", "short", "paper"), default="paper")
     add("--seeds", "each run with each of them; others that are there count too", int, nargs="+", default=[0])
     add("--runs", "a folder below this for each run (default: runs/reproduce/SCALE)", Path, metavar="DIR")

@@ -291,6 +291,10 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def total(losses: dict[str, Tensor]) -> Tensor:
+    for name, loss in losses.items():
+        if loss.ndim:
+            problem = f"the loss {name!r} has the shape {tuple(loss.shape)}"
+            raise UserError(f"{problem}; it must be a single number, such as the mean over the images")
     return torch.stack(list(losses.values())).sum()
 
 

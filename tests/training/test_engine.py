@@ -30,6 +30,7 @@ from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.training import compiled, engine, fused_resnet
 from ptlf.training.optimizers import OPTIMIZERS
+from ptlf.training.trainer import total
 
 FROZEN = ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")
 
@@ -876,3 +877,8 @@ def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) ->
     assert {0, 1} <= set(prepared)
     assert (2 in prepared) == (":" in optimizer)
     assert moved(kept, anew) == 0
+
+
+def test_a_loss_with_a_value_per_image_is_refused() -> None:
+    with pytest.raises(UserError, match=r"the loss 'ssl' has the shape \(64,\); it must be a single number"):
+        total({"ssl": torch.zeros(64)})
