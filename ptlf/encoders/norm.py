@@ -62,6 +62,11 @@ def is_rowwise(encoder: nn.Module, example: Tensor) -> bool:
     return torch.allclose(vectors[0], vectors[1], rtol=1e-4, atol=1e-6)
 
 
+def is_usual(norm: nn.modules.batchnorm._BatchNorm) -> bool:
+    """Whether it has what the Triton kernels expect: weight, bias, running statistics, and a fixed momentum."""
+    return norm.affine and norm.running_mean is not None and norm.momentum is not None
+
+
 class SharedStatistics(nn.modules.batchnorm._BatchNorm):
     """BatchNorm over the batch of all processes, which have shares of equal size. One exchange in each direction."""
 

@@ -79,7 +79,7 @@ class Objective(nn.Module):
 
 
 class Kernels(Protocol):
-    """Other ways to compute what stands below, such as `ptlf.training.fused_heads`."""
+    """Implementations of the functions below with these names, such as those of `ptlf.training.fused_heads`."""
 
     def each_view(self, head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]: ...
 
@@ -91,7 +91,7 @@ _kernels: Kernels | None = None
 
 @contextmanager
 def through(kernels: Kernels) -> Iterator[None]:
-    """Within, heads and cosines are computed by these."""
+    """Inside the block, `each_view` and `negative_cosine` are computed by these."""
     global _kernels
     before, _kernels = _kernels, kernels
     try:

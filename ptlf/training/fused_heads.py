@@ -1,5 +1,7 @@
-"""Heads and the cosine between their outputs through Triton kernels: all views in one pass, and nothing is left for
-torch.compile, which takes many seconds before the first step."""
+"""Heads, and the cosine between their outputs, through Triton kernels.
+
+All views take one pass. Nothing is compiled by torch.compile, which would take many seconds before the first step.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +12,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ptlf.encoders.norm import SharedBatchNorm1d
+from ptlf.encoders.norm import SharedBatchNorm1d, is_usual
 from ptlf.training.triton_bn import next_power_of_2, norm_relu
 
 EPS = tl.constexpr(1e-8)  # of torch.cosine_similarity: the least norm that is divided by
@@ -37,14 +39,14 @@ def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
 
 def is_known(layer: nn.Module) -> bool:
     """Whether the layer takes rows one by one, or is a norm that the kernels know."""
-    if type(layer) in (nn.BatchNorm1d, SharedBatchNorm1d):
-        usual = layer.affine and layer.running_mean is not None and layer.momentum is not None
-        return is_as_built(layer) and (bool(usual) or not layer.training)
+    if isinstance(layer, nn.BatchNorm1d):
+        plain = type(layer) in (nn.BatchNorm1d, SharedBatchNorm1d) and is_as_built(layer)
+        return plain and (is_usual(layer) or not layer.training)
     return type(layer) in (nn.Linear, nn.ReLU, nn.Identity) and is_as_built(layer)
 
 
 def is_as_built(module: nn.Module) -> bool:
-    """Whether nobody has replaced its forward or asked to be called with it."""
+    """Whether its forward is its class's own, and no hooks are registered."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return "forward" not in module.__dict__ and not any(hooks)
 

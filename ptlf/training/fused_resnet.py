@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ptlf.encoders.norm import ViewBatchNorm2d
+from ptlf.encoders.norm import ViewBatchNorm2d, is_usual
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, fold, frozen_conv2d
 from ptlf.methods.pnn import Columns
@@ -44,8 +44,7 @@ def is_standard(layer: nn.Conv2d, norm: nn.Module) -> bool:
     if not isinstance(norm, ViewBatchNorm2d) or layer.bias is not None or layer.weight.dtype is not torch.float32:
         return False
     patches = [module.__dict__["forward"] for module in (layer, norm) if "forward" in module.__dict__]
-    as_built = norm.affine and norm.running_mean is not None and norm.momentum is not None
-    return as_built and all(isinstance(patch, ForwardPatch) for patch in patches)
+    return is_usual(norm) and all(isinstance(patch, ForwardPatch) for patch in patches)
 
 
 def blocks(encoder: ResNet) -> list[Block]:

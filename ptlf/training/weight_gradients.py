@@ -67,11 +67,12 @@ Like = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape, strides and typ
 
 
 def search_ahead(out: Tensor, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, *, of_input: bool) -> None:
-    """Begin to look for the fastest algorithms of this convolution's gradients, once, while forward goes on: the first
-    time it waits for Triton's compiler. of_input: whether the input gets a gradient.
+    """Look for the fastest algorithms of this convolution's gradients in a thread, once for each kind of convolution.
+    Forward goes on meanwhile: in the first step it waits for Triton's compiler. of_input: whether the input gets a
+    gradient.
 
-    cuDNN's choice is remembered by thread. Autograd computes all gradients of a device in one thread, so the search is
-    a backward itself. What has not been found when the step's own backward begins, that finds for itself.
+    cuDNN remembers its choice by thread, and autograd computes all gradients of a device in one thread. So the search
+    is a backward itself. The step's own backward does not wait for it: it looks for what is not found by then.
     """
     like: list[Like] = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (out, x, weight)]
     which = (*like, stride, padding, of_input)

@@ -365,7 +365,7 @@ def test_both_gradients_are_searched_for_in_a_backward(monkeypatch) -> None:
             assert (stride, padding) == ((1, 1), (0, 0)) and not any(t.any() for t in tensors)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_algorithms_are_searched_for_once_for_each_convolution(monkeypatch) -> None:
     searched, real = [], weight_gradients._search
     monkeypatch.setattr(weight_gradients, "_searched", set())

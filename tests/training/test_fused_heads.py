@@ -171,7 +171,7 @@ def test_an_objective_s_loss_and_gradients(kind, monkeypatch) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_nothing_of_a_head_is_compiled(monkeypatch) -> None:
     monkeypatch.setattr("ptlf.training.compiled.compiled", lambda function: pytest.fail(f"{function} is compiled"))
     head = mlp(6, 9, 5).to(DEVICE)
