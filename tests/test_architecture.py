@@ -31,7 +31,7 @@ integrations: integrations plan lightning huggingface feed trackers
 training: training checkpoint weight_gradients triton_bn fused_heads fused_resnet triton_views compiled cost distributed
 training: engine
 training.optimizers: optimizer adamw sgd lars optimizers
-training: process rate trainer
+training: process rate trainer ahead
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
 run: run config fitting recipes build results folder environment start parts inference embedding export
 run: record watcher state looks loop sweep bench cluster evaluate paper reproduce

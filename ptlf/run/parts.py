@@ -15,6 +15,7 @@ from ptlf.run.start import find_given, make_reference, starting_encoder
 from ptlf.stream import Stream
 from ptlf.stream.given import given
 from ptlf.stream.loading import Sources
+from ptlf.training.ahead import compile_ahead
 from ptlf.training.distributed import make_alike
 from ptlf.training.trainer import Trainer
 from ptlf.views import normalise
@@ -78,6 +79,7 @@ class Parts:
             self.device,
             self.channels_last,
         )
+        compile_ahead(self.trainer, len(self.stream.tasks[0].train))
         self.freezing = build.make_freezing(config, self.trainer, self.random["policy"], len(self.stream.tasks))
 
     def prepare(self, images: Tensor) -> Tensor:

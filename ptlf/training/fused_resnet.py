@@ -96,12 +96,16 @@ def forward(encoder: nn.Module, images: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(images.device.type)
     with torch.autocast(images.device.type, enabled=False):
         if not isinstance(encoder, Columns):
-            return _Pool.apply(Forward(encoder, dtype).stages(images)[-1])  # type: ignore[arg-type]
+            return features(encoder, images, dtype)  # type: ignore[arg-type]
         maps: list[list[Tensor]] = []  # by column, by stage
         for index, column in enumerate(used_columns(encoder)):
             with torch.set_grad_enabled(torch.is_grad_enabled() and index == encoder.current):
                 maps.append(Forward(column, dtype).stages(images, encoder.laterals[index], maps))  # type: ignore[arg-type]
         return _Pool.apply(maps[-1][-1])
+
+
+def features(encoder: ResNet, images: Tensor, dtype: torch.dtype) -> Tensor:
+    return _Pool.apply(Forward(encoder, dtype).stages(images)[-1])
 
 
 class _Pool(torch.autograd.Function):

@@ -256,6 +256,11 @@ class Trainer:
         each = images // processes.world_size()
         return each * processes.world_size() if self.config.last_batch == "use" and each > 1 else 0
 
+    def batch_sizes(self, images: int) -> list[int]:
+        """Of this process's batches in an epoch of so many images: the full one, and the last one if it is smaller."""
+        sizes = [self.config.batch if images >= self.config.batch else 0, self.usable(images % self.config.batch)]
+        return [size // processes.world_size() for size in sizes if size]
+
     def steps_per_epoch(self, indices: np.ndarray) -> int:
         full, rest = divmod(len(indices), self.config.batch)
         return full + (self.usable(rest) > 0)
