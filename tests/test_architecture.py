@@ -29,7 +29,7 @@ freezing: estimate following freezer savings
 freezing: policy policies progressive freezing
 integrations: integrations plan lightning huggingface feed trackers
 training: training checkpoint weight_gradients triton_bn triton_pool triton_stem fused_heads fused_resnet triton_views
-training: compiled cost distributed engine
+training: fast_parts cost distributed engine
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread

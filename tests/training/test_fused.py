@@ -18,7 +18,7 @@ from ptlf.freezing import Freezer
 from ptlf.freezing.kernels import MaskedReLU
 from ptlf.methods.pnn import Columns
 from ptlf.objectives.teacher import PreviousModel
-from ptlf.training import compiled, weight_gradients
+from ptlf.training import fast_parts, weight_gradients
 from ptlf.training import fused_resnet as fused
 from ptlf.training.cost import kept_bytes
 
@@ -350,10 +350,10 @@ def test_steps_are_fused_and_teachers_too(monkeypatch) -> None:
     """What goes through the accelerator, with gradient or without; an evaluated encoder is not called through it."""
     called = []
     monkeypatch.setattr(fused, "forward", lambda encoder, images: called.append(encoder) or images)
-    monkeypatch.setattr(compiled, "has_triton", lambda: True)
+    monkeypatch.setattr(fast_parts, "has_triton", lambda: True)
     images = two_views()[0]
     monkeypatch.setattr(type(images), "is_cuda", property(lambda tensor: True))
-    encoder, parts = small(), compiled.CompiledParts(batch=7)
+    encoder, parts = small(), fast_parts.FastParts(batch=7)
     previous = PreviousModel(encoder, torch.nn.Identity()).encoder
     parts.encode(encoder, images)
     with torch.no_grad():
