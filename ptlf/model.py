@@ -14,7 +14,7 @@ from ptlf.objectives.teacher import Teacher
 
 
 class Accelerator:
-    """Runs the parts of a training step: here as they are. `ptlf.training.compiled` has one with faster code."""
+    """Runs the parts of a training step: here as they are. `ptlf.training.fast_parts` has one with faster code."""
 
     def takes_views_in_one_pass(self, encoder: nn.Module) -> bool:
         """Whether `encode` may be given several views as one batch."""

@@ -28,8 +28,8 @@ freezing: units kernels products subspace bound background correlation kept sele
 freezing: estimate following freezer savings
 freezing: policy policies progressive freezing
 integrations: integrations plan lightning huggingface feed trackers
-training: training checkpoint weight_gradients triton_bn fused_heads fused_resnet triton_views compiled cost distributed
-training: engine
+training: training checkpoint weight_gradients triton_bn triton_pool triton_stem fused_heads fused_resnet triton_views
+training: fast_parts cost distributed engine
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate trainer ahead
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread

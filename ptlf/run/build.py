@@ -31,9 +31,9 @@ from ptlf.run.recipes import conflict
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
-from ptlf.training.compiled import CompiledParts
 from ptlf.training.cost import kept_bytes
 from ptlf.training.engine import choose_engine
+from ptlf.training.fast_parts import FastParts
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.rate import check_warmup, peak_rate
 from ptlf.training.trainer import Trainer, TrainingConfig, check_batch
@@ -151,7 +151,7 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
     half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
     fast = choose_engine(config.training.engine, device) != "eager"
     layout = on_gpu(config.training.channels_last, device)
-    accelerator = CompiledParts(processes.share(config.training.batch), channels_last=layout) if fast else Accelerator()
+    accelerator = FastParts(processes.share(config.training.batch), channels_last=layout) if fast else Accelerator()
     model = Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
     if fast and not hasattr(encoder, "rowwise"):
         encoder.rowwise = is_rowwise(encoder, torch.empty(1, 3, size, size, device=device))  # type: ignore[assignment]

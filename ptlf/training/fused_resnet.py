@@ -1,4 +1,4 @@
-"""Training forward of our ResNets with the Triton kernels of `ptlf.training.triton_bn`.
+"""Training forward of our ResNets with the Triton kernels of `ptlf.training.triton_bn`, `triton_pool`, `triton_stem`.
 
 Compared with torch.compile it makes fewer passes over memory, and compiles nothing when a unit freezes or thaws.
 """
@@ -16,6 +16,7 @@ from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, fold, frozen_conv2d
 from ptlf.methods.pnn import Columns
 from ptlf.training import weight_gradients
+from ptlf.training.weight_gradients import Pair
 
 Twice = tuple[Tensor, Tensor]  # the same activations twice: for the next layer and for the shortcut
 Term = Tensor | None  # (N, C, H, W) or (C,), added before the ReLU
@@ -132,9 +133,10 @@ class Forward:
     """
 
     def __init__(self, encoder: ResNet, dtype: torch.dtype) -> None:
-        from ptlf.training import triton_bn  # needs Triton
+        from ptlf.training import triton_bn, triton_pool, triton_stem  # need Triton
 
-        self.encoder, self.dtype, self.kernels = encoder, dtype, triton_bn
+        self.encoder, self.dtype = encoder, dtype
+        self.kernels, self.pool_kernels, self.layouts = triton_bn, triton_pool, triton_stem
         weights: dict[nn.Conv2d, Tensor] = {}
         self.biases: dict[nn.Conv2d, Tensor] = {}  # float32
         for layer, norm in units(encoder):
@@ -144,6 +146,10 @@ class Forward:
                 weights[layer] = layer.weight
             else:
                 weights[layer], self.biases[layer] = fold(layer, norm)
+        first = encoder.stem.conv
+        self.on_squares = first if triton_stem.takes_squares(first) else None
+        if self.on_squares is not None:
+            weights[first] = triton_stem.weight_on_squares(weights[first])
         self.weights = self.cast(weights)
         self.cast_biases = self.cast(self.biases)
 
@@ -172,18 +178,24 @@ class Forward:
         return maps
 
     def stem(self, stem: Stem, images: Tensor) -> Twice:
-        """A 3x3 convolution is computed as a matrix product: with three input channels it takes half cuDNN's time."""
-        if stem.conv.kernel_size != (3, 3):
+        if stem.conv.kernel_size == (3, 3):
+            return self.small_stem(stem, images)
+        if self.on_squares is not None:
+            images = self.layouts.squares(images, self.dtype)
+        else:
             images = images.to(self.dtype, memory_format=torch.channels_last)
-            batch_norm = stem.conv not in self.biases and not isinstance(stem.bn.__dict__.get("forward"), EvalMode)
-            if batch_norm and is_small_pool(stem.pool):
-                return self.kernels.norm_relu_pool(self.convolve(stem.conv, images), stem.bn)
-            x, _ = self.unit((stem.conv, stem.bn), stem.relu, images)
-            plain = x.requires_grad or not is_small_pool(stem.pool)
-            pooled = stem.pool(x) if plain else self.kernels.pool(x)[0]
-            return pooled, pooled
+        batch_norm = stem.conv not in self.biases and not isinstance(stem.bn.__dict__.get("forward"), EvalMode)
+        if batch_norm and is_small_pool(stem.pool):
+            return self.pool_kernels.norm_relu_pool(self.convolve(stem.conv, images), stem.bn)
+        x, _ = self.unit((stem.conv, stem.bn), stem.relu, images)
+        plain = x.requires_grad or not is_small_pool(stem.pool)
+        pooled = stem.pool(x) if plain else self.pool_kernels.pool(x)[0]
+        return pooled, pooled
+
+    def small_stem(self, stem: Stem, images: Tensor) -> Twice:
+        """A 3x3 convolution is computed as a matrix product: with three input channels it takes half cuDNN's time."""
         n, _, height, width = images.shape
-        rows, bias = self.kernels.patches(images, self.dtype), self.cast_biases.get(stem.conv)
+        rows, bias = self.layouts.patches(images, self.dtype), self.cast_biases.get(stem.conv)
         weight = F.pad(self.weights[stem.conv].flatten(1), (0, rows.shape[1] - 27))
         # _addmm_activation is rows @ weight.T + bias with a ReLU in one kernel.
         x = F.linear(rows, weight) if bias is None else torch._addmm_activation(bias, rows, weight.T)
@@ -210,15 +222,19 @@ class Forward:
         if layer not in self.biases:
             return self.norm_relu(self.convolve(layer, x), norm, residual, extra, as_bits=as_bits)
         bias = self.cast_biases[layer] if extra is None else (self.biases[layer] + extra).to(self.dtype)
-        return self.kernels.FrozenConvReLU.apply(x, self.weights[layer], bias, residual, layer, as_bits)
+        return self.kernels.FrozenConvReLU.apply(x, self.weights[layer], bias, residual, *self.settings(layer), as_bits)
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
         """Without the bias. A FrozenLayer saves only its weight for backward."""
-        weight, settings = self.weights[layer], (layer.stride, layer.padding)
+        weight, settings = self.weights[layer], self.settings(layer)
         if isinstance(layer.__dict__.get("forward"), FrozenLayer):
-            return frozen_conv2d(x, weight, None, *settings)  # type: ignore[arg-type]
-        beside = weight.requires_grad and weight is not layer.weight  # then `cast` joins them
-        return weight_gradients.conv2d(x, weight, *settings) if beside else F.conv2d(x, weight, None, *settings)  # type: ignore[arg-type]
+            return frozen_conv2d(x, weight, None, *settings)
+        beside = weight.requires_grad and weight.dtype is not layer.weight.dtype  # then `cast` joins them
+        return weight_gradients.conv2d(x, weight, *settings) if beside else F.conv2d(x, weight, None, *settings)
+
+    def settings(self, layer: nn.Conv2d) -> tuple[Pair, Pair]:
+        """Stride and padding that its weight in `weights` is for."""
+        return self.layouts.ON_SQUARES if layer is self.on_squares else (layer.stride, layer.padding)  # type: ignore[return-value]
 
     def norm_relu(
         self, x: Tensor, norm: ViewBatchNorm2d, residual: Term = None, extra: Term = None,

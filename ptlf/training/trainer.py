@@ -22,10 +22,10 @@ from ptlf.model import Model
 from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
 from ptlf.training import fused_resnet
-from ptlf.training.compiled import variant
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import average_gradients, average_statistics
 from ptlf.training.engine import ENGINES, CapturedEngine, Engine, Pieces, choose_engine
+from ptlf.training.fast_parts import variant
 from ptlf.training.fused_resnet import folded
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
 from ptlf.training.rate import RateConfig, learning_rate, set_rate

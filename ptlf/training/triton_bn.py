@@ -21,6 +21,7 @@ from ptlf.core import processes
 from ptlf.encoders.norm import is_synchronised
 from ptlf.freezing.kernels import input_gradient
 from ptlf.training import weight_gradients
+from ptlf.training.weight_gradients import Pair
 
 # How backward gets the ReLU mask: no ReLU; recomputed from the norm's input; from the ReLU's output; from packed bits.
 NONE, BY_INPUT, BY_OUTPUT, BY_BITS = 0, 1, 2, 3
@@ -31,20 +32,22 @@ class TileSize(NamedTuple):
 
     elements: int  # values per tile; for the kernels that add up partial sums, channels per program
     warps: int
-    programs: int = 512  # of a reduction, which share its tiles: about four per multiprocessor of an H200
+    programs: int = 512  # of a reduction, at most; they share its tiles: about four per multiprocessor of an H200
 
 
-# For each kernel, its size from a number of values per view on. Found by trying on an H200 at 32 px. The size of a
-# reduction decides in which order it adds, and so the last bits of a step: a new entry changes the bits for the tensors
-# it covers. The other kernels give the same bits with any size.
+# For each kernel, its size from a number of values per view on. Found by trying on an H200 at 32, 64 and 224 px, where
+# a second size for large tensors gains less than 3 % of any kernel. The size of a reduction decides in which order it
+# adds, and so the last bits of a step: a new entry changes the bits for the tensors it covers. The other kernels give
+# the same bits with any size.
 SIZES: dict[str, dict[int, TileSize]] = {
-    "sums": {0: TileSize(4096, 8)},
-    "normalise": {0: TileSize(2048, 2)},
-    "gradient_sums": {0: TileSize(2048, 4)},
-    "gradient_total": {0: TileSize(4096, 8)},  # _gradient_sums with TOTAL
-    "input_gradient": {0: TileSize(2048, 2)},
-    "pool": {0: TileSize(2048, 4)},  # also its gradient; not tried yet
-    "add_up": {0: TileSize(8, 4)},  # the kernels that add up partial sums
+    "sums": {0: TileSize(2048, 2, programs=1024)},
+    "normalise": {0: TileSize(1024, 2)},
+    "gradient_sums": {0: TileSize(4096, 2)},
+    "gradient_total": {0: TileSize(1024, 2, programs=1024)},  # _gradient_sums with TOTAL
+    "input_gradient": {0: TileSize(1024, 2)},
+    "pool": {0: TileSize(1024, 4)},
+    "pool_gradient": {0: TileSize(2048, 2)},
+    "add_up": {0: TileSize(2, 1)},  # the kernels that add up partial sums
 }
 
 
@@ -353,64 +356,6 @@ def _input_gradient(
 
 
 @triton.jit
-def _pool(
-    x, mean, inv_std, weight, bias, out, positions, rows, channels, height, width, out_height, out_width,
-    NORM: tl.constexpr, POSITIONS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Max-pool of relu(norm(x)) or (not NORM) of x, 3 x 3 with stride 2 and a border of 1. Rows are pixels of `out`.
-
-    positions: which of the nine was the largest, the first of equals; 9 if that is 0, where the ReLU has no gradient.
-    """
-    at, inside, cv, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
-    pixel = tl.program_id(2) * rows + tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    image, row, column = pixel // (out_height * out_width), pixel // out_width % out_height, pixel % out_width
-    if NORM:
-        scale, shift = _affine(mean, inv_std, weight, bias, cv, c, channels)
-    best = tl.full((BLOCK_R, BLOCK_C), float("-inf"), tl.float32)
-    where = tl.full((BLOCK_R, BLOCK_C), 9, tl.int32)
-    for place in tl.static_range(9):
-        y, z = row * 2 + place // 3 - 1, column * 2 + place % 3 - 1
-        there = inside & ((y >= 0) & (y < height) & (z >= 0) & (z < width))[:, None]
-        source = (((image * height + y) * width + z).to(tl.int64) * channels)[:, None] + c[None, :]
-        value = tl.load(x + source, mask=there, other=0.0).to(tl.float32)
-        if NORM:
-            value = value * scale[None, :] + shift[None, :]
-            value = tl.where(value < 0, 0.0, value)  # keeps NaN
-            value = value.to(out.dtype.element_ty).to(tl.float32)
-        larger = there & ((value > best) | (value != value))
-        best = tl.where(larger, value, best)
-        where = tl.where(larger, place, where)
-    tl.store(out + at, best.to(out.dtype.element_ty), mask=inside)
-    if POSITIONS:
-        tl.store(positions + at, tl.where(best == 0, 9, where).to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def _pool_gradient(
-    grad, other, positions, out, rows, channels, height, width, out_height, out_width,
-    OTHER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Gradient of what `_pool` pools, from that of the result, which may come as two terms. Rows are pixels of `out`.
-    An even row lies in one window, an odd one in two; columns alike."""
-    at, inside, _, c = _tile(tl.program_id(0), rows, channels, BLOCK_R, BLOCK_C)
-    pixel = tl.program_id(2) * rows + tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    image, row, column = pixel // (height * width), pixel // width % height, pixel % width
-    result = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for which in tl.static_range(4):
-        down, across = which // 2, which % 2
-        y, z = (row + down) // 2, (column + across) // 2
-        place = (row - 2 * y + 1) * 3 + column - 2 * z + 1
-        there = inside & ((row % 2 >= down) & (column % 2 >= across) & (y < out_height) & (z < out_width))[:, None]
-        source = (((image * out_height + y) * out_width + z).to(tl.int64) * channels)[:, None] + c[None, :]
-        gradient = tl.load(grad + source, mask=there, other=0.0).to(tl.float32)
-        if OTHER:
-            gradient += tl.load(other + source, mask=there, other=0.0).to(tl.float32)
-        position = tl.load(positions + source, mask=there, other=9).to(tl.int32)
-        result += tl.where(position == place[:, None], gradient, 0.0)
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _pack(x, bits, size, BLOCK: tl.constexpr):
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bit = tl.arange(0, 8)
@@ -431,21 +376,6 @@ def _mask(grad, other, source, out, size, MASK: tl.constexpr, OTHER: tl.constexp
     tl.store(out + at, gradient.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _patches(x, out, size, height, width, by_image, by_channel, by_row, by_column, BLOCK: tl.constexpr):
-    """32 values per pixel: the 27 of its 3 x 3 neighbourhood, in the order of a conv weight, and five zeros."""
-    pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = tl.arange(0, 32)
-    channel, dy, dx = place // 9, place % 9 // 3 - 1, place % 3 - 1
-    image, row, column = pixel // (height * width), pixel // width % height, pixel % width
-    y, z = row[:, None] + dy[None, :], column[:, None] + dx[None, :]
-    inside = (y >= 0) & (y < height) & (z >= 0) & (z < width) & (place < 27)[None, :] & (pixel < size)[:, None]
-    at = (image * by_image)[:, None] + (channel * by_channel)[None, :] + y * by_row + z * by_column
-    value = tl.load(x + at, mask=inside, other=0.0)
-    to = pixel.to(tl.int64)[:, None] * 32 + place[None, :]
-    tl.store(out + to, value.to(out.dtype.element_ty), mask=(pixel < size)[:, None])
-
-
 def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
@@ -463,16 +393,6 @@ def arrived(grad: Tensor | None, other: Tensor | None) -> tuple[Tensor, Tensor |
         grad, other = other, None
     assert grad is not None
     return channels_last(grad), None if other is None else channels_last(other)
-
-
-def patches(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N, 3, H, W) of any layout -> (N * H * W, 32): im2col for a 3 x 3 convolution as a matrix product."""
-    n, channels, height, width = images.shape
-    assert channels == 3
-    size = n * height * width
-    out = torch.empty(size, 32, dtype=dtype, device=images.device)
-    _patches[(blocks_of(size, 128),)](images, out, size, height, width, *images.stride(), BLOCK=128)
-    return out
 
 
 class _Cast(torch.autograd.Function):
@@ -519,25 +439,35 @@ def batch_statistics(x: Tensor, norm: nn.modules.batchnorm._BatchNorm, views: in
 
 
 def norm_gradients(
-    x: Tensor, affine: tuple[Tensor, ...], grad: Tensor, tiles: Tiles, partial: Tensor, *, shared: bool, by_input: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias of a norm, from the gradient of its result and that gradient's partial sums.
+    x: Tensor, affine: tuple[Tensor, ...], grad: Tensor, views: int, *, shared: bool,
+    mask: int = NONE, other: Tensor | None = None, source: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of input, weight and bias of a norm with or without a ReLU, from that of its result, which may come as
+    two terms, `grad` and `other`; and that sum after the ReLU's mask, where it is computed.
 
-    affine: mean, inv_std, weight, bias. by_input: a ReLU follows, whose mask is recomputed from x.
+    affine: mean, inv_std, weight, bias. mask: where it comes from; `source` has it for BY_OUTPUT and BY_BITS.
     """
     mean, inv_std, weight, bias = affine
-    coefficients = torch.empty(tiles.views, 3, tiles.channels, device=x.device)
+    summed = other is not None or mask > BY_INPUT
+    tiles = Tiles(x, views, "gradient_total" if summed else "gradient_sums")
+    total = torch.empty_like(grad) if summed else grad
+    partial = tiles.partial_sums(x)
+    given = (grad, grad if other is None else other, x if source is None else source)
+    flags = {"MASK": mask, "OTHER": other is not None, "TOTAL": summed, **tiles.block}
+    _gradient_sums[tiles.sum_grid](*given, x, *affine, total, partial, *tiles.sum_size, **flags)
+
+    coefficients = torch.empty(views, 3, tiles.channels, device=x.device)
     grad_input, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
     sums = tiles.all_sums(partial) if shared else partial
-    flags = {"VIEWS": tiles.views, "SHARED": shared, **tiles.channel_block}
+    flags = {"VIEWS": views, "SHARED": shared, **tiles.channel_block}
     sizes = (*tiles.sum_size, processes.world_size() if shared else 1)
     results = (coefficients, grad_weight, grad_bias)
     _coefficients[tiles.channel_grid](partial, sums, mean, inv_std, weight, *results, *sizes, **flags)
-    small = Tiles(x, tiles.views, "input_gradient")
-    _input_gradient[small.grid](
-        grad, x, *affine, coefficients, grad_input, *small.size, BY_INPUT=by_input, **small.block
-    )
-    return grad_input, grad_weight, grad_bias
+
+    small = Tiles(x, views, "input_gradient")
+    flags = {"BY_INPUT": mask == BY_INPUT and not summed, **small.block}
+    _input_gradient[small.grid](total, x, *affine, coefficients, grad_input, *small.size, **flags)
+    return grad_input, grad_weight, grad_bias, total
 
 
 class _NormReLU(torch.autograd.Function):
@@ -573,16 +503,9 @@ class _NormReLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, inv_std, source = ctx.saved_tensors
         grad, other = arrived(grad, other)
-        summed = other is not None or ctx.mask > BY_INPUT
-        tiles = Tiles(x, ctx.views, "gradient_total" if summed else "gradient_sums")
-        total = torch.empty_like(grad) if summed else grad
-        partial = tiles.partial_sums(x)
+        given = {"mask": ctx.mask, "other": other, "source": source}
         affine = (mean, inv_std, weight, bias)
-        given = (grad, grad if other is None else other, x if source is None else source)
-        flags = {"MASK": ctx.mask, "OTHER": other is not None, "TOTAL": summed}
-        _gradient_sums[tiles.sum_grid](*given, x, *affine, total, partial, *tiles.sum_size, **tiles.block, **flags)
-        by_input = ctx.mask == BY_INPUT and not summed
-        grads = norm_gradients(x, affine, total, tiles, partial, shared=ctx.shared, by_input=by_input)
+        *grads, total = norm_gradients(x, affine, grad, ctx.views, shared=ctx.shared, **given)
         return *grads, total if ctx.has_residual else None, None, None, None, None, None
 
 
@@ -598,74 +521,15 @@ def norm_relu(
     return _NormReLU.apply(x, norm.weight, norm.bias, residual, extra, norm, views, relu, as_bits)
 
 
-def pooled_size(size: int) -> int:
-    return (size - 1) // 2 + 1
-
-
-def pool(x: Tensor, affine: tuple[Tensor, ...] | None = None, views: int = 1) -> tuple[Tensor, Tensor | None]:
-    """Max-pool 3 x 3, stride 2, border 1; autograd does not see it.
-
-    With `affine`, a norm's (mean, inv_std, weight, bias), that of relu(norm(x)), and the positions of the largest
-    values, one byte each.
-    """
-    x = channels_last(x)
-    n, channels, height, width = x.shape
-    size = (pooled_size(height), pooled_size(width))
-    out = torch.empty(n, channels, *size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    positions = None if affine is None else torch.empty_like(out, dtype=torch.uint8)
-    tiles = Tiles(out, views, "pool")
-    norm = affine or (x, x, x, x)  # x and out stand for pointers that are not read
-    given = (x, *norm, out, out if positions is None else positions)
-    flags = {"NORM": affine is not None, "POSITIONS": positions is not None}
-    _pool[tiles.grid](*given, *tiles.size, height, width, *size, **flags, **tiles.block)
-    return out, positions
-
-
-class _NormReLUPool(torch.autograd.Function):
-    """The max-pool of relu(norm(x)), twice, as in _NormReLU. relu(norm(x)) itself is never in memory."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d, views: int
-    ) -> tuple[Tensor, Tensor]:
-        x = channels_last(x)
-        mean, inv_std, ctx.shared = batch_statistics(x, norm, views)
-        out, positions = pool(x, (mean, inv_std, weight, bias), views)
-        ctx.views = views
-        ctx.save_for_backward(x, weight, bias, mean, inv_std, positions)
-        ctx.set_materialize_grads(False)
-        return out, out.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, other: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, inv_std, positions = ctx.saved_tensors
-        grad, other = arrived(grad, other)
-        total, each = torch.empty_like(x), Tiles(x, ctx.views, "pool")
-        given = (grad, grad if other is None else other, positions, total)  # grad stands for a pointer that is not read
-        sizes = (*each.size, *x.shape[2:], *grad.shape[2:])
-        _pool_gradient[each.grid](*given, *sizes, OTHER=other is not None, **each.block)
-        tiles, affine = Tiles(x, ctx.views, "gradient_sums"), (mean, inv_std, weight, bias)
-        partial, flags = tiles.partial_sums(x), {"MASK": NONE, "OTHER": False, "TOTAL": False, **tiles.block}
-        _gradient_sums[tiles.sum_grid](total, total, x, x, *affine, total, partial, *tiles.sum_size, **flags)
-        grads = norm_gradients(x, affine, total, tiles, partial, shared=ctx.shared, by_input=False)
-        return *grads, None, None
-
-
-def norm_relu_pool(x: Tensor, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """The max-pool, 3 x 3 with stride 2 and a border of 1, of relu(norm(x)) in train mode, twice."""
-    return _NormReLUPool.apply(x, norm.weight, norm.bias, norm, getattr(norm, "views", 1))
-
-
 class FrozenConvReLU(torch.autograd.Function):
-    """relu(conv(x) + bias + residual) in one kernel, with frozen weights for `layer`'s. Twice, as in _NormReLU."""
+    """relu(conv(x) + bias + residual) in one kernel, with frozen weights. Twice, as in _NormReLU."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, layer: nn.Conv2d, as_bits: bool
-    ) -> tuple[Tensor, Tensor]:
-        assert not isinstance(layer.padding, str)
-        settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None,
+        stride: Pair, padding: Pair, as_bits: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        settings = (stride, padding, (1, 1), 1)  # without dilation and groups
         if not x.is_cuda:
             out = F.conv2d(x, weight, bias, *settings)
             out = (out if residual is None else out + residual).relu()
@@ -691,4 +555,4 @@ class FrozenConvReLU(torch.autograd.Function):
         _mask[(blocks_of(size, 4096),)](*given, total, size, ctx.mask, other is not None, BLOCK=4096)
         if ctx.needs_input_grad[0]:
             grad_input = input_gradient(total, weight, ctx.size, *ctx.settings)
-        return grad_input, None, None, total if ctx.needs_input_grad[3] else None, None, None
+        return grad_input, None, None, total if ctx.needs_input_grad[3] else None, None, None, None

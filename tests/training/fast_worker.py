@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.run.loop import Run
-from ptlf.training import compiled, engine, fused_resnet
+from ptlf.training import engine, fast_parts, fused_resnet
 
 STEM, MIDDLE, SHORTCUT = "stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0"
 FROZEN = [(), (STEM,), (MIDDLE, SHORTCUT)]
@@ -45,7 +45,7 @@ RUNS: dict[str, dict[str, Any]] = {
 TAPED = [("simsiam", "lump"), ("barlow_twins", "der"), ("mocov2plus", "cassle")]
 
 
-class Fast(compiled.CompiledParts):
+class Fast(fast_parts.FastParts):
     """As on a GPU, but with a light compiler."""
 
     def encode(self, encoder: nn.Module, images: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def check_replays() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    compiled.BACKEND = os.environ.get("COMPILER", "aot_eager")
+    fast_parts.BACKEND = os.environ.get("COMPILER", "aot_eager")
     rank = os.environ["RANK"]
     if rank == "0":
         torch.save({name: steps(name, fast=False) for name in RUNS}, f"{sys.argv[1]}/alone.pt")

@@ -28,7 +28,7 @@ from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, mlp
 from ptlf.run import build
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
-from ptlf.training import compiled, engine, fused_resnet
+from ptlf.training import engine, fast_parts, fused_resnet
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.trainer import total
 
@@ -90,11 +90,11 @@ def test_other_norms_keep_two_passes() -> None:
 @pytest.fixture
 def light_compiler(monkeypatch):
     """Traces and splits like the real compiler, and leaves out the slow code generation."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    compiled.compiled.cache_clear()
+    monkeypatch.setattr(fast_parts, "BACKEND", "aot_eager")
+    fast_parts.compiled.cache_clear()
     torch._dynamo.reset()
     yield
-    compiled.compiled.cache_clear()
+    fast_parts.compiled.cache_clear()
     torch._dynamo.reset()
 
 
@@ -102,7 +102,7 @@ def light_compiler(monkeypatch):
 def test_compiled_parts_follow_freezing_and_thawing(light_compiler) -> None:
     plain, fast = small(), small()
     views = list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64))
-    parts = compiled.CompiledParts(batch=4)
+    parts = fast_parts.FastParts(batch=4)
     freezers = [Freezer(encoder, example=views[0]) for encoder in (plain, fast)]
     for frozen in ((), FROZEN[:1], FROZEN, None, FROZEN[1:2]):
         for freezer in freezers:
@@ -120,7 +120,7 @@ def test_compiled_heads_keep_the_views_apart(light_compiler) -> None:
     torch.manual_seed(0)
     head = mlp(6, 4, 6).double()
     views = [torch.randn(5, 6, dtype=torch.float64), 3 * torch.randn(5, 6, dtype=torch.float64) + 1]
-    expected, found = each_view(head, views), compiled.compiled(each_view)(copy.deepcopy(head), views)
+    expected, found = each_view(head, views), fast_parts.compiled(each_view)(copy.deepcopy(head), views)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert not torch.allclose(head(torch.cat(views)), torch.cat(expected))  # shared statistics would show
 
@@ -130,13 +130,13 @@ def test_only_full_batches_are_compiled(monkeypatch) -> None:
 
     def noting(function):
         def call(*given):
-            called.append((function.__name__, len(compiled.first_tensor(given))))
+            called.append((function.__name__, len(fast_parts.first_tensor(given))))
             return function(*given)
 
         return call
 
-    monkeypatch.setattr(compiled, "compiled", noting)
-    encoder, parts = small(), compiled.CompiledParts(batch=4)
+    monkeypatch.setattr(fast_parts, "compiled", noting)
+    encoder, parts = small(), fast_parts.FastParts(batch=4)
     gradients(encoder, list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)), parts)
     segments = [("call_module", 8)] * len(encoder.segments())
     assert called == segments
@@ -150,7 +150,7 @@ def test_only_full_batches_are_compiled(monkeypatch) -> None:
 
 
 def test_running_out_of_variants_is_an_error(light_compiler) -> None:
-    encoder, parts = small(), compiled.CompiledParts(batch=4)
+    encoder, parts = small(), fast_parts.FastParts(batch=4)
     with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(Exception, match="recompile_limit"):
         for size in (8, 10, 12):
             parts.encode(encoder, torch.randn(4, 3, size, size, dtype=torch.float64))
@@ -189,7 +189,7 @@ def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, met
 
         def look(self) -> tuple:
             trains = tuple(parameter.requires_grad for parameter in run.model.parameters())
-            return trains, compiled.variant(run.model), tuple(map(id, run.method.parameters()))
+            return trains, fast_parts.variant(run.model), tuple(map(id, run.method.parameters()))
 
         def rebuild(self, variant: str, addresses: engine.Addresses = (), pieces: object = None) -> None:
             self.shape = self.look()
@@ -216,7 +216,7 @@ def test_an_encoder_that_cannot_be_compiled_says_so(light_compiler) -> None:
             return x.mean((2, 3))
 
     odd = nn.Sequential(nn.Conv2d(3, 4, 3), Odd())
-    parts = compiled.CompiledParts(batch=4)
+    parts = fast_parts.FastParts(batch=4)
     with pytest.raises(UserError, match=r"Sequential cannot be compiled \(.*\); use --training.engine eager"):
         parts.encode(odd, torch.randn(4, 3, 8, 8))
 
@@ -237,9 +237,9 @@ def test_repeated_blocks_are_compiled_once_for_all(light_compiler) -> None:
     torch.manual_seed(0)
     plain = Blocks().double()
     fast, views = copy.deepcopy(plain), list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64))
-    blocks = compiled.repeated_blocks(fast)
+    blocks = fast_parts.repeated_blocks(fast)
     assert blocks == list(fast.blocks)
-    parts = compiled.CompiledParts(batch=4)
+    parts = fast_parts.FastParts(batch=4)
     freezers = [Freezer(encoder, example=views[0]) for encoder in (plain, fast)]
     names = [unit.name for unit in freezers[0].units]
     made = []
@@ -258,17 +258,17 @@ def test_repeated_blocks_are_compiled_once_for_all(light_compiler) -> None:
 def test_compiled_blocks_keep_their_hooks_and_what_their_owner_compiled(light_compiler) -> None:
     torch.manual_seed(0)
     encoder, images = Blocks().double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
-    compiled.CompiledParts(batch=4).encode(encoder, images)  # the code of blocks without hooks is there
+    fast_parts.FastParts(batch=4).encode(encoder, images)  # the code of blocks without hooks is there
     encoder.blocks[0].register_forward_hook(lambda block, given, made: made + 1)
     encoder.blocks[1].register_forward_pre_hook(lambda block, given: (2 * given[0],))
     encoder.blocks[2].compile(backend="eager")
     own = encoder.blocks[2]._compiled_call_impl
-    parts = compiled.CompiledParts(batch=4)
+    parts = fast_parts.FastParts(batch=4)
     torch.testing.assert_close(parts.encode(encoder, images), encoder(images), rtol=0, atol=1e-12)
     assert [block._compiled_call_impl for block in encoder.blocks] == [None, None, own]
     whole = nn.Sequential(nn.Flatten(), nn.Linear(192, 4)).double()
     whole.register_forward_hook(lambda module, given, made: 3 * made)
-    assert not compiled.repeated_blocks(whole)
+    assert not fast_parts.repeated_blocks(whole)
     torch.testing.assert_close(parts.encode(whole, images), whole(images), rtol=0, atol=1e-12)
 
 
@@ -279,7 +279,7 @@ def test_a_block_that_branches_on_its_values_names_the_way_out(light_compiler) -
 
     encoder = nn.Sequential(nn.Flatten(), *(Branches(nn.Linear(12, 12)) for _ in range(2)))
     with pytest.raises(UserError, match=r"Branches cannot be compiled .*; use --training.engine eager"):
-        compiled.CompiledParts(batch=4).encode(encoder, torch.randn(4, 3, 2, 2))
+        fast_parts.FastParts(batch=4).encode(encoder, torch.randn(4, 3, 2, 2))
     assert all(block._compiled_call_impl is None for block in encoder[1:])
 
 
@@ -506,15 +506,15 @@ def test_the_new_task_s_gradient_has_the_arithmetic_of_a_step(tiny, monkeypatch)
 
 def test_variants_tell_apart_what_is_frozen_how() -> None:
     encoder, images = small(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    names = {compiled.variant(encoder)}
+    names = {fast_parts.variant(encoder)}
     for save_memory in (True, False):
         freezer = Freezer(encoder, example=images, save_memory=save_memory)
         for count in (1, 2, 3):
             freezer.freeze(FROZEN[:count])
-            names.add(compiled.variant(encoder))
+            names.add(fast_parts.variant(encoder))
         freezer.thaw()
     assert len(names) == 7
-    assert compiled.variant(encoder) in names
+    assert fast_parts.variant(encoder) in names
 
 
 class Tape(TorchDispatchMode):

@@ -18,7 +18,7 @@ from ptlf.freezing import Freezer
 from ptlf.freezing.kernels import MaskedReLU
 from ptlf.methods.pnn import Columns
 from ptlf.objectives.teacher import PreviousModel
-from ptlf.training import compiled, weight_gradients
+from ptlf.training import fast_parts, weight_gradients
 from ptlf.training import fused_resnet as fused
 from ptlf.training.cost import kept_bytes
 
@@ -109,17 +109,21 @@ def same(found: tuple[list, dict, dict], expected: tuple[list, dict, dict]) -> N
     torch.testing.assert_close(found[2], expected[2], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("block", "stem", "pixels"), [(Bottleneck, "cifar", 8), (BasicBlock, "imagenet", 16)])
+@pytest.mark.parametrize(
+    ("block", "stem", "pixels"), [(Bottleneck, "cifar", 8), (BasicBlock, "imagenet", 16), (BasicBlock, "imagenet", 17)]
+)
 def test_other_residual_networks(block: type, stem: str, pixels: int) -> None:
     plain, fast = small(block, stem), small(block, stem)
     views = two_views(pixels=pixels)
     same(run(fast, views, as_one=True), run(plain, views, as_one=False))
 
 
-@pytest.mark.parametrize("frozen", [(), UNITS[2:3], UNITS[:3]])
-def test_low_precision_follows_float32(frozen: tuple[str, ...]) -> None:
-    plain, fast = small(), small()
-    views = two_views(size=6)  # averages the rounding errors
+@pytest.mark.parametrize(
+    ("frozen", "stem"), [((), "cifar"), (UNITS[2:3], "cifar"), (UNITS[:3], "cifar"), ((), "imagenet")]
+)
+def test_low_precision_follows_float32(frozen: tuple[str, ...], stem: str) -> None:
+    plain, fast = small(stem=stem), small(stem=stem)
+    views = two_views(size=6, pixels=8 if stem == "cifar" else 32)  # averages the rounding errors
     for encoder in (plain, fast):
         Freezer(encoder, example=views[0]).freeze(frozen)
     expected = run(plain, views, as_one=False)
@@ -148,7 +152,7 @@ def test_a_stem_with_a_pool_frozen(frozen: tuple[str, ...], options: dict[str, b
 def test_norm_relu_and_pool_in_one(size: tuple[int, int]) -> None:
     """Against PyTorch in float64, with equal values and windows that the ReLU sets to zero. The result has two
     consumers, of which one may send no gradient."""
-    from ptlf.training.triton_bn import norm_relu_pool, pool
+    from ptlf.training.triton_pool import norm_relu_pool, pool
 
     def values(*shape: int) -> torch.Tensor:
         return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(sum(shape))).to(
@@ -176,16 +180,82 @@ def test_norm_relu_and_pool_in_one(size: tuple[int, int]) -> None:
     torch.testing.assert_close(pool(x.detach())[0], F.max_pool2d(x.detach(), 3, 2, 1), rtol=0, atol=0)
 
 
+def images_of(height: int, width: int, layout: str) -> torch.Tensor:
+    wide = torch.randn(2, 3, height, 2 * width, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    images = wide[..., ::2]  # neither layout
+    return images if layout == "other" else images.contiguous(memory_format=getattr(torch, layout))
+
+
+@pytest.mark.parametrize("layout", ["contiguous_format", "channels_last", "other"])
+@pytest.mark.parametrize("size", [(16, 16), (13, 18), (14, 9), (1, 2)], ids=str)
+def test_a_stem_over_squares(size: tuple[int, int], layout: str) -> None:
+    """Output and weight gradient in float64, trained and frozen, against the 7 x 7 convolution."""
+    from ptlf.training.triton_bn import FrozenConvReLU
+    from ptlf.training.triton_stem import ON_SQUARES, squares, weight_on_squares
+
+    torch.manual_seed(0)
+    images, weight = images_of(*size, layout), torch.randn(5, 3, 7, 7).double().to(DEVICE).requires_grad_()
+    bias = torch.randn(5).double().to(DEVICE)
+    x = squares(images, torch.float64)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    found = F.conv2d(x, weight_on_squares(weight), None, *ON_SQUARES)
+    expected = F.conv2d(images.double(), weight, None, 2, 3)
+    torch.testing.assert_close(found, expected)
+    by = torch.randn(expected.shape).double().to(DEVICE)
+    torch.testing.assert_close(torch.autograd.grad(found, weight, by), torch.autograd.grad(expected, weight, by))
+    if x.is_cuda:  # cuDNN's convolution with ReLU is not for float64
+        x, weight, bias = x.float(), weight.float(), bias.float()
+    frozen, _ = FrozenConvReLU.apply(x, weight_on_squares(weight.detach()), bias, None, *ON_SQUARES, False)
+    wanted = (expected.detach() + bias.view(-1, 1, 1)).relu()
+    near = {"rtol": 1e-4, "atol": 1e-4} if x.is_cuda else {}
+    torch.testing.assert_close(frozen.double(), wanted.double(), **near)
+
+
+def test_squares_in_the_step_s_type() -> None:
+    """With values that bfloat16 has: the interpreter truncates others."""
+    from ptlf.training.triton_stem import squares
+
+    images = images_of(6, 7, "other").bfloat16()
+    expected = squares(images.float(), torch.float32)
+    for given in (images, images.float()):
+        found = squares(given, torch.bfloat16)
+        assert found.dtype is torch.bfloat16 and torch.equal(found.float(), expected)
+
+
+def test_a_stem_of_another_size() -> None:
+    plain, fast = small(stem="imagenet"), small(stem="imagenet")
+    for encoder in (plain, fast):
+        torch.manual_seed(0)
+        encoder.stem.conv = torch.nn.Conv2d(3, 8, 5, 2, 2, bias=False).to(DEVICE)
+    views = two_views(pixels=16)
+    same(run(fast, views, as_one=True), run(plain, views, as_one=False))
+
+
+@pytest.mark.parametrize(("dtype", "beside"), [(torch.float32, 0), (torch.bfloat16, 6)])
+def test_weight_gradients_run_beside_backward_only_after_a_cast(monkeypatch, dtype: torch.dtype, beside: int) -> None:
+    """The backward of the cast waits for them; without it they would be read before they are there."""
+    called, real = [], weight_gradients.conv2d
+    monkeypatch.setattr(weight_gradients, "conv2d", lambda *given: called.append(given) or real(*given))
+    fused.Forward(small(stem="imagenet"), dtype).stages(torch.cat(two_views(pixels=16)))
+    assert len(called) == beside
+
+
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from ptlf.training.triton_bn import _pool, _pool_gradient
+from ptlf.training.triton_pool import _pool, _pool_gradient
+from ptlf.training.triton_stem import _squares
 
 types = {"grad": "*bf16", "other": "*bf16", "x": "*bf16", "out": "*bf16", "positions": "*u8"}
 types |= dict.fromkeys(("mean", "inv_std", "weight", "bias"), "*fp32")
-cases = [(_pool, {"NORM": 1, "POSITIONS": 1}), (_pool, {"NORM": 0, "POSITIONS": 0}), (_pool_gradient, {"OTHER": 1})]
-for kernel, flags in cases:
-    constants = {"BLOCK_R": 32, "BLOCK_C": 64, **flags}
+tile = {"BLOCK_R": 32, "BLOCK_C": 64}
+cases = [
+    (_pool, {"NORM": 1, "POSITIONS": 1, **tile}),
+    (_pool, {"NORM": 0, "POSITIONS": 0, **tile}),
+    (_pool_gradient, {"OTHER": 1, **tile}),
+    (_squares, {"BLOCK": 128}),
+]
+for kernel, constants in cases:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
@@ -194,7 +264,7 @@ for kernel, flags in cases:
 """
 
 
-def test_triton_compiles_the_pool(tmp_path) -> None:
+def test_triton_compiles_the_stem(tmp_path) -> None:
     """For a GPU that need not be there: the interpreter takes more than the compiler does."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
@@ -202,12 +272,13 @@ def test_triton_compiles_the_pool(tmp_path) -> None:
 
 
 def test_a_pool_keeps_its_input_and_a_byte_per_value() -> None:
-    """And the images, 16 px; of 8 channels in the stem the convolution gives 8 x 8 and the pool 4 x 4 pixels."""
+    """And the squares, 11 x 11 for images of 16 px, and the weight over them. Of 8 channels in the stem the convolution
+    gives 8 x 8 and the pool 4 x 4 pixels."""
     encoder, views = small(stem="imagenet"), torch.cat(two_views(size=8, pixels=16))
     forward = fused.Forward(encoder, torch.float32)
     kept = kept_bytes(lambda: forward.stem(encoder.stem, views), [*encoder.parameters(), *encoder.buffers()])
-    statistics = 4 * 2 * 8
-    assert kept == 4 * views.numel() + 4 * 16 * 8 * 8 * 8 + 16 * 8 * 4 * 4 + statistics
+    squares, weight, statistics = 4 * 16 * 16 * 11 * 11, 4 * 8 * 16 * 4 * 4, 4 * 2 * 8
+    assert kept == squares + weight + 4 * 16 * 8 * 8 * 8 + 16 * 8 * 4 * 4 + statistics
 
 
 def test_nothing_goes_back_into_a_frozen_beginning() -> None:
@@ -279,10 +350,10 @@ def test_steps_are_fused_and_teachers_too(monkeypatch) -> None:
     """What goes through the accelerator, with gradient or without; an evaluated encoder is not called through it."""
     called = []
     monkeypatch.setattr(fused, "forward", lambda encoder, images: called.append(encoder) or images)
-    monkeypatch.setattr(compiled, "has_triton", lambda: True)
+    monkeypatch.setattr(fast_parts, "has_triton", lambda: True)
     images = two_views()[0]
     monkeypatch.setattr(type(images), "is_cuda", property(lambda tensor: True))
-    encoder, parts = small(), compiled.CompiledParts(batch=7)
+    encoder, parts = small(), fast_parts.FastParts(batch=7)
     previous = PreviousModel(encoder, torch.nn.Identity()).encoder
     parts.encode(encoder, images)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from ptlf.objectives.byol import BYOL, BYOLConfig
 from ptlf.objectives.objective import mlp
 from ptlf.objectives.simsiam import SimSiam, SimSiamConfig
 from ptlf.training import fused_heads
-from ptlf.training.compiled import CompiledParts
+from ptlf.training.fast_parts import FastParts
 
 pytestmark = [pytest.mark.gpu(emulated=True)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -173,6 +173,6 @@ def test_an_objective_s_loss_and_gradients(kind, monkeypatch) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_of_a_head_is_compiled(monkeypatch) -> None:
-    monkeypatch.setattr("ptlf.training.compiled.compiled", lambda function: pytest.fail(f"{function} is compiled"))
+    monkeypatch.setattr("ptlf.training.fast_parts.compiled", lambda function: pytest.fail(f"{function} is compiled"))
     head = mlp(6, 9, 5).to(DEVICE)
-    assert len(CompiledParts(7)(objective.each_view, head, views_of(2))) == 2
+    assert len(FastParts(7)(objective.each_view, head, views_of(2))) == 2

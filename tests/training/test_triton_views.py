@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ptlf import views as V
-from ptlf.training import compiled, triton_views
+from ptlf.training import fast_parts, triton_views
 from ptlf.views import View, operations
 from ptlf.views.view import ATTEMPTS, COLUMNS
 
@@ -224,9 +224,9 @@ def test_triton_compiles_it(tmp_path) -> None:
 def test_a_step_takes_its_views_from_the_kernel(monkeypatch) -> None:
     """On a GPU, for any number of rows; what the kernel does not cover is compiled or run as it is."""
     called, view = [], View(**COLOURS)
-    monkeypatch.setattr(compiled, "compiled", lambda function: lambda *given: called.append("compiled"))
-    monkeypatch.setattr(compiled, "has_triton", lambda: True)
-    parts = compiled.CompiledParts(batch=4, channels_last=True)
+    monkeypatch.setattr(fast_parts, "compiled", lambda function: lambda *given: called.append("compiled"))
+    monkeypatch.setattr(fast_parts, "has_triton", lambda: True)
+    parts = fast_parts.FastParts(batch=4, channels_last=True)
     images, u = images_of(4, 8).to(DEVICE), drawn(4).to(DEVICE)
     monkeypatch.setattr(type(images), "is_cuda", property(lambda tensor: True))
     kernel = triton_views.apply_view

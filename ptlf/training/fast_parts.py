@@ -30,9 +30,9 @@ from ptlf.views import apply_view
 BACKEND = "inductor"
 
 
-class CompiledParts(Accelerator):
-    """Compiles what is called with full batches: a multiple of `batch` rows. An epoch's last, smaller batch runs as it
-    is: it would be compiled again for every size. Triton kernels take any number of rows."""
+class FastParts(Accelerator):
+    """Triton kernels where they fit, for any number of rows, and compiled code for the rest, for full batches: a
+    multiple of `batch` rows. An epoch's last, smaller batch runs as it is: it would be compiled again for every size."""
 
     takes_views_in_one_pass = staticmethod(norm.takes_views_in_one_pass)
 
