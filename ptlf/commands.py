@@ -23,7 +23,16 @@ from ptlf.report.intervals import RANDOM, start_of
 from ptlf.report.live import Live, console, tell
 from ptlf.report.page import write_report
 from ptlf.report.reproduction import document, show_differences, show_table
-from ptlf.report.tables import show_comparison, show_kernels, show_matrix, show_results, show_rows, show_runs
+from ptlf.report.runs import read_comparison
+from ptlf.report.tables import (
+    show_comparison,
+    show_frontier,
+    show_kernels,
+    show_matrix,
+    show_results,
+    show_rows,
+    show_runs,
+)
 from ptlf.run import bench
 from ptlf.run import reproduce as reproduction
 from ptlf.run import sweep as sweeps
@@ -228,7 +237,8 @@ def reproduce(
     for reason in planned.left_out:
         tell(f"{reason}; until then its cells are empty")
     if plan:
-        return show_plan(planned)
+        found = [found.folder for seeds in planned.found.values() for found in seeds.values()]
+        return show_plan(found, planned.missing)
     failed = []
     for run, results in reproduction.train_missing(planned, Live):
         if isinstance(results, UserError):
@@ -246,18 +256,17 @@ def reproduce(
         raise UserError(f"{len(failed)} runs failed, as told above: {', '.join(failed)}; the same command tries again")
 
 
-def show_plan(plan: reproduction.Plan) -> None:
+def show_plan(there: Sequence[Path], missing: Sequence[sweeps.Planned]) -> None:
     """What is there and what is missing, with its estimated time here."""
-    for found in (found for seeds in plan.found.values() for found in seeds.values()):
-        tell(f"there: {found.folder}")
+    for folder in there:
+        tell(f"there: {folder}")
     estimate, total = reproduction.Estimate(), 0.0
-    for run in plan.missing:
+    for run in missing:
         total += (seconds := estimate(run.config))
         begun = ", begun" if (run.folder / "config.yaml").exists() else ""
         tell(f"to run: {run.name}, about {duration(seconds)}{begun}, in {run.folder}")
-    there = sum(len(seeds) for seeds in plan.found.values())
-    tell(f"{there} runs are there, {len(plan.missing)} are to be made" + (", about " + duration(total)) * bool(total))
-    if plan.missing:
+    tell(f"{len(there)} runs are there, {len(missing)} are to be made" + (", about " + duration(total)) * bool(total))
+    if missing:
         tell("an estimate, from one step of LUMP measured here on noise for each objective and image size: evaluation,")
         tell("correlations, and what other methods add to a step or freezing takes from it are not in it")
 
@@ -268,7 +277,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def frontier(recipe: str, seeds: list[int], out: Path, overrides: Words, **grid: Any) -> None:
+def frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrides: Words, **grid: Any) -> None:
     """grid: `orders`, `initial` and `final`, for `sweep.plan_frontier`."""
     check_alone("frontier")
     for word in overrides:
@@ -276,10 +285,14 @@ def frontier(recipe: str, seeds: list[int], out: Path, overrides: Words, **grid:
             raise UserError(f"`ptlf frontier` varies what {word.partition('=')[0]} sets; see `ptlf frontier --help`")
     runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=tell_once(), **grid)
     missing = [run for run in runs if not finished(run.folder, run.config)]
+    if plan:
+        return show_plan([run.folder for run in runs if run not in missing], missing)
     tell(f"{len(runs)} runs, {len(runs) - len(missing)} of them finished")
-    for run, results in sweeps.train_all(missing, Live):
+    for run, results in sweeps.train_all(missing, Live, "the same `ptlf frontier` goes on from here"):
         show_results(console, results, run.folder, brief=True)
-    write_page([run.folder for run in runs], out / "report.html", f"no-freezing-seed{seeds[0]}")
+    folders, baseline = [run.folder for run in runs], f"no-freezing-seed{seeds[0]}"
+    show_frontier(console, recipe, read_comparison(folders, baseline))
+    write_page(folders, out / "report.html", baseline)
 
 
 def tell_once() -> Callable[[str], None]:
