@@ -61,6 +61,7 @@ from ptlf.views import VIEWS
 NO_PACKS = "no packed data sets in {}; `ptlf data get cifar10` gets one"
 LEARN = "arriving/simsiam/ptlf"
 BENCH_PAIR = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
+RANGE = "±: half the range of fifths of the steps"
 Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
 
@@ -407,7 +408,7 @@ def bench_step(recipe: str, plain: bool, json: Path | None, overrides: Words, **
     where = environment(choose_device(config.device))
     frozen = f"{'first' if how['first'] else 'middle'} units frozen{' as PyTorch does it' if plain else ''}"
     what = f"{config.training.batch} images of {how['size']} px on {where['device_name']}, {frozen}"
-    title = f"{recipe}, {what}, {how['steps']} steps each; ±: half the range of fifths of them"
+    title = f"{recipe}, {what}, {how['steps']} steps each; {RANGE}"
     show_rows(console, "step", title, rows)
     show_kernels(console, rows)
     ways = {key: how[key] for key in ("first", "streamed", "size", "steps")}
@@ -418,7 +419,8 @@ def bench_methods(recipes: Words, task: int, size: int, steps: int, json: Path |
     configs = [resolve_config(recipe, None, overrides) for recipe in recipes]
     rows = bench.methods(configs, size, steps, task)
     where = environment(choose_device(configs[0].device))
-    show_rows(console, "methods", f"A step in task {task}, images of {size} px on {where['device_name']}", rows)
+    title = f"A step in task {task}, images of {size} px on {where['device_name']}; {RANGE}"
+    show_rows(console, "methods", title, rows)
     save(json, commit=commit(), environment=where, task=task, size=size, steps=steps, rows=rows)
 
 

@@ -15,6 +15,9 @@ from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, ref
 from ptlf.report.runs import Comparison, Group, RunRecord, known_probes, policy_of
 from ptlf.run.results import Json, ratio
 
+DEVIATION = "±: standard deviation over the seeds"
+BRACKETS = "in brackets: 95 % interval from the number of test images"
+
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
@@ -66,7 +69,12 @@ def show_runs(
     with the main ones. Means over seeds, and the probes' sample standard deviation."""
     groups = {name: Group([RunRecord(Path(), results) for results in seeds], name) for name, seeds in runs.items()}
     base = groups.get(baseline or "")
-    (show_side_by_side if len(groups) <= 3 else show_as_list)(console, list(groups.values()), base, title)
+    few, shown = len(groups) <= 3, list(groups.values())
+    (show_side_by_side if few else show_as_list)(console, shown, base, title)
+    tested = any(group.interval(("probes", probe, "accuracy")) for group in shown for probe in group.first["probes"])
+    notes = [DEVIATION] * any(len(group.runs) > 1 for group in shown) + [BRACKETS] * (few and tested)
+    if notes:
+        note(console, "; ".join(notes))
     for group in groups.values():
         for warning in group.worse():
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
@@ -162,6 +170,8 @@ def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None
         cells = [score(measure, group, interval=False) for measure in scores]
         table.add_row(policy, *shares, *cells, *[column.get(group.label, "-") for column in columns])
     console.print(table)
+    if any(len(group.runs) > 1 for group in comparison.groups):
+        note(console, DEVIATION)
     note(console, "time, bytes kept: in the tasks after the first, relative to no freezing")
     if scores:
         note(console, "*: no other setting costs as little or less with the same accuracy or more")
