@@ -248,10 +248,10 @@ def reproduce(
     if table == "figures":
         drawn = write_paper_figures(planned.results(), pictures or runs / "figures")
         tell(f"{drawn} files in {pictures or runs / 'figures'}")
+    if scale != "paper":
+        tell(f"at --scale {scale} differences to the paper mean nothing; its protocol is --scale paper")
     for one in tables if table != "figures" else []:
         show_table(console, one, planned.results())
-    if scale != "paper":
-        tell(f"at --scale {scale} figures are not comparable with the paper's, whose protocol is --scale paper")
     show_differences(console, planned.results())
     if failed:
         raise UserError(f"{len(failed)} runs failed, as told above: {', '.join(failed)}; the same command tries again")

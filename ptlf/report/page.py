@@ -149,8 +149,8 @@ def standing(group: Group, base: Group | None, measure: Measure) -> str:
 
 
 def relative(group: Group, base: Group | None, measure: Measure) -> tuple[float, str] | None:
-    """A cost's ratio to the baseline's, and how sure it is. Seconds vary: the mean of their ratios by seed, with its 95 %
-    t interval. Other costs depend little on the seed: the ratio of their means."""
+    """A cost's ratio to the baseline's, and how sure it is. Seconds vary: the mean of their ratios by seed, with its
+    95 % t interval. Other costs depend little on the seed: the ratio of their means."""
     times, found = measure.ratio(group, base), paired.ratios(group, base, measure)
     if times is None or found is None or measure.unit != "s":
         return None if times is None else (times, "")
