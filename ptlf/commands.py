@@ -42,7 +42,7 @@ from ptlf.run.config import Config, read_yaml
 from ptlf.run.embedding import embed_images
 from ptlf.run.environment import commit, environment
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run
-from ptlf.run.export import export_run
+from ptlf.run.export import add_scores, check_card, export_run
 from ptlf.run.fitting import free_settings
 from ptlf.run.folder import finished, has_finished
 from ptlf.run.loop import Run
@@ -322,13 +322,15 @@ def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) 
         tell(f"no report: {error}")
 
 
-def evaluate(folder: Path, probe: Sequence[str] | None, trust_code: bool, overrides: Words) -> None:
+def evaluate(folder: Path, probe: Sequence[str] | None, card: Path | None, trust_code: bool, overrides: Words) -> None:
     given = ("--probes.", "--evaluation.", "--device", "--data-root", "--stream.labelled")
     for word in overrides:
         if word.startswith("--") and not word.startswith(given):
             raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
     for name in probe or ():
         PROBES.find(name)
+    if card:
+        check_card(folder, card)
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
     if any(word.startswith("--stream.labelled") for word in overrides) and config.stream.labelled:
         probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe)
@@ -337,6 +339,9 @@ def evaluate(folder: Path, probe: Sequence[str] | None, trust_code: bool, overri
     start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, values["test_images"], start)
+    if card:
+        add_scores(card, probes, eval_splits)
+        tell(f"added to {card / 'README.md'}")
 
 
 def embed(folder: Path, images: Words, out: Path, **how: Any) -> None:
