@@ -178,6 +178,7 @@ LOG = {"nargs": "+", "action": "extend", "metavar": "TRACKER"}
 LOG_ABOUT = "also send what goes into metrics.jsonl to these: " + ", ".join(TRACKERS) + ", PACKAGE.MODULE:CLASS"
 FITS = ("crop", "squash", "pad")
 TRUST = "follow PACKAGE.MODULE:NAME in the run's folder or the YAML file: it runs code"
+PLAN = "train nothing: which runs are there, which are missing, how long they would take"
 HOLD_FOR_ALL = "Settings, such as --training.epochs 20, hold for all runs."
 
 
@@ -237,11 +238,11 @@ def add_run_verbs(verb: Verb) -> None:
     add("--scale", scales, choices=("smoke", "short", "paper"), default="paper")
     add("--seeds", "each run with each of them; others that are there count too", int, nargs="+", default=[0])
     add("--runs", "a folder below this for each run (default: runs/reproduce/SCALE)", Path, metavar="DIR")
-    add("--plan", "train nothing: which runs are there, which are missing, how long they would take", bool)
+    add("--plan", PLAN, bool)
     add("--write", "train nothing: write this Markdown page from the runs that are there", new_file, metavar="FILE")
     add("--pictures", "folder for the pictures of `figures` (default: figures in the folder of the runs)", Path)
 
-    about = "Train a recipe with growing shares of its units frozen, and draw what accuracy costs."
+    about = "Train a recipe with growing shares of its units frozen; list and draw what accuracy costs."
     epilog = "`ptlf report` draws the same picture of finished runs. " + HOLD_FOR_ALL
     add = verb("frontier", about, overrides=True, epilog=epilog)
     add("recipe", "STREAM/OBJECTIVE/METHOD; it is also trained without freezing", metavar="RECIPE")
@@ -250,6 +251,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("--final", "shares frozen in its last epoch", float, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
     add("--seeds", "each with each of them", whole, nargs="+", default=[0], metavar="SEED")
     add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
+    add("--plan", PLAN, bool)
 
     epilog = (
         "Settings of the probes may be changed: --probes.knn_class.k 50\n"
@@ -259,6 +261,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("folder", "a run's folder", folder, metavar="DIR")
     add("--trust-code", TRUST, bool)
     add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")
+    add("--card", "also add the figures to the model card in this folder, made by `ptlf export`", folder, metavar="DIR")
 
     add = verb("embed", "Features of any images, by the encoder of a run, into one file.")
     add("folder", "a run's folder", Path, metavar="RUN")

@@ -23,7 +23,16 @@ from ptlf.report.intervals import RANDOM, start_of
 from ptlf.report.live import Live, console, tell
 from ptlf.report.page import write_report
 from ptlf.report.reproduction import document, show_differences, show_table
-from ptlf.report.tables import show_comparison, show_kernels, show_matrix, show_results, show_rows, show_runs
+from ptlf.report.runs import read_comparison
+from ptlf.report.tables import (
+    show_comparison,
+    show_frontier,
+    show_kernels,
+    show_matrix,
+    show_results,
+    show_rows,
+    show_runs,
+)
 from ptlf.run import bench
 from ptlf.run import reproduce as reproduction
 from ptlf.run import sweep as sweeps
@@ -33,7 +42,7 @@ from ptlf.run.config import Config, read_yaml
 from ptlf.run.embedding import embed_images
 from ptlf.run.environment import commit, environment
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run
-from ptlf.run.export import export_run
+from ptlf.run.export import add_scores, check_card, export_run
 from ptlf.run.fitting import free_settings
 from ptlf.run.folder import finished, has_finished
 from ptlf.run.loop import Run
@@ -52,6 +61,7 @@ from ptlf.views import VIEWS
 NO_PACKS = "no packed data sets in {}; `ptlf data get cifar10` gets one"
 LEARN = "arriving/simsiam/ptlf"
 BENCH_PAIR = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
+RANGE = "±: half the range of fifths of the steps"
 Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
 
@@ -228,7 +238,8 @@ def reproduce(
     for reason in planned.left_out:
         tell(f"{reason}; until then its cells are empty")
     if plan:
-        return show_plan(planned)
+        found = [found.folder for seeds in planned.found.values() for found in seeds.values()]
+        return show_plan(found, planned.missing)
     failed = []
     for run, results in reproduction.train_missing(planned, Live):
         if isinstance(results, UserError):
@@ -237,27 +248,26 @@ def reproduce(
     if table == "figures":
         drawn = write_paper_figures(planned.results(), pictures or runs / "figures")
         tell(f"{drawn} files in {pictures or runs / 'figures'}")
+    if scale != "paper":
+        tell(f"at --scale {scale} differences to the paper mean nothing; its protocol is --scale paper")
     for one in tables if table != "figures" else []:
         show_table(console, one, planned.results())
-    if scale != "paper":
-        tell(f"at --scale {scale} figures are not comparable with the paper's, whose protocol is --scale paper")
     show_differences(console, planned.results())
     if failed:
         raise UserError(f"{len(failed)} runs failed, as told above: {', '.join(failed)}; the same command tries again")
 
 
-def show_plan(plan: reproduction.Plan) -> None:
+def show_plan(there: Sequence[Path], missing: Sequence[sweeps.Planned]) -> None:
     """What is there and what is missing, with its estimated time here."""
-    for found in (found for seeds in plan.found.values() for found in seeds.values()):
-        tell(f"there: {found.folder}")
+    for folder in there:
+        tell(f"there: {folder}")
     estimate, total = reproduction.Estimate(), 0.0
-    for run in plan.missing:
+    for run in missing:
         total += (seconds := estimate(run.config))
         begun = ", begun" if (run.folder / "config.yaml").exists() else ""
         tell(f"to run: {run.name}, about {duration(seconds)}{begun}, in {run.folder}")
-    there = sum(len(seeds) for seeds in plan.found.values())
-    tell(f"{there} runs are there, {len(plan.missing)} are to be made" + (", about " + duration(total)) * bool(total))
-    if plan.missing:
+    tell(f"{len(there)} runs are there, {len(missing)} are to be made" + (", about " + duration(total)) * bool(total))
+    if missing:
         tell("an estimate, from one step of LUMP measured here on noise for each objective and image size: evaluation,")
         tell("correlations, and what other methods add to a step or freezing takes from it are not in it")
 
@@ -268,7 +278,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
-def frontier(recipe: str, seeds: list[int], out: Path, overrides: Words, **grid: Any) -> None:
+def frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrides: Words, **grid: Any) -> None:
     """grid: `orders`, `initial` and `final`, for `sweep.plan_frontier`."""
     check_alone("frontier")
     for word in overrides:
@@ -276,10 +286,14 @@ def frontier(recipe: str, seeds: list[int], out: Path, overrides: Words, **grid:
             raise UserError(f"`ptlf frontier` varies what {word.partition('=')[0]} sets; see `ptlf frontier --help`")
     runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=tell_once(), **grid)
     missing = [run for run in runs if not finished(run.folder, run.config)]
+    if plan:
+        return show_plan([run.folder for run in runs if run not in missing], missing)
     tell(f"{len(runs)} runs, {len(runs) - len(missing)} of them finished")
-    for run, results in sweeps.train_all(missing, Live):
+    for run, results in sweeps.train_all(missing, Live, "the same `ptlf frontier` goes on from here"):
         show_results(console, results, run.folder, brief=True)
-    write_page([run.folder for run in runs], out / "report.html", f"no-freezing-seed{seeds[0]}")
+    folders, baseline = [run.folder for run in runs], f"no-freezing-seed{seeds[0]}"
+    show_frontier(console, recipe, read_comparison(folders, baseline))
+    write_page(folders, out / "report.html", baseline)
 
 
 def tell_once() -> Callable[[str], None]:
@@ -308,13 +322,15 @@ def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) 
         tell(f"no report: {error}")
 
 
-def evaluate(folder: Path, probe: Sequence[str] | None, trust_code: bool, overrides: Words) -> None:
+def evaluate(folder: Path, probe: Sequence[str] | None, card: Path | None, trust_code: bool, overrides: Words) -> None:
     given = ("--probes.", "--evaluation.", "--device", "--data-root", "--stream.labelled")
     for word in overrides:
         if word.startswith("--") and not word.startswith(given):
             raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
     for name in probe or ():
         PROBES.find(name)
+    if card:
+        check_card(folder, card)
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
     if any(word.startswith("--stream.labelled") for word in overrides) and config.stream.labelled:
         probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe)
@@ -323,6 +339,9 @@ def evaluate(folder: Path, probe: Sequence[str] | None, trust_code: bool, overri
     start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, values["test_images"], start)
+    if card:
+        add_scores(card, probes, eval_splits)
+        tell(f"added to {card / 'README.md'}")
 
 
 def embed(folder: Path, images: Words, out: Path, **how: Any) -> None:
@@ -394,7 +413,7 @@ def bench_step(recipe: str, plain: bool, json: Path | None, overrides: Words, **
     where = environment(choose_device(config.device))
     frozen = f"{'first' if how['first'] else 'middle'} units frozen{' as PyTorch does it' if plain else ''}"
     what = f"{config.training.batch} images of {how['size']} px on {where['device_name']}, {frozen}"
-    title = f"{recipe}, {what}, {how['steps']} steps each; ±: half the range of fifths of them"
+    title = f"{recipe}, {what}, {how['steps']} steps each; {RANGE}"
     show_rows(console, "step", title, rows)
     show_kernels(console, rows)
     ways = {key: how[key] for key in ("first", "streamed", "size", "steps")}
@@ -405,7 +424,8 @@ def bench_methods(recipes: Words, task: int, size: int, steps: int, json: Path |
     configs = [resolve_config(recipe, None, overrides) for recipe in recipes]
     rows = bench.methods(configs, size, steps, task)
     where = environment(choose_device(configs[0].device))
-    show_rows(console, "methods", f"A step in task {task}, images of {size} px on {where['device_name']}", rows)
+    title = f"A step in task {task}, images of {size} px on {where['device_name']}; {RANGE}"
+    show_rows(console, "methods", title, rows)
     save(json, commit=commit(), environment=where, task=task, size=size, steps=steps, rows=rows)
 
 

@@ -35,7 +35,7 @@ training: process rate trainer ahead
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
 run: run config fitting recipes build results folder environment start parts inference embedding export
 run: record watcher state looks loop sweep bench cluster evaluate paper reproduce
-report: report checks intervals theme drawing runs measures paired tables live
+report: report checks intervals theme drawing runs measures paired pareto tables live
 report.figures: figures axes accuracy cost freezing frontier gallery learning paper
 report: parts page watch reproduction
 learner

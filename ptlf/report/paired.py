@@ -75,6 +75,14 @@ def compared(group: Group, base: Group | None, measure: Measure) -> Interval | N
     return difference(by_seed(group.runs, measure.path), by_seed(base.runs, measure.path))
 
 
+def ratios(group: Group, base: Group | None, measure: Measure) -> Interval | None:
+    """Of a cost, to the baseline's with the same seed; None as for `compared`."""
+    if base is None or base is group:
+        return None
+    mine, theirs = by_seed(group.runs, measure.path), by_seed(base.runs, measure.path)
+    return interval([mine[seed] / theirs[seed] for seed in sorted(mine) if theirs.get(seed)])
+
+
 def verdict(found: Interval | None, rising: bool) -> str:
     """`rising`: more is better."""
     if found is None or not found.excludes_zero:

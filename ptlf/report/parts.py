@@ -68,6 +68,7 @@ def answer_part(comparison: Comparison) -> Part:
     part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])
     if base and len(comparison.groups) > 2:
         how = f"Costs relative to {base.label}. The dashed line joins the runs whose means no other one beats in both."
+        how += " A thin line joins runs that differ in the final share of frozen units alone, in its order."
         part.add("What accuracy costs", how, [Picture("frontier", partial(frontier.frontier, comparison))])
     if base is None and len(comparison.groups) > 1:
         part.notes.append("No baseline: none of these runs is LUMP without freezing; `--baseline` names another one.")

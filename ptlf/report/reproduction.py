@@ -2,13 +2,14 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
 from ptlf.report.paired import Interval, at, interval, verdict
-from ptlf.report.tables import new_table
+from ptlf.report.tables import new_table, note
 from ptlf.run.paper import METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
 from ptlf.run.results import Json, epoch_lines
 
@@ -21,6 +22,7 @@ PATHS = {
     "flops": ("cost", "backward_flops"),
 }
 MINUS = "−"
+DAGGER = "† runs of different states of the code; compare with care."
 WIDEST = 1000  # columns, more than any table has
 
 
@@ -33,13 +35,36 @@ def figure(table: Table, cell: Cell, measure: str, found: Found) -> Interval | N
     path = PATHS[measure]
     if not cell.baseline:
         return Interval(1.0, None, len(runs)) if any(at(run, path) for run in runs) else None
-    bases = {run["seed"]: run for run in found.get((cell.baseline, ()), ())}
-    ratios = []
-    for run in runs:
-        base = bases.get(run["seed"])
-        if base and (measure != "time" or device(run) == device(base)) and (mine := at(run, path)) and at(base, path):
-            ratios.append(mine / (at(base, path) or 1.0))
-    return interval(ratios)
+    both = [(at(run, path), at(base, path)) for run, base in pairs(cell, measure, found)]
+    return interval([mine / base for mine, base in both if mine and base])
+
+
+def pairs(cell: Cell, measure: str, found: Found) -> list[tuple[Json, Json]]:
+    """The cell's runs, each with the baseline's of the same seed, of which both have this cost."""
+    runs, bases = found.get(cell.key, ()), found.get((cell.baseline, ()), ())
+    path, both = PATHS[measure], by_seed(runs, bases, same_device=measure == "time")
+    return [(run, base) for run, base in both if at(run, path) and at(base, path)]
+
+
+def by_seed(runs: Sequence[Json], bases: Sequence[Json], *, same_device: bool) -> list[tuple[Json, Json]]:
+    seeds = {base["seed"]: base for base in bases}
+    both = [(run, seeds[run["seed"]]) for run in runs if run["seed"] in seeds]
+    return [(run, base) for run, base in both if not same_device or device(run) == device(base)]
+
+
+def mixed(compared: Iterable[tuple[Json, Json]]) -> bool:
+    """Whether any run and its baseline are of different commits."""
+    return any(run.get("commit") != base.get("commit") for run, base in compared)
+
+
+def dagger(cell: Cell, measure: str, found: Found) -> str:
+    """Stands beside a ratio of seconds of different commits; `DAGGER` explains it."""
+    return "†" if measure == "time" and cell.baseline and mixed(pairs(cell, measure, found)) else ""
+
+
+def notes(table: Table, found: Found) -> list[str]:
+    marked = any(dagger(cell, measure, found) for cell in table.cells for measure in table.measures)
+    return [*table.notes, *[DAGGER] * marked]
 
 
 def device(results: Json) -> str:
@@ -72,8 +97,8 @@ def show_table(console: Console, table: Table, found: Found) -> None:
     fits = console.measure(whole, options=console.options.update(width=WIDEST)).maximum <= console.width
     for shown in [whole] if fits else [drawn(table, [column], found) for column in table.columns]:
         console.print(shown)
-    for note in ("±: 95 % t interval over seeds.", *table.notes):
-        console.print(note, style="dim", highlight=False)
+    for words in ("±: 95 % t interval over seeds.", *notes(table, found)):
+        note(console, words)
 
 
 def drawn(table: Table, columns: Sequence[str], found: Found) -> RichTable:
@@ -92,7 +117,7 @@ def drawn(table: Table, columns: Sequence[str], found: Found) -> RichTable:
             for measure in table.measures:
                 mine = figure(table, cell, measure, found) if cell else None
                 theirs = cell.paper.get(measure) if cell else None
-                lines["ours"].append(ours(mine, measure))
+                lines["ours"].append(ours(mine, measure) + (dagger(cell, measure, found) if cell else ""))
                 lines["paper"].append(number(theirs, measure))
                 both = mine.mean - theirs if mine and theirs is not None else None
                 lines["diff."].append(number(both, measure, sign=True))
@@ -129,44 +154,56 @@ DIFFERENCES: Mapping[str, tuple[Callable[[Json], float | None], bool]] = {
 }
 
 
-def differences(found: Found) -> dict[str, dict[str, list[tuple[str, Interval | None]]]]:
-    """For every stream and objective, each method with two seeds or more in common with LUMP: its differences, and what
-    may be said of each."""
-    tables: dict[str, dict[str, list[tuple[str, Interval | None]]]] = {}
+class Difference(NamedTuple):
+    """By seed, what may be said of it, and whether it is of seconds of different commits."""
+
+    said: str
+    both: Interval | None
+    mixed: bool
+
+
+def differences(found: Found) -> dict[str, dict[str, list[Difference]]]:
+    """For every stream and objective, each method with two seeds or more in common with LUMP: its differences."""
+    tables: dict[str, dict[str, list[Difference]]] = {}
     for (recipe, settings), runs in found.items():
         stream, objective, method = recipe.split("/")
-        bases = {run["seed"]: run for run in found.get((f"{stream}/{objective}/lump", ()), ())}
-        if method not in METHODS or method == "lump" or settings or len(bases.keys() & {r["seed"] for r in runs}) < 2:
+        bases = found.get((f"{stream}/{objective}/lump", ()), ())
+        if method not in METHODS or method == "lump" or settings or len(by_seed(runs, bases, same_device=False)) < 2:
             continue
         row = []
         for value, rising in DIFFERENCES.values():
-            pairs = [(run, bases[run["seed"]]) for run in runs if run["seed"] in bases]
-            if value is later_seconds:
-                pairs = [(run, base) for run, base in pairs if device(run) == device(base)]
-            values = [(value(run), value(base)) for run, base in pairs]
+            seconds = value is later_seconds
+            compared = by_seed(runs, bases, same_device=seconds)
+            values = [(value(run), value(base)) for run, base in compared]
             both = interval([mine - theirs for mine, theirs in values if mine is not None and theirs is not None])
-            row.append((verdict(both, rising), both))
+            row.append(Difference(verdict(both, rising), both, seconds and both is not None and mixed(compared)))
         tables.setdefault(f"{STREAMS[stream]}, {OBJECTIVES[objective]}", {})[METHODS[method]] = row
     return tables
 
 
-def signed(found: Interval | None) -> str:
-    if found is None:
+def signed(found: Difference) -> str:
+    if found.both is None:
         return ""
-    half = "" if found.half is None else f" ± {found.half:.2f}"
-    return f"{found.mean:+.2f}{half}".replace("-", MINUS)
+    half = "" if found.both.half is None else f" ± {found.both.half:.2f}"
+    return f"{found.both.mean:+.2f}{half}".replace("-", MINUS) + "†" * found.mixed
 
 
 def show_differences(console: Console, found: Found) -> None:
     for title, rows in differences(found).items():
         shown = new_table(f"{title}: difference to LUMP by seed, 95 % t interval", ["", "", "", ""], [])
         for method, cells in rows.items():
-            count = max(both.count for _, both in cells if both)
+            count = max(cell.both.count for cell in cells if cell.both)
             shown.add_section()
-            for place, (measure, (said, both)) in enumerate(zip(DIFFERENCES, cells, strict=True)):
-                shown.add_row({0: method, 1: f"{count} seeds"}.get(place, ""), measure, signed(both), said)
+            for place, (measure, cell) in enumerate(zip(DIFFERENCES, cells, strict=True)):
+                shown.add_row({0: method, 1: f"{count} seeds"}.get(place, ""), measure, signed(cell), cell.said)
         shown.show_header = False
         console.print(shown)
+        if any_mixed(rows):
+            note(console, DAGGER)
+
+
+def any_mixed(rows: Mapping[str, Sequence[Difference]]) -> bool:
+    return any(cell.mixed for cells in rows.values() for cell in cells)
 
 
 HEAD = """# The paper's tables, and ours
@@ -239,11 +276,15 @@ def section(name: str, table: Table, found: Found, remarks: Remarks) -> str:
         for measure in table.measures:
             mine, theirs = figure(table, cell, measure, found), cell.paper.get(measure)
             both = mine.mean - theirs if mine and theirs is not None else None
-            row += [ours(mine, measure), number(theirs, measure), number(both, measure, sign=True)]
+            row += [
+                ours(mine, measure) + dagger(cell, measure, found),
+                number(theirs, measure),
+                number(both, measure, sign=True),
+            ]
         rows.append([*row, *made_with(runs)])
         if cell.name in remarks:
             told[f"{cell.row}, {cell.column}"] = remarks[cell.name]
-    text = f"## {table.title}: `ptlf reproduce {name}`\n\n" + " ".join(table.notes) + "\n\n"
+    text = f"## {table.title}: `ptlf reproduce {name}`\n\n" + " ".join(notes(table, found)) + "\n\n"
     text += markdown([*headings, "seeds", "commit", "device", "seconds"], rows)
     if told:
         text += "\n" + "".join(f"- {where}: {words}\n" for where, words in told.items())
@@ -263,12 +304,13 @@ def made_with(runs: Sequence[Json]) -> list[str]:
 
 
 def paired_section(found: Found) -> str:
-    text = PAIRED
-    for title, rows in differences(found).items():
+    tables = differences(found)
+    text = PAIRED + f"{DAGGER}\n" * any(map(any_mixed, tables.values()))
+    for title, rows in tables.items():
         text += f"\n**{title}**\n\n"
         shown = []
         for method, cells in rows.items():
-            count = max(both.count for _, both in cells if both)
-            shown.append([method, str(count), *[f"{signed(both)} {said}".strip() for said, both in cells]])
+            count = max(cell.both.count for cell in cells if cell.both)
+            shown.append([method, str(count), *[f"{signed(cell)} {cell.said}".strip() for cell in cells]])
         text += markdown(["", "seeds", *DIFFERENCES], shown)
     return text

@@ -241,12 +241,17 @@ def unsteady(epochs: Sequence[Json]) -> float:
     return above / max(sum(map(sum, like.values())), 1e-9)
 
 
+def settings_of(config: Json) -> str:
+    """All settings but the seed and the machine, as text."""
+    settings = {key: value for key, value in config.items() if key not in ("seed", "device", "data_root")}
+    return json.dumps(settings, sort_keys=True)
+
+
 def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
     """Finished runs that differ in nothing but the seed (and the machine) are one group; others stand alone."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        settings = {key: value for key, value in run.config.items() if key not in ("seed", "device", "data_root")}
-        name = json.dumps(settings, sort_keys=True) if run.finished else str(run.folder)
+        name = settings_of(run.config) if run.finished else str(run.folder)
         if any(run.config["seed"] == other.config["seed"] for other in groups.get(name, ())):
             name = str(run.folder)  # the same seed again is no further seed
         groups.setdefault(name, []).append(run)

@@ -9,11 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ptlf.core.words import clipped
-from ptlf.report import measures, paired
+from ptlf.report import measures, paired, pareto
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures
-from ptlf.report.runs import Group, RunRecord, known_probes
+from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
+from ptlf.report.runs import Comparison, Group, RunRecord, known_probes, policy_of
 from ptlf.run.results import Json, ratio
+
+DEVIATION = "±: standard deviation over the seeds"
+BRACKETS = "in brackets: 95 % interval from the number of test images"
 
 
 def percent(value: float | None) -> str:
@@ -66,7 +69,12 @@ def show_runs(
     with the main ones. Means over seeds, and the probes' sample standard deviation."""
     groups = {name: Group([RunRecord(Path(), results) for results in seeds], name) for name, seeds in runs.items()}
     base = groups.get(baseline or "")
-    (show_side_by_side if len(groups) <= 3 else show_as_list)(console, list(groups.values()), base, title)
+    few, shown = len(groups) <= 3, list(groups.values())
+    (show_side_by_side if few else show_as_list)(console, shown, base, title)
+    tested = any(group.interval(("probes", probe, "accuracy")) for group in shown for probe in group.first["probes"])
+    notes = [DEVIATION] * any(len(group.runs) > 1 for group in shown) + [BRACKETS] * (few and tested)
+    if notes:
+        note(console, "; ".join(notes))
     for group in groups.values():
         for warning in group.worse():
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
@@ -142,6 +150,35 @@ def show_as_list(console: Console, groups: Sequence[Group], base: Group | None, 
         found = [group.interval(("probes", probe, "accuracy")) for group in groups]
         if widths := [(high - low) / 2 for low, high in filter(None, found)]:
             console.print(f"{probe}: ±{max(widths):.2f} at 95 %, from the number of test images")
+
+
+def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None:
+    """One row per policy and shares, with the costs of the picture: those of the tasks after the first."""
+    probe = comparison.probes[0] if comparison.probes else ""
+    scores = probe_measures(probe)[:2] if probe else []
+    columns = []  # per cost, its cells by label
+    for kind in pareto.COSTS:
+        best = pareto.leading(pareto.points(comparison, kind, scores[0].path), scores[0].rising) if scores else set()
+        costs = pareto.costs(comparison, kind)
+        columns.append({label: f"{'* ' * (label in best)}{cost:.2f}x" for label, cost in costs.items()})
+    title = f"What accuracy costs: {recipe}" + (f", {title_of(probe)}" if probe else "")
+    headings = ["initial", "final", *(f"{measure.short}\n{measure.unit}" for measure in scores), "time", "bytes\nkept"]
+    table = new_table(title, ["policy"], headings, padding=(0, 1 if console.width >= 100 else 0))
+    for group in comparison.groups:
+        freezing, policy = group.config["freezing"], policy_of(group.config)
+        shares = ["", ""] if policy == "none" else [f"{freezing[key]:g}" for key in ("initial", "final")]
+        cells = [score(measure, group, interval=False) for measure in scores]
+        table.add_row(policy, *shares, *cells, *[column.get(group.label, "-") for column in columns])
+    console.print(table)
+    if any(len(group.runs) > 1 for group in comparison.groups):
+        note(console, DEVIATION)
+    note(console, "time, bytes kept: in the tasks after the first, relative to no freezing")
+    if scores:
+        note(console, "*: no other setting costs as little or less with the same accuracy or more")
+
+
+def note(console: Console, words: str) -> None:
+    console.print(words, style="dim", highlight=False)
 
 
 def score(measure: Measure, group: Group, *, interval: bool = True) -> str:

@@ -9,23 +9,27 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_error, write_whole
-from ptlf.run.folder import encoder_bytes
+from ptlf.core.reading import damaged, read_text
+from ptlf.run.folder import ENCODER, encoder_bytes
 from ptlf.run.inference import KEY, MODEL, SHAPES, LoadedEncoder, load_encoder
-from ptlf.run.results import Json, read_results, to_json
+from ptlf.run.results import AGAIN, Json, read_results, to_json
 
 Model = Callable[[Tensor], np.ndarray]  # images (N, 3, V, V) to features (N, feature_dim)
 NO_ONNX = "ONNX needs onnx, onnxscript and onnxruntime: `pip install 'ptlf[export]'`, or export to FILE.pt2 or a folder"
+CARD = "README.md"  # the model card of an exported folder
 TOLERANCE = 1e-4  # of the greatest feature
 BATCHES = (1, 5)  # sizes that are checked: the exported model takes any
 
@@ -175,7 +179,7 @@ def write_folder(encoder: LoadedEncoder, path: Path, results: Json | None, licen
     write_whole(path / MODEL, encoder_bytes(encoder.module, {"format": "pt", KEY: json.dumps(card)}))
     if card.get("fit") != "pad":  # which Hugging Face's image processors do not do
         write_whole(path / "preprocessor_config.json", to_json(processor_config(card)) + "\n")
-    write_whole(path / "README.md", model_card(card, results, licence, name))
+    write_whole(path / CARD, model_card(card, results, licence, name))
 
 
 def processor_config(card: Json) -> Json:
@@ -271,6 +275,44 @@ def preprocessing(card: Json) -> str:
     shape = SHAPES[card.get("fit", "crop")].replace("image_size", f"{size} px")
     values = f"divided by 255 and normalised with mean ({mean}) and deviation ({std})"
     return f"EXIF orientation is applied; {shape}{crop}. Values are {values}."
+
+
+def check_card(folder: Path, to: Path) -> None:
+    """`to` must be an exported folder with the encoder of the run in `folder`."""
+    way_out = f"`ptlf export {folder} --to {to} --overwrite` writes it anew"
+    if not (folder / ENCODER).is_file():
+        raise UserError(f"{folder} holds no {ENCODER}; the run there has not finished")
+    if not (to / CARD).is_file():
+        raise UserError(f"{to} holds no {CARD}; `ptlf export {folder} --to DIR` makes a folder with one")
+    mine, theirs = weights(folder / ENCODER, AGAIN), weights(to / MODEL, way_out)
+    if mine.keys() != theirs.keys() or not all(same(mine[name], theirs[name]) for name in mine):
+        raise UserError(f"{to} is not of the encoder in {folder}; {way_out}")
+
+
+def weights(path: Path, way_out: str) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise damaged(path, error, way_out) from None
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def add_scores(to: Path, probes: Json, tested: Sequence[str]) -> None:
+    """A section of the card with the figures of a later test; that of an earlier one on the same images is replaced."""
+    title = f"Scores of a later test: {', '.join(tested)}\n"
+    rows = [title, "| probe | accuracy, % | before training, % | test images | settings |", "|---|---|---|---|---|"]
+    for probe, values in probes.items():
+        figures = [figure(values.get(key)) for key in ("accuracy", "untrained_accuracy")]
+        settings = ", ".join(f"{key} {value}" for key, value in values["settings"].items())
+        rows.append(f"| {probe} | {' | '.join(figures)} | {sum(values['test_images'])} | {settings} |")
+    sections = read_text(to / CARD).strip().split("\n\n## ")
+    sections = [section for section in sections if not section.startswith(title)]
+    loading = [place for place, section in enumerate(sections) if section.startswith("How to load it")]
+    sections.insert(loading[0] if loading else len(sections), "\n".join(rows))
+    write_whole(to / CARD, "\n\n## ".join(sections) + "\n")
 
 
 def folder_model(path: Path) -> Model:

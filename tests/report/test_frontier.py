@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import statistics
 from pathlib import Path
 
 import made_up
 import pytest
+from rich.console import Console
 
+from ptlf.cli import main
 from ptlf.core.errors import UserError
-from ptlf.report.figures.frontier import Point, costs, front, frontier
-from ptlf.report.runs import Group, read_comparison
+from ptlf.report.figures.frontier import frontier
+from ptlf.report.pareto import Point, costs, front, leading, paths
+from ptlf.report.runs import Comparison, Group, read_comparison
+from ptlf.report.tables import show_frontier
 from ptlf.run.sweep import plan_frontier
 
 
@@ -49,3 +57,118 @@ def test_a_run_for_every_order_and_rising_share(tmp_path: Path) -> None:
     assert (freezing.policy.name, freezing.initial, freezing.final) == ("cost_aware", 0.3, 0.4)
     with pytest.raises(UserError, match="unknown"):
         plan_frontier("digits/simsiam/lump", ["nothing-like-it"], **shares, seeds=[0], out=tmp_path, overrides=[])
+
+
+GRID = [("none", 0.0, 0.0), *((order, 0.1, final) for order in ("ascending", "random") for final in (0.9, 0.5, 0.7))]
+
+
+def grid(folder: Path, seeds: int = 1) -> Comparison:
+    for policy, initial, final in GRID:
+        settings = {"freezing__policy__name": policy, "freezing__initial": initial, "freezing__final": final}
+        for seed in range(seeds):
+            made = made_up.results("digits/simsiam/lump", seed=seed, **settings)
+            for place, kept in enumerate(made["cost"]["per_epoch"]["kept_bytes"]):
+                made["cost"]["per_epoch"]["kept_bytes"][place] = round(kept * (1 - final / 2))
+            made_up.write(folder / f"{policy}-{final:g}-{seed}", made)
+    return read_comparison([folder], "none-0-0")
+
+
+def shown(comparison: Comparison) -> tuple[str, dict[tuple[str, ...], list[str]]]:
+    """The table, and the cells of its rows by policy and shares."""
+    console = Console(width=80, file=io.StringIO())
+    show_frontier(console, "digits/simsiam/lump", comparison)
+    text = console.file.getvalue()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    return text, {tuple(row[:3]): row[3:] for row in rows}
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_the_table_has_every_setting_its_costs_and_the_front(tmp_path: Path, seeds: int) -> None:
+    """Against the records, and a comparison of all pairs."""
+    text, rows = shown(grid(tmp_path, seeds))
+    assert max(map(len, text.splitlines())) <= 80
+    assert ("±: standard deviation over the seeds" in text) == (seeds > 1)
+    values: dict[tuple[str, ...], tuple[float, float, float, float]] = {}
+    for policy, initial, final in GRID:
+        runs = [json.loads((tmp_path / f"{policy}-{final:g}-{s}" / "results.json").read_text()) for s in range(seeds)]
+        epochs = [run["cost"]["per_epoch"] for run in runs]
+        seconds = sum(s for one in epochs for s, task in zip(one["seconds"], one["task"], strict=True) if task > 1)
+        kept = sum(b for one in epochs for b, task in zip(one["kept_bytes"], one["task"], strict=True) if task > 1)
+        accuracy, lost = (
+            statistics.fmean(run["probes"]["knn_task"][k] for run in runs) for k in ("accuracy", "forgetting")
+        )
+        name = (policy, "", "") if policy == "none" else (policy, f"{initial:g}", f"{final:g}")
+        values[name] = (accuracy, lost, seconds, kept)
+    assert set(rows) == set(values)
+    base = values["none", "", ""]
+    for name, mine in values.items():
+        assert rows[name][0].split(" ±")[0] == f"{mine[0]:.2f}"
+        assert rows[name][1].split(" ±")[0] == f"{mine[1]:.2f}".replace("-", "−")
+        for place in (2, 3):
+            beaten = any(
+                other[0] >= mine[0]
+                and other[place] <= mine[place]
+                and (other[0], other[place]) != (mine[0], mine[place])
+                for other in values.values()
+            )
+            assert rows[name][place] == f"{'' if beaten else '* '}{mine[place] / base[place]:.2f}x"
+
+
+def test_without_labels_or_later_tasks_there_is_no_front(tmp_path: Path) -> None:
+    comparison = grid(tmp_path)
+    for group in comparison.groups:
+        group.first["probes"] = {}
+    text, rows = shown(comparison)
+    assert "*" not in text
+    assert rows["none", "", ""] == ["1.00x", "1.00x"]
+    for group in comparison.groups:
+        group.runs[0].__dict__["epochs"] = [line for line in group.runs[0].epochs if line["task"] == 1]
+    assert shown(comparison)[1]["none", "", ""] == ["-", "-"]
+
+
+def test_equal_points_lead_together() -> None:
+    found = [
+        Point(Group([], label), cost, value, 0.0) for label, cost, value in (("a", 1, 9), ("b", 1, 9), ("c", 1, 8))
+    ]
+    assert leading(found, rising=True) == {"a", "b"}
+
+
+def test_a_path_joins_one_order_and_initial_share_by_the_final_one(tmp_path: Path) -> None:
+    comparison = grid(tmp_path)
+    found = [Point(group, 1.0, 1.0, 0.0) for group in comparison.groups]
+    shares = [[point.group.config["freezing"] for point in path] for path in paths(found)]
+    wanted = [[(order, 0.5), (order, 0.7), (order, 0.9)] for order in ("ascending", "random")]
+    assert [[(one["policy"]["name"], one["final"]) for one in path] for path in shares] == wanted
+    drawing = frontier(comparison, 1000.0)
+    labels = {
+        shape.at[0]: shape.title.split(":")[0] for shape in drawing.shapes if shape.kind == "mark" and shape.title
+    }
+    lines = [shape.at for shape in drawing.shapes if shape.kind == "line" and shape.width < 1]
+    joined = [[f"lump + {order} freezing (final {final})" for order, final in path] for path in wanted]
+    assert [[labels[at] for at in line] for line in lines] == joined * 4  # in each of four panels
+
+
+def test_a_plan_trains_nothing_and_the_command_shows_its_table(tmp_path: Path, capsys) -> None:
+    words = [
+        "frontier",
+        "digits/simsiam/lump",
+        "--out",
+        str(tmp_path / "runs"),
+        "--orders",
+        "ascending",
+        "--initial",
+        "0",
+    ]
+    words += ["--stream.groups=[[0,1],[2,3]]", "--encoder.name=conftest:tiny_encoder", "--training.epochs=1"]
+    words += ["--training.batch=128", "--device=cpu", "--evaluation.gallery=false", "--final", "0.4"]
+    assert main([*words, "--plan"]) == 0
+    assert "0 runs are there, 2 are to be made, about" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"│ascending *│ *0│ *0\.4│", text)
+    assert main([*words, "0.8", "--plan"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("there: ") == 2
+    assert "to run: digits/simsiam/lump ascending-0-0.8 seed 0" in text
+    assert "2 runs are there, 1 are to be made" in text

@@ -119,3 +119,37 @@ def test_the_page_has_differences_by_seed(tmp_path: Path) -> None:
 def test_the_page_names_the_highest_with_what_seeds_allow(tmp_path: Path, accuracies: list[float], said: str) -> None:
     (item,) = re.findall(r"<li>Highest accuracy.*?</li>", made_page(tmp_path, accuracies, 3), re.DOTALL)
     assert item.endswith(f"{said}</li>")
+
+
+SECONDS = [(100.0, 80.0), (120.0, 90.0), (90.0, 75.0)]  # lump, ptlf
+
+
+def headline(tmp_path: Path, seeds: int, others: int = 1) -> str:
+    for seed, (base, mine) in enumerate(SECONDS[:seeds]):
+        for place in range(others):
+            one = made_up.results("digits/simsiam/ptlf", seed=seed, freezing__final=0.4 + place / 10)
+            one["cost"]["learning_seconds"] = mine + place
+            made_up.write(tmp_path / f"ptlf-{place}-{seed}", one)
+        one = made_up.results("digits/simsiam/lump", seed=seed)
+        one["cost"]["learning_seconds"] = base
+        made_up.write(tmp_path / f"lump-{seed}", one)
+    found = re.search(r'<ul class="headline">.*?</ul>', page(read_comparison([tmp_path])), re.DOTALL)
+    assert found is not None
+    return " ".join(re.sub(r"<[^>]*>", "", found.group()).split())
+
+
+def test_the_time_ratio_of_the_headline_has_its_interval_by_seed(tmp_path: Path) -> None:
+    """Against scipy's interval of the ratios."""
+    ratios = [mine / base for base, mine in SECONDS]
+    low, high = stats.t.interval(0.95, 2, loc=np.mean(ratios), scale=stats.sem(ratios))
+    words = f"training time {np.mean(ratios):.2f}× (95 %: {low:.2f} to {high:.2f}, 3 seeds)"
+    assert words in headline(tmp_path, 3)
+    assert "training time 0.80× (one seed); kept" in headline(tmp_path / "one", 1)
+
+
+def test_the_least_time_of_many_runs_has_its_interval_too(tmp_path: Path) -> None:
+    ratios = [mine / base for base, mine in SECONDS[:2]]
+    low, high = stats.t.interval(0.95, 1, loc=np.mean(ratios), scale=stats.sem(ratios))
+    found = re.search(r"Least training time: .*? 85\.0 s \((.*?)\)", headline(tmp_path, 2, others=3))
+    assert found is not None
+    assert found.group(1) == f"{np.mean(ratios):.2f}×, 95 %: {low:.2f} to {high:.2f}, 2 seeds".replace("-", "−")

@@ -18,7 +18,7 @@ from rich.console import Console
 from ptlf.cli import make_parser
 from ptlf.core.errors import UserError
 from ptlf.report.figures.paper import later_entries, task_overlaps, updated_units, write_paper_figures
-from ptlf.report.reproduction import DIFFERENCES, differences, document, figure, number, ours, show_table
+from ptlf.report.reproduction import DIFFERENCES, differences, document, figure, number, ours, section, show_table
 from ptlf.report.runs import Group, RunRecord
 from ptlf.run.paper import FIGURES, TABLES, Cell, Table
 from ptlf.run.reproduce import make_plan, project_results, remarks
@@ -57,6 +57,27 @@ def test_figures_are_means_over_seeds_and_costs_ratios_by_seed() -> None:
     assert figure(TABLE, PTLF, "accuracy", {}) is None
 
 
+def test_seconds_of_different_commits_carry_a_dagger() -> None:
+    made = found()
+    console = Console(width=80, file=io.StringIO())
+    show_table(console, TABLE, made)
+    text = section("some", TABLE, made, {})
+    assert "†" not in text + console.file.getvalue()
+    made[LUMP.key][0]["commit"] = "decade"  # of a seed that PTLF does not have
+    assert "†" not in section("some", TABLE, made, {})
+    made[LUMP.key][1]["commit"] = "decade"
+    changed = section("some", TABLE, made, {})
+    line = next(line for line in changed.splitlines() if line.startswith("| PTLF"))
+    assert [cell.strip() for cell in line.split("|")][6:10] == ["0.75x†", "", "", "0.75x"]  # time, not memory
+    assert changed.count("†") == 2
+    assert "† runs of different states of the code; compare with care" in changed
+    show_table(console, TABLE, made)
+    assert "0.75x†" in console.file.getvalue()
+    assert "† runs of different states of the code; compare with care" in console.file.getvalue()
+    made[PTLF.key][0]["environment"]["device_name"] = "another"  # whose seconds are not compared
+    assert "†" not in section("some", TABLE, made, {})
+
+
 def test_differences_need_two_seeds_in_common() -> None:
     recipes = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
     made = {(recipe, ()): [made_up.results(recipe, seed=seed) for seed in range(3)] for recipe in recipes}
@@ -68,10 +89,13 @@ def test_differences_need_two_seeds_in_common() -> None:
     ((title, rows),) = differences(made).items()
     assert title == "Split CIFAR-10, SimSiam"
     by_name = dict(zip(DIFFERENCES, rows["PTLF"], strict=True))
-    said, accuracy = by_name["accuracy, points"]
+    said, accuracy, _ = by_name["accuracy, points"]
     assert (said, accuracy.mean, accuracy.half) == ("better", pytest.approx(2.0), pytest.approx(0.2484, abs=1e-3))
-    said, seconds = by_name["training of later tasks, s"]
-    assert (said, seconds.mean) == ("worse", pytest.approx(4.0))
+    said, seconds, mixed = by_name["training of later tasks, s"]
+    assert (said, seconds.mean, mixed) == ("worse", pytest.approx(4.0), False)
+    made[recipes[0], ()][1]["commit"] = "decade"
+    marked = {name for name, cell in zip(DIFFERENCES, differences(made)[title]["PTLF"], strict=True) if cell.mixed}
+    assert marked == {"training of later tasks, s"}
     for run in made[recipes[1], ()]:
         run["environment"]["device_name"] = "another"
     assert (

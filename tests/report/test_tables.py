@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import made_up
+import pytest
 from rich.console import Console
 
 from ptlf.report import live
@@ -45,6 +46,24 @@ def test_seeds_are_shown_as_mean_and_spread() -> None:
     found = rows(show_runs, {"ptlf": seeds})
     assert found["knn_task accuracy, %"] == ["82.00 ±2.65"]  # the root of (4 + 1 + 9) / 2
     assert found["training time"] == ["30.0 s"]
+
+
+@pytest.mark.parametrize("names", [("a/b", "a/c"), ("a/b", "a/c", "a/d", "a/e")])  # side by side, as a list
+def test_it_is_said_what_stands_behind_a_plus_minus(names: tuple[str, ...]) -> None:
+    console = Console(width=80, file=io.StringIO())
+    show_runs(console, {name: [made_up.results()] for name in names})
+    assert "±" not in console.file.getvalue()
+    show_runs(console, {name: [made_up.results(seed=seed) for seed in range(2)] for name in names})
+    assert "±: standard deviation over the seeds" in console.file.getvalue()
+
+
+def test_it_is_said_what_stands_in_brackets() -> None:
+    console, run = Console(width=100, file=io.StringIO()), made_up.results()
+    show_runs(console, {"a/b": [run]})
+    assert "brackets" not in console.file.getvalue()
+    run["test_images"] = [100] * len(run["eval_splits"])
+    show_runs(console, {"a/b": [run]})
+    assert "in brackets: 95 % interval from the number of test images" in console.file.getvalue()
 
 
 def test_costs_in_a_list_are_relative_to_the_baseline() -> None:

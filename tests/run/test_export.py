@@ -80,6 +80,46 @@ def test_a_folder_as_on_the_hub(run: Path, tmp_path: Path) -> None:
         assert words in card
 
 
+def test_a_later_test_is_added_to_the_card(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub = exported(run, tmp_path / "hub")
+    before = (hub / "README.md").read_text()
+    words = ["evaluate", str(run), "--card", str(hub), "--probe", "knn_task"]
+    assert main([*words, "--probes.knn_task.k", "3"]) == 0
+    once = (hub / "README.md").read_text()
+    assert main(words) == 0  # with the run's own k: it replaces the other
+    text = (hub / "README.md").read_text()
+    results = json.loads((run / "results.json").read_text())
+    names, values = ", ".join(results["eval_splits"]), results["probes"]["knn_task"]
+    rest, title, section = text.partition(f"\n\n## Scores of a later test: {names}\n")
+    section, loading, end = section.partition("\n\n## How to load it")
+    assert rest + loading + end == before
+    figures = [f"{values[key]:.2f}" for key in ("accuracy", "untrained_accuracy")] + [str(sum(results["test_images"]))]
+    assert [cell.strip() for cell in section.splitlines()[-1].split("|")][1:5] == ["knn_task", *figures]
+    assert f"k {values['settings']['k']}" in section
+    assert once.count(title) == text.count(title) == 1
+    assert "k 3" in once
+    assert "k 3" not in text
+
+
+def test_the_card_of_another_encoder_is_left_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config("digits/simsiam/lump", encoder__name="resnet18-mini", training__epochs=1, seed=1)
+    Run(config, tmp_path / "other").train()
+    hub = exported(tmp_path / "other", tmp_path / "hub")
+    before = (hub / "README.md").read_bytes()
+    assert main(["evaluate", str(run), "--card", str(hub)]) == 2
+    assert "is not of the encoder in" in capsys.readouterr().err
+    assert (hub / "README.md").read_bytes() == before
+    assert main(["evaluate", str(run), "--card", str(tmp_path)]) == 2
+    assert f"holds no README.md; `ptlf export {run} --to DIR`" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path), "--card", str(hub)]) == 2
+    assert "the run there has not finished" in capsys.readouterr().err
+    (hub / "model.safetensors").write_bytes(b"none")
+    assert main(["evaluate", str(run), "--card", str(hub)]) == 2
+    assert "--overwrite` writes it anew" in capsys.readouterr().err
+
+
 def test_hugging_face_s_processor_does_nearly_the_same(run: Path, tmp_path: Path) -> None:
     """It crops after resizing to whole pixels; ours in one step: sides that divide evenly agree."""
     transformers = pytest.importorskip("transformers")

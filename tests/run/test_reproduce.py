@@ -204,6 +204,17 @@ def test_a_run_that_fails_does_not_stop_the_others(monkeypatch, capsys, tmp_path
     assert "1 runs failed" in shown.err
 
 
+@pytest.mark.parametrize("scale", SCALES)
+def test_what_a_scale_is_worth_stands_above_the_table(monkeypatch, capsys, tmp_path: Path, scale: str) -> None:
+    monkeypatch.setattr(commands, "TABLES", {"main": TINY})
+    monkeypatch.setattr(reproduce, "project_results", lambda: None)
+    monkeypatch.setattr(reproduce, "train_missing", lambda plan, watch: iter(()))
+    assert main(["reproduce", "main", "--scale", scale, "--runs", str(tmp_path)]) == 0
+    above, _, table = capsys.readouterr().out.partition("Tiny")
+    assert table.count("│") > 0
+    assert ("differences to the paper mean nothing; its protocol is --scale paper" in above) == (scale != "paper")
+
+
 def test_an_estimate_is_linear_in_epochs_and_measures_once_per_kind() -> None:
     estimate = Estimate(steps=1)
     one, two = (estimate(tiny_config("digits/simsiam/lump", training__epochs=epochs)) for epochs in (1, 2))

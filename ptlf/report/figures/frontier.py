@@ -1,71 +1,16 @@
 """Accuracy and forgetting against time and memory, with the runs that no other one beats in both."""
 
 import itertools
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, padded, plain, ticks
 from ptlf.report.measures import probe_measures
-from ptlf.report.runs import Comparison, Group, RunRecord
-
-LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")
-COSTS = {"seconds": "training time of the later tasks", "bytes": "bytes kept for backward in the later tasks"}
-
-
-@dataclass(frozen=True)
-class Point:
-    """A run: its cost relative to the baseline's, and how good it is; each with its spread over seeds."""
-
-    group: Group
-    cost: float
-    value: float
-    spread: float
-
-
-def later_cost(run: RunRecord, kind: str) -> float | None:
-    """Of the tasks after the first, in which nothing freezes: seconds of learning, or mean bytes kept for backward."""
-    lines = [line for line in run.epochs if line["task"] > 1]
-    if not lines:
-        return None
-    if kind == "seconds":
-        return sum(line.get(key) or 0.0 for line in lines for key in LEARNING)
-    return statistics.fmean(line["kept_bytes"] for line in lines)
-
-
-def costs(comparison: Comparison, kind: str) -> dict[str, float]:
-    """By label, the mean over seeds relative to the baseline's."""
-    found: dict[str, float] = {}
-    for group in comparison.groups:
-        values = [cost for run in group.runs if (cost := later_cost(run, kind)) is not None]
-        if values:
-            found[group.label] = statistics.fmean(values)
-    base = found.get(comparison.baseline.label) if comparison.baseline else None
-    return {label: cost / base for label, cost in found.items()} if base else {}
-
-
-def points(comparison: Comparison, kind: str, path: Sequence[str]) -> list[Point]:
-    relative = costs(comparison, kind)
-    found = []
-    for group in comparison.groups:
-        value = group.mean(path)
-        if value is not None and group.label in relative:
-            found.append(Point(group, relative[group.label], value, group.spread(path) or 0.0))
-    return found
-
-
-def front(found: Sequence[Point], rising: bool) -> list[Point]:
-    """The points that no other one beats, cheapest first: another is at least as cheap and as good, and not equal."""
-    best: list[Point] = []
-    for point in sorted(found, key=lambda point: (point.cost, -point.value if rising else point.value)):
-        if not best or (point.value > best[-1].value if rising else point.value < best[-1].value):
-            best.append(point)
-    return best
+from ptlf.report.pareto import COSTS, front, paths, points
+from ptlf.report.runs import Comparison
 
 
 def frontier(comparison: Comparison, width: float) -> Drawing | None:
-    """A panel per cost and measure of the first probe; a line joins the front."""
+    """A panel per cost and measure of the first probe; a dashed line joins the front, thin ones the paths."""
     if not comparison.probes or comparison.baseline is None:
         return None
     measures = probe_measures(comparison.probes[0])[:2]
@@ -92,6 +37,8 @@ def frontier(comparison: Comparison, width: float) -> Drawing | None:
         for tick in ticks(x.low, x.high):
             drawing.text(x(tick), y0 + tall + 16, f"{plain(tick)}×", "soft", size=TINY, anchor="middle")
         drawing.text(x.end, y0 + tall + 31, COSTS[kind], "soft", size=TINY, anchor="end")
+        for path in paths(found):
+            drawing.line([(x(point.cost), y(point.value)) for point in path], "soft", width=0.7)
         best = front(found, measure.rising)
         corners = [(x(best[0].cost), y(best[0].value))]
         for before, after in itertools.pairwise(best):  # until the next one is paid for, the last one holds

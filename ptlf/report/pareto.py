@@ -1,0 +1,82 @@
+"""What accuracy costs: runs as points, those that no other one beats, and paths along the final share."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ptlf.report.runs import Comparison, Group, RunRecord, policy_of, settings_of
+
+LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")
+COSTS = {"seconds": "training time of the later tasks", "bytes": "bytes kept for backward in the later tasks"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run: its cost relative to the baseline's, and how good it is; each with its spread over seeds."""
+
+    group: Group
+    cost: float
+    value: float
+    spread: float
+
+
+def later_cost(run: RunRecord, kind: str) -> float | None:
+    """Of the tasks after the first, in which nothing freezes: seconds of learning, or mean bytes kept for backward."""
+    lines = [line for line in run.epochs if line["task"] > 1]
+    if not lines:
+        return None
+    if kind == "seconds":
+        return sum(line.get(key) or 0.0 for line in lines for key in LEARNING)
+    return statistics.fmean(line["kept_bytes"] for line in lines)
+
+
+def costs(comparison: Comparison, kind: str) -> dict[str, float]:
+    """By label, the mean over seeds relative to the baseline's."""
+    found: dict[str, float] = {}
+    for group in comparison.groups:
+        values = [cost for run in group.runs if (cost := later_cost(run, kind)) is not None]
+        if values:
+            found[group.label] = statistics.fmean(values)
+    base = found.get(comparison.baseline.label) if comparison.baseline else None
+    return {label: cost / base for label, cost in found.items()} if base else {}
+
+
+def points(comparison: Comparison, kind: str, path: Sequence[str]) -> list[Point]:
+    relative = costs(comparison, kind)
+    found = []
+    for group in comparison.groups:
+        value = group.mean(path)
+        if value is not None and group.label in relative:
+            found.append(Point(group, relative[group.label], value, group.spread(path) or 0.0))
+    return found
+
+
+def front(found: Sequence[Point], rising: bool) -> list[Point]:
+    """The points that no other one beats, cheapest first: another is at least as cheap and as good, and not equal."""
+    best: list[Point] = []
+    for point in sorted(found, key=lambda point: (point.cost, -point.value if rising else point.value)):
+        if not best or (point.value > best[-1].value if rising else point.value < best[-1].value):
+            best.append(point)
+    return best
+
+
+def leading(found: Sequence[Point], rising: bool) -> set[str]:
+    """Labels of the groups on the front; of equal points all."""
+    best = {(point.cost, point.value) for point in front(found, rising)}
+    return {point.group.label for point in found if (point.cost, point.value) in best}
+
+
+def paths(found: Sequence[Point]) -> list[list[Point]]:
+    """Points whose runs differ in nothing but `freezing.final` and the seeds, in the order of that share. Runs without
+    freezing, and points that stand alone, are on no path."""
+    alike: dict[str, list[Point]] = {}
+    for point in found:
+        config = point.group.config
+        if policy_of(config) != "none":
+            rest = config | {"freezing": config["freezing"] | {"final": None}}
+            alike.setdefault(settings_of(rest), []).append(point)
+    return [
+        sorted(some, key=lambda point: point.group.config["freezing"]["final"])
+        for some in alike.values()
+        if len(some) > 1
+    ]
