@@ -32,7 +32,7 @@ BACKEND = "inductor"
 
 class FastParts(Accelerator):
     """Triton kernels where they fit, for any number of rows, and compiled code for the rest, for full batches: a
-    multiple of `batch` rows. An epoch's last, smaller batch runs as it is: it would be compiled again for every size."""
+    multiple of `batch` rows. An epoch's last, smaller batch runs as it is: every size would be compiled anew."""
 
     takes_views_in_one_pass = staticmethod(norm.takes_views_in_one_pass)
 

@@ -18,13 +18,13 @@ from triton.runtime.jit import KernelInterface
 from ptlf.objectives import objective
 from ptlf.run.loop import Run
 from ptlf.training import ahead, fused_heads, fused_resnet, triton_views
-from ptlf.training.compiled import CompiledParts
+from ptlf.training.fast_parts import FastParts
 from ptlf.views import apply_view
 
 CASES = [("simsiam", "lump", {}), ("barlow_twins", "finetune", {"objective__projection": 16}), ("byol", "finetune", {})]
 
 
-class AsOnAGPU(CompiledParts):
+class AsOnAGPU(FastParts):
     def encode(self, encoder, images):
         return fused_resnet.forward(encoder, images)
 
@@ -81,15 +81,15 @@ SHARES = """
 import sys
 import torch
 from triton import knobs
-from ptlf.training import ahead, triton_bn
+from ptlf.training import ahead, triton_bn, triton_pool, triton_stem
 
 def rehearsal():
     for channels in (8, 64):
         x = torch.empty(16, channels, 4, 4, device="meta")
         for _ in range(2):
             triton_bn.pack(x)
-            triton_bn.patches(torch.empty(16, 3, 4, 4, device="meta"), torch.bfloat16)
-        triton_bn.pool(x)
+            triton_stem.patches(torch.empty(16, 3, 4, 4, device="meta"), torch.bfloat16)
+        triton_pool.pool(x)
 
 knobs.compilation.listener = lambda *, src, cache_hit, **rest: print(src.name, cache_hit)
 ahead.compile_share(rehearsal, 90, *map(int, sys.argv[1:]))
