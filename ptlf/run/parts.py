@@ -24,6 +24,8 @@ from ptlf.views import normalise
 class Parts:
     """Where several processes share the run, every one of them builds the same parts; the first one writes."""
 
+    trains = False  # whether steps will follow
+
     def __init__(
         self,
         config: Config,
@@ -79,7 +81,8 @@ class Parts:
             self.device,
             self.channels_last,
         )
-        compile_ahead(self.trainer, len(self.stream.tasks[0].train))
+        if self.trains:
+            compile_ahead(self.trainer, len(self.stream.tasks[0].train))
         self.freezing = build.make_freezing(config, self.trainer, self.random["policy"], len(self.stream.tasks))
 
     def prepare(self, images: Tensor) -> Tensor:

@@ -56,12 +56,14 @@ def compile_ahead(trainer: Trainer, images: int) -> None:
 
 
 def _work(*given: Any) -> None:
-    """In the child, which never touches the GPU: a forked process cannot use it. What goes wrong is not told."""
+    """In the child, which never touches the GPU: a forked process cannot use it. Nor can it go backward if its parent
+    ever did. What fails is not told: the step will compile it, and tell."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
-    compile_share(*given)
+    with contextlib.suppress(Exception):
+        compile_share(*given)
 
 
 def compile_share(rehearsal: Callable[[], object], capability: int, mine: int, count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -113,16 +114,49 @@ def test_shares_together_are_all_kernels(tmp_path) -> None:
     assert sorted(compiled(0, 1)) == [("_pack", "True"), ("_patches", "True"), ("_pool", "True"), ("_pool", "True")]
 
 
-def test_only_a_captured_step_is_rehearsed(tiny, monkeypatch) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(ahead, "_work", lambda *given: started.append(given))
-    monkeypatch.setattr(ahead.os, "fork", lambda: pytest.fail("a process was started"))
+def test_only_a_captured_step_of_one_process_is_rehearsed(tiny, monkeypatch) -> None:
+    started: list[int] = []
+
+    class Started:
+        def __init__(self, args, **rest) -> None:
+            started.append(args[2])
+
+        def start(self) -> None:
+            pass
+
+    monkeypatch.setattr(ahead.multiprocessing.get_context("fork"), "Process", Started)
+    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda process: range(4))
+    monkeypatch.setattr(ahead.torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(ahead, "_begun", set())
     trainer = small_run(tiny, "simsiam", "finetune", {}).trainer
-    if trainer.engine_kind != "captured":
-        ahead.compile_ahead(trainer, 18)
-    trainer.engine_kind = "captured"
-    monkeypatch.setattr(ahead.processes, "joined", lambda: True)
+    started.clear()
+    ahead._begun.clear()
+    trainer.engine_kind = "eager"
     ahead.compile_ahead(trainer, 18)
+    trainer.engine_kind = "captured"
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead.processes, "joined", lambda: True)
+        ahead.compile_ahead(trainer, 18)
+    assert started == []
+    ahead.compile_ahead(trainer, 18)
+    assert started == [0, 1, 2]
+    ahead.compile_ahead(trainer, 18)  # the same step again
+    assert started == [0, 1, 2]
+    ahead.compile_ahead(trainer, 16)  # without a smaller last batch: another step
+    assert started == [0, 1, 2, 0, 1, 2]
+
+
+def test_what_fails_in_a_child_is_not_told(capfd) -> None:
+    """Nor does it touch its parent."""
+
+    def fails() -> None:
+        raise RuntimeError("no")
+
+    child = multiprocessing.get_context("fork").Process(target=ahead._work, args=(fails, 90, 0, 1))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert capfd.readouterr() == ("", "")
 
 
 FIRST_STEP = """
