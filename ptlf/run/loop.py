@@ -270,7 +270,7 @@ class Run(Looks):
         if self.weights and self.position == Position():
             about += self.weights.lines()
         if self.trainer.engine_kind != "eager":
-            about.append("compiling the step: about a minute the first time on a machine, then seconds")
+            about.append("compiling the step: some seconds, for encoders other than our ResNets up to a minute")
         if self.position != Position():
             place = str(self.position) if self.epoch < epochs else f"testing after task {self.task + 1}"
             about.append(f"going on with {place}")
