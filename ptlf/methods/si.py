@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import key
@@ -44,15 +46,18 @@ class SI(Method):
         return losses
 
     def penalty(self, model: Model) -> Tensor:
-        parts = zip(self.importance, model.encoder.parameters(), self.anchor, strict=True)
-        return torch.stack([(weight * (p - anchor).square()).sum() for weight, p, anchor in parts]).sum()
+        return _Penalty.apply(list(self.importance), list(self.anchor), *model.encoder.parameters())
 
+    @torch.no_grad()
     def after_backward(self, model: Model, lr: float | Tensor) -> None:
         nn.utils.clip_grad_value_(model.parameters(), self.config.clip)
-        with torch.no_grad():
-            for path, p in zip(self.path, model.encoder.parameters(), strict=True):
-                if p.grad is not None:  # a frozen unit's parameters have none
-                    path += lr * p.grad.square()
+        pairs = zip(self.path, model.encoder.parameters(), strict=True)
+        known = [(path, p.grad) for path, p in pairs if p.grad is not None]  # a frozen unit's parameters have none
+        if known:
+            paths, gradients = zip(*known, strict=True)
+            squares = torch._foreach_mul(gradients, gradients)
+            torch._foreach_mul_(squares, lr)
+            torch._foreach_add_(paths, squares)
 
     @torch.no_grad()
     def end_task(self, index: int, model: Model) -> None:
@@ -61,6 +66,27 @@ class SI(Method):
             importance += path / ((p - anchor).square() + self.config.damping)
             anchor.copy_(p)
             path.zero_()
+
+
+class _Penalty(torch.autograd.Function):
+    """The sum of importance * (p - anchor)^2, in a few kernels for all parameters together."""
+
+    @staticmethod
+    def forward(ctx: Any, importance: list[Tensor], anchors: list[Tensor], *parameters: Tensor) -> Tensor:
+        apart = torch._foreach_sub(parameters, anchors)
+        ctx.importance = importance
+        ctx.save_for_backward(*apart)
+        squares = torch._foreach_mul(apart, apart)
+        torch._foreach_mul_(squares, importance)
+        return torch.stack(torch._foreach_norm(squares, 1)).sum()  # nothing is negative
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = torch._foreach_mul(ctx.importance, grad)
+        torch._foreach_mul_(gradients, torch._foreach_mul(ctx.saved_tensors, 2))
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))
 
 
 def state_like(encoder: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.ParameterList:
