@@ -1,6 +1,7 @@
 """Results as tables in the terminal."""
 
 import itertools
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,9 +120,9 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
         table.add_row(f"{probe} lost of that, points", *[score(lost, group) for group in groups])
         table.add_section()
     for key, title in {"effective_rank": "effective rank", "spread": "spread"}.items():
-        last = [(group.first.get("features") or [{}])[-1].get(key) for group in groups]
-        if any(value is not None for value in last):
-            cells = ["-" if value is None else f"{value:.2f}" for value in last]
+        last = [[run.results["features"][-1][key] for run in g.runs if run.results.get("features")] for g in groups]
+        if any(last):
+            cells = [percent(statistics.fmean(values) if values else None) for values in last]
             table.add_row(f"{title} of the features, last task", *cells)
     table.add_section()
     for measure in COSTS:

@@ -43,9 +43,13 @@ def test_seeds_are_shown_as_mean_and_spread() -> None:
     for run, accuracy, seconds in zip(seeds, (80.0, 81.0, 85.0), (10.0, 20.0, 60.0), strict=True):
         run["probes"]["knn_task"]["accuracy"] = accuracy
         run["cost"]["learning_seconds"] = seconds
+        run["features"] = [{"task": 1, "effective_rank": 99.0, "spread": 9.0}]
+        run["features"] += [{"task": 2, "effective_rank": seconds, "spread": seconds / 100}]
     found = rows(show_runs, {"ptlf": seeds})
     assert found["knn_task accuracy, %"] == ["82.00 ±2.65"]  # the root of (4 + 1 + 9) / 2
     assert found["training time"] == ["30.0 s"]
+    assert found["effective rank of the features, last task"] == ["30.00"]
+    assert found["spread of the features, last task"] == ["0.30"]
 
 
 @pytest.mark.parametrize("names", [("a/b", "a/c"), ("a/b", "a/c", "a/d", "a/e")])  # side by side, as a list
