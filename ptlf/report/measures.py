@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ptlf.report.intervals import BEFORE, RANDOM
-from ptlf.run.results import ratio
 
 if TYPE_CHECKING:
     from ptlf.report.runs import Group
@@ -54,12 +53,6 @@ class Measure:
         if value is None:
             return "-"
         return seconds(value) if self.unit == "s" else f"{self.show(value)} {self.unit}"
-
-    def ratio(self, group: Group, base: Group | None) -> float | None:
-        """Of a cost, to the baseline's; None for the baseline itself."""
-        if not self.cost or base is None or base is group:
-            return None
-        return ratio(group.mean(self.path), base.mean(self.path))
 
 
 def seconds(value: float) -> str:

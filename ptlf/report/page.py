@@ -149,15 +149,13 @@ def standing(group: Group, base: Group | None, measure: Measure) -> str:
 
 
 def relative(group: Group, base: Group | None, measure: Measure) -> tuple[float, str] | None:
-    """A cost's ratio to the baseline's, and how sure it is. Seconds vary: the mean of their ratios by seed, with its
-    95 % t interval. Other costs depend little on the seed: the ratio of their means."""
-    times, found = measure.ratio(group, base), paired.ratios(group, base, measure)
-    if times is None or found is None or measure.unit != "s":
-        return None if times is None else (times, "")
-    if found.half is None:
-        return found.mean, "one seed"
-    low, high = found.mean - found.half, found.mean + found.half
-    return found.mean, f"95 %: {low:.2f} to {high:.2f}, {found.count} seeds".replace("-", "−")
+    """A cost's ratio to the baseline's, and how sure it is: said of seconds only, others depend little on the seed."""
+    found = paired.ratio(group, base, measure)
+    if found is None or measure.unit != "s":
+        return None if found is None else (found.mean, "")
+    if found.ends is None:
+        return found.mean, "one seed" if found.count else "no seed in common"
+    return found.mean, "95 %: {:.2f} to {:.2f}, {} seeds".format(*found.ends, found.count)
 
 
 def paired_rows(comparison: Comparison) -> list[tuple[Measure, list[tuple[Group, str]]]]:

@@ -1,6 +1,7 @@
 """Methods compared by seed: the mean difference to the baseline's run of the same seed, and its 95 % t interval.
 
-"Better" and "worse" are said only where the interval excludes zero.
+"Better" and "worse" are said only where the interval excludes zero. Ratios of costs have a geometric mean, and the
+t interval of their logarithms, so that its ends are positive.
 """
 
 import math
@@ -36,6 +37,16 @@ class Interval:
         return self.half is not None and abs(self.mean) > self.half
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """Geometric mean of `count` ratios by seed, and the ends of its 95 % interval: None for a single one. Without a
+    seed in common, count is 0 and the mean the ratio of the means."""
+
+    mean: float
+    ends: tuple[float, float] | None
+    count: int
+
+
 def quantile(degrees: int) -> float:
     """Beyond the table, the first terms of the expansion in 1 / degrees (error below 1e-4 there)."""
     if degrees <= len(QUANTILES):
@@ -51,6 +62,15 @@ def interval(values: Sequence[float]) -> Interval | None:
     if len(values) > 1:
         half = quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(statistics.fmean(values), half, len(values))
+
+
+def mean_ratio(values: Sequence[float]) -> Ratio | None:
+    """Of positive values."""
+    found = interval([math.log(value) for value in values])
+    if found is None:
+        return None
+    ends = None if found.half is None else (math.exp(found.mean - found.half), math.exp(found.mean + found.half))
+    return Ratio(math.exp(found.mean), ends, found.count)
 
 
 def at(results: Any, path: Sequence[str]) -> float | None:
@@ -75,12 +95,21 @@ def compared(group: Group, base: Group | None, measure: Measure) -> Interval | N
     return difference(by_seed(group.runs, measure.path), by_seed(base.runs, measure.path))
 
 
-def ratios(group: Group, base: Group | None, measure: Measure) -> Interval | None:
-    """Of a cost, to the baseline's with the same seed; None as for `compared`."""
-    if base is None or base is group:
+def ratio(group: Group, base: Group | None, measure: Measure) -> Ratio | None:
+    """Of a cost to the baseline's; None for the baseline itself."""
+    if not measure.cost or base is None or base is group:
         return None
-    mine, theirs = by_seed(group.runs, measure.path), by_seed(base.runs, measure.path)
-    return interval([mine[seed] / theirs[seed] for seed in sorted(mine) if theirs.get(seed)])
+    return cost_ratio(by_seed(group.runs, measure.path), by_seed(base.runs, measure.path))
+
+
+def cost_ratio(mine: Mapping[int, float], base: Mapping[int, float]) -> Ratio | None:
+    """Of costs by seed."""
+    both = [(mine[seed], base[seed]) for seed in sorted(mine) if seed in base]
+    if both and all(a > 0 and b > 0 for a, b in both):
+        return mean_ratio([a / b for a, b in both])
+    if not mine or not any(base.values()):
+        return None
+    return Ratio(statistics.fmean(mine.values()) / statistics.fmean(base.values()), None, 0)
 
 
 def verdict(found: Interval | None, rising: bool) -> str:

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ptlf.report.paired import cost_ratio
 from ptlf.report.runs import Comparison, Group, RunRecord, policy_of, settings_of
 
 LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")
@@ -31,14 +32,17 @@ def later_cost(run: RunRecord, kind: str) -> float | None:
 
 
 def costs(comparison: Comparison, kind: str) -> dict[str, float]:
-    """By label, the mean over seeds relative to the baseline's."""
-    found: dict[str, float] = {}
-    for group in comparison.groups:
-        values = [cost for run in group.runs if (cost := later_cost(run, kind)) is not None]
-        if values:
-            found[group.label] = statistics.fmean(values)
-    base = found.get(comparison.baseline.label) if comparison.baseline else None
-    return {label: cost / base for label, cost in found.items()} if base else {}
+    """By label, relative to the baseline's."""
+    found = {group.label: later_costs(group, kind) for group in comparison.groups}
+    base = found[comparison.baseline.label] if comparison.baseline else {}
+    ratios = {label: cost_ratio(mine, base) for label, mine in found.items()}
+    return {label: ratio.mean for label, ratio in ratios.items() if ratio}
+
+
+def later_costs(group: Group, kind: str) -> dict[int, float]:
+    """By seed."""
+    found = {int(run.results.get("seed") or 0): later_cost(run, kind) for run in group.runs}
+    return {seed: cost for seed, cost in found.items() if cost is not None}
 
 
 def points(comparison: Comparison, kind: str, path: Sequence[str]) -> list[Point]:

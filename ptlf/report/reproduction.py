@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
-from ptlf.report.paired import Interval, at, interval, verdict
+from ptlf.report.paired import Interval, Ratio, at, interval, mean_ratio, verdict
 from ptlf.report.tables import new_table, note
 from ptlf.run.paper import METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
 from ptlf.run.results import Json, epoch_lines
@@ -23,10 +23,11 @@ PATHS = {
 }
 MINUS = "−"
 DAGGER = "† runs of different states of the code; compare with care."
+RATIOS = "Ratios: geometric mean over seeds; in brackets the 95 % t interval of their logarithms."
 WIDEST = 1000  # columns, more than any table has
 
 
-def figure(table: Table, cell: Cell, measure: str, found: Found) -> Interval | None:
+def figure(table: Table, cell: Cell, measure: str, found: Found) -> Interval | Ratio | None:
     """Ours, over the seeds. Costs are ratios to the baseline's run of the same seed; seconds only on one device."""
     runs = found.get(cell.key, ())
     if measure not in PATHS:
@@ -34,9 +35,9 @@ def figure(table: Table, cell: Cell, measure: str, found: Found) -> Interval | N
         return interval([value for value in values if value is not None])
     path = PATHS[measure]
     if not cell.baseline:
-        return Interval(1.0, None, len(runs)) if any(at(run, path) for run in runs) else None
+        return Ratio(1.0, None, len(runs)) if any(at(run, path) for run in runs) else None
     both = [(at(run, path), at(base, path)) for run, base in pairs(cell, measure, found)]
-    return interval([mine / base for mine, base in both if mine and base])
+    return mean_ratio([mine / base for mine, base in both if mine and base])
 
 
 def pairs(cell: Cell, measure: str, found: Found) -> list[tuple[Json, Json]]:
@@ -84,10 +85,14 @@ def number(value: float | None, measure: str, *, sign: bool = False) -> str:
     return shown + "x" * (measure in PATHS and not sign)
 
 
-def ours(found: Interval | None, measure: str) -> str:
+def ours(found: Interval | Ratio | None, measure: str, mark: str = "") -> list[str]:
+    """The mean and its interval: as ±, of a ratio in brackets, in a part of its own. mark: `dagger`, of a ratio."""
     if found is None:
-        return ""
-    return number(found.mean, measure) + ("" if found.half is None else f" ±{found.half:.2f}")
+        return []
+    mean = number(found.mean, measure)
+    if isinstance(found, Ratio):
+        return [mean + mark] + (["({:.2f} to {:.2f})".format(*found.ends)] if found.ends else [])
+    return [mean if found.half is None else f"{mean} ±{found.half:.2f}"]
 
 
 def show_table(console: Console, table: Table, found: Found) -> None:
@@ -97,7 +102,8 @@ def show_table(console: Console, table: Table, found: Found) -> None:
     fits = console.measure(whole, options=console.options.update(width=WIDEST)).maximum <= console.width
     for shown in [whole] if fits else [drawn(table, [column], found) for column in table.columns]:
         console.print(shown)
-    for words in ("±: 95 % t interval over seeds.", *notes(table, found)):
+    costs = [RATIOS] * any(measure in PATHS for measure in table.measures)
+    for words in ("±: 95 % t interval over seeds.", *costs, *notes(table, found)):
         note(console, words)
 
 
@@ -117,7 +123,7 @@ def drawn(table: Table, columns: Sequence[str], found: Found) -> RichTable:
             for measure in table.measures:
                 mine = figure(table, cell, measure, found) if cell else None
                 theirs = cell.paper.get(measure) if cell else None
-                lines["ours"].append(ours(mine, measure) + (dagger(cell, measure, found) if cell else ""))
+                lines["ours"].append("\n".join(ours(mine, measure, dagger(cell, measure, found) if cell else "")))
                 lines["paper"].append(number(theirs, measure))
                 both = mine.mean - theirs if mine and theirs is not None else None
                 lines["diff."].append(number(both, measure, sign=True))
@@ -210,8 +216,9 @@ HEAD = """# The paper's tables, and ours
 
 Made by `ptlf reproduce all --write docs/reproduction.md` from the runs in [results](../results), which a test checks.
 `ptlf reproduce TABLE` makes the runs that are missing. An empty cell was not run. ± is half the width of a 95 % t
-interval over the seeds; a single seed has none. Seconds are of the whole training (steps, correlations, rebuilds), the
-mean over the seeds. Rows without a value of the paper are ours.
+interval over the seeds; a single seed has none. A ratio is the geometric mean of the ratios by seed, with the 95 % t
+interval of their logarithms in brackets. Seconds are of the whole training (steps, correlations, rebuilds), the mean
+over the seeds. Rows without a value of the paper are ours.
 """
 PAIRED = """## Differences to LUMP, by seed
 
@@ -277,7 +284,7 @@ def section(name: str, table: Table, found: Found, remarks: Remarks) -> str:
             mine, theirs = figure(table, cell, measure, found), cell.paper.get(measure)
             both = mine.mean - theirs if mine and theirs is not None else None
             row += [
-                ours(mine, measure) + dagger(cell, measure, found),
+                " ".join(ours(mine, measure, dagger(cell, measure, found))),
                 number(theirs, measure),
                 number(both, measure, sign=True),
             ]

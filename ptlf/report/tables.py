@@ -17,6 +17,7 @@ from ptlf.report.runs import Comparison, Group, RunRecord, known_probes, policy_
 from ptlf.run.results import Json, ratio
 
 DEVIATION = "±: standard deviation over the seeds"
+RATIOS = "x: geometric mean of the ratios by seed"
 BRACKETS = "in brackets: 95 % interval from the number of test images"
 
 
@@ -73,7 +74,8 @@ def show_runs(
     few, shown = len(groups) <= 3, list(groups.values())
     (show_side_by_side if few else show_as_list)(console, shown, base, title)
     tested = any(group.interval(("probes", probe, "accuracy")) for group in shown for probe in group.first["probes"])
-    notes = [DEVIATION] * any(len(group.runs) > 1 for group in shown) + [BRACKETS] * (few and tested)
+    several = any(len(group.runs) > 1 for group in shown)
+    notes = [DEVIATION] * several + [RATIOS] * (several and base is not None) + [BRACKETS] * (few and tested)
     if notes:
         note(console, "; ".join(notes))
     for group in groups.values():
@@ -126,7 +128,7 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
             table.add_row(f"{title} of the features, last task", *cells)
     table.add_section()
     for measure in COSTS:
-        cells = [beside(measure.words(group.mean(measure.path)), measure.ratio(group, base)) for group in groups]
+        cells = [beside(measure.words(group.mean(measure.path)), times(measure, group, base)) for group in groups]
         if set(cells) != {"-"}:
             table.add_row(measure.indent + measure.title, *cells)
     console.print(table)
@@ -143,7 +145,7 @@ def show_as_list(console: Console, groups: Sequence[Group], base: Group | None, 
     headings += [measure.short.replace(" ", "\n") for measure in costs]
     table = new_table(title, ["run"], headings, padding=(0, 1 if console.width >= 100 else 0))
     for name, group in zip(names, groups, strict=True):
-        ratios = [(measure, measure.ratio(group, base)) for measure in costs]
+        ratios = [(measure, times(measure, group, base)) for measure in costs]
         cells = [measure.words(group.mean(measure.path)) if x is None else f"{x:.2f}x" for measure, x in ratios]
         table.add_row(name, *[score(measure, group, interval=False) for measure in scores], *cells)
     console.print(table)
@@ -172,7 +174,7 @@ def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None
         table.add_row(policy, *shares, *cells, *[column.get(group.label, "-") for column in columns])
     console.print(table)
     if any(len(group.runs) > 1 for group in comparison.groups):
-        note(console, DEVIATION)
+        note(console, f"{DEVIATION}; {RATIOS}")
     note(console, "time, bytes kept: in the tasks after the first, relative to no freezing")
     if scores:
         note(console, "*: no other setting costs as little or less with the same accuracy or more")
@@ -189,8 +191,13 @@ def score(measure: Measure, group: Group, *, interval: bool = True) -> str:
     return words if bounds is None else f"{words} ({bounds[0]:.1f} to {bounds[1]:.1f})"
 
 
-def beside(words: str, times: float | None) -> str:
-    return words if times is None else f"{words}  {times:.2f}x"
+def times(measure: Measure, group: Group, base: Group | None) -> float | None:
+    found = paired.ratio(group, base, measure)
+    return found.mean if found else None
+
+
+def beside(words: str, ratio: float | None) -> str:
+    return words if ratio is None else f"{words}  {ratio:.2f}x"
 
 
 def shortened(names: list[str]) -> tuple[str, list[str]]:
@@ -253,8 +260,8 @@ def show_comparison(console: Console, comparison: Json) -> None:
 def figure(measure: Measure, row: Json, first: bool, *, unit: bool = False) -> str:
     """Of a benchmark's row, with the ratio that stands beside a cost there, but in the first row."""
     (key,) = measure.path
-    times = row.get(f"{key}_ratio") if measure.cost and not first else None
-    return beside((measure.words if unit else measure.show)(row.get(key)), times)
+    relative = row.get(f"{key}_ratio") if measure.cost and not first else None
+    return beside((measure.words if unit else measure.show)(row.get(key)), relative)
 
 
 def show_kernels(console: Console, rows: list[Json], most: int = 15) -> None:

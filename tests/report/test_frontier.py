@@ -92,8 +92,12 @@ def test_the_table_has_every_setting_its_costs_and_the_front(tmp_path: Path, see
     for policy, initial, final in GRID:
         runs = [json.loads((tmp_path / f"{policy}-{final:g}-{s}" / "results.json").read_text()) for s in range(seeds)]
         epochs = [run["cost"]["per_epoch"] for run in runs]
-        seconds = sum(s for one in epochs for s, task in zip(one["seconds"], one["task"], strict=True) if task > 1)
-        kept = sum(b for one in epochs for b, task in zip(one["kept_bytes"], one["task"], strict=True) if task > 1)
+        seconds, kept = (
+            statistics.geometric_mean(
+                sum(value for value, task in zip(one[key], one["task"], strict=True) if task > 1) for one in epochs
+            )
+            for key in ("seconds", "kept_bytes")
+        )
         accuracy, lost = (
             statistics.fmean(run["probes"]["knn_task"][k] for run in runs) for k in ("accuracy", "forgetting")
         )

@@ -14,7 +14,19 @@ from scipy import stats
 
 from ptlf.report.measures import COSTS, probe_measures
 from ptlf.report.page import page
-from ptlf.report.paired import Interval, compared, difference, interval, quantile, several_seeds, verdict, words
+from ptlf.report.paired import (
+    Interval,
+    Ratio,
+    compared,
+    cost_ratio,
+    difference,
+    interval,
+    quantile,
+    ratio,
+    several_seeds,
+    verdict,
+    words,
+)
 from ptlf.report.runs import Group, RunRecord, read_comparison
 from ptlf.report.tables import show_runs
 
@@ -124,6 +136,12 @@ def test_the_page_names_the_highest_with_what_seeds_allow(tmp_path: Path, accura
 SECONDS = [(100.0, 80.0), (120.0, 90.0), (90.0, 75.0)]  # lump, ptlf
 
 
+def ends(ratios: np.ndarray) -> str:
+    logarithms = np.log(ratios)
+    low, high = stats.t.interval(0.95, len(ratios) - 1, loc=logarithms.mean(), scale=stats.sem(logarithms))
+    return f"{np.exp(low):.2f} to {np.exp(high):.2f}"
+
+
 def headline(tmp_path: Path, seeds: int, others: int = 1) -> str:
     for seed, (base, mine) in enumerate(SECONDS[:seeds]):
         for place in range(others):
@@ -139,17 +157,44 @@ def headline(tmp_path: Path, seeds: int, others: int = 1) -> str:
 
 
 def test_the_time_ratio_of_the_headline_has_its_interval_by_seed(tmp_path: Path) -> None:
-    """Against scipy's interval of the ratios."""
-    ratios = [mine / base for base, mine in SECONDS]
-    low, high = stats.t.interval(0.95, 2, loc=np.mean(ratios), scale=stats.sem(ratios))
-    words = f"training time {np.mean(ratios):.2f}× (95 %: {low:.2f} to {high:.2f}, 3 seeds)"
+    """Against scipy's geometric mean, and its interval of the logarithms."""
+    ratios = np.array([mine / base for base, mine in SECONDS])
+    words = f"training time {stats.gmean(ratios):.2f}× (95 %: {ends(ratios)}, 3 seeds)"
     assert words in headline(tmp_path, 3)
     assert "training time 0.80× (one seed); kept" in headline(tmp_path / "one", 1)
 
 
 def test_the_least_time_of_many_runs_has_its_interval_too(tmp_path: Path) -> None:
-    ratios = [mine / base for base, mine in SECONDS[:2]]
-    low, high = stats.t.interval(0.95, 1, loc=np.mean(ratios), scale=stats.sem(ratios))
+    ratios = np.array([mine / base for base, mine in SECONDS[:2]])
     found = re.search(r"Least training time: .*? 85\.0 s \((.*?)\)", headline(tmp_path, 2, others=3))
     assert found is not None
-    assert found.group(1) == f"{np.mean(ratios):.2f}×, 95 %: {low:.2f} to {high:.2f}, 2 seeds".replace("-", "−")
+    assert found.group(1) == f"{stats.gmean(ratios):.2f}×, 95 %: {ends(ratios)}, 2 seeds"
+
+
+def test_ratios_far_apart_have_a_positive_interval_and_one_number_on_the_page(tmp_path: Path) -> None:
+    """Two seeds of 3.00 and 3.58: the t interval of the ratios themselves would reach below zero."""
+    for seed, seconds in enumerate((30.0, 35.8)):
+        for method, took in (("lump", 10.0 * (1 + 9 * seed)), ("ptlf", seconds * (1 + 9 * seed))):
+            one = made_up.results(f"digits/simsiam/{method}", seed=seed)
+            one["cost"]["learning_seconds"] = took
+            made_up.write(tmp_path / f"{method}-{seed}", one)
+    ratios = np.array([3.0, 3.58])
+    assert np.mean(ratios) - 12.706 * stats.sem(ratios) < 0
+    comparison = read_comparison([tmp_path])
+    found = ratio(comparison.groups[1], comparison.baseline, COSTS[0])
+    assert found is not None
+    assert found.mean == pytest.approx(stats.gmean(ratios))
+    assert found.ends is not None
+    assert 0 < found.ends[0] < found.mean < found.ends[1]
+    made = page(comparison)
+    cells = "".join(re.findall(r'data-measure="cost.learning_seconds".*?</td>', made, re.DOTALL))
+    shown = set(re.findall(r"<b>(\d+\.\d\d)×</b>", cells))
+    assert shown == {f"{stats.gmean(ratios):.2f}"}  # the ratio of the mean seconds is 3.53
+    assert f"training time <b>{stats.gmean(ratios):.2f}×</b> (95 %: {ends(ratios)}, 2 seeds)" in made
+    assert "geometric mean over the seeds of the ratios to lump" in " ".join(made.split())
+
+
+def test_without_a_seed_in_common_it_is_the_ratio_of_the_means() -> None:
+    assert cost_ratio({0: 2.0, 1: 4.0}, {2: 6.0}) == Ratio(0.5, None, 0)
+    assert cost_ratio({0: 0.0}, {0: 6.0}) == Ratio(0.0, None, 0)  # no logarithm
+    assert cost_ratio({}, {0: 6.0}) is cost_ratio({0: 1.0}, {0: 0.0}) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import json
+import math
 import re
 import shlex
 import statistics
@@ -49,11 +50,16 @@ def test_figures_are_means_over_seeds_and_costs_ratios_by_seed() -> None:
     accuracy = figure(TABLE, PTLF, "accuracy", made)
     assert (accuracy.mean, accuracy.half) == (86.0, pytest.approx(12.706 * 2**0.5 / 2**0.5))
     time = figure(TABLE, PTLF, "time", made)
-    assert (time.mean, time.half, time.count) == (0.75, None, 1)
+    assert (time.mean, time.ends, time.count) == (pytest.approx(0.75), None, 1)
     assert figure(TABLE, LUMP, "time", made).mean == 1.0
     made[PTLF.key][0]["environment"]["device_name"] = "another"
     assert figure(TABLE, PTLF, "time", made) is None
-    assert figure(TABLE, PTLF, "memory", made).mean == 0.75
+    assert figure(TABLE, PTLF, "memory", made).mean == pytest.approx(0.75)
+    made[PTLF.key][1]["seed"] = 0  # 1 s to 100 s, beside 150 to 200
+    memory = figure(TABLE, PTLF, "memory", made)
+    assert memory.mean == pytest.approx((0.75 * 0.01) ** 0.5)
+    half = 12.706 * math.log(0.75 / 0.01) / 2  # the standard error of two values is half their difference
+    assert memory.ends == pytest.approx((memory.mean / math.exp(half), memory.mean * math.exp(half)))
     assert figure(TABLE, PTLF, "accuracy", {}) is None
 
 
@@ -124,7 +130,7 @@ def test_no_figure_of_a_table_is_broken(name: str, width: int) -> None:
     expected = collections.Counter()
     for cell in table.cells:
         for measure in table.measures:
-            expected[ours(figure(table, cell, measure, made), measure)] += 1
+            expected.update(ours(figure(table, cell, measure, made), measure))
             expected[number(cell.paper.get(measure), measure)] += 1
     shown = collections.Counter(cell.strip() for line in text.splitlines() for cell in line.split("│"))
     assert all(shown[figures] >= count for figures, count in expected.items() if figures)

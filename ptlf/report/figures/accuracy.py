@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ptlf.report import paired
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import SMALL, TINY, Scale, Series, legend, line_chart, padded, shortened, words_width
 from ptlf.report.intervals import half_width
@@ -51,8 +52,8 @@ def answer_panel(
     groups = [(group, group.mean(measure.path), group.spread(measure.path) or 0.0) for group in comparison.groups]
     found = [(group, mean, spread) for group, mean, spread in groups if mean is not None]
     base = comparison.baseline.mean(measure.path) if comparison.baseline else None
-    ratios = [measure.ratio(group, comparison.baseline) for group, _, _ in found]
-    words = [measure.show(f[1]) if x is None else f"{x:.2f}×" for f, x in zip(found, ratios, strict=True)]
+    ratios = [paired.ratio(group, comparison.baseline, measure) for group, _, _ in found]
+    words = [measure.show(f[1]) if x is None else f"{x.mean:.2f}×" for f, x in zip(found, ratios, strict=True)]
     room = max(map(words_width, words)) + 14
     reach = [value for _, mean, spread in found for value in (mean - spread, mean + spread)]
     scale = Scale(*padded(reach, zero=measure.cost, least=0.0 if measure.cost else 2.0), left + 4, right - room)
