@@ -340,8 +340,8 @@ def evaluate(folder: Path, probe: Sequence[str] | None, card: Path | None, trust
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, values["test_images"], start)
     if card:
-        add_scores(card, probes, eval_splits)
-        tell(f"added to {card / 'README.md'}")
+        replaced = add_scores(card, probes, eval_splits)
+        tell(f"{'replaced in' if replaced else 'added to'} {card / 'README.md'}")
 
 
 def embed(folder: Path, images: Words, out: Path, **how: Any) -> None:

@@ -300,19 +300,28 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def add_scores(to: Path, probes: Json, tested: Sequence[str]) -> None:
-    """A section of the card with the figures of a later test; that of an earlier one on the same images is replaced."""
+def add_scores(to: Path, probes: Json, tested: Sequence[str]) -> bool:
+    """A section of the card with the figures of a later test. Returns whether it replaced one: that of the same test,
+    with the same probes and settings on the same images."""
     title = f"Scores of a later test: {', '.join(tested)}\n"
     rows = [title, "| probe | accuracy, % | before training, % | test images | settings |", "|---|---|---|---|---|"]
     for probe, values in probes.items():
         figures = [figure(values.get(key)) for key in ("accuracy", "untrained_accuracy")]
-        settings = ", ".join(f"{key} {value}" for key, value in values["settings"].items())
+        settings = ", ".join(f"{key} {value}" for key, value in values["settings"].items() if key != "enabled")
         rows.append(f"| {probe} | {' | '.join(figures)} | {sum(values['test_images'])} | {settings} |")
-    sections = read_text(to / CARD).strip().split("\n\n## ")
-    sections = [section for section in sections if not section.startswith(title)]
+    there, test = read_text(to / CARD).strip().split("\n\n## "), subject("\n".join(rows))
+    sections = [section for section in there if subject(section) != test]
     loading = [place for place, section in enumerate(sections) if section.startswith("How to load it")]
     sections.insert(loading[0] if loading else len(sections), "\n".join(rows))
     write_whole(to / CARD, "\n\n## ".join(sections) + "\n")
+    return len(sections) <= len(there)
+
+
+def subject(section: str) -> list[list[str]]:
+    """What a section of `add_scores` is of: its title; the probe, the number of images and the settings of each row."""
+    title, *lines = section.splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    return [[title], *([row[0], *row[3:]] for row in rows)]
 
 
 def folder_model(path: Path) -> Model:

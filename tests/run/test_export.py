@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,8 @@ def test_a_later_test_is_added_to_the_card(run: Path, tmp_path: Path, capsys: py
     hub = exported(run, tmp_path / "hub")
     before = (hub / "README.md").read_text()
     words = ["evaluate", str(run), "--card", str(hub), "--probe", "knn_task"]
-    assert main([*words, "--probes.knn_task.k", "3"]) == 0
-    once = (hub / "README.md").read_text()
-    assert main(words) == 0  # with the run's own k: it replaces the other
+    assert main(words) == 0
+    assert f"added to {hub / 'README.md'}" in capsys.readouterr().out
     text = (hub / "README.md").read_text()
     results = json.loads((run / "results.json").read_text())
     names, values = ", ".join(results["eval_splits"]), results["probes"]["knn_task"]
@@ -96,9 +96,36 @@ def test_a_later_test_is_added_to_the_card(run: Path, tmp_path: Path, capsys: py
     figures = [f"{values[key]:.2f}" for key in ("accuracy", "untrained_accuracy")] + [str(sum(results["test_images"]))]
     assert [cell.strip() for cell in section.splitlines()[-1].split("|")][1:5] == ["knn_task", *figures]
     assert f"k {values['settings']['k']}" in section
-    assert once.count(title) == text.count(title) == 1
-    assert "k 3" in once
-    assert "k 3" not in text
+    assert text.count(title) == 1
+    assert "enabled" not in section
+
+
+def test_only_the_same_test_is_replaced_in_the_card(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = exported(run, tmp_path / "hub")
+    card = hub / "README.md"
+
+    def tested(*words: str) -> str:
+        assert main(["evaluate", str(run), "--card", str(hub), *words]) == 0
+        (said,) = re.findall(r"(added to|replaced in) ", capsys.readouterr().out)
+        return said
+
+    def rows() -> list[list[str]]:
+        sections = card.read_text().split("\n\n## Scores of a later test: ")[1:]
+        lines = [section.partition("\n\n## ")[0].splitlines()[-1] for section in sections]
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+    knn, ridge = ("--probe", "knn_task"), ("--probe", "ridge")
+    capsys.readouterr()
+    assert [tested(*knn), tested(*knn, "--probes.knn_task.k", "3"), tested(*ridge)] == ["added to"] * 3
+    first, other, last = rows()
+    assert [row[0] for row in rows()] == ["knn_task", "knn_task", "ridge"]
+    assert "k 3" in other[-1]
+    card.write_text(card.read_text().replace(f"| {first[1]} |", "| 0.12 |").replace(f"| {other[1]} |", "| 0.12 |"))
+    assert [tested(*knn), tested(*ridge)] == ["replaced in"] * 2
+    other[1] = "0.12"
+    assert sorted(rows()) == sorted([first, other, last])
 
 
 def test_the_card_of_another_encoder_is_left_alone(
