@@ -235,11 +235,12 @@ def reproduce(
     planned = reproduction.make_plan(tables, scale, seeds, runs, overrides, [kept] if kept else [])
     if write:
         return write_whole(write, document(planned.results(), reproduction.remarks(kept)))
-    for reason in planned.left_out:
-        tell(f"{reason}; until then its cells are empty")
+    for pack, lacking in sorted(planned.left_out.items()):
+        root = fetch.data_root(lacking[0].config.data_root)
+        tell(f"{pack} is not in {root}: `ptlf data get {pack}` brings it; until then its cells are empty")
     if plan:
         found = [found.folder for seeds in planned.found.values() for found in seeds.values()]
-        return show_plan(found, planned.missing)
+        return show_plan(found, planned.missing, {pack: len(runs) for pack, runs in planned.left_out.items()})
     failed = []
     for run, results in reproduction.train_missing(planned, Live):
         if isinstance(results, UserError):
@@ -257,19 +258,24 @@ def reproduce(
         raise UserError(f"{len(failed)} runs failed, as told above: {', '.join(failed)}; the same command tries again")
 
 
-def show_plan(there: Sequence[Path], missing: Sequence[sweeps.Planned]) -> None:
-    """What is there and what is missing, with its estimated time here."""
+def show_plan(there: Sequence[Path], missing: Sequence[sweeps.Planned], left_out: Mapping[str, int] = {}) -> None:
+    """What is there and what is missing, with its estimated time here. left_out: how many runs wait for a data set."""
     for folder in there:
         tell(f"there: {folder}")
     estimate, total = reproduction.Estimate(), 0.0
     for run in missing:
         total += (seconds := estimate(run.config))
         begun = ", begun" if (run.folder / "config.yaml").exists() else ""
-        tell(f"to run: {run.name}, about {duration(seconds)}{begun}, in {run.folder}")
-    tell(f"{len(there)} runs are there, {len(missing)} are to be made" + (", about " + duration(total)) * bool(total))
+        tell(f"to run: {run.name}, at least {duration(seconds)}{begun}, in {run.folder}")
+    words = f"{len(there)} runs are there, {len(missing)} are to be made"
+    words += f", at least {duration(total)}" if missing else ""
+    if left_out:
+        sets = ", ".join(sorted(left_out))
+        words += f", {sum(left_out.values())} cannot be made without the data: {sets} (`ptlf data get NAME`)"
+    tell(words)
     if missing:
         tell("an estimate, from one step of LUMP measured here on noise for each objective and image size: evaluation,")
-        tell("correlations, and what other methods add to a step or freezing takes from it are not in it")
+        tell("correlations and what other methods add to a step come on top; what freezing takes from it is not in it")
 
 
 def duration(seconds: float) -> str:

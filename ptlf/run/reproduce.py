@@ -69,7 +69,7 @@ class Plan:
 
     runs: dict[tuple[Key, int], Planned] = field(default_factory=dict)
     found: dict[Key, dict[int, Found]] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)  # data sets that are not packed, with the way out
+    left_out: dict[str, list[Planned]] = field(default_factory=dict)  # missing too, by the data set that is not packed
     missing: list[Planned] = field(default_factory=list)  # the cheapest first
 
     def results(self) -> dict[Key, list[Json]]:
@@ -149,9 +149,11 @@ def make_plan(
             folder = runs / f"{cell.name.replace('/', '-').replace(' ', '-')}-seed{seed}"
             plan.runs[key, seed] = Planned(name, resolve_config(cell.recipe, None, [*words, f"--seed={seed}"]), folder)
     lacking = [run for (key, seed), run in plan.runs.items() if seed not in plan.found[key]]
-    reasons = {run.folder: not_packed(run.config) for run in lacking}
-    plan.left_out = sorted({reason for reason in reasons.values() if reason})
-    plan.missing = [run for run in lacking if not reasons[run.folder]]
+    for run in lacking:
+        if pack := not_packed(run.config):
+            plan.left_out.setdefault(pack, []).append(run)
+        else:
+            plan.missing.append(run)
     check_folders(plan.missing)
     works = {run.folder: work(run.config) for run in plan.missing}
     plan.missing.sort(key=lambda run: works[run.folder])
@@ -159,11 +161,11 @@ def make_plan(
 
 
 def not_packed(config: Config) -> str:
-    """Which data set the stream lacks and what brings it; empty if it is there."""
+    """Which data set the stream lacks; empty if it is there."""
     root, pack = data_root(config.data_root), config.stream.pack or STREAMS.find(config.stream.name).pack
     if pack is None or (root / pack / "pack.json").exists():
         return ""
-    return f"{pack} is not in {root}: `ptlf data get {pack}` brings it"
+    return pack
 
 
 def check_folders(runs: Sequence[Planned]) -> None:
