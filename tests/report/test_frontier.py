@@ -59,6 +59,20 @@ def test_a_run_for_every_order_and_rising_share(tmp_path: Path) -> None:
         plan_frontier("digits/simsiam/lump", ["nothing-like-it"], **shares, seeds=[0], out=tmp_path, overrides=[])
 
 
+def test_shares_that_fall_are_named_and_refused_if_there_are_no_others(tmp_path: Path) -> None:
+    told: list[str] = []
+    where = {"seeds": [0, 1], "out": tmp_path, "overrides": [], "tell": told.append}
+    plan_frontier("digits/simsiam/lump", ["cost_aware", "random"], [0.0, 0.5, 0.6], [0.4, 0.5], **where)
+    assert [line for line in told if "left out" in line] == [
+        "left out, initial share above the final one: 0.5 to 0.4, 0.6 to 0.4, 0.6 to 0.5"
+    ]
+    with pytest.raises(UserError, match=r"above the final one \(0.5 to 0.4\).*give a lower --initial"):
+        plan_frontier("digits/simsiam/lump", ["cost_aware"], [0.5], [0.4], **where)
+    told.clear()
+    plan_frontier("digits/simsiam/lump", ["cost_aware"], [0.4], [0.4], **where)
+    assert not any("left out" in line for line in told)
+
+
 GRID = [("none", 0.0, 0.0), *((order, 0.1, final) for order in ("ascending", "random") for final in (0.9, 0.5, 0.7))]
 
 
