@@ -235,6 +235,9 @@ def reproduce(
     planned = reproduction.make_plan(tables, scale, seeds, runs, overrides, [kept] if kept else [])
     if write:
         return write_whole(write, document(planned.results(), reproduction.remarks(kept)))
+    small = f"at --scale {scale} differences to the paper mean nothing; its protocol is --scale paper"
+    if scale != "paper":
+        tell(small)
     for pack, lacking in sorted(planned.left_out.items()):
         root = fetch.data_root(lacking[0].config.data_root)
         tell(f"{pack} is not in {root}: `ptlf data get {pack}` brings it; until then its cells are empty")
@@ -249,11 +252,11 @@ def reproduce(
     if table == "figures":
         drawn = write_paper_figures(planned.results(), pictures or runs / "figures")
         tell(f"{drawn} files in {pictures or runs / 'figures'}")
-    if scale != "paper":
-        tell(f"at --scale {scale} differences to the paper mean nothing; its protocol is --scale paper")
     for one in tables if table != "figures" else []:
         show_table(console, one, planned.results())
     show_differences(console, planned.results())
+    if scale != "paper":
+        tell(small)
     if failed:
         raise UserError(f"{len(failed)} runs failed, as told above: {', '.join(failed)}; the same command tries again")
 

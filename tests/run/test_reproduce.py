@@ -211,14 +211,23 @@ def test_a_run_that_fails_does_not_stop_the_others(monkeypatch, capsys, tmp_path
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_what_a_scale_is_worth_stands_above_the_table(monkeypatch, capsys, tmp_path: Path, scale: str) -> None:
+def test_what_a_scale_is_worth_is_said_first_and_below_the_table(
+    monkeypatch, capsys, tmp_path: Path, scale: str
+) -> None:
     monkeypatch.setattr(commands, "TABLES", {"main": TINY})
     monkeypatch.setattr(reproduce, "project_results", lambda: None)
-    monkeypatch.setattr(reproduce, "train_missing", lambda plan, watch: iter(()))
-    assert main(["reproduce", "main", "--scale", scale, "--runs", str(tmp_path)]) == 0
-    above, _, table = capsys.readouterr().out.partition("Tiny")
-    assert table.count("│") > 0
-    assert ("differences to the paper mean nothing; its protocol is --scale paper" in above) == (scale != "paper")
+    monkeypatch.setattr(reproduce, "train_missing", lambda plan, watch: print("training") or iter(()))
+    words, small = ["reproduce", "main", "--scale", scale, "--runs", str(tmp_path)], scale != "paper"
+    said = "differences to the paper mean nothing; its protocol is --scale paper"
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert (said in text.partition("training")[0]) == small
+    table, _, below = text.rpartition("│")
+    assert "Tiny" in table
+    assert (said in below) == small
+    monkeypatch.setattr(commands, "show_plan", lambda *arguments: None)
+    assert main([*words, "--plan"]) == 0
+    assert (said in capsys.readouterr().out) == small
 
 
 def test_an_estimate_is_linear_in_epochs_and_measures_once_per_kind() -> None:
