@@ -48,7 +48,7 @@ from ptlf.run.folder import finished, has_finished
 from ptlf.run.loop import Run
 from ptlf.run.paper import FIGURES, TABLES
 from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
-from ptlf.run.results import check_alike, read_results, write_json
+from ptlf.run.results import check_alike, read_results, refuse_folder_of_runs, write_json
 from ptlf.stream import STREAMS, fetch
 from ptlf.stream.folders import pack_folder
 from ptlf.stream.given import is_plain_folder
@@ -85,6 +85,8 @@ def train(
             # Where several machines share the run, only the first has its folder.
             settings: Any = None
             if processes.is_first():
+                if not (resume / "config.yaml").exists():
+                    refuse_folder_of_runs(resume)
                 settings = resolve_config("", resume / "config.yaml", overrides, trust_code=trust_code)
             train_in(resume, processes.broadcast_object(settings), resume=True, strict=False)
         elif out:
@@ -338,6 +340,8 @@ def evaluate(folder: Path, probe: Sequence[str] | None, card: Path | None, trust
             raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
     for name in probe or ():
         PROBES.find(name)
+    if not (folder / "config.yaml").exists():
+        refuse_folder_of_runs(folder)
     if card:
         check_card(folder, card)
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)

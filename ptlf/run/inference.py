@@ -27,7 +27,7 @@ from ptlf.run.folder import ENCODER
 from ptlf.run.folder import load_encoder as load_weights
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
-from ptlf.run.results import read_results
+from ptlf.run.results import read_results, refuse_folder_of_runs
 from ptlf.stream.decode import Fit
 from ptlf.stream.given import given
 from ptlf.stream.packing import Squares, squares
@@ -173,6 +173,7 @@ def load_exported(path: Path, module: nn.Module) -> None:
 def read_card(folder: Path) -> Card:
     path = next((folder / name for name in (ENCODER, MODEL) if (folder / name).exists()), folder / ENCODER)
     if not path.exists():
+        refuse_folder_of_runs(folder)
         raise UserError(f"{folder} holds no {ENCODER}; it is no run, or the run there has not finished")
     try:
         with safe_open(path, "pt") as file:

@@ -122,8 +122,7 @@ def read_results(folder: Path) -> Json:
     try:
         results = read_json(path, AGAIN)
     except FileNotFoundError:
-        if below := sorted(folder.glob("*/results.json")):
-            raise UserError(f"{folder} is no run but holds some; name one of them, as {below[0].parent}") from None
+        refuse_folder_of_runs(folder)
         raise UserError(f"{folder} holds no results.json: there is no run, or it has not begun") from None
     schema = results.get("schema") if isinstance(results, dict) else None
     if not isinstance(schema, int) or isinstance(schema, bool):
@@ -136,6 +135,13 @@ def read_results(folder: Path) -> Json:
     except DAMAGE as error:
         raise damaged(path, error, AGAIN) from None
     return results
+
+
+def refuse_folder_of_runs(folder: Path) -> None:
+    """Of a folder that is no run: raises if runs lie in it or in the folders below."""
+    below = sorted(folder.glob("*/results.json")) or sorted(folder.glob("*/*/results.json"))
+    if below:
+        raise UserError(f"{folder} is no run but holds some; name one of them, as {below[0].parent}")
 
 
 def check_results(results: Json) -> None:

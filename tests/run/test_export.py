@@ -140,7 +140,7 @@ def test_the_card_of_another_encoder_is_left_alone(
     assert (hub / "README.md").read_bytes() == before
     assert main(["evaluate", str(run), "--card", str(tmp_path)]) == 2
     assert f"holds no README.md; `ptlf export {run} --to DIR`" in capsys.readouterr().err
-    assert main(["evaluate", str(tmp_path), "--card", str(hub)]) == 2
+    assert main(["evaluate", str(hub), "--card", str(hub)]) == 2
     assert "the run there has not finished" in capsys.readouterr().err
     (hub / "model.safetensors").write_bytes(b"none")
     assert main(["evaluate", str(run), "--card", str(hub)]) == 2
