@@ -76,7 +76,12 @@ def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
     assert main(words) == 0
     assert "already finished" in capsys.readouterr().out
     assert (tmp_path / "digits-simsiam-lump-seed0" / "results.json").stat().st_mtime_ns == before
-    assert "other settings" in refused(capsys, *words, "--training.lr", "0.01")
+    rate = json.loads((tmp_path / "digits-simsiam-lump-seed0" / "results.json").read_text())["config"]["training"]["lr"]
+    told = refused(capsys, *words, "--training.lr", "0.01")
+    assert f"holds a run with other settings (training.lr was {rate} and is 0.01); choose another --out" in told
+    told = refused(capsys, *words, "--evaluation.batch=77", "--training.lr=0.01", "--checkpoint.keep_tasks=9")
+    for key in ("evaluation.batch was ", " and is 77", "training.lr was", "checkpoint.keep_tasks was "):
+        assert key in told
 
 
 def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> None:
@@ -260,6 +265,23 @@ def test_folders_that_cannot_be_used(capsys, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     assert "cannot write" in refused(capsys, "train", "--out", str(tmp_path / "file" / "run"), *QUICK)
     assert "cannot write" in refused(capsys, "train", "--out", "/sys/ptlf-run", *QUICK)  # nobody may write there
+
+
+@pytest.mark.parametrize("place", ["lump-seed0", "frontier/lump-seed0"])
+def test_a_folder_of_runs_in_place_of_a_run(capsys, tmp_path, place: str) -> None:
+    (tmp_path / "runs" / place).mkdir(parents=True)
+    runs, where = str(tmp_path / "runs"), str(tmp_path / "runs" / place)
+    (tmp_path / "runs" / place / "results.json").write_text("{}")
+    (tmp_path / "photographs").mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "photographs" / "one.png")
+    verbs = [["evaluate", runs], ["evaluate", runs, "--card", str(tmp_path)], ["train", "--resume", runs]]
+    verbs += [["export", runs, "--to", str(tmp_path / "e.pt2")], ["watch", runs, "--once"]]
+    verbs += [["embed", runs, str(tmp_path / "photographs"), "--out", str(tmp_path / "f.npz")]]
+    verbs += [["report", runs]] * ("/" in place)  # which takes a folder of runs
+    for words in verbs:
+        told = refused(capsys, *words)
+        assert f"{runs} is no run but holds some; name one of them, as {where}" in told, words
+    assert "there is no configuration file" in refused(capsys, "evaluate", where)
 
 
 def run_folder(tmp_path: Path) -> Path:

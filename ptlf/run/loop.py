@@ -15,7 +15,7 @@ from ptlf.core.randomness import seeded
 from ptlf.core.reading import DAMAGE, check, damaged, reason
 from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
-from ptlf.run.config import differing, from_dict, read_yaml, resume_command, to_yaml
+from ptlf.run.config import changes, from_dict, read_yaml, resume_command, to_yaml
 from ptlf.run.folder import ENCODER, claimed, save_encoder
 from ptlf.run.inference import KEY, card_of
 from ptlf.run.looks import Looks
@@ -239,8 +239,7 @@ class Run(Looks):
             return
         with contextlib.suppress(UserError):  # settings that this version does not know differ
             before = as_dict(from_dict(before))  # those that are newer than the checkpoint had their defaults' effect
-        if found := differing(before, as_dict(self.config)):
-            changed = ", ".join(f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in found[:3])
+        if changed := changes(before, as_dict(self.config)):
             raise UserError(
                 f"the settings in {self.folder}/config.yaml have changed: {changed}; put them back, or {begin}"
             )

@@ -12,7 +12,7 @@ from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.run import bench
 from ptlf.run.build import choose_device, make_stream
-from ptlf.run.config import Config, from_dict, read_yaml
+from ptlf.run.config import Config, changes, from_dict, read_yaml
 from ptlf.run.folder import texts
 from ptlf.run.paper import Cell, Table
 from ptlf.run.recipes import resolve_config
@@ -24,7 +24,7 @@ from ptlf.stream.pack import data_root
 
 Key = tuple[str, tuple[str, ...]]  # recipe and settings: `Cell.key`
 # Neither the machine nor what is written beside the results changes what a run learns.
-IGNORED = ("log", "recipe", "seed", "device", "data_root", "checkpoint", "evaluation", "distributed")
+IGNORED = ("log", "recipe", "seed", "device", "data_root", "checkpoint", "evaluation", "distributed", "stream.resident")
 SCALES = ("smoke", "short", "paper")
 FEW: Mapping[str, str] = {  # images per class: 40 per task
     "split-cifar10": "20",
@@ -176,10 +176,9 @@ def check_folders(runs: Sequence[Planned]) -> None:
             continue
         with settings_from(path, texts(as_dict(run.config))):
             there = from_dict(read_yaml(path))
-        if settings_of(there) != settings_of(run.config):
-            raise UserError(
-                f"{run.folder} holds a run with other settings; choose another --runs, or remove that folder"
-            )
+        if changed := changes(as_dict(there), as_dict(run.config), IGNORED):
+            way_out = "choose another --runs, or remove that folder"
+            raise UserError(f"{run.folder} holds a run with other settings ({changed}); {way_out}")
 
 
 def size_of(config: Config) -> tuple[int, int]:

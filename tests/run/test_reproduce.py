@@ -178,7 +178,9 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     assert "cannot be made" not in plan
     assert "an estimate" in plan
     assert main([*words, "--training.lr", "0.01"]) == 2
-    assert "holds a run with other settings; choose another --runs" in capsys.readouterr().err
+    rate = results["config"]["training"]["lr"]
+    told = f"holds a run with other settings (training.lr was {rate} and is 0.01); choose another --runs"
+    assert told in capsys.readouterr().err
 
 
 def test_cells_without_data_are_left_out_and_others_go_on(monkeypatch, capsys, tmp_path: Path) -> None:
