@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from triton.runtime.jit import KernelInterface
 
 PROCESSES = 8  # at most; a step has about 30 kernels, and as many for an epoch's last batch
+LONGEST = 120  # seconds a child may live: it takes a few, unless it waits for a lock that a thread held at the fork
 
 
 _begun: set[Hashable] = set()  # steps whose kernels this process has begun to compile
@@ -39,26 +40,33 @@ _begun: set[Hashable] = set()  # steps whose kernels this process has begun to c
 def compile_ahead(trainer: Trainer, images: int) -> None:
     """Begin to compile the kernels of the steps that an epoch of so many images has. Where processes share the run, the
     kernels of their exchange come between, and each step compiles its own."""
-    fast = trainer.engine_kind == "captured" and isinstance(trainer.model.encoder, ResNet)
+    fast = trainer.engine_kind == "captured" and type(trainer.model.encoder) is ResNet
+    ours = type(trainer.model.objective).__module__.startswith("ptlf.")  # code of others is not run in children
     alone = not processes.joined() and not multiprocessing.current_process().daemon  # a daemon has no children
     sizes = trainer.batch_sizes(images)
     step = (repr(trainer.model), trainer.model.dtype, trainer.view_specs, trainer.view_size, *sizes)
-    if not (fast and alone and hasattr(os, "fork")) or step in _begun:
+    if not (fast and ours and alone and hasattr(os, "fork")) or step in _begun:
         return
     _begun.add(step)
     major, minor = torch.cuda.get_device_capability(trainer.device)
     count = min(PROCESSES, len(os.sched_getaffinity(0)) - 1)
     for mine in range(count):
         given = (partial(rehearse, trainer, sizes), 10 * major + minor, mine, count)
-        with warnings.catch_warnings():  # a child that finds a lock taken by another thread just hangs
-            warnings.simplefilter("ignore", DeprecationWarning)
-            multiprocessing.get_context("fork").Process(target=_work, args=given, daemon=True).start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: see LONGEST
+            try:
+                multiprocessing.get_context("fork").Process(target=_work, args=given, daemon=True).start()
+            except OSError:  # no process or no memory left
+                return
 
 
 def _work(*given: Any) -> None:
     """In the child, which never touches the GPU: a forked process cannot use it. Nor can it go backward if its parent
     ever did. What fails is not told: the step will compile it, and tell."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler may do something else
+    signal.alarm(LONGEST)
+    os.closerange(3, 65536)  # files, locks and sockets of the parent
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)

@@ -44,6 +44,8 @@ def is_plain(network: nn.Module, *, training: bool) -> bool:
 def is_standard(layer: nn.Conv2d, norm: nn.Module) -> bool:
     if not isinstance(norm, ViewBatchNorm2d) or layer.bias is not None or layer.weight.dtype is not torch.float32:
         return False
+    if (layer.dilation, layer.groups, layer.padding_mode) != ((1, 1), 1, "zeros"):
+        return False
     patches = [module.__dict__["forward"] for module in (layer, norm) if "forward" in module.__dict__]
     return is_usual(norm) and all(isinstance(patch, ForwardPatch) for patch in patches)
 

@@ -79,7 +79,7 @@ class Tiles:
         size = tile_sizes(kernel, self.rows, self.channels)
         block_c = min(64, next_power_of_2(self.channels))
         block_r = size.elements // block_c
-        self.block = {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": size.warps}
+        self.block = {"BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": size.warps, "enable_fp_fusion": True}
         across, down = blocks_of(self.channels, block_c), blocks_of(self.rows, block_r)
         self.parts = min(down, max(1, size.programs // (views * across)))
         self.grid, self.sum_grid = (down, across, views), (self.parts, across, views)

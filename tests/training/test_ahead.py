@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,48 @@ def test_what_fails_in_a_child_is_not_told(capfd) -> None:
     child.join()
     assert child.exitcode == 0
     assert capfd.readouterr() == ("", "")
+
+
+def test_no_process_left_is_no_error(tiny, monkeypatch) -> None:
+    def refuse() -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(ahead.torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda process: range(4))
+    trainer = small_run(tiny, "simsiam", "finetune", {}).trainer
+    trainer.engine_kind = "captured"
+    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(ahead.os, "fork", refuse)
+    ahead.compile_ahead(trainer, 18)
+    assert len(ahead._begun) == 1
+
+
+def test_a_child_ends_when_told_and_holds_no_file(tmp_path) -> None:
+    """Whatever its parent does with the signal."""
+    begun = tmp_path / "begun"
+
+    def hangs() -> None:
+        for file in (kept, log):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(file)
+        begun.write_text("")
+        time.sleep(60)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        kept, log = (os.open(tmp_path / name, os.O_CREAT | os.O_RDWR) for name in ("lock", "log"))
+        child = multiprocessing.get_context("fork").Process(target=ahead._work, args=(hangs, 90, 0, 1), daemon=True)
+        child.start()
+        while not begun.exists() and child.is_alive():
+            time.sleep(0.01)
+        child.terminate()
+        child.join(30)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(kept)
+        os.close(log)
+    assert begun.exists()
+    assert child.exitcode == -signal.SIGTERM
 
 
 FIRST_STEP = """

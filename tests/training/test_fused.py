@@ -337,6 +337,10 @@ def test_what_is_not_fused() -> None:
     changed = small()
     changed.stages[0][0].conv1.forward = lambda x: x
     assert not fused.can_fuse(changed)
+    for name, value in (("dilation", (2, 2)), ("groups", 2), ("padding_mode", "circular")):
+        changed = small()
+        setattr(changed.stages[0][0].conv1, name, value)
+        assert not fused.can_fuse(changed)
 
 
 @pytest.mark.parametrize("stem", ["cifar", "imagenet"])
