@@ -177,7 +177,7 @@ def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None
         note(console, f"{DEVIATION}; {RATIOS}")
     note(console, "time, bytes kept: in the tasks after the first, relative to no freezing")
     if scores:
-        note(console, "*: no other setting costs as little or less with the same accuracy or more")
+        note(console, "*: on the Pareto front; no other setting is better in one and at least as good in the other")
 
 
 def note(console: Console, words: str) -> None:

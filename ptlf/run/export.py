@@ -281,7 +281,7 @@ def check_card(folder: Path, to: Path) -> None:
     """`to` must be an exported folder with the encoder of the run in `folder`."""
     way_out = f"`ptlf export {folder} --to {to} --overwrite` writes it anew"
     if not (folder / ENCODER).is_file():
-        raise UserError(f"{folder} holds no {ENCODER}; the run there has not finished")
+        raise UserError(f"{folder} holds no {ENCODER}: there is no run, or the run there has not finished")
     if not (to / CARD).is_file():
         raise UserError(f"{to} holds no {CARD}; `ptlf export {folder} --to DIR` makes a folder with one")
     mine, theirs = weights(folder / ENCODER, AGAIN), weights(to / MODEL, way_out)
