@@ -71,6 +71,22 @@ def test_accuracies_of_the_full_protocol(recipe: str) -> None:
     assert f"{statistics.fmean(values['knn_class', 'forgetting']):.1f}" in RECIPES.read_text()
 
 
+@pytest.mark.parametrize("recipe", [name for name in EXPECTED if name.startswith("split-") and name not in FULL])
+def test_what_the_list_of_recipes_says_of_single_seeds(recipe: str) -> None:
+    (run,) = kept(f"{recipe.replace('/', '-')}-seed*")
+    cost, task, classes = run["cost"], run["probes"]["knn_task"], run["probes"]["knn_class"]
+    seconds = sum(cost.get(f"{part}_seconds", 0) for part in ("learning", "eval", "checkpoint", "measuring"))
+    scores = (
+        f"knn_task {task['accuracy']:.2f}, forgetting {task['forgetting']:.2f}, knn_class {classes['accuracy']:.2f}"
+    )
+    assert EXPECTED[recipe] == f"{seconds:.0f} s on one H200, one seed: {scores}"
+
+
+def test_the_list_of_recipes_names_every_run_of_the_full_protocol() -> None:
+    folders = {file.parent.name.rpartition("-seed")[0] for file in (ROOT / "results").glob("split-*/results.json")}
+    assert folders == {name.replace("/", "-") for name in EXPECTED if name.startswith("split-")}
+
+
 def later(runs: list[dict[str, Any]], key: str) -> float:
     """Mean over seeds of the sum over all tasks but the first."""
     return statistics.fmean(sum(task[key] for task in run["cost"]["per_task"][1:]) for run in runs)

@@ -70,6 +70,16 @@ EXPECTED: dict[str, str] = {
     "split-cifar10/simsiam/ptlf": "239 s on one H200: knn_task 91.26, forgetting 1.50, knn_class 65.00",
     "split-cifar10/simsiam/ptlf-cost": "220 s on one H200: knn_task 90.88, forgetting 1.56, knn_class 64.59",
     "split-cifar10/simsiam/ptlf-deep": "205 s on one H200: knn_task 90.81, forgetting 1.39, knn_class 64.41",
+    "split-cifar10/simsiam/finetune": "263 s on one H200, one seed: knn_task 91.10, forgetting 5.42, knn_class 66.65",
+    "split-cifar10/simsiam/si": "309 s on one H200, one seed: knn_task 90.83, forgetting 6.00, knn_class 66.21",
+    "split-cifar10/simsiam/cassle": "344 s on one H200, one seed: knn_task 93.95, forgetting -0.31, knn_class 71.94",
+    "split-cifar10/simsiam/pfr": "321 s on one H200, one seed: knn_task 94.28, forgetting 0.82, knn_class 73.32",
+    "split-cifar10/barlow_twins/lump": "292 s on one H200, one seed: knn_task 90.05, forgetting 0.64, knn_class 62.65",
+    "split-cifar10/barlow_twins/ptlf": "231 s on one H200, one seed: knn_task 89.49, forgetting 1.45, knn_class 61.50",
+    "split-cifar100/simsiam/lump": "254 s on one H200, one seed: knn_task 82.66, forgetting 3.26, knn_class 37.11",
+    "split-cifar100/simsiam/ptlf": "253 s on one H200, one seed: knn_task 81.51, forgetting 2.58, knn_class 35.29",
+    "split-cifar100/simsiam/ptlf-cost": "241 s on one H200, one seed: knn_task 81.08, forgetting 4.19, knn_class 35.32",
+    "split-cifar100/simsiam/ptlf-deep": "192 s on one H200, one seed: knn_task 79.96, forgetting 3.34, knn_class 33.96",
 }
 
 
