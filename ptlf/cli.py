@@ -261,11 +261,8 @@ def add_run_verbs(verb: Verb) -> None:
     add("folder", "a run's folder", folder, metavar="DIR")
     add("--trust-code", TRUST, bool)
     add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")
-    about = (
-        "also add the figures to the model card in this folder, made by `ptlf export`; those of the same test (images, "
-    )
-    about += "probes, their settings) are replaced, others stay"
-    add("--card", about, folder, metavar="DIR")
+    about = "also add the figures to the model card in this folder, made by `ptlf export`"
+    add("--card", f"{about}; those of the same images, probes and settings are replaced", folder, metavar="DIR")
 
     add = verb("embed", "Features of any images, by the encoder of a run, into one file.")
     add("folder", "a run's folder", Path, metavar="RUN")

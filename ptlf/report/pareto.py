@@ -13,7 +13,7 @@ COSTS = {"seconds": "training time of the later tasks", "bytes": "bytes kept for
 
 @dataclass(frozen=True)
 class Point:
-    """A run: its cost relative to the baseline's, and how good it is; each with its spread over seeds."""
+    """Runs that differ in the seed: their cost relative to the baseline's, their score, and its spread over seeds."""
 
     group: Group
     cost: float

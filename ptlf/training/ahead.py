@@ -1,8 +1,8 @@
 """Compiles the Triton kernels of the first step in processes of their own, while the rest of the run is built.
 
 A rehearsal of the step with tensors that have shapes but no values (torch's "meta" device) finds which kernels it
-launches. The processes share them, and leave what they compile in Triton's cache on disk. The first step finds it
-there; it does not wait, and compiles itself what is missing.
+launches. The processes share them, and leave what they compile in Triton's cache on disk. The first step looks there.
+It does not wait for the processes: what is missing it compiles itself.
 """
 
 import contextlib
@@ -33,19 +33,20 @@ if TYPE_CHECKING:
 PROCESSES = 8  # at most; a step has about 30 kernels, and as many for an epoch's last batch
 LONGEST = 120  # seconds a child may live: it takes a few, unless it waits for a lock that a thread held at the fork
 
-
 _begun: set[Hashable] = set()  # steps whose kernels this process has begun to compile
 
 
 def compile_ahead(trainer: Trainer, images: int) -> None:
-    """Begin to compile the kernels of the steps that an epoch of so many images has. Where processes share the run, the
-    kernels of their exchange come between, and each step compiles its own."""
+    """Begin to compile the kernels of the steps that an epoch of so many images has. Not where processes share the run:
+    a rehearsal would take part in their collectives."""
     fast = trainer.engine_kind == "captured" and type(trainer.model.encoder) is ResNet
     ours = type(trainer.model.objective).__module__.startswith("ptlf.")  # code of others is not run in children
     alone = not processes.joined() and not multiprocessing.current_process().daemon  # a daemon has no children
+    if not (fast and ours and alone and hasattr(os, "fork")):
+        return
     sizes = trainer.batch_sizes(images)
     step = (repr(trainer.model), trainer.model.dtype, trainer.view_specs, trainer.view_size, *sizes)
-    if not (fast and ours and alone and hasattr(os, "fork")) or step in _begun:
+    if step in _begun:
         return
     _begun.add(step)
     major, minor = torch.cuda.get_device_capability(trainer.device)
@@ -61,8 +62,8 @@ def compile_ahead(trainer: Trainer, images: int) -> None:
 
 
 def _work(*given: Any) -> None:
-    """In the child, which never touches the GPU: a forked process cannot use it. Nor can it go backward if its parent
-    ever did. What fails is not told: the step will compile it, and tell."""
+    """In the child. A forked process cannot use the GPU, nor run a backward pass if its parent ran one before. An error
+    is not reported: the step compiles the same kernels, and reports it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler may do something else
     signal.alarm(LONGEST)
@@ -162,11 +163,12 @@ def rehearse(trainer: Trainer, sizes: list[int]) -> None:
                 with torch.no_grad():
                     batch.targets = objective.each_view(teacher.projector, features)
             model.objective.loss(features, batch).backward()
-    del held
+    del held  # not earlier
 
 
 def without_values(module: nn.Module) -> list[Tensor]:
-    """Move it to torch's "meta" device. Returns the tensors it had: to free them is up to the parent process."""
+    """Move it to torch's "meta" device. Returns the tensors it had, to be held while kernels are compiled: they are the
+    parent's, on the GPU."""
     held = [*module.parameters(), *module.buffers()]
     module._apply(lambda tensor: torch.empty_like(tensor, device="meta"))
     return held
