@@ -7,6 +7,7 @@ convolution and the four projections of `nn.MultiheadAttention` each have their 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from ptlf.freezing.subspace import (
     replay_inputs,
 )
 from ptlf.freezing.units import Unit, trained_units, unchanged
+
+GradientFn = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]  # of weights; None if one has no part in the loss
 
 
 def correlation_ratios(
@@ -59,6 +62,7 @@ class TaskCorrelation:
     replay: inputs (N, ...) of past tasks, one tensor or several; forwarded in eval mode, `chunk` images at a time.
     loss_fn: returns the loss on a batch of the new task. The constructor calls it `batches` times, in the module's
         current mode, and averages the weight gradients.
+    gradient_fn: in place of loss_fn, is given the units' weights and returns their gradients on a batch of the task.
     threshold: fraction of the inputs' energy that the kept singular vectors must reach.
     keep: further modules that `loss_fn` changes, such as heads with batch norm, a momentum encoder or a queue.
     combine: changes the averaged gradients in place, for example to average them over processes.
@@ -82,10 +86,11 @@ class TaskCorrelation:
         self,
         module: nn.Module,
         replay: Tensor | Iterable[Tensor],
-        loss_fn: Callable[[], Tensor],
+        loss_fn: Callable[[], Tensor] | None,
         threshold: float = 0.99,
         *,
         units: Sequence[Unit],
+        gradient_fn: GradientFn | None = None,
         batches: int = 8,
         chunk: int = 64,
         keep: Sequence[nn.Module] = (),
@@ -97,8 +102,10 @@ class TaskCorrelation:
             raise ValueError(f"threshold must lie in (0, 1], not {threshold}")
         if batches < 1 or chunk < 1:
             raise ValueError(f"batches and chunk must be at least 1, not {batches} and {chunk}")
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be a function that returns the loss, not a {type(loss_fn).__name__}")
+        if gradient_fn is None:
+            if not callable(loss_fn):
+                raise TypeError(f"loss_fn must be a function that returns the loss, not a {type(loss_fn).__name__}")
+            gradient_fn = partial(gradients_of, loss_fn)
         if not isinstance(replay, Iterable):
             raise TypeError(f"replay must be a tensor of inputs, or several, not a {type(replay).__name__}")
         if isinstance(replay, Tensor | Iterator):
@@ -111,7 +118,7 @@ class TaskCorrelation:
         self.threads = HostRatios()
         # Uncached, a parametrised weight is a new tensor at every access.
         with unchanged(module, *keep), parametrize.cached():
-            self.gradients = mean_gradients(units, loss_fn, batches)
+            self.gradients = mean_gradients(units, gradient_fn, batches)
             combine([gradient for gradients in self.gradients.values() for gradient in gradients])
 
     @property
@@ -186,9 +193,18 @@ def on_gpu(units: Sequence[Unit]) -> bool:
     return bool(units) and units[0].weights[0].is_cuda
 
 
-def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches: int) -> dict[str, list[Tensor]]:
+def gradients_of(loss_fn: Callable[[], Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """For one call of `loss_fn`."""
+    with torch.enable_grad():
+        loss = loss_fn()
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss_fn must return the loss, a tensor, and returned a {type(loss).__name__}")
+        return torch.autograd.grad(loss, weights, allow_unused=True)
+
+
+def mean_gradients(units: Sequence[Unit], gradient_fn: GradientFn, batches: int) -> dict[str, list[Tensor]]:
     """By unit name, the weight gradient (groups, C_out / groups, m) of each product, float64, averaged over `batches`
-    calls of `loss_fn`."""
+    calls of `gradient_fn`."""
     owners = [(unit.name, weight) for unit in units for weight in unit.weights]
     for name, weight in owners:
         if not weight.requires_grad:
@@ -196,12 +212,7 @@ def mean_gradients(units: Sequence[Unit], loss_fn: Callable[[], Tensor], batches
     weights = [weight for _, weight in owners]
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
     for _ in range(batches if units else 0):
-        with torch.enable_grad():
-            loss = loss_fn()
-            if not isinstance(loss, Tensor):
-                raise TypeError(f"loss_fn must return the loss, a tensor, and returned a {type(loss).__name__}")
-            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-        for (name, weight), total, gradient in zip(owners, sums, gradients, strict=True):
+        for (name, weight), total, gradient in zip(owners, sums, gradient_fn(weights), strict=True):
             if gradient is not None:
                 total += gradient
             elif not weight.is_leaf:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,13 +80,15 @@ class Looks(State):
         assert memory is not None
         self.model.train()
         looking = Looking(self.clock, self.watcher, f"correlation of task {self.task + 1} with those before")
-        with looking(), self.trainer.engine.arithmetic():
+        units = [unit for unit in freezer.units if unit.name not in freezer.frozen]
+        with looking(), self.trainer.engine.arithmetic(), self.trainer.sampling():
             correlation = TaskCorrelation(
                 self.model.encoder,
                 self.prepare(memory.past()),
-                lambda: self.trainer.sample_loss(indices, self.random["correlation"]),
+                None,
                 settings.threshold,
-                units=[unit for unit in freezer.units if unit.name not in freezer.frozen],
+                units=units,
+                gradient_fn=partial(self.trainer.sample_gradients, indices, self.random["correlation"]),
                 batches=settings.batches,
                 keep=[self.model],
                 combine=processes.all_reduce_mean_,

@@ -1,7 +1,7 @@
 """One task: epochs of steps over its images. `Trainer.step` is the whole of training, read from top to bottom."""
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from ptlf.stream.loading import ImageSource, Sources
 from ptlf.training import fused_resnet
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import average_gradients, average_statistics
-from ptlf.training.engine import ENGINES, CapturedEngine, Engine, Pieces, choose_engine
+from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, Pieces, choose_engine
 from ptlf.training.fast_parts import variant
 from ptlf.training.fused_resnet import folded
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
@@ -107,13 +107,15 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.engine_kind = choose_engine(self.config.engine, self.device)
-        self.engine = Engine(self.step, self.device)
+        self.engine = Engine(self.body, self.device)
         if self.engine_kind == "captured":
-            self.engine = CapturedEngine(self.step, self.device, processes.share(self.config.batch))
+            self.engine = CapturedEngine(self.body, self.device, processes.share(self.config.batch))
+        self.sampled: Sequence[Tensor] | None = None  # weights whose gradients are asked for; None while training
         self.update_rule = OPTIMIZERS.find(self.config.optimizer.name)
         self.kept_state: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter that ever trained, see prepare_state
         self.rebuilds = 0
         self.variant = ""  # the key of the step's operations
+        self.built: tuple[str, Addresses, Pieces | None] | None = None  # what the engine was told of them
         self.sent: dict[str, int] = {}  # bytes of gradients that a step exchanges, by variant
 
     @property
@@ -124,6 +126,9 @@ class Trainer:
         """How the step is computed here, for the record."""
         precision = "bf16" if self.model.dtype is torch.bfloat16 else "fp32"
         return {"engine": self.engine_kind, "precision": precision, "channels_last": self.channels_last}
+
+    def body(self, batch: Batch) -> dict[str, Tensor]:
+        return self.step(batch) if self.sampled is None else self.gradients(batch, self.sampled)
 
     def step(self, batch: Batch) -> dict[str, Tensor]:
         batch.views = self.views(batch)
@@ -190,9 +195,10 @@ class Trainer:
         name = f"{self.method.branch()} {variant(self.model)} {variant(self.method)}"
         addresses = tuple(tensor.data_ptr() for tensor in self.held())
         if complete:
-            self.engine.rebuild(name, addresses, self.pieces())
+            self.built = name, addresses, self.pieces()
         else:  # the first step creates state: it must run uncaptured, and no earlier graph may be replayed
-            self.engine.rebuild(name, (*addresses, self.rebuilds), None)
+            self.built = name, (*addresses, self.rebuilds), None
+        self.engine.rebuild(*self.built)
         self.variant = name
         return name
 
@@ -283,12 +289,40 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return StepCost(kept, flops / (len(batch) * len(batch.views)), peak)
 
-    def sample_loss(self, indices: np.ndarray, generator: torch.Generator) -> Tensor:
-        """The objective on a random batch of these images, unmixed: the gradient a new task asks for."""
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Inside, the engine runs `gradients`, for `sample_gradients`, and not the step."""
+        self.sampled = []
+        addresses = tuple(tensor.data_ptr() for tensor in tensors_of(self.model))
+        self.engine.rebuild(f"gradients {variant(self.model)}", addresses, self.pieces())
+        try:
+            yield
+        finally:
+            if self.built is not None:
+                self.engine.rebuild(*self.built)
+            self.sampled = None
+
+    def sample_gradients(
+        self, indices: np.ndarray, generator: torch.Generator, weights: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Of the objective on a random batch of these images, unmixed: what a new task asks for. None for a weight that
+        has no part in it.
+
+        A captured step writes to the same tensors every time. Other encoders than our ResNets run uncaptured: their
+        weights may be computed from others.
+        """
+        self.sampled = weights
         chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[: self.config.batch]]
-        batch = self.load(chosen, generator, {}).to(self.device)
+        batch = self.load(chosen, generator, {})
+        found = self.body(batch.to(self.device)) if self.pieces() is None else self.engine(batch)
+        return [found.get(str(number)) for number in range(len(weights))]
+
+    def gradients(self, batch: Batch, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+        """By the weight's number."""
         batch.views = batch.mixed = self.views(batch)
-        return self.model.loss(self.model.encode(batch.mixed), batch)
+        loss = self.model.loss(self.model.encode(batch.mixed), batch)
+        found = torch.autograd.grad(loss, weights, allow_unused=True)
+        return {str(number): gradient for number, gradient in enumerate(found) if gradient is not None}
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

@@ -4,6 +4,7 @@ import copy
 import itertools
 import threading
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import background, bound, subspace
-from ptlf.freezing.correlation import TaskCorrelation, correlation_ratios, mean_gradients
+from ptlf.freezing.correlation import TaskCorrelation, correlation_ratios, gradients_of, mean_gradients
 from ptlf.freezing.subspace import add_gram, empty_gram, fit_at_once, leading_eigenvectors, passes, projection_ratio
 from ptlf.freezing.units import Unit, trained_units
 
@@ -472,7 +473,7 @@ def test_gradient_is_taken_in_the_mode_found_and_inputs_in_eval_mode(network):
 def test_gradients_are_averaged(network):
     network.drop.p = 0.0
     units = units_of(network, ["grouped"])
-    mean = mean_gradients(units, task_loss(network), 4)["grouped"][0]
+    mean = mean_gradients(units, partial(gradients_of, task_loss(network)), 4)["grouped"][0]
     assert all(parameter.grad is None for parameter in network.parameters())
     loss = task_loss(network)
     sum(loss() / 4 for _ in range(4)).backward()

@@ -193,7 +193,8 @@ def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, met
 
         def rebuild(self, variant: str, addresses: engine.Addresses = (), pieces: object = None) -> None:
             self.shape = self.look()
-            rebuilt.append(len(run.freezing.freezer.frozen))
+            if run.trainer.sampled is None:
+                rebuilt.append(len(run.freezing.freezer.frozen))
 
         def __call__(self, batch):
             assert self.look() == self.shape
@@ -204,7 +205,7 @@ def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, met
     if method == "pnn":
         settings = {"encoder__name": "resnet18-mini"}
     run = Run(tiny("digits/simsiam/finetune", method__name=method, training__epochs=3, **settings))
-    run.trainer.engine = Recorded(run.trainer.step, run.device)
+    run.trainer.engine = Recorded(run.trainer.body, run.device)
     run.train()
     assert rebuilt == ([0, 0] if method == "pnn" else [0, 0, 1, 2])
 
@@ -552,7 +553,7 @@ class TapedEngine(engine.CapturedEngine):
     """A captured engine whose graphs are tapes. `did` has what it did, with the task."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__(run.trainer.step, run.device, run.config.training.batch)
+        super().__init__(run.trainer.body, run.device, run.config.training.batch)
         self.run, self.did = run, []
 
     def uncaptured(self, batch):
@@ -641,6 +642,32 @@ def test_replayed_graphs_train_like_the_step_itself(tiny, recording, monkeypatch
         assert recorded == {0}
     else:  # in the third task nothing runs but what was recorded before, unless steps depend on the task's number
         assert recorded == ({0, 1, 2} if METHODS[method].step_kinds is None else {0, 1})
+
+
+@pytest.mark.parametrize("objective", ["simsiam", "mocov2plus"])
+def test_gradients_for_the_ratios_are_replayed(tiny, recording, monkeypatch, objective: str) -> None:
+    """Recorded in the second task, they give the third one its ratios, to the bit."""
+    settings = {"freezing__policy": "correlation", "freezing__final": 0.67, "encoder__name": "conftest:tiny_resnet"}
+    settings |= {"objective__queue": 48} if objective == "mocov2plus" else {}
+    config = tiny(f"digits/{objective}/finetune", method__name="lump", **{**SMALL, **settings})
+    sampled: list[tuple[int, str]] = []
+
+    class Noted(TapedEngine):
+        def uncaptured(self, batch):
+            sampled.extend([(self.run.position.task, "run")] * (self.run.trainer.sampled is not None))
+            return super().uncaptured(batch)
+
+        def capture(self, mine, batch):
+            sampled.extend([(self.run.position.task, "capture")] * (self.run.trainer.sampled is not None))
+            super().capture(mine, batch)
+
+    monkeypatch.setitem(globals(), "TapedEngine", Noted)
+    plain, taped = trained_both_ways(config, monkeypatch)
+    assert_same_run(plain, taped)
+    ratios = [[entry["ratios"] for entry in run.freezing.log] for run in (plain, taped)]
+    assert ratios[0] == ratios[1]
+    assert len({*ratios[0][0].values(), *ratios[0][1].values()}) > 4
+    assert sampled == [(1, "capture")]
 
 
 @pytest.mark.parametrize("optimizer", ["lars", "adamw"])
