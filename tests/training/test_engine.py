@@ -756,17 +756,31 @@ def test_every_forward_of_a_step_goes_through_the_accelerator(tiny, monkeypatch,
 
 @pytest.mark.gpu
 def test_captured_bf16_follows_eager_float32(tiny) -> None:
-    """The same loss curve within 0.02 over about 200 steps, in the second half with units frozen. Their order is fixed:
-    ratios lie so close that eager runs that begin 1e-6 apart order them differently (results/bench/apart-h200.txt)."""
+    """Its loss curve, for 20 epochs with nothing frozen and 20 in which units freeze in a fixed order.
+
+    25 steps stay within 0.005. Later, rounding alone parts any two runs: over all 40 epochs the captured run may lie
+    twice as far from eager float32 as eager bf16 does, or as eager float32 that began 1e-6 apart. Four seeds are in
+    results/bench/apart-h200.txt.
+    """
     settings = {"encoder__name": "resnet18-mini", "training__batch": 64, "training__lr": 0.03, "training__epochs": 20}
-    settings["freezing__policy"] = "ascending"
-    exact = Run(
-        tiny("digits/simsiam/ptlf", **settings, device="cuda", training__engine="eager", training__precision="fp32")
-    )
-    fast = Run(tiny("digits/simsiam/ptlf", **settings, device="cuda"))
-    curves = [[line["loss"]["ssl"] for line in epoch_lines(run.train())] for run in (exact, fast)]
-    assert fast.trainer.engine_kind == "captured"
-    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 0.02
+    settings |= {"freezing__policy": "ascending", "device": "cuda"}
+    eager = {"training__engine": "eager", "training__precision": "fp32"}
+
+    def curve(moved: float = 0.0, engine: str = "eager", **changes: str) -> list[float]:
+        run = Run(tiny("digits/simsiam/ptlf", **settings, **changes))
+        assert run.trainer.engine_kind == engine
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter += moved * torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        return [line["loss"]["ssl"] for line in epoch_lines(run.train())]
+
+    exact = curve(**eager)
+    others = [curve(moved=1e-6, **eager), curve(**eager | {"training__precision": "bf16"}), curve(engine="captured")]
+    apart = [[abs(a - b) for a, b in zip(exact, other, strict=True)] for other in others]
+    *by_rounding, captured = apart
+    assert max(captured[:5]) < 0.005
+    assert max(captured) < 2 * max(max(distances) for distances in by_rounding)
 
 
 class Outside(TorchDispatchMode):
