@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ptlf.report.intervals import BEFORE, RANDOM
+from ptlf.report.runs import LATER_KEPT
 
 if TYPE_CHECKING:
     from ptlf.report.runs import Group
@@ -109,6 +110,12 @@ COSTS = [
     cost("backward FLOPs", "backward_flops", "T", 3, "FLOPs", "backward, T", epoch="backward_flops"),
 ]
 MAIN_COSTS = [measure for measure in COSTS if measure.short]
+# Of the whole run, where MAIN_COSTS has its last epoch.
+WHOLE_RUN = [
+    cost("kept for backward, mean after the first task", LATER_KEPT[-1], "MiB"),
+    cost("peak GPU memory, whole run", "peak_memory_bytes", "MiB", 0),
+]
+HEADLINE_COSTS = [MAIN_COSTS[0], *WHOLE_RUN, MAIN_COSTS[-1]]
 
 
 def column(title: str, key: str, unit: str, digits: int, cost: bool = False, scale: float = 0.0) -> Measure:

@@ -17,8 +17,8 @@ from ptlf.core.files import write_whole
 from ptlf.core.reading import DAMAGE, flatten, reason
 from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
-from ptlf.report.figures.accuracy import measured
-from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures
+from ptlf.report.figures.accuracy import measured, recorded
+from ptlf.report.measures import HEADLINE_COSTS, WHOLE_RUN, Measure, probe_measures
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
 from ptlf.report.runs import Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
@@ -90,7 +90,8 @@ def page(comparison: Comparison) -> str:
         base=comparison.baseline,
         tables=tables(measured(comparison, comparison.probes)),
         probes=comparison.probes,
-        costs=MAIN_COSTS,
+        tested=any(g.interval(("probes", p, "accuracy")) for g in comparison.groups for p in comparison.probes),
+        costs=HEADLINE_COSTS,
         paired=paired_rows(comparison),
         unit=paired.unit,
         relative=relative,
@@ -125,16 +126,48 @@ def headline(comparison: Comparison) -> dict[str, Any]:
     if not comparison.probes:
         return {"told": [], "best": []}
     accuracy, forgetting, before = probe_measures(comparison.probes[0])
-    others = [group for group in comparison.groups if group is not comparison.baseline] or comparison.groups
+    base = comparison.baseline
+    others = [group for group in comparison.groups if group is not base] or comparison.groups
     told = [group for group in others if group.values(accuracy.path)]
     if len(told) < MANY:
-        return {"told": told, "best": [], "accuracy": accuracy, "forgetting": forgetting, "before": before}
+        lines = [(group, sure(group, base, accuracy), against(group, base, accuracy, forgetting)) for group in told]
+        return {"told": lines, "best": [], "accuracy": accuracy, "forgetting": forgetting, "before": before}
     best = []
-    for measure in measured(comparison, comparison.probes[:1]):
+    scores = [measure for measure in measured(comparison, comparison.probes[:1]) if not measure.cost]
+    for measure in scores + recorded(comparison, HEADLINE_COSTS):
         means = [(mean, group) for group in comparison.groups if (mean := group.mean(measure.path)) is not None]
         first = (max if measure.rising else min)(means, key=lambda pair: pair[0])[1]
-        best.append((measure, first, standing(first, comparison.baseline, measure)))
+        best.append((measure, first, standing(first, base, measure)))
     return {"told": [], "best": best}
+
+
+def sure(group: Group, base: Group | None, accuracy: Measure) -> str:
+    """The 95 % interval of a run's accuracy and what it is computed from; empty beside a difference with one."""
+    difference = paired.compared(group, base, accuracy)
+    if difference and difference.half is not None:
+        return ""
+    found, bounds = paired.interval(group.values(accuracy.path)), group.interval(accuracy.path)
+    if found and found.half is not None:
+        return f"95 % over {found.count} seeds: {found.mean - found.half:.1f} to {found.mean + found.half:.1f}"
+    return "95 % from the number of test images: {:.1f} to {:.1f}".format(*bounds) if bounds else ""
+
+
+def against(group: Group, base: Group | None, accuracy: Measure, forgetting: Measure) -> str:
+    """The baseline's accuracy and forgetting, and the differences by seed."""
+    if base is None or base is group:
+        return ""
+    both = (accuracy, forgetting)
+    theirs = [f"{m.show(value)} {m.unit}" for m in both if (value := base.mean(m.path)) is not None]
+    if not theirs:
+        return f"{base.label} was not evaluated."
+    named, found = f"{base.label} ({', '.join(theirs)})", paired.compared(group, base, accuracy)
+    if found is None:
+        return f"No seed in common with {named}."
+    if found.half is None:
+        return f"One seed does not tell it from {named}."
+    by_seed = [(m.short, one) for m in both if (one := paired.words(paired.compared(group, base, m), m)) != "-"]
+    words = ", ".join(f"{name} {difference}" for name, difference in by_seed)
+    return f"Against {named}, by seed: {words} (95 %, {found.count} seeds)."
 
 
 def standing(group: Group, base: Group | None, measure: Measure) -> str:
@@ -161,7 +194,7 @@ def relative(group: Group, base: Group | None, measure: Measure) -> tuple[float,
 def paired_rows(comparison: Comparison) -> list[tuple[Measure, list[tuple[Group, str]]]]:
     """A row per measure with the difference of every run that shares two seeds or more with the baseline."""
     others, base = paired.several_seeds(comparison.groups, comparison.baseline), comparison.baseline
-    measures = measured(comparison, comparison.probes) if others else []
+    measures = measured(comparison, comparison.probes) + recorded(comparison, WHOLE_RUN) if others else []
     return [(m, [(group, paired.words(paired.compared(group, base, m), m)) for group in others]) for m in measures]
 
 

@@ -8,11 +8,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
 
 from ptlf.report.measures import Measure
 from ptlf.report.runs import Group, RunRecord
+from ptlf.report.runs import at as at
 
 # 97.5 % quantiles of Student's t, from 1 degree of freedom on.
 QUANTILES = (
@@ -73,13 +72,8 @@ def mean_ratio(values: Sequence[float]) -> Ratio | None:
     return Ratio(math.exp(found.mean), ends, found.count)
 
 
-def at(results: Any, path: Sequence[str]) -> float | None:
-    """The number at this path of a record, if it is there."""
-    return reduce(lambda value, key: (value or {}).get(key), path, results)
-
-
 def by_seed(runs: Sequence[RunRecord], path: Sequence[str]) -> dict[int, float]:
-    found = {int(run.results.get("seed") or 0): at(run.results, path) for run in runs}
+    found = {int(run.results.get("seed") or 0): run.value(path) for run in runs}
     return {seed: float(value) for seed, value in found.items() if value is not None}
 
 

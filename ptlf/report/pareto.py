@@ -1,6 +1,5 @@
 """What accuracy costs: runs as points, those that no other one beats, and paths along the final share."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ def later_cost(run: RunRecord, kind: str) -> float | None:
         return None
     if kind == "seconds":
         return sum(line.get(key) or 0.0 for line in lines for key in LEARNING)
-    return statistics.fmean(line["kept_bytes"] for line in lines)
+    return run.later_kept
 
 
 def costs(comparison: Comparison, kind: str) -> dict[str, float]:

@@ -18,6 +18,7 @@ from ptlf.run.results import Json, difference, epoch_lines, read_results, shared
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 Key = TypeVar("Key", int, tuple[int, int])
+LATER_KEPT = ("cost", "later_kept_bytes")  # computed from the epochs: `RunRecord.later_kept`
 UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
 
 
@@ -39,6 +40,16 @@ class RunRecord:
     @cached_property
     def epochs(self) -> list[Json]:
         return epoch_lines(self.results)
+
+    @cached_property
+    def later_kept(self) -> float | None:
+        """Bytes kept for backward, mean over the epochs of the tasks after the first, in which nothing freezes."""
+        later = [line["kept_bytes"] for line in self.epochs if line["task"] > 1]
+        return statistics.fmean(later) if later else None
+
+    def value(self, path: Sequence[str]) -> float | None:
+        """The number at this path of the record, if it is there."""
+        return self.later_kept if tuple(path) == LATER_KEPT else at(self.results, path)
 
     @property
     def state(self) -> str:
@@ -91,9 +102,7 @@ class Group:
 
     def values(self, path: Sequence[str]) -> list[float]:
         """One number per seed that has it."""
-        results: list[Any] = [run.results for run in self.runs]
-        found = [reduce(lambda value, key: (value or {}).get(key), path, one) for one in results]
-        return [float(value) for value in found if value is not None]
+        return [float(value) for run in self.runs if (value := run.value(path)) is not None]
 
     def mean(self, path: Sequence[str]) -> float | None:
         values = self.values(path)
@@ -116,13 +125,13 @@ class Group:
         )
         return None if mean is None or images is None else wilson(mean, images)
 
-    def beside(self, path: Sequence[str]) -> str:
-        """What stands beside a probe's accuracy: its interval, and the accuracy before training."""
+    def beside(self, path: Sequence[str]) -> list[str]:
+        """The lines below a probe's accuracy: its interval, and the accuracy before training."""
         if path[0] != "probes" or path[-1] != "accuracy":
-            return ""
+            return []
         bounds, before = self.interval(path), self.mean((*path[:-1], "untrained_accuracy"))
         words = [f"{bounds[0]:.1f} to {bounds[1]:.1f}"] if bounds else []
-        return "; ".join(words + ([f"{self.start} {before:.2f}"] if before is not None else []))
+        return words + ([f"{self.start} {before:.2f}"] if before is not None else [])
 
     def worse(self) -> Iterator[str]:
         """Of each probe by which the encoder was better before training."""
@@ -158,6 +167,11 @@ class Comparison:
     @property
     def tasks(self) -> int:
         return max(max(len(group.first["tasks"]), len(group.first["eval_splits"])) for group in self.groups)
+
+
+def at(results: Any, path: Sequence[str]) -> float | None:
+    """The number at this path of a record, if it is there."""
+    return reduce(lambda value, key: (value or {}).get(key), path, results)
 
 
 def known_probes(results: Json) -> dict[str, Json]:

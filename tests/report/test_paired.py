@@ -143,14 +143,20 @@ def ends(ratios: np.ndarray) -> str:
 
 
 def headline(tmp_path: Path, seeds: int, others: int = 1) -> str:
+    """Of 198 test images."""
     for seed, (base, mine) in enumerate(SECONDS[:seeds]):
         for place in range(others):
             one = made_up.results("digits/simsiam/ptlf", seed=seed, freezing__final=0.4 + place / 10)
-            one["cost"]["learning_seconds"] = mine + place
+            one["cost"] |= {"learning_seconds": mine + place, "peak_memory_bytes": 9 * 2**20}
+            one["test_images"] = [66, 66, 66]
             made_up.write(tmp_path / f"ptlf-{place}-{seed}", one)
         one = made_up.results("digits/simsiam/lump", seed=seed)
-        one["cost"]["learning_seconds"] = base
+        one["cost"] |= {"learning_seconds": base, "peak_memory_bytes": 10 * 2**20}
         made_up.write(tmp_path / f"lump-{seed}", one)
+    return headline_of(tmp_path)
+
+
+def headline_of(tmp_path: Path) -> str:
     found = re.search(r'<ul class="headline">.*?</ul>', page(read_comparison([tmp_path])), re.DOTALL)
     assert found is not None
     return " ".join(re.sub(r"<[^>]*>", "", found.group()).split())
@@ -162,6 +168,80 @@ def test_the_time_ratio_of_the_headline_has_its_interval_by_seed(tmp_path: Path)
     words = f"training time {stats.gmean(ratios):.2f}× (95 %: {ends(ratios)}, 3 seeds)"
     assert words in headline(tmp_path, 3)
     assert "training time 0.80× (one seed); kept" in headline(tmp_path / "one", 1)
+
+
+def scores(method: str, key: str, seeds: int = 3) -> np.ndarray:
+    made = [made_up.results(f"digits/simsiam/{method}", seed=seed, **FINAL.get(method, {})) for seed in range(seeds)]
+    return np.array([one["probes"]["knn_task"][key] for one in made])
+
+
+FINAL = {"ptlf": {"freezing__final": 0.4}}
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_the_headline_has_the_differences_by_seed(tmp_path: Path, seeds: int) -> None:
+    """Against scipy's interval of paired values."""
+    words = []
+    for key in ("accuracy", "forgetting"):
+        mine, base = scores("ptlf", key, seeds), scores("lump", key, seeds)
+        low, high = stats.ttest_rel(mine, base).confidence_interval(0.95)
+        better, worse = (low > 0, high < 0) if key == "accuracy" else (high < 0, low > 0)
+        said = " better" if better else " worse" if worse else ""
+        words.append(f"{key} {(mine - base).mean():+.2f} ± {(high - low) / 2:.2f}{said}".replace("-", "−"))
+    lump = [f"{scores('lump', key, seeds).mean():.2f}".replace("-", "−") for key in ("accuracy", "forgetting")]
+    said = headline(tmp_path, seeds)
+    assert f"Against lump ({lump[0]} %, {lump[1]} points), by seed: {', '.join(words)} (95 %, {seeds} seeds)." in said
+    assert "test images" not in said
+
+
+def test_the_headline_of_one_seed_has_the_interval_of_the_test_images_by_name(tmp_path: Path) -> None:
+    accuracy = scores("ptlf", "accuracy", 1)[0]
+    ends = stats.binomtest(round(198 * accuracy / 100), 198).proportion_ci(method="wilson")
+    said = headline(tmp_path, 1)
+    found = re.search(r"right \(95 % from the number of test images: (.*?) to (.*?)\)", said)
+    assert found is not None
+    assert [float(end) for end in found.groups()] == pytest.approx([100 * ends.low, 100 * ends.high], abs=0.4)
+    assert f"One seed does not tell it from lump ({scores('lump', 'accuracy', 1)[0]:.2f} %, " in said
+
+
+def test_the_headline_without_a_baseline_has_the_interval_over_seeds(tmp_path: Path) -> None:
+    values = scores("ptlf", "accuracy")
+    low, high = stats.t.interval(0.95, 2, loc=values.mean(), scale=stats.sem(values))
+    for seed in range(3):
+        made = made_up.results("digits/simsiam/ptlf", seed=seed, **FINAL["ptlf"]) | {"test_images": [66, 66, 66]}
+        made_up.write(tmp_path / str(seed), made)
+    said = headline_of(tmp_path)
+    assert f"{values.mean():.2f} % right (95 % over 3 seeds: {low:.1f} to {high:.1f})" in said
+    assert "test images" not in said
+
+
+def test_no_seed_in_common_is_said(tmp_path: Path) -> None:
+    for seed, method in enumerate(("lump", "ptlf")):
+        made_up.write(tmp_path / method, made_up.results(f"digits/simsiam/{method}", seed=seed))
+    said = headline_of(tmp_path)
+    assert "No seed in common with lump (" in said
+    assert "by seed" not in said
+
+
+def test_a_baseline_without_accuracies_is_said(tmp_path: Path) -> None:
+    for method in ("lump", "ptlf"):
+        made = made_up.results(f"digits/simsiam/{method}")
+        for values in made["probes"].values() if method == "lump" else ():
+            values |= {"matrix": [], "accuracy": None, "forgetting": None}
+        made_up.write(tmp_path / method, made)
+    assert "points. lump was not evaluated. Costs relative to lump: " in headline_of(tmp_path)
+
+
+def test_the_memory_of_the_headline_is_that_of_the_run(tmp_path: Path) -> None:
+    """Kept for backward: mean over the epochs after the first task. GPU memory: the run's peak, 9 of 10 MiB."""
+    kept = []
+    for method in ("ptlf", "lump"):
+        epochs = made_up.results(f"digits/simsiam/{method}", **FINAL.get(method, {}))["cost"]["per_epoch"]
+        kept.append(np.mean([b for b, task in zip(epochs["kept_bytes"], epochs["task"], strict=True) if task > 1]))
+    said = headline(tmp_path, 1)
+    assert f"kept for backward, mean after the first task {kept[0] / kept[1]:.2f}×; " in said
+    assert "peak GPU memory, whole run 0.90×; " in said
+    assert "last epoch" not in said
 
 
 def test_the_least_time_of_many_runs_has_its_interval_too(tmp_path: Path) -> None:

@@ -20,6 +20,11 @@ def measured(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:
     known = [probe for probe in comparison.known if probe in probes] or comparison.known[:1]
     measures = [measure for probe in probes for measure in probe_measures(probe)[:2]]
     measures += [measure for probe in known for measure in reference_measures(probe)[1:]] + MAIN_COSTS
+    return recorded(comparison, measures)
+
+
+def recorded(comparison: Comparison, measures: Sequence[Measure]) -> list[Measure]:
+    """Those that a run has."""
     return [m for m in measures if any(group.values(m.path) for group in comparison.groups)]
 
 
