@@ -38,6 +38,9 @@ const clash = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 
 const drawn = figure => [...figure.querySelectorAll('svg[role=img]')].some(seen);
 const figures = [...document.querySelectorAll('figure')];
 const found = {width: innerWidth, page: document.documentElement.scrollWidth, empty: [], out: [], overlap: [], low: [],
+  wide: [...document.querySelectorAll('.scroll')].filter(b => b.scrollWidth > b.clientWidth).length,
+  close: [...document.querySelectorAll('.note + h3')]
+    .filter(h => box(h).top - box(h.previousElementSibling).bottom < 24).length,
   figures: figures.length, full: figures.filter(drawn).length};
 for (const s of svgs) {
   const name = s.closest('.picture').id, words = texts(s), frame = box(s);
@@ -82,12 +85,27 @@ def small(root: Path) -> str:
     return page(read_comparison([made_up.write(root / name, made, gallery) for name, made in runs.items()]))
 
 
-@pytest.mark.parametrize("many", [False, True])
-def test_in_a_browser(tmp_path: Path, many: bool) -> None:
-    views, console = open_page(made_up.page_of_eight() if many else small(tmp_path / "runs"), tmp_path)
+def seeds(root: Path) -> str:
+    """Two seeds each, with every column of the main table at its widest."""
+    for method in ("lump", "ptlf-deep"):
+        for seed in (0, 1):
+            made = made_up.results(f"digits/simsiam/{method}", seed=seed) | {"test_images": [500, 500, 500]}
+            costs = {"learning_seconds": 245.8 + 9 * seed, "backward_flops": (44963 + 300 * seed) * 10**12}
+            memory = {"kept_bytes": (662.9 + 60 * seed) * 2**20, "last_peak_memory_bytes": (1181 + 70 * seed) * 2**20}
+            made["cost"] |= costs | memory
+            made_up.write(root / f"{method}-{seed}", made, GALLERY)
+    return page(read_comparison([root]))
+
+
+@pytest.mark.parametrize("which", ["small", "many", "seeds"])
+def test_in_a_browser(tmp_path: Path, which: str) -> None:
+    made = made_up.page_of_eight() if which == "many" else {"small": small, "seeds": seeds}[which](tmp_path / "runs")
+    assert ('class="paired"' in made) == (which == "seeds")
+    views, console = open_page(made, tmp_path)
     assert {found["width"] for found in views} == set(WIDTHS)
     for found in views:
         assert found["page"] <= found["width"], "there is something to scroll sideways"
+        assert found["wide"] == found["close"] == 0
         assert found["full"] == found["figures"] >= 10
         assert found["empty"] == found["out"] == found["overlap"] == found["low"] == []
     assert "CONSOLE" not in console
