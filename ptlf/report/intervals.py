@@ -42,12 +42,17 @@ def start_of(results: Json) -> str:
 
 
 def neighbours(values: Json) -> str:
-    """The k that was used, of a probe with one, as ", k = 20"; that it was asked for otherwise is said."""
+    """The k that was used, of a probe with one, as ", k = 20", and why where it is not the one of the settings."""
     asked, used = values["settings"].get("k"), [row["k"] for row in values.get("used_by_task") or [] if "k" in row]
     if asked is None:
         return ""
+    rule = "number of tasks seen so far, at most 200" if by_tasks_seen(values) else ""
     if not used or {asked} == set(used):
-        return f", k = {asked}"
+        return f", k = {rule or asked}"
     span = str(used[0]) if len(set(used)) == 1 else f"{min(used)} to {max(used)}"
-    why = " of the smallest class" if isinstance(asked, int) else ""
-    return f", k = {span}{why} (asked: {asked})"
+    return f", k = {span} ({rule or f'{asked} was set; the smallest class has fewer images'})"
+
+
+def by_tasks_seen(values: Json) -> bool:
+    """Whether the k of this probe is the number of tasks seen, so that it differs from task to task."""
+    return values["settings"].get("k") == "min(200, tasks seen)"

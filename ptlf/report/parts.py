@@ -7,13 +7,17 @@ from functools import partial
 
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures import accuracy, cost, freezing, frontier, gallery, learning
-from ptlf.report.intervals import neighbours
+from ptlf.report.intervals import by_tasks_seen, neighbours
 from ptlf.report.measures import title_of
-from ptlf.report.runs import Comparison, Group
+from ptlf.report.runs import Comparison, Group, policy_of
 
 OVER_TASKS = {
     "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
     "forgetting": "How many points the earlier tasks have lost since their best before the last one; lower is better.",
+}
+TASKS_SEEN = {  # what a k that grows with the tasks means for them
+    "accuracy": " k is the number of tasks seen so far: accuracies after different tasks have different k.",
+    "forgetting": " k is the number of tasks seen so far: the accuracies compared here have different k.",
 }
 FULL, HALF, THIRD, PHONE = 1040.0, 500.0, 320.0, 343.0  # widths in pixels
 TWO_COLUMNS, ONE_COLUMN = 704.0, 344.0  # on paper, where a unit is 0.7 points: 7 inches and 3.5
@@ -60,10 +64,12 @@ def parts(comparison: Comparison) -> list[Part]:
 
 def answer_part(comparison: Comparison) -> Part:
     part, base = Part("answer", "The answer"), comparison.baseline
-    how = "Each dot is a run: accuracy is better to the right, forgetting and every cost to the left."
+    seeds = [len(group.runs) for group in comparison.groups]
+    dot = "one run" if max(seeds) == 1 else "the mean over seeds" if min(seeds) > 1 else "one run or a mean over seeds"
+    how = f"Each dot is {dot}: accuracy is better to the right, forgetting and every cost to the left."
     if base:
         how += f" The dashed line is {base.label}; costs carry their ratio to it."
-    if any(len(group.runs) > 1 for group in comparison.groups):
+    if max(seeds) > 1:
         how += " Whiskers are one standard deviation over seeds."
     part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])
     if base and len(comparison.groups) > 2:
@@ -79,19 +85,21 @@ def accuracy_part(comparison: Comparison) -> Part:
     part = Part("accuracy", "What was learned, and what was kept")
     for probe in comparison.probes:
         title = title_of(probe)
+        tested = [group for group in comparison.groups if probe in group.first["probes"]]
+        growing = any(by_tasks_seen(group.first["probes"][probe]) for group in tested)
         for what, how in OVER_TASKS.items():
             line = Picture(f"{what}-{probe}", partial(accuracy.over_tasks, comparison, probe, what))
-            part.add(f"{what.capitalize()} over tasks, {title}", how, [line], HALF)
+            part.add(f"{what.capitalize()} over tasks, {title}", how + TASKS_SEEN[what] * growing, [line], HALF)
             if not any(pair for group in comparison.groups for pair in accuracy.by_task(group, probe, what)):
                 needed = "one task" if what == "accuracy" else "two tasks"
                 part.notes.append(f"No line of {what}, {title}: it needs {what}_by_task of at least {needed}.")
-        how = "Accuracy in % after each task (row) on the classes of each (column); down a column a task is forgotten."
+        how = "Accuracy in % after each task (row) on the classes of each task (column)."
+        how += " A column shows how the accuracy on one task changes while later tasks are learned."
         heat_map = partial(accuracy.heat_map, probe, accuracy.heat_bounds(comparison, probe))
-        tested = [group for group in comparison.groups if probe in group.first["probes"]]
         if widths := accuracy.half_widths(tested, probe):
-            how += f" The number of test images leaves ±{max(widths):.1f} points at most, at 95 %."
+            how += f" From the number of test images, the 95 % interval of a cell is at most ±{max(widths):.1f} points."
         if ks := sorted({words for group in tested if (words := neighbours(group.first["probes"][probe]))}):
-            how += f" Neighbours: {'; '.join(words.removeprefix(', k = ') for words in ks)}."
+            how += f" {'; '.join(words.removeprefix(', ') for words in ks)}."
         part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", heat_map, tested), HALF)
     for probe in comparison.known:
         how = "Accuracy in % on the images of `evaluation.reference`, before the first task (0) and after each."
@@ -118,7 +126,7 @@ def ratio_part(comparison: Comparison) -> Part:
     part, groups = Part("correlation", "Which units were chosen, and why"), freezing.written(comparison, "ratios")
     how = "A line is a task, a row a unit: far right, the new task would change what the past used; filled dots froze."
     if any(freezing.left_out(group) for group in groups):
-        how += " A unit without a dot would not have been chosen with the highest ratio there is."
+        how += " A ratio is missing where it was not needed: even with the maximum, 1, the unit would not have frozen."
     lines = partial(freezing.ratio_lines, freezing.ratio_low(groups))
     part.add("Task-correlation ratio by unit", how, per_run("ratios", lines, groups), HALF)
     if not groups:
@@ -146,8 +154,10 @@ def freezing_part(comparison: Comparison) -> Part:
     if any(len(group.runs) > 1 for group in groups):
         how += " Paler cells froze in only some of the seeds."
     part.add("Freezing map", how, per_run("freezing", freezing.freezing_map, groups))
-    if idle := [group.label for group in comparison.groups if group not in groups]:
-        part.notes.append(f"Nothing froze in {', '.join(idle)}; `--freezing.policy` names what would.")
+    idle = [group for group in comparison.groups if group not in groups]
+    for off, why in ((True, " (`freezing.policy none`)"), (False, "")):
+        if names := [group.label for group in idle if (policy_of(group.config) == "none") == off]:
+            part.notes.append(f"No unit froze in {', '.join(names)}{why}.")
     return part
 
 

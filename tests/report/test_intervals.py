@@ -47,8 +47,12 @@ def test_the_neighbours_used_are_named() -> None:
     assert neighbours(values) == ", k = 200"
     assert neighbours(values | {"used_by_task": [{"k": 200}, {"k": 200}]}) == ", k = 200"
     assert neighbours(values | {"used_by_task": [{"k": 30}, {"k": 12}]}) == (
-        ", k = 12 to 30 of the smallest class (asked: 200)"
+        ", k = 12 to 30 (200 was set; the smallest class has fewer images)"
     )
+    growing = {"settings": {"k": "min(200, tasks seen)"}}
+    assert neighbours(growing) == ", k = number of tasks seen so far, at most 200"
+    used = {"used_by_task": [{"k": 1}, {"k": 2}]}
+    assert neighbours(growing | used) == ", k = 1 to 2 (number of tasks seen so far, at most 200)"
     assert neighbours({"settings": {"lr": 1}}) == ""
 
 
@@ -73,8 +77,9 @@ def test_every_accuracy_has_its_interval(tmp_path: Path) -> None:
     low, high = wilson(probe["accuracy"], 198)
     start = f"{probe['untrained_accuracy']:.2f}"
     text = shown(tmp_path, results)
-    assert f"{probe['accuracy']:.2f} %</b> right (95 %: {low:.1f} to {high:.1f}), the random encoder {start} %" in text
-    assert f"<small>{low:.1f} to {high:.1f}; random encoder {start}</small>" in text
+    interval = f"95 % from the number of test images: {low:.1f} to {high:.1f}"
+    assert f"{probe['accuracy']:.2f} %</b> right ({interval}), the random encoder {start} %" in text
+    assert f"<small>{low:.1f} to {high:.1f}</small><small>random encoder {start}</small>" in text
     assert "(66 images, ±" in text
 
 

@@ -122,7 +122,9 @@ def test_the_least_cost_of_many_runs_is_relative_to_lump(tmp_path: Path) -> None
     others = [made_up.results(f"digits/simsiam/{method}") | {"cost": lump["cost"]} for method in ("si", "der")]
     folders = [made_up.write(tmp_path / str(number), run) for number, run in enumerate((lump, ptlf, *others))]
     least = re.findall(r"<li>Least (.*?): .*?, <b>.*?</b> \((.*?)\)</li>", " ".join(html(folders).split()))
-    assert [times for title, times in least if title != "forgetting"] == ["0.25×, one seed", "0.75×", "0.50×"]
+    kept = [statistics.fmean(one["kept_bytes"] for one in epoch_lines(run) if one["task"] > 1) for run in (lump, ptlf)]
+    relative = ["0.25×, one seed", f"{kept[1] / kept[0]:.2f}×", "0.50×"]
+    assert [times for title, times in least if title != "forgetting"] == relative
 
 
 def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
@@ -247,15 +249,35 @@ def test_what_is_missing_is_named_with_what_would_fill_it(tmp_path: Path) -> Non
     text = html([made_up.write(tmp_path / "run", results)])
     assert "was not evaluated: it needs labelled test images" in section(text, "accuracy")
     assert "<code>--freezing.policy correlation</code>" in section(text, "correlation")
-    assert "Nothing froze in" in section(text, "freezing")
+    assert "No unit froze in digits/simsiam/lump (<code>freezing.policy none</code>)." in section(text, "freezing")
     assert "no gallery.json beside" in section(text, "gallery")
 
 
-def test_without_accuracies_nothing_is_said_of_their_intervals(two: list[Path], tmp_path: Path) -> None:
-    made = made_up.results()
-    made["probes"] = {}
-    unlabelled = page(read_comparison([made_up.write(tmp_path / "unlabelled", made)]))
-    assert ["95 % (Wilson)" in text for text in (page(read_comparison(two)), unlabelled)] == [True, False]
+def test_intervals_are_explained_only_where_the_number_of_test_images_is_known(tmp_path: Path) -> None:
+    changes: list[dict] = [{"test_images": [66, 66, 66]}, {}, {"probes": {}}]
+    folders = [made_up.write(tmp_path / str(n), made_up.results() | change) for n, change in enumerate(changes)]
+    assert ["95 % interval (Wilson)" in html([folder]) for folder in folders] == [True, False, False]
+
+
+@pytest.mark.parametrize(("seeds", "dot"), [
+    ((1, 1), "one run"), ((2, 2), "the mean over seeds"), ((2, 1), "one run or a mean over seeds")
+])  # fmt: skip
+def test_a_dot_is_a_run_or_a_mean(tmp_path: Path, seeds: tuple[int, int], dot: str) -> None:
+    for method, count in zip(("lump", "ptlf"), seeds, strict=True):
+        for seed in range(count):
+            made_up.write(tmp_path / f"{method}-{seed}", made_up.results(f"digits/simsiam/{method}", seed=seed))
+    assert f"Each dot is {dot}: " in html([tmp_path])
+
+
+def test_a_k_that_grows_with_the_tasks_is_said_where_it_matters(tmp_path: Path) -> None:
+    results = made_up.results()
+    results["probes"]["knn_task"]["settings"]["k"] = "min(200, tasks seen)"
+    part = section(html([made_up.write(tmp_path / "run", results)]), "accuracy")
+    captions = dict(re.findall(r"<h3>([^<]+)</h3><p>([^<]+)</p>", part))
+    growing = {title for title, how in captions.items() if "number of tasks seen so far" in how}
+    assert growing == {title for title in captions if title.endswith("kNN within the task")}
+    assert len(growing) == 3
+    assert captions["Accuracy matrix, kNN among all classes"].endswith(" k = 20.")
 
 
 def test_lines_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:
@@ -382,7 +404,7 @@ def test_runs_are_called_what_their_recipe_is_called(tmp_path: Path) -> None:
 
 
 def test_ratios_that_nobody_needed_are_explained(two: list[Path], tmp_path: Path) -> None:
-    words = "A unit without a dot would not have been chosen"
+    words = "A ratio is missing where it was not needed"
     assert words not in html(two)
     partial = made_up.results("digits/simsiam/ptlf-cost")
     for entry in partial["freezing"]:
