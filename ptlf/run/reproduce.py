@@ -1,7 +1,7 @@
 """The runs behind the paper's tables: which there are, which are missing, and what those would take."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from ptlf.run.folder import texts
 from ptlf.run.paper import Cell, Table
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import Json, read_results
-from ptlf.run.sweep import Planned, train_all
-from ptlf.run.watcher import Watcher
+from ptlf.run.sweep import Planned, Tell, Watch, train_all
 from ptlf.stream import STREAMS
 from ptlf.stream.pack import data_root
 
@@ -103,8 +102,9 @@ def kept_runs(roots: Iterable[Path], words: Sequence[str] = ()) -> dict[str, dic
 
 
 def project_results() -> Path | None:
-    """The runs kept in the clone that this package is run from."""
-    root = Path(ptlf.__file__).resolve().parent.parent
+    """The runs kept in the clone that this package is run from; relative to the working folder if they are below it."""
+    root, here = Path(ptlf.__file__).resolve().parent.parent, Path.cwd()
+    root = root.relative_to(here) if root.is_relative_to(here) else root
     return root / "results" if (root / "pyproject.toml").is_file() and (root / "results").is_dir() else None
 
 
@@ -199,9 +199,11 @@ class Estimate:
     image size. Evaluation, correlations, what other methods add to a step and what freezing takes from it are left out.
 
     steps: timed steps of each measurement.
+    tell: what is timed, before it is.
     """
 
     steps: int = 3
+    tell: Tell = lambda line: None
     seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)  # of an image, by what was measured
 
     def __call__(self, config: Config) -> float:
@@ -226,11 +228,12 @@ class Estimate:
             memory=config.memory,
             training=replace(config.training, batch=batch),
         )
+        self.tell(f"timing a step of {measured.recipe}, {side} px")
         (row,) = bench.methods([measured], side, self.steps, 2)
         return row["step_ms"] / 1000 / batch
 
 
-def train_missing(plan: Plan, watch: Callable[[str], Watcher]) -> Iterator[tuple[Planned, Json | UserError]]:
+def train_missing(plan: Plan, watch: Watch) -> Iterator[tuple[Planned, Json | UserError]]:
     """Each run with its results, or with why it failed; the others go on."""
     keys = {run.folder: (key, seed) for (key, seed), run in plan.runs.items()}
     for run in plan.missing:
