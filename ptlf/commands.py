@@ -145,7 +145,7 @@ def learn(
         return tell(f"{folder}: nothing to finish; give images to learn")
     try:
         results = learner.learn(source, name, **how)
-    except KeyboardInterrupt:  # before training, or a second time in it: the task may not be in the run yet
+    except KeyboardInterrupt:  # before training, or in it without checkpoints: the task may not be in the run yet
         raise Stopped(folder, signal.SIGINT, "nothing more is saved; give the same command again") from None
     show_results(console, results, folder)
     write_page([folder], folder / "report.html")
