@@ -10,41 +10,60 @@ from rich.table import Table as RichTable
 from ptlf.core.errors import UserError
 from ptlf.report.paired import Interval, Ratio, at, interval, mean_ratio, verdict
 from ptlf.report.tables import new_table, note
-from ptlf.run.paper import METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
+from ptlf.run.paper import ADDED, METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
 from ptlf.run.results import Json, epoch_lines
 
 Key = tuple[str, tuple[str, ...]]  # `Cell.key`
 Found = Mapping[Key, Sequence[Json]]  # the results of every seed of a run
 Remarks = Mapping[str, str]  # by `Cell.name`
-PATHS = {
-    "time": ("cost", "learning_seconds"),
-    "memory": ("cost", "mean_kept_bytes"),
-    "flops": ("cost", "backward_flops"),
-}
+Value = Callable[[Json], float | None]
+LEARNING_SECONDS = ("cost", "learning_seconds")
 MINUS = "−"
-DAGGER = "† runs of different states of the code; compare with care."
+DAGGER = "† runs of different commits; compare with care."
 RATIOS = "Ratios: geometric mean over seeds; in brackets the 95 % t interval of their logarithms."
 WIDEST = 1000  # columns, more than any table has
+
+
+def steady_seconds(results: Json) -> float | None:
+    """Of the whole training, the first epoch counted as long as the second: a GPU waits for the compiler in it."""
+    seconds = at(results, LEARNING_SECONDS)
+    first, second = (results["cost"]["per_epoch"].get("seconds") or [0.0, 0.0])[:2] if seconds else (0.0, 0.0)
+    return None if seconds is None else seconds - max(first - second, 0.0)
+
+
+COSTS: Mapping[str, Value] = {
+    "time": steady_seconds,
+    "memory": lambda run: at(run, ("cost", "mean_kept_bytes")),
+    "flops": lambda run: at(run, ("cost", "backward_flops")),
+}
+
+
+def score(table: Table, measure: str, run: Json) -> float | None:
+    probe, name = {
+        "just learned": (table.probe, "forgetting_just_learned"),
+        "knn_class": ("knn_class", "accuracy"),
+    }.get(measure, (table.probe, measure))
+    return at(run, ("probes", probe, name))
 
 
 def figure(table: Table, cell: Cell, measure: str, found: Found) -> Interval | Ratio | None:
     """Ours, over the seeds. Costs are ratios to the baseline's run of the same seed; seconds only on one device."""
     runs = found.get(cell.key, ())
-    if measure not in PATHS:
-        values = [at(run, ("probes", table.probe, measure)) for run in runs]
+    if measure not in COSTS:
+        values = [score(table, measure, run) for run in runs]
         return interval([value for value in values if value is not None])
-    path = PATHS[measure]
+    cost = COSTS[measure]
     if not cell.baseline:
-        return Ratio(1.0, None, len(runs)) if any(at(run, path) for run in runs) else None
-    both = [(at(run, path), at(base, path)) for run, base in pairs(cell, measure, found)]
+        return Ratio(1.0, None, len(runs)) if any(map(cost, runs)) else None
+    both = [(cost(run), cost(base)) for run, base in pairs(cell, measure, found)]
     return mean_ratio([mine / base for mine, base in both if mine and base])
 
 
 def pairs(cell: Cell, measure: str, found: Found) -> list[tuple[Json, Json]]:
     """The cell's runs, each with the baseline's of the same seed, of which both have this cost."""
     runs, bases = found.get(cell.key, ()), found.get((cell.baseline, ()), ())
-    path, both = PATHS[measure], by_seed(runs, bases, same_device=measure == "time")
-    return [(run, base) for run, base in both if at(run, path) and at(base, path)]
+    cost, both = COSTS[measure], by_seed(runs, bases, same_device=measure == "time")
+    return [(run, base) for run, base in both if cost(run) and cost(base)]
 
 
 def by_seed(runs: Sequence[Json], bases: Sequence[Json], *, same_device: bool) -> list[tuple[Json, Json]]:
@@ -82,7 +101,7 @@ def number(value: float | None, measure: str, *, sign: bool = False) -> str:
     if value is None:
         return ""
     shown = f"{value:{'+' if sign else ''}.2f}".replace("-", MINUS)
-    return shown + "x" * (measure in PATHS and not sign)
+    return shown + "x" * (measure in COSTS and not sign)
 
 
 def ours(found: Interval | Ratio | None, measure: str, mark: str = "") -> list[str]:
@@ -102,7 +121,7 @@ def show_table(console: Console, table: Table, found: Found) -> None:
     fits = console.measure(whole, options=console.options.update(width=WIDEST)).maximum <= console.width
     for shown in [whole] if fits else [drawn(table, [column], found) for column in table.columns]:
         console.print(shown)
-    costs = [RATIOS] * any(measure in PATHS for measure in table.measures)
+    costs = [RATIOS] * any(measure in COSTS for measure in table.measures)
     for words in ("±: 95 % t interval over seeds.", *costs, *notes(table, found)):
         note(console, words)
 
@@ -150,7 +169,7 @@ def later_kept(results: Json) -> float | None:
 
 
 # What methods are compared by; whether more is better. Later tasks are those after the first, in which units freeze.
-DIFFERENCES: Mapping[str, tuple[Callable[[Json], float | None], bool]] = {
+DIFFERENCES: Mapping[str, tuple[Value, bool]] = {
     "accuracy, points": (lambda run: at(run, ("probes", "knn_task", "accuracy")), True),
     "forgetting, points": (lambda run: at(run, ("probes", "knn_task", "forgetting")), False),
     "knn_class, points": (lambda run: at(run, ("probes", "knn_class", "accuracy")), True),
@@ -276,18 +295,18 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def section(name: str, table: Table, found: Found, remarks: Remarks) -> str:
-    headings = ["", "stream", *(words for measure in table.measures for words in (measure, "paper", "difference"))]
+    compared = [measure for measure in table.measures if measure not in ADDED]
+    headings = ["", "stream", *(words for measure in compared for words in (measure, "paper", "difference"))]
+    headings += [measure for measure in table.measures if measure in ADDED]
     rows, told = [], {}
     for cell in table.cells:
         runs, row = found.get(cell.key, ()), [cell.row, cell.column]
         for measure in table.measures:
             mine, theirs = figure(table, cell, measure, found), cell.paper.get(measure)
-            both = mine.mean - theirs if mine and theirs is not None else None
-            row += [
-                " ".join(ours(mine, measure, dagger(cell, measure, found))),
-                number(theirs, measure),
-                number(both, measure, sign=True),
-            ]
+            row.append(" ".join(ours(mine, measure, dagger(cell, measure, found))))
+            if measure in compared:
+                both = mine.mean - theirs if mine and theirs is not None else None
+                row += [number(theirs, measure), number(both, measure, sign=True)]
         rows.append([*row, *made_with(runs)])
         if cell.name in remarks:
             told[f"{cell.row}, {cell.column}"] = remarks[cell.name]
@@ -301,7 +320,7 @@ def section(name: str, table: Table, found: Found, remarks: Remarks) -> str:
 def made_with(runs: Sequence[Json]) -> list[str]:
     if not runs:
         return [""] * 4
-    seconds = [value for run in runs if (value := at(run, PATHS["time"])) is not None]
+    seconds = [value for run in runs if (value := at(run, LEARNING_SECONDS)) is not None]
     return [
         ", ".join(str(run["seed"]) for run in runs),
         ", ".join(dict.fromkeys(map(commit, runs))),
