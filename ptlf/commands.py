@@ -234,7 +234,9 @@ def reproduce(
     chosen = {"figures": FIGURES, **TABLES}
     tables = list(TABLES.values()) if table == "all" else [chosen[table]]
     runs = runs or Path("runs", "reproduce", scale)
-    kept = reproduction.project_results()
+    kept, here = reproduction.project_results(), Path.cwd()
+    if kept and kept.is_relative_to(here):
+        kept = kept.relative_to(here)  # as a user in the clone would name it
     planned = reproduction.make_plan(tables, scale, seeds, runs, overrides, [kept] if kept else [])
     if write:
         return write_whole(write, document(planned.results(), reproduction.remarks(kept)))
@@ -245,11 +247,12 @@ def reproduce(
         root = fetch.data_root(lacking[0].config.data_root)
         tell(f"{pack} is not in {root}: `ptlf data get {pack}` brings it; until then its cells are empty")
     if plan:
-        found = [found.folder for seeds in planned.found.values() for found in seeds.values()]
-        return show_plan(found, planned.missing, {pack: len(runs) for pack, runs in planned.left_out.items()})
-    there = len(planned.runs) - len(planned.missing) - sum(map(len, planned.left_out.values()))
-    failed = []
-    for run, results in reproduction.train_missing(planned, tell_count(there, planned.missing)):
+        for folder in planned.of_other_seeds():
+            tell(f"there, of another seed: {folder}")
+        left_out = {pack: len(runs) for pack, runs in planned.left_out.items()}
+        return show_plan(planned.there(), planned.missing, left_out)
+    failed, watch = [], tell_count(len(planned.there()), planned.missing)
+    for run, results in reproduction.train_missing(planned, watch):
         if isinstance(results, UserError):
             failed.append(run.name)
             tell(f"{run.name}: failed: {results}")

@@ -71,6 +71,15 @@ class Plan:
     left_out: dict[str, list[Planned]] = field(default_factory=dict)  # missing too, by the data set that is not packed
     missing: list[Planned] = field(default_factory=list)  # the cheapest first
 
+    def there(self) -> list[Path]:
+        """Folders of those of `runs` that are finished."""
+        return [self.found[key][seed].folder for key, seed in self.runs if seed in self.found[key]]
+
+    def of_other_seeds(self) -> list[Path]:
+        """Folders of finished runs that were not asked for, but count in the means."""
+        found = {(key, seed): one.folder for key, seeds in self.found.items() for seed, one in seeds.items()}
+        return [folder for place, folder in found.items() if place not in self.runs]
+
     def results(self) -> dict[Key, list[Json]]:
         """By seed, in order."""
         return {key: [seeds[seed].results for seed in sorted(seeds)] for key, seeds in self.found.items()}
@@ -102,9 +111,8 @@ def kept_runs(roots: Iterable[Path], words: Sequence[str] = ()) -> dict[str, dic
 
 
 def project_results() -> Path | None:
-    """The runs kept in the clone that this package is run from; relative to the working folder if they are below it."""
-    root, here = Path(ptlf.__file__).resolve().parent.parent, Path.cwd()
-    root = root.relative_to(here) if root.is_relative_to(here) else root
+    """The runs kept in the clone that this package is run from."""
+    root = Path(ptlf.__file__).resolve().parent.parent
     return root / "results" if (root / "pyproject.toml").is_file() and (root / "results").is_dir() else None
 
 

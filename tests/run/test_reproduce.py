@@ -178,7 +178,11 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     assert again == "2 runs: 2 there\n" + shown.out[shown.out.index("Tiny") :]
     assert [path.stat().st_mtime_ns for path in before] == stamps
 
-    assert main([*words[:4], *QUICK, "--plan", "--seeds", "0", "1"]) == 0
+    assert main([*words, "--plan", "--seeds", "1"]) == 0
+    plan = capsys.readouterr().out
+    assert len(re.findall("there, of another seed: .*-seed0\n", plan)) == 2
+    assert re.search(f"\n2 runs: 2 to run, {TIME}\n", plan)
+    assert main([*words, "--plan", "--seeds", "0", "1"]) == 0
     plan = capsys.readouterr().out
     assert re.search(f"4 runs: 2 there, 2 to run, {TIME}\n", plan)
     assert len(re.findall(f"to run: digits/simsiam/.*, {TIME}, in ", plan)) == 2
