@@ -145,7 +145,7 @@ def learn(
         return tell(f"{folder}: nothing to finish; give images to learn")
     try:
         results = learner.learn(source, name, **how)
-    except KeyboardInterrupt:  # before training, or a second time in it: the task may not be in the run yet
+    except KeyboardInterrupt:  # before training, or in it without checkpoints: the task may not be in the run yet
         raise Stopped(folder, signal.SIGINT, "nothing more is saved; give the same command again") from None
     show_results(console, results, folder)
     write_page([folder], folder / "report.html")
@@ -201,10 +201,11 @@ def sweep(
     for run in runs:
         if run not in missing:
             tell(f"{run.name}: already finished in {run.folder}")
+    watch = tell_count(len(runs) - len(missing), missing)
     if jobs["cluster"]:
         train_jobs(missing, out / "jobs", **jobs, tell=tell)
     else:
-        for run, results in sweeps.train_all(missing, Live):
+        for run, results in sweeps.train_all(missing, watch):
             show_results(console, results, run.folder, brief=True)
     several = f", means of {len(set(seeds))} seeds" if len(set(seeds)) > 1 else ""
     groups: dict[str, list[dict[str, Any]]] = {}  # by recipe
@@ -233,7 +234,9 @@ def reproduce(
     chosen = {"figures": FIGURES, **TABLES}
     tables = list(TABLES.values()) if table == "all" else [chosen[table]]
     runs = runs or Path("runs", "reproduce", scale)
-    kept = reproduction.project_results()
+    kept, here = reproduction.project_results(), Path.cwd()
+    if kept and kept.is_relative_to(here):
+        kept = kept.relative_to(here)  # as a user in the clone would name it
     planned = reproduction.make_plan(tables, scale, seeds, runs, overrides, [kept] if kept else [])
     if write:
         return write_whole(write, document(planned.results(), reproduction.remarks(kept)))
@@ -244,10 +247,12 @@ def reproduce(
         root = fetch.data_root(lacking[0].config.data_root)
         tell(f"{pack} is not in {root}: `ptlf data get {pack}` brings it; until then its cells are empty")
     if plan:
-        found = [found.folder for seeds in planned.found.values() for found in seeds.values()]
-        return show_plan(found, planned.missing, {pack: len(runs) for pack, runs in planned.left_out.items()})
-    failed = []
-    for run, results in reproduction.train_missing(planned, Live):
+        for folder in planned.of_other_seeds():
+            tell(f"there, of another seed: {folder}")
+        left_out = {pack: len(runs) for pack, runs in planned.left_out.items()}
+        return show_plan(planned.there(), planned.missing, left_out)
+    failed, watch = [], tell_count(len(planned.there()), planned.missing)
+    for run, results in reproduction.train_missing(planned, watch):
         if isinstance(results, UserError):
             failed.append(run.name)
             tell(f"{run.name}: failed: {results}")
@@ -267,20 +272,24 @@ def show_plan(there: Sequence[Path], missing: Sequence[sweeps.Planned], left_out
     """What is there and what is missing, with its estimated time here. left_out: how many runs wait for a data set."""
     for folder in there:
         tell(f"there: {folder}")
-    estimate, total = reproduction.Estimate(), 0.0
-    for run in missing:
-        total += (seconds := estimate(run.config))
-        begun = ", begun" if (run.folder / "config.yaml").exists() else ""
-        tell(f"to run: {run.name}, at least {duration(seconds)}{begun}, in {run.folder}")
-    words = f"{len(there)} runs are there, {len(missing)} are to be made"
-    words += f", at least {duration(total)}" if missing else ""
+    estimate = reproduction.Estimate(tell=tell)
+    seconds = [estimate(run.config) for run in missing]
+    for run, some in zip(missing, seconds, strict=True):
+        tell(f"to run: {run.name}, {at_least(some)}{', begun' * run.begun}, in {run.folder}")
+    words = sweeps.count(len(there), missing)
+    words += f", {at_least(sum(seconds))}" if missing else ""
     if left_out:
         sets = ", ".join(sorted(left_out))
         words += f", {sum(left_out.values())} cannot be made without the data: {sets} (`ptlf data get NAME`)"
     tell(words)
     if missing:
-        tell("an estimate, from one step of LUMP measured here on noise for each objective and image size: evaluation,")
-        tell("correlations and what other methods add to a step come on top; what freezing takes from it is not in it")
+        tell("from a step of LUMP (with labels: Finetune) timed now on this machine; other work on it makes it longer;")
+        tell("left out: testing, correlations, what other methods, such as PNN, add to a step, and what freezing saves")
+
+
+def at_least(seconds: float) -> str:
+    """Of less than ten seconds a run's start and tests are the most."""
+    return f"at least {duration(seconds)}" if seconds >= 10 else "some seconds"
 
 
 def duration(seconds: float) -> str:
@@ -299,12 +308,18 @@ def frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrides: Wo
     missing = [run for run in runs if not finished(run.folder, run.config)]
     if plan:
         return show_plan([run.folder for run in runs if run not in missing], missing)
-    tell(f"{len(runs)} runs, {len(runs) - len(missing)} of them finished")
-    for run, results in sweeps.train_all(missing, Live, "the same `ptlf frontier` goes on from here"):
+    watch = tell_count(len(runs) - len(missing), missing)
+    for run, results in sweeps.train_all(missing, watch, "the same `ptlf frontier` goes on from here"):
         show_results(console, results, run.folder, brief=True)
     folders, baseline = [run.folder for run in runs], f"no-freezing-seed{seeds[0]}"
     show_frontier(console, recipe, read_comparison(folders, baseline))
     write_page(folders, out / "report.html", baseline)
+
+
+def tell_count(there: int, missing: Sequence[sweeps.Planned]) -> sweeps.Watch:
+    """Tells how many runs are there and how many are left. What is returned tells with each which one it is."""
+    tell(sweeps.count(there, missing))
+    return sweeps.numbered(there, missing, Live, tell)
 
 
 def tell_once() -> Callable[[str], None]:

@@ -65,7 +65,7 @@ class Live(Watcher):
         console.print(f"{self.name}: " + "\n  ".join(about), soft_wrap=self.progress.disable)
         self.progress.reset(self.bar, total=tasks * epochs, completed=done, visible=True, figures="")
         self.progress.start()
-        self.begun, self.loss, self.place, self.rate = True, "", "", 0.0
+        self.begun, self.loss, self.place = True, "", ""
         self.started = self.last_line = self.clock()
 
     @contextmanager
@@ -94,6 +94,7 @@ class Live(Watcher):
 
     def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None:
         self.frozen, self.steps, self.epoch, self.epoch_started = frozen, steps, epoch, self.clock()
+        self.rate = 0.0  # views per second; stays so if the run was stopped after the epoch's last step
         self.place = f"task {task + 1} of {self.tasks}, epoch {epoch + 1} of {self.epochs}"
         self.progress.update(self.bar, description=self.place)
 
@@ -103,7 +104,8 @@ class Live(Watcher):
 
     @property
     def speed(self) -> str:
-        return f"{self.rate:,.0f} views/s, {self.frozen}/{self.units} frozen"
+        rate = f"{self.rate:,.0f} views/s, " if self.rate else ""
+        return f"{rate}{self.frozen}/{self.units} frozen"
 
     def end_epoch(self, losses: Mapping[str, float]) -> None:
         self.loss = "".join(f"{name} {value:.4f}, " for name, value in losses.items())

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ class Run(Looks):
                     self.save_results()
                 if not isinstance(error, RuntimeError):  # else the graphs may be waiting for a process that has died
                     self.leave_graphs()
+                if isinstance(error, KeyboardInterrupt) and self.folder and self.signals.asked:
+                    raise Stopped(self.folder, signal.SIGINT, self.advice(self.folder), self.lost()) from None
                 raise
             finally:
                 self.watcher.end()
@@ -127,12 +130,13 @@ class Run(Looks):
         self.watcher.begin_epoch(self.task, self.epoch, self.trainer.steps_per_epoch(indices), frozen)
         # Closed at once if the run stops: threads may be reading ahead.
         training = contextlib.closing(self.trainer.epoch(indices, self.epoch, state))
+        before = state.views  # of an epoch that was begun before the run was stopped
         with contextlib.ExitStack() as compiling, self.clock("training"), training as steps:
             if self.compiles and not state.steps:
                 compiling.enter_context(self.watcher.phase("compiling the step"))
             for _ in steps:
                 compiling.close()
-                self.watcher.step(state.views)
+                self.watcher.step(state.views - before)
                 self.pause()
             result = state.result()
         self.watcher.end_epoch(result.losses)
@@ -170,7 +174,16 @@ class Run(Looks):
                     self.checkpoints.save(self.position, self.state_dict())
         if asked:
             self.finish_saving()
-            raise Stopped(self.folder, asked, f"go on with `{resume_command(self.folder, self.config)}`")
+            raise Stopped(self.folder, asked, self.advice(self.folder))
+
+    def advice(self, folder: Path) -> str:
+        return f"go on with `{resume_command(folder, self.config)}`"
+
+    def lost(self) -> str:
+        """What is lost if the run stops without saving."""
+        if last := self.checkpoints.last if self.checkpoints else None:
+            return f"what was done since the last checkpoint, {last.name}, is repeated"
+        return "this run has no checkpoint and begins anew"
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is on the disk."""

@@ -1,7 +1,7 @@
 """The runs behind the paper's tables: which there are, which are missing, and what those would take."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from ptlf.run.folder import texts
 from ptlf.run.paper import Cell, Table
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import Json, read_results
-from ptlf.run.sweep import Planned, train_all
-from ptlf.run.watcher import Watcher
+from ptlf.run.sweep import Planned, Tell, Watch, train_all
 from ptlf.stream import STREAMS
 from ptlf.stream.pack import data_root
 
@@ -71,6 +70,15 @@ class Plan:
     found: dict[Key, dict[int, Found]] = field(default_factory=dict)
     left_out: dict[str, list[Planned]] = field(default_factory=dict)  # missing too, by the data set that is not packed
     missing: list[Planned] = field(default_factory=list)  # the cheapest first
+
+    def there(self) -> list[Path]:
+        """Folders of those of `runs` that are finished."""
+        return [self.found[key][seed].folder for key, seed in self.runs if seed in self.found[key]]
+
+    def of_other_seeds(self) -> list[Path]:
+        """Folders of finished runs that were not asked for, but count in the means."""
+        found = {(key, seed): one.folder for key, seeds in self.found.items() for seed, one in seeds.items()}
+        return [folder for place, folder in found.items() if place not in self.runs]
 
     def results(self) -> dict[Key, list[Json]]:
         """By seed, in order."""
@@ -199,9 +207,11 @@ class Estimate:
     image size. Evaluation, correlations, what other methods add to a step and what freezing takes from it are left out.
 
     steps: timed steps of each measurement.
+    tell: what is timed, before it is.
     """
 
     steps: int = 3
+    tell: Tell = lambda line: None
     seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)  # of an image, by what was measured
 
     def __call__(self, config: Config) -> float:
@@ -226,11 +236,12 @@ class Estimate:
             memory=config.memory,
             training=replace(config.training, batch=batch),
         )
+        self.tell(f"timing a step of {measured.recipe}, {side} px")
         (row,) = bench.methods([measured], side, self.steps, 2)
         return row["step_ms"] / 1000 / batch
 
 
-def train_missing(plan: Plan, watch: Callable[[str], Watcher]) -> Iterator[tuple[Planned, Json | UserError]]:
+def train_missing(plan: Plan, watch: Watch) -> Iterator[tuple[Planned, Json | UserError]]:
     """Each run with its results, or with why it failed; the others go on."""
     keys = {run.folder: (key, seed) for (key, seed), run in plan.runs.items()}
     for run in plan.missing:

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,13 @@ class Planned:
     name: str
     config: Config
     folder: Path
+
+    @property
+    def begun(self) -> bool:
+        return (self.folder / "config.yaml").exists()
+
+
+Watch = Callable[[Planned], Watcher]
 
 
 def plan(
@@ -70,16 +78,41 @@ def plan_frontier(
     return runs
 
 
+def count(there: int, missing: Sequence[Planned]) -> str:
+    """How many of the runs are finished, how many were begun, how many are left."""
+    begun = sum(run.begun for run in missing)
+    numbers = {"there": there, "goes on" if begun == 1 else "go on": begun, "to run": len(missing) - begun}
+    total = there + len(missing)
+    parts = ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
+    return f"{total} run{'s' * (total != 1)}{': ' * bool(parts)}{parts}"
+
+
+def numbered(there: int, missing: Sequence[Planned], watch: Callable[[str], Watcher], tell: Tell) -> Watch:
+    """`watch`, which is given a run's name, for `train_all`: tells before each run which one of all it is."""
+    numbers = {run.folder: there + place for place, run in enumerate(missing, 1)}
+
+    def watcher(run: Planned) -> Watcher:
+        seed = run.config.seed
+        name = run.name.removesuffix(f" seed {seed}")
+        tell(f"run {numbers[run.folder]} of {there + len(missing)}: {name}, seed {seed}")
+        return watch(run.name)
+
+    return watcher
+
+
 def train_all(
-    runs: Sequence[Planned],
-    watch: Callable[[str], Watcher],
-    advice: str = "the same `ptlf sweep` goes on from here",
+    runs: Sequence[Planned], watch: Watch, advice: str = "the same `ptlf sweep` goes on from here"
 ) -> Iterator[tuple[Planned, dict[str, Any]]]:
     """Each run with its results, as soon as it is trained. `advice` is for whoever stops them."""
     for run in runs:
         make_stream(run.config)  # fail now if data is missing, not after hours
     for run in runs:
-        yield run, train_one_of_many(Run(run.config, run.folder), watch(run.name), advice, resume=True)
+        watcher = watch(run)
+        try:
+            results = train_one_of_many(Run(run.config, run.folder), watcher, advice, resume=True)
+        except KeyboardInterrupt:  # while it was built
+            raise Stopped(run.folder, signal.SIGINT, advice) from None
+        yield run, results
         gc.collect()  # a run is in reference cycles: its GPU memory would count in the next one's peak
 
 
@@ -89,6 +122,10 @@ def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool =
         results = run.train(watcher, resume=resume)
     except Stopped as stopped:
         raise stopped.again(advice) from None
+    except KeyboardInterrupt:  # without checkpoints the first Ctrl-C is one
+        if run.folder is None:
+            raise
+        raise Stopped(run.folder, signal.SIGINT, advice, run.lost()) from None
     if run.signals.asked and run.folder:
         raise Stopped(run.folder, run.signals.asked, advice)
     return results

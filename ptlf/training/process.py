@@ -9,15 +9,16 @@ from typing import Any, Self
 
 
 class Stopped(Exception):
-    """The run was stopped by a signal, after saving a checkpoint."""
+    """The run was stopped by a signal, after saving a checkpoint. If it saved none, `lost` says what is lost."""
 
-    def __init__(self, folder: Path, number: int, advice: str = "") -> None:
-        super().__init__(f"stopped; {advice or f'go on with `ptlf train --resume {folder}`'}")
-        self.folder, self.number = folder, number
+    def __init__(self, folder: Path, number: int, advice: str = "", lost: str = "") -> None:
+        how = f"stopped without saving: {lost}" if lost else "stopped"
+        super().__init__(f"{how}; {advice or f'go on with `ptlf train --resume {folder}`'}")
+        self.folder, self.number, self.lost = folder, number, lost
 
     def again(self, advice: str) -> "Stopped":
         """The same with another advice, for a command that trains several runs."""
-        return Stopped(self.folder, self.number, advice)
+        return Stopped(self.folder, self.number, advice, self.lost)
 
 
 class StopSignals:
@@ -45,4 +46,5 @@ class StopSignals:
             raise KeyboardInterrupt
         self.asked = number
         if self.tell:  # os.write, because print is not reentrant
-            os.write(2, b"\nptlf: finishing the step, then saving; Ctrl-C (again) leaves at once\n")
+            words = "finishing the step or the test under way, then saving; Ctrl-C (again) leaves at once, unsaved"
+            os.write(2, f"\nptlf: {words}\n".encode())

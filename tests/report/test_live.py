@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from conftest import tiny_config
+from conftest import StopsAt, tiny_config
 from rich.console import Console
 
 from ptlf.core import phases
@@ -18,6 +19,7 @@ from ptlf.report import live
 from ptlf.report.live import EVERY, Live
 from ptlf.run.loop import Run
 from ptlf.run.watcher import Watcher
+from ptlf.training.process import Stopped
 
 
 def shown_by(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> io.StringIO:
@@ -139,6 +141,29 @@ def test_without_a_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> 
     assert lines[2] == "task 1 of 1, epoch 1 of 12: ssl -0.5000, 4 views/s, 0/9 frozen, 2 s"
     assert lines[6] == "task 1 of 1 learnt: ssl -0.5000, knn 50.00, 0/9 frozen, 30 s"
     assert len(lines) == 7
+
+
+class SecondPerStep(Live):
+    def __init__(self, name: str) -> None:
+        self.now = 0.0
+        super().__init__(name, clock=lambda: self.now)
+
+    def step(self, views: int) -> None:
+        self.now += 1
+        super().step(views)
+
+
+@pytest.mark.parametrize(("stop", "rate"), [(2, "68 views/s, "), (3, "")])
+def test_the_rate_of_a_resumed_epoch_is_of_the_views_since(tmp_path, monkeypatch, stop: int, rate: str) -> None:
+    """290 images in steps of 128, 128 and 34, two views of each. After the last step there is no rate."""
+    out = shown_by(monkeypatch, terminal=False)
+    config = tiny_config(evaluation__enabled=False)
+    with pytest.raises(Stopped):
+        Run(config, tmp_path).train(StopsAt(stop))
+    Run(config, tmp_path).train(SecondPerStep("x"), resume=True)
+    first, second = [line for line in out.getvalue().splitlines() if "task 1 of 2, epoch" in line]
+    assert re.fullmatch(rf"  task 1 of 2, epoch 1 of 2: ssl -0\.\d+, {rate}0/3 frozen, {3 - stop} s", first)
+    assert f", {580 / 3:.0f} views/s, 0/3 frozen" in second
 
 
 @pytest.mark.parametrize("widgets", [False, True])

@@ -74,7 +74,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, numb
         patch.setattr("ptlf.commands.Live", lambda name: Signals(number, 8))
         assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(folder), *QUICK]) == code
     told = capfd.readouterr().err
-    assert "finishing the step" in told
+    assert "finishing the step or the test under way" in told
     assert f"go on with `ptlf train --resume {folder} --trust-code`" in told  # its encoder is code of our own
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert (folder / "checkpoints" / "task02-epoch000-step00002.ckpt").exists()
@@ -90,9 +90,44 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path, capfd, monkeypatch) -> None:
     monkeypatch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, 8, times=2))
     assert main(["train", "--out", str(tmp_path / "run"), *QUICK]) == 130
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    told, last = capfd.readouterr().err, "what was done since the last checkpoint, after-task01.ckpt, is repeated"
+    again = f"`ptlf train --resume {tmp_path / 'run'} --trust-code`"
+    assert f"ptlf: stopped without saving: {last}; go on with {again}" in told
     assert "after-task01.ckpt" in names
     assert not any(name.startswith("task02") for name in names)
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "times", "settings", "lost"),
+    [
+        (5, 2, [], "what was done since the last checkpoint, after-task01.ckpt, is repeated"),
+        (1, 2, [], "this run has no checkpoint and begins anew"),
+        (5, 1, ["--checkpoint.enabled", "false"], "this run has no checkpoint and begins anew"),
+    ],
+)
+def test_a_sweep_left_at_once_says_what_is_lost(
+    tmp_path, capfd, monkeypatch, step: int, times: int, settings: list[str], lost: str
+) -> None:
+    words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path), *QUICK, "--training.epochs", "1", *settings]
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, step, times))
+        assert main(words) == 130
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert told == f"ptlf: stopped without saving: {lost}; the same `ptlf sweep` goes on from here"
+    assert main(words) == 0
+    shown = capfd.readouterr().out
+    assert "1 run: 1 goes on\nrun 1 of 1: digits/simsiam/lump, seed 0\n" in shown
+    assert ("going on with task 2, epoch 1, step 1" in shown) == ("after-task01" in lost)
+
+
+def test_ctrl_c_while_a_run_is_built_says_that_the_sweep_goes_on(tmp_path, capsys, monkeypatch) -> None:
+    def build(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("ptlf.run.sweep.Run", build)
+    assert main(["sweep", "digits/simsiam/lump", "--out", str(tmp_path), *QUICK]) == 130
+    assert capsys.readouterr().err == "ptlf: stopped; the same `ptlf sweep` goes on from here\n"
 
 
 def test_a_second_sigterm_changes_nothing() -> None:
@@ -376,6 +411,18 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> 
     with monkeypatch.context() as patch:
         patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGTERM, 4))
         assert main(words) == 143
-    assert "stopped; the same `ptlf sweep` goes on from here" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "stopped; the same `ptlf sweep` goes on from here" in shown.err
+    assert numbered(shown.out) == ["2 runs: 2 to run", "run 1 of 2: digits/simsiam/lump, seed 0"]
     assert main(words) == 0
-    assert "going on with task 1, epoch 2, step 2" in " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr()
+    assert "going on with task 1, epoch 2, step 2" in " ".join(shown.out.split())
+    runs = ["run 1 of 2: digits/simsiam/lump, seed 0", "run 2 of 2: digits/simsiam/finetune, seed 0"]
+    assert numbered(shown.out) == ["2 runs: 1 goes on, 1 to run", *runs]
+    assert main([*words, "--seeds", "0", "1"]) == 0
+    runs = ["run 3 of 4: digits/simsiam/lump, seed 1", "run 4 of 4: digits/simsiam/finetune, seed 1"]
+    assert numbered(capsys.readouterr().out) == ["4 runs: 2 there, 2 to run", *runs]
+
+
+def numbered(shown: str) -> list[str]:
+    return [line for line in shown.splitlines() if re.match(r"\d+ runs?:|run \d", line)]

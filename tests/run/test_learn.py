@@ -288,6 +288,30 @@ def test_ctrl_c_before_the_run_begins_says_that_the_same_command_is_needed(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+class LeavesAt(StopsAt):
+    """Asks to stop at the n-th step, and leaves at once."""
+
+    def step(self, views: int) -> None:
+        super().step(views)
+        if self.number == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_left_at_once_in_a_second_task_it_goes_on_after_the_first(
+    root: Path, tmp_path: Path, one_day: Path, capsys, monkeypatch
+) -> None:
+    run = shutil.copytree(one_day, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.learner.Live", lambda name: LeavesAt(1))
+        assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]) == 130
+    lost = "what was done since the last checkpoint, after-task01.ckpt, is repeated"
+    told = f"stopped without saving: {lost}; go on with `ptlf train --resume {run} --trust-code`"
+    assert told in capsys.readouterr().err
+    assert main(["train", "--trust-code", "--resume", str(run)]) == 0
+    assert "going on with task 2, epoch 1, step 1" in capsys.readouterr().out
+    assert len(json.loads((run / "results.json").read_text())["tasks"]) == 2
+
+
 def files_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 

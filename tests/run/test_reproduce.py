@@ -131,6 +131,9 @@ class Interrupted(Live):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+TIME = r"(?:some seconds|at least \d+ \w+)"
+
+
 def trained(shown: str) -> int:
     return shown.count("task 2 of 2 learnt")
 
@@ -145,9 +148,13 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
         assert main(words) == 128 + signal.SIGTERM
     shown = capsys.readouterr()
     assert trained(shown.out) == 1
+    runs = [f"run 1 of 2: {LUMP.recipe}, seed 0\n", f"run 2 of 2: {PTLF} 0.7, seed 0\n"]
+    assert shown.out.startswith(f"2 runs: 2 to run\n{runs[0]}")
+    assert runs[1] in shown.out
     assert "the same `ptlf reproduce` goes on from here" in shown.err
     assert main(words) == 0
     shown = capsys.readouterr()
+    assert shown.out.startswith(f"2 runs: 1 there, 1 goes on\n{runs[1]}")
     assert "going on with task 1" in shown.out
     assert trained(shown.out) == 1
     accuracies = {}
@@ -168,15 +175,21 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     assert main(words) == 0
     again = capsys.readouterr().out
     assert trained(again) == 0
-    assert again == shown.out[shown.out.index("Tiny") :]
+    assert again == "2 runs: 2 there\n" + shown.out[shown.out.index("Tiny") :]
     assert [path.stat().st_mtime_ns for path in before] == stamps
 
-    assert main([*words[:4], *QUICK, "--plan", "--seeds", "0", "1"]) == 0
+    assert main([*words, "--plan", "--seeds", "1"]) == 0
     plan = capsys.readouterr().out
-    assert "2 runs are there, 2 are to be made, at least" in plan
-    assert len(re.findall("to run: digits/simsiam/.*, at least ", plan)) == 2
+    assert len(re.findall("there, of another seed: .*-seed0\n", plan)) == 2
+    assert re.search(f"\n2 runs: 2 to run, {TIME}\n", plan)
+    assert main([*words, "--plan", "--seeds", "0", "1"]) == 0
+    plan = capsys.readouterr().out
+    assert re.search(f"4 runs: 2 there, 2 to run, {TIME}\n", plan)
+    assert len(re.findall(f"to run: digits/simsiam/.*, {TIME}, in ", plan)) == 2
     assert "cannot be made" not in plan
-    assert "an estimate" in plan
+    assert plan.count("timing") == 1
+    assert "timing a step of digits/simsiam/lump, 16 px\n" in plan.partition("to run")[0]
+    assert "from a step of LUMP (with labels: Finetune) timed now on this machine" in plan
     assert main([*words, "--training.lr", "0.01"]) == 2
     rate = results["config"]["training"]["lr"]
     told = f"holds a run with other settings (training.lr was {rate} and is 0.01); choose another --runs"
@@ -191,7 +204,7 @@ def test_cells_without_data_are_left_out_and_others_go_on(monkeypatch, capsys, t
     words += ["--probes.knn_class.k=20", "--data-root", str(tmp_path / "none")]
     assert main(["reproduce", "main", "--runs", str(tmp_path / "runs"), *words, "--plan", "--seeds", "0", "1"]) == 0
     plan = " ".join(capsys.readouterr().out.split())
-    assert "0 runs are there, 2 are to be made, at least" in plan
+    assert re.search(f"2 runs: 2 to run, {TIME}", plan)
     assert "2 cannot be made without the data: cifar100 (`ptlf data get NAME`)" in plan
     assert main(["reproduce", "main", "--runs", str(tmp_path / "runs"), *words]) == 0
     shown = capsys.readouterr().out
@@ -208,6 +221,10 @@ def test_a_run_that_fails_does_not_stop_the_others(monkeypatch, capsys, tmp_path
     assert main(["reproduce", "main", "--runs", str(tmp_path), *QUICK]) == 2
     shown = capsys.readouterr()
     assert "training.batch is 100000" in shown.out
+    assert re.findall("run . of .: .*", shown.out) == [
+        "run 1 of 2: digits/simsiam/lump 100000, seed 0",
+        "run 2 of 2: digits/simsiam/lump, seed 0",
+    ]
     assert trained(shown.out) == 1
     assert "1 runs failed" in shown.err
 
@@ -241,6 +258,26 @@ def test_an_estimate_is_linear_in_epochs_and_measures_once_per_kind() -> None:
     estimate(tiny_config("digits/barlow_twins/lump", objective__projection=32))
     estimate(tiny_config("digits/supervised/finetune"))
     assert len(estimate.seconds) == 3
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.2, "some seconds"), (12.0, "at least 12 s"), (7200, "at least 2 h")])
+def test_a_plan_has_the_time_of_a_run_and_paths_as_they_were_given(
+    monkeypatch, capsys, tmp_path: Path, seconds: float, words: str
+) -> None:
+    """The kept runs of a clone that is the working folder have relative paths, as `--runs` has."""
+    clone = tmp_path / "clone"
+    config = as_dict(resolve_config(LUMP.recipe, None, [*scale_settings("paper", LUMP.recipe), *QUICK]))
+    keep(clone / "results" / "lump", config)
+    (clone / "pyproject.toml").touch()
+    monkeypatch.setattr(reproduce.ptlf, "__file__", str(clone / "ptlf" / "__init__.py"))
+    monkeypatch.setattr(commands, "TABLES", {"main": TINY})
+    monkeypatch.setattr(Estimate, "__call__", lambda estimate, config: seconds)
+    for folder, kept in ((clone, "results/lump"), (tmp_path, "clone/results/lump")):
+        monkeypatch.chdir(folder)
+        assert main(["reproduce", "main", "--runs", "mine", "--plan", *QUICK]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        to_run = f"to run: {PTLF} 0.7, {words}, in mine/digits-simsiam-ptlf-0.7-seed0"
+        assert lines[:3] == [f"there: {kept}", to_run, f"2 runs: 1 there, 1 to run, {words}"]
 
 
 def test_seed_is_refused(capsys) -> None:
