@@ -293,7 +293,7 @@ def test_paper_notes_name_code_that_exists() -> None:
 @pytest.mark.parametrize("method", ["lump", "ptlf", "ptlf-cost", "ptlf-deep"])
 def test_twenty_short_tasks(method: str) -> None:
     """Means over the seeds of Split CIFAR-100, in the table of recipes and in README's sentence. Ratios are geometric
-    means of those by seed; of time only at the same state of the code."""
+    means of those by seed; of time only at the same commit."""
     mine = kept(f"split-cifar100-simsiam-{method}-seed*")
     base = [kept(f"split-cifar100-simsiam-lump-seed{run['seed']}")[0] for run in mine]
     row = {"lump": "LUMP, here", "ptlf": "PTLF, here"}.get(method, f"`{method}`")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from ptlf.report.measures import Measure
 from ptlf.report.runs import Group, RunRecord
-from ptlf.report.runs import at as at
 
 # 97.5 % quantiles of Student's t, from 1 degree of freedom on.
 QUANTILES = (

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
-from ptlf.report.paired import Interval, Ratio, at, interval, mean_ratio, verdict
+from ptlf.report.paired import Interval, Ratio, interval, mean_ratio, verdict
+from ptlf.report.runs import at, later_kept
 from ptlf.report.tables import new_table, note
 from ptlf.run.paper import ADDED, METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
 from ptlf.run.results import Json, epoch_lines
@@ -26,9 +27,10 @@ WIDEST = 1000  # columns, more than any table has
 
 def steady_seconds(results: Json) -> float | None:
     """Of the whole training, the first epoch counted as long as the second: a GPU waits for the compiler in it."""
-    seconds = at(results, LEARNING_SECONDS)
-    first, second = (results["cost"]["per_epoch"].get("seconds") or [0.0, 0.0])[:2] if seconds else (0.0, 0.0)
-    return None if seconds is None else seconds - max(first - second, 0.0)
+    total, epochs = at(results, LEARNING_SECONDS), results["cost"]["per_epoch"].get("seconds") or []
+    if total is None or len(epochs) < 2:
+        return total
+    return total - max(epochs[0] - epochs[1], 0.0)
 
 
 COSTS: Mapping[str, Value] = {
@@ -162,10 +164,9 @@ def later_seconds(results: Json) -> float | None:
     return sum(later) if later and None not in later else None
 
 
-def later_kept(results: Json) -> float | None:
-    """MiB kept for backward, mean over the epochs of all tasks but the first."""
-    later = [line["kept_bytes"] for line in epoch_lines(results) if line["task"] > 1]
-    return statistics.fmean(later) / 2**20 if later else None
+def later_mebibytes(results: Json) -> float | None:
+    kept = later_kept(epoch_lines(results))
+    return None if kept is None else kept / 2**20
 
 
 # What methods are compared by; whether more is better. Later tasks are those after the first, in which units freeze.
@@ -175,7 +176,7 @@ DIFFERENCES: Mapping[str, tuple[Value, bool]] = {
     "knn_class, points": (lambda run: at(run, ("probes", "knn_class", "accuracy")), True),
     "knn_class forgetting, points": (lambda run: at(run, ("probes", "knn_class", "forgetting")), False),
     "training of later tasks, s": (later_seconds, False),
-    "kept in later tasks, MiB": (later_kept, False),
+    "kept in later tasks, MiB": (later_mebibytes, False),
 }
 
 

@@ -43,9 +43,7 @@ class RunRecord:
 
     @cached_property
     def later_kept(self) -> float | None:
-        """Bytes kept for backward, mean over the epochs of the tasks after the first, in which nothing freezes."""
-        later = [line["kept_bytes"] for line in self.epochs if line["task"] > 1]
-        return statistics.fmean(later) if later else None
+        return later_kept(self.epochs)
 
     def value(self, path: Sequence[str]) -> float | None:
         """The number at this path of the record, if it is there."""
@@ -172,6 +170,12 @@ class Comparison:
 def at(results: Any, path: Sequence[str]) -> float | None:
     """The number at this path of a record, if it is there."""
     return reduce(lambda value, key: (value or {}).get(key), path, results)
+
+
+def later_kept(epochs: Sequence[Json]) -> float | None:
+    """Bytes kept for backward, mean over the epochs of the tasks after the first, in which nothing freezes."""
+    later = [line["kept_bytes"] for line in epochs if line["task"] > 1]
+    return statistics.fmean(later) if later else None
 
 
 def known_probes(results: Json) -> dict[str, Json]:

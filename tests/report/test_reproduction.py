@@ -58,6 +58,8 @@ def test_figures_are_means_over_seeds_and_costs_ratios_by_seed() -> None:
     waited["learning_seconds"] += 50.0
     waited["per_epoch"]["seconds"] = [50.0 + waited["per_epoch"]["seconds"][1], *waited["per_epoch"]["seconds"][1:]]
     assert figure(TABLE, PTLF, "time", made).mean == pytest.approx(0.75)
+    waited["per_epoch"]["seconds"] = waited["per_epoch"]["seconds"][:1]  # nothing to compare a single epoch with
+    assert figure(TABLE, PTLF, "time", made).mean == pytest.approx(150 / 250)
     made[PTLF.key][0]["environment"]["device_name"] = "another"
     assert figure(TABLE, PTLF, "time", made) is None
     assert figure(TABLE, PTLF, "memory", made).mean == pytest.approx(0.75)
