@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 # Pages of the site by what they are made of.
 ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "extending.md", "benchmarks/README.md": "measurements.md"}
-MADE = (*ELSEWHERE.values(), "commands.md", "settings.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 WIDE = ("reproduction.md",)  # pages whose tables need the place of the table of contents
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)

@@ -160,6 +160,12 @@ def test_the_paper_s_figures() -> None:
 
 
 def test_every_method_on_few_images() -> None:
+    """Of seconds the first epoch counts as the second, where it took longer."""
+
+    def cost(run: dict[str, Any], key: str) -> float:
+        first, second, *_ = run["cost"]["per_epoch"]["seconds"]
+        return run["cost"][key] - (first - min(first, second)) * key.endswith("seconds")
+
     rows = table_rows(RECIPES, "all in all")
     (base,) = kept("small-table/lump")
     assert set(rows) == {path.name for path in (ROOT / "results" / "small-table").iterdir()}
@@ -169,7 +175,7 @@ def test_every_method_on_few_images() -> None:
         scores = [probes["knn_task"]["accuracy"], probes["knn_task"]["forgetting"], probes["knn_class"]["accuracy"]]
         costs = ("train_seconds", "learning_seconds", "backward_flops", "kept_bytes")
         wanted = ["-" if score is None else f"{score:.2f}" for score in scores]
-        wanted += [f"{run['cost'][key] / base['cost'][key]:.2f}x" for key in costs]
+        wanted += [f"{cost(run, key) / cost(base, key):.2f}x" for key in costs]
         assert cells == wanted, method
 
 

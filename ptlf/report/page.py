@@ -20,8 +20,9 @@ from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured, recorded
 from ptlf.report.measures import HEADLINE_COSTS, WHOLE_RUN, Measure, probe_measures
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
-from ptlf.report.runs import Comparison, Group, RunRecord, read_comparison
+from ptlf.report.runs import FIRST_EPOCH, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
+from ptlf.run.results import STEADY
 
 COLUMNS = 8  # of a table
 MANY = 3  # runs beside the baseline, from which on the page says who is best at what in place of a sentence per run
@@ -95,6 +96,7 @@ def page(comparison: Comparison) -> str:
         paired=paired_rows(comparison),
         unit=paired.unit,
         relative=relative,
+        steady=STEADY,
         problems=list(problems(comparison)),
         differences=differences(comparison),
         details=[details(run, group) for group in comparison.groups for run in group.runs],
@@ -182,13 +184,15 @@ def standing(group: Group, base: Group | None, measure: Measure) -> str:
 
 
 def relative(group: Group, base: Group | None, measure: Measure) -> tuple[float, str] | None:
-    """A cost's ratio to the baseline's, and how sure it is: said of seconds only, others depend little on the seed."""
+    """A cost's ratio to the baseline's. Of seconds also how sure it is and what is compared; other costs depend little
+    on the seed."""
     found = paired.ratio(group, base, measure)
     if found is None or measure.unit != "s":
         return None if found is None else (found.mean, "")
-    if found.ends is None:
-        return found.mean, "one seed" if found.count else "no seed in common"
-    return found.mean, "95 %: {:.2f} to {:.2f}, {} seeds".format(*found.ends, found.count)
+    seeds = "one seed" if found.count else "no seed in common"
+    if found.ends is not None:
+        seeds = "95 %: {:.2f} to {:.2f}, {} seeds".format(*found.ends, found.count)
+    return found.mean, f"{seeds}; {FIRST_EPOCH}"
 
 
 def paired_rows(comparison: Comparison) -> list[tuple[Measure, list[tuple[Group, str]]]]:

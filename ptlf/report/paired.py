@@ -1,7 +1,7 @@
 """Methods compared by seed: the mean difference to the baseline's run of the same seed, and its 95 % t interval.
 
 "Better" and "worse" are said only where the interval excludes zero. Ratios of costs have a geometric mean, and the
-t interval of their logarithms, so that its ends are positive.
+t interval of their logarithms, so that its ends are positive. Seconds are compared without the wait for the compiler.
 """
 
 import math
@@ -72,7 +72,7 @@ def mean_ratio(values: Sequence[float]) -> Ratio | None:
 
 
 def by_seed(runs: Sequence[RunRecord], path: Sequence[str]) -> dict[int, float]:
-    found = {int(run.results.get("seed") or 0): run.value(path) for run in runs}
+    found = {int(run.results.get("seed") or 0): run.compared(path) for run in runs}
     return {seed: float(value) for seed, value in found.items() if value is not None}
 
 

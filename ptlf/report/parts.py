@@ -9,7 +9,7 @@ from ptlf.report.drawing import Drawing
 from ptlf.report.figures import accuracy, cost, freezing, frontier, gallery, learning
 from ptlf.report.intervals import by_tasks_seen, neighbours
 from ptlf.report.measures import title_of
-from ptlf.report.runs import Comparison, Group, policy_of
+from ptlf.report.runs import FIRST_EPOCH, Comparison, Group, policy_of
 
 OVER_TASKS = {
     "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
@@ -68,7 +68,7 @@ def answer_part(comparison: Comparison) -> Part:
     dot = "one run" if max(seeds) == 1 else "the mean over seeds" if min(seeds) > 1 else "one run or a mean over seeds"
     how = f"Each dot is {dot}: accuracy is better to the right, forgetting and every cost to the left."
     if base:
-        how += f" The dashed line is {base.label}; costs carry their ratio to it."
+        how += f" The dashed line is {base.label}; costs carry their ratio to it, that of time with {FIRST_EPOCH}."
     if max(seeds) > 1:
         how += " Whiskers are one standard deviation over seeds."
     part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
 from ptlf.report.paired import Interval, Ratio, interval, mean_ratio, verdict
-from ptlf.report.runs import at, later_kept
+from ptlf.report.runs import LEARNING_SECONDS, RunRecord, at, later_kept
 from ptlf.report.tables import new_table, note
 from ptlf.run.paper import ADDED, METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
 from ptlf.run.results import Json, epoch_lines
@@ -18,23 +19,14 @@ Key = tuple[str, tuple[str, ...]]  # `Cell.key`
 Found = Mapping[Key, Sequence[Json]]  # the results of every seed of a run
 Remarks = Mapping[str, str]  # by `Cell.name`
 Value = Callable[[Json], float | None]
-LEARNING_SECONDS = ("cost", "learning_seconds")
 MINUS = "−"
 DAGGER = "† runs of different commits; compare with care."
 RATIOS = "Ratios: geometric mean over seeds; in brackets the 95 % t interval of their logarithms."
 WIDEST = 1000  # columns, more than any table has
 
 
-def steady_seconds(results: Json) -> float | None:
-    """Of the whole training, the first epoch counted as long as the second: a GPU waits for the compiler in it."""
-    total, epochs = at(results, LEARNING_SECONDS), results["cost"]["per_epoch"].get("seconds") or []
-    if total is None or len(epochs) < 2:
-        return total
-    return total - max(epochs[0] - epochs[1], 0.0)
-
-
 COSTS: Mapping[str, Value] = {
-    "time": steady_seconds,
+    "time": lambda run: RunRecord(Path(), run).compared(LEARNING_SECONDS),
     "memory": lambda run: at(run, ("cost", "mean_kept_bytes")),
     "flops": lambda run: at(run, ("cost", "backward_flops")),
 }

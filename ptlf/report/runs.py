@@ -14,11 +14,14 @@ from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.results import Json, difference, epoch_lines, read_results, shared_settings
+from ptlf.run.results import Json, compiling_seconds, difference, epoch_lines, read_results, shared_settings
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 Key = TypeVar("Key", int, tuple[int, int])
 LATER_KEPT = ("cost", "later_kept_bytes")  # computed from the epochs: `RunRecord.later_kept`
+LEARNING_SECONDS = ("cost", "learning_seconds")
+WITH_COMPILING = (LEARNING_SECONDS, ("cost", "train_seconds"))  # the first epoch is in them
+FIRST_EPOCH = "the first epoch counted as the second"  # `STEADY` in brief
 UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
 
 
@@ -48,6 +51,11 @@ class RunRecord:
     def value(self, path: Sequence[str]) -> float | None:
         """The number at this path of the record, if it is there."""
         return self.later_kept if tuple(path) == LATER_KEPT else at(self.results, path)
+
+    def compared(self, path: Sequence[str]) -> float | None:
+        """The number as it is compared with another run's: seconds without the wait for the compiler."""
+        value = self.value(path)
+        return value if value is None or tuple(path) not in WITH_COMPILING else value - compiling_seconds(self.results)
 
     @property
     def state(self) -> str:

@@ -14,10 +14,11 @@ from ptlf.report import measures, paired, pareto
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
 from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
 from ptlf.report.runs import Comparison, Group, RunRecord, known_probes, policy_of
-from ptlf.run.results import Json, ratio
+from ptlf.run.results import STEADY, Json, ratio
 
 DEVIATION = "±: standard deviation over the seeds"
 RATIOS = "x: geometric mean of the ratios by seed"
+TIMES = f"time relative to another run: {STEADY}"
 BRACKETS = "in brackets: 95 % interval from the number of test images"
 
 
@@ -78,6 +79,8 @@ def show_runs(
     notes = [DEVIATION] * several + [RATIOS] * (several and base is not None) + [BRACKETS] * (few and tested)
     if notes:
         note(console, "; ".join(notes))
+    if base is not None and len(shown) > 1:
+        note(console, TIMES)
     for group in groups.values():
         for warning in group.worse():
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
@@ -255,6 +258,8 @@ def show_comparison(console: Console, comparison: Json) -> None:
     for line in measures.OVERHEADS:
         below.add_row(line.title, *[figure(line, run["overheads"], run is runs[0], unit=True) for run in runs])
     console.print(below)
+    if len(runs) > 1:
+        note(console, TIMES)
 
 
 def figure(measure: Measure, row: Json, first: bool, *, unit: bool = False) -> str:

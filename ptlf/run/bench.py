@@ -22,7 +22,7 @@ from ptlf.freezing.savings import measure_savings, wait_for
 from ptlf.methods import METHODS
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
-from ptlf.run.results import check_alike, epoch_lines, ratio
+from ptlf.run.results import check_alike, compiling_seconds, epoch_lines, ratio
 from ptlf.run.sweep import train_one_of_many
 from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
@@ -254,39 +254,56 @@ def compare(results: Sequence[Row]) -> Row:
     """What `results.json` of each run comes to beside the first one's: the step by freeze stage, and the overheads.
 
     A stage is the epochs with as many units frozen, in the first task or in those after it; its ratios are to the
-    first run's epochs of the same tasks. What a record does not hold is None.
+    first run's epochs of the same tasks. Ratios of seconds leave the wait for the compiler out. What a record does not
+    hold is None.
     """
     check_tasks([len(result["tasks"]) for result in results])
     check_alike([result["config"] for result in results])
-    lines, first = epoch_lines(results[0]), overheads(results[0])
+    lines, base = without_compiling(results[0]), compared_seconds(results[0])
     for result in results:
         if not {line["task"] for line in epoch_lines(result)} <= {line["task"] for line in lines}:
             raise UserError("the runs have not written down epochs of the same tasks and cannot be compared")
     runs = []
     for result in results:
         own = overheads(result)
-        own |= {f"{key}_ratio": ratio(own[key], first[key]) for key in ("later_learning_seconds", "wall_seconds")}
+        own |= {f"{key}_ratio": ratio(seconds, base[key]) for key, seconds in compared_seconds(result).items()}
         what = {key: result.get(key) for key in ("config", "environment", "commit")}
-        name, by_stage = result["config"].get("recipe") or "run", stages(epoch_lines(result), lines)
+        name, by_stage = result["config"].get("recipe") or "run", stages(result, lines)
         runs.append({"run": name, **what, "stages": by_stage, "overheads": own})
     return {"runs": runs}
 
 
-def stages(epochs: list[Row], first: list[Row]) -> list[Row]:
-    def stage(line: Row) -> tuple[bool, int]:
-        return line["task"] > 1, line["frozen"]
+def without_compiling(result: Row) -> list[Row]:
+    """The epochs with the seconds that are compared with another run's."""
+    lines = epoch_lines(result)
+    for line in lines[:1]:
+        line["seconds"] -= compiling_seconds(result)
+    return lines
 
-    rows = []
-    for (later, frozen), group in itertools.groupby(sorted(epochs, key=stage), stage):
-        lines = list(group)
+
+def compared_seconds(result: Row) -> Row:
+    """The overheads that are compared with another run's."""
+    later, wall = (overheads(result)[key] for key in ("later_learning_seconds", "wall_seconds"))
+    return {"later_learning_seconds": later, "wall_seconds": None if wall is None else wall - compiling_seconds(result)}
+
+
+def stages(result: Row, first: list[Row]) -> list[Row]:
+    """first: of the run that it is compared with, `without_compiling`."""
+
+    def stage(pair: tuple[Row, Row]) -> tuple[bool, int]:
+        return pair[0]["task"] > 1, pair[0]["frozen"]
+
+    rows, pairs = [], zip(epoch_lines(result), without_compiling(result), strict=True)
+    for (later, frozen), group in itertools.groupby(sorted(pairs, key=stage), stage):
+        lines, steady = zip(*group, strict=True)
         tasks = {line["task"] for line in lines}
-        own, base = figures(lines), figures([line for line in first if line["task"] in tasks])
-        own |= {f"{key}_ratio": ratio(own[key], base[key]) for key in own if key not in ("steps", "views_per_second")}
+        own, mine, base = (figures(some) for some in (lines, steady, [one for one in first if one["task"] in tasks]))
+        own |= {f"{key}_ratio": ratio(mine[key], base[key]) for key in own if key not in ("steps", "views_per_second")}
         rows.append({"stage": f"{frozen} frozen" if later else "first task", "epochs": len(lines), **own})
     return rows
 
 
-def figures(lines: list[Row]) -> Row:
+def figures(lines: Sequence[Row]) -> Row:
     """Of some epochs: the mean step and the median epoch's, the mean of the bytes kept, the highest peak."""
     seconds, steps = sum(line["seconds"] for line in lines), sum(line["steps"] for line in lines)
     peaks = [peak for line in lines if (peak := line.get("peak_memory_bytes")) is not None]

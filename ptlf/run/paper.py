@@ -6,6 +6,8 @@ A value that the paper does not print is left out, and rows of ours that it does
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ptlf.run.results import STEADY
+
 STREAMS = {
     "split-cifar10": "Split CIFAR-10",
     "split-cifar100": "Split CIFAR-100",
@@ -188,9 +190,9 @@ KNN = (
     "read as either. `knn_class` is the accuracy among all classes."
 )
 COSTS = (
-    "Time: seconds of all steps, correlations and rebuilds, where a run's first epoch, in which the step is compiled, "
-    "counts as its second; memory: bytes kept for backward, mean over the epochs; FLOPs: counted, backward only; each "
-    "as a ratio of runs with the same seed. The paper's memory also counts weights and replay memory."
+    f"Time: seconds of all steps, correlations and rebuilds, where {STEADY}; memory: bytes kept for backward, mean "
+    "over the epochs; FLOPs: counted, backward only; each as a ratio of runs with the same seed. The paper's memory "
+    "also counts weights and replay memory."
 )
 TABLES: Mapping[str, Table] = {
     "main": Table("Accuracy and forgetting", (*QUALITY, *ADDED), tuple(main_cells()), notes=[KNN]),

@@ -82,6 +82,8 @@ RESULTS: Json = {
     },
     **dict.fromkeys(("wall_seconds?", "host_share?"), NUMBER),
 }
+# Said beside seconds of a run that are compared with those of another one: see `compiling_seconds`.
+STEADY = "a run's first epoch, in which the step is compiled, counts as its second"
 AGAIN = "take the run's folder from where it was made again, or leave it out"
 
 
@@ -201,6 +203,14 @@ def to_lines(columns: Json) -> list[Json]:
         | {"loss": {name: loss[place] for name, loss in losses.items() if loss[place] is not None}}
         for place, values in enumerate(zip(*plain.values(), strict=True))
     ]
+
+
+def compiling_seconds(results: Json) -> float:
+    """What the run's first epoch took longer than its second: on a GPU it waits for the compiler. It is left out where
+    seconds of two runs are compared; 0 where the first task has a single epoch."""
+    columns = results["cost"]["per_epoch"]
+    seconds, tasks = (columns.get(key, [])[:2] for key in ("seconds", "task"))
+    return max(seconds[0] - seconds[1], 0.0) if len(seconds) == 2 and tasks[0] == tasks[1] else 0.0
 
 
 def ratio(value: float | None, base: float | None) -> float | None:

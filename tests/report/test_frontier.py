@@ -48,6 +48,17 @@ def test_costs_are_of_the_later_tasks_relative_to_the_baseline(tmp_path: Path) -
     assert frontier(comparison, 1000.0) is None  # two runs have no front to speak of
 
 
+def test_waiting_for_the_compiler_is_not_of_the_later_tasks(tmp_path: Path) -> None:
+    relative = []
+    for wait in (0.0, 60.0):
+        runs = [made_up.results(f"digits/simsiam/{name}") for name in ("lump", "ptlf")]
+        runs[0] = made_up.wait_for_compiler(runs[0], wait)
+        folders = [made_up.write(tmp_path / f"{wait}-{place}", run) for place, run in enumerate(runs)]
+        relative.append(costs(read_comparison(folders), "seconds"))
+    assert relative[0] == relative[1]
+    assert relative[0]["ptlf"] < 1
+
+
 def test_a_run_for_every_order_and_rising_share(tmp_path: Path) -> None:
     shares = {"initial": [0.0, 0.3], "final": [0.2, 0.4]}
     runs = plan_frontier("digits/simsiam/lump", ["cost_aware"], **shares, seeds=[0, 1], out=tmp_path, overrides=[])

@@ -117,13 +117,32 @@ def test_costs_are_relative_to_lump(two: list[Path]) -> None:
         html(two, "lumb")
 
 
+def test_waiting_for_the_compiler_changes_seconds_and_no_ratio(tmp_path: Path) -> None:
+    """Ratios of headline, table and picture, with 60 s more in LUMP's first epoch and with none; the page says so."""
+    pages = []
+    for wait in (0.0, 60.0):
+        lump, ptlf = made_up.pair()
+        runs = {"lump": made_up.wait_for_compiler(lump, wait), "ptlf": ptlf}
+        folders = [made_up.write(tmp_path / f"{wait}" / name, run) for name, run in runs.items()]
+        pages.append(" ".join(html(folders).split()))
+    for text, seconds in zip(pages, (100.0, 160.0), strict=True):
+        assert rows(text)["lump"]["cost.learning_seconds"] == (seconds, f"{seconds:.1f}")
+        said = "training time <b>0.25×</b> (one seed; the first epoch counted as the second)"
+        assert said in text
+        assert re.search(r'data-measure="cost.learning_seconds" data-value="25.0"><span>25.0 <b>0.25×</b>', text)
+        picture = section(text, "answer").split('<div class="desk">')[1].split("</div>")[0]
+        assert re.findall(r">([^<]*×)<", picture) == ["0.25×", "0.75×", "0.50×"]
+        assert text.count("that of time with the first epoch counted as the second.") == 1
+        assert "a run's first epoch, in which the step is compiled, counts as its second." in unescape(text)
+
+
 def test_the_least_cost_of_many_runs_is_relative_to_lump(tmp_path: Path) -> None:
     lump, ptlf = made_up.pair()
     others = [made_up.results(f"digits/simsiam/{method}") | {"cost": lump["cost"]} for method in ("si", "der")]
     folders = [made_up.write(tmp_path / str(number), run) for number, run in enumerate((lump, ptlf, *others))]
     least = re.findall(r"<li>Least (.*?): .*?, <b>.*?</b> \((.*?)\)</li>", " ".join(html(folders).split()))
     kept = [statistics.fmean(one["kept_bytes"] for one in epoch_lines(run) if one["task"] > 1) for run in (lump, ptlf)]
-    relative = ["0.25×, one seed", f"{kept[1] / kept[0]:.2f}×", "0.50×"]
+    relative = ["0.25×, one seed; the first epoch counted as the second", f"{kept[1] / kept[0]:.2f}×", "0.50×"]
     assert [times for title, times in least if title != "forgetting"] == relative
 
 

@@ -27,7 +27,7 @@ from ptlf.report.paired import (
     verdict,
     words,
 )
-from ptlf.report.runs import Group, RunRecord, read_comparison
+from ptlf.report.runs import FIRST_EPOCH, Group, RunRecord, read_comparison
 from ptlf.report.tables import show_runs
 
 ACCURACY, FORGETTING, _ = probe_measures("knn_task")
@@ -165,9 +165,9 @@ def headline_of(tmp_path: Path) -> str:
 def test_the_time_ratio_of_the_headline_has_its_interval_by_seed(tmp_path: Path) -> None:
     """Against scipy's geometric mean, and its interval of the logarithms."""
     ratios = np.array([mine / base for base, mine in SECONDS])
-    words = f"training time {stats.gmean(ratios):.2f}× (95 %: {ends(ratios)}, 3 seeds)"
+    words = f"training time {stats.gmean(ratios):.2f}× (95 %: {ends(ratios)}, 3 seeds; {FIRST_EPOCH})"
     assert words in headline(tmp_path, 3)
-    assert "training time 0.80× (one seed); kept" in headline(tmp_path / "one", 1)
+    assert f"training time 0.80× (one seed; {FIRST_EPOCH}); kept" in headline(tmp_path / "one", 1)
 
 
 def scores(method: str, key: str, seeds: int = 3) -> np.ndarray:
@@ -248,7 +248,7 @@ def test_the_least_time_of_many_runs_has_its_interval_too(tmp_path: Path) -> Non
     ratios = np.array([mine / base for base, mine in SECONDS[:2]])
     found = re.search(r"Least training time: .*? 85\.0 s \((.*?)\)", headline(tmp_path, 2, others=3))
     assert found is not None
-    assert found.group(1) == f"{stats.gmean(ratios):.2f}×, 95 %: {ends(ratios)}, 2 seeds"
+    assert found.group(1) == f"{stats.gmean(ratios):.2f}×, 95 %: {ends(ratios)}, 2 seeds; {FIRST_EPOCH}"
 
 
 def test_ratios_far_apart_have_a_positive_interval_and_one_number_on_the_page(tmp_path: Path) -> None:
@@ -270,8 +270,28 @@ def test_ratios_far_apart_have_a_positive_interval_and_one_number_on_the_page(tm
     cells = "".join(re.findall(r'data-measure="cost.learning_seconds".*?</td>', made, re.DOTALL))
     shown = set(re.findall(r"<b>(\d+\.\d\d)×</b>", cells))
     assert shown == {f"{stats.gmean(ratios):.2f}"}  # the ratio of the mean seconds is 3.53
-    assert f"training time <b>{stats.gmean(ratios):.2f}×</b> (95 %: {ends(ratios)}, 2 seeds)" in made
+    assert f"training time <b>{stats.gmean(ratios):.2f}×</b> (95 %: {ends(ratios)}, 2 seeds; {FIRST_EPOCH})" in made
     assert "geometric mean over the seeds of the ratios to lump" in " ".join(made.split())
+
+
+@pytest.mark.parametrize("seeds", [(0, 1), (2, 3)])  # in common with LUMP's, and not
+def test_waiting_for_the_compiler_changes_no_ratio_and_no_difference(seeds: tuple[int, int]) -> None:
+    """LUMP waits 40 and 7 s in its first epoch, PTLF 300 s with one seed: as if none did."""
+
+    def group(method: str, seeds: tuple[int, int], waits: tuple[float, float]) -> Group:
+        made = [made_up.results(f"digits/simsiam/{method}", seed=seed) for seed in seeds]
+        waited = [made_up.wait_for_compiler(one, wait) for one, wait in zip(made, waits, strict=True)]
+        return Group([RunRecord(Path(), one) for one in waited], method)
+
+    steady = group("lump", (0, 1), (0.0, 0.0)), group("ptlf", seeds, (0.0, 0.0))
+    waiting = group("lump", (0, 1), (40.0, 7.0)), group("ptlf", seeds, (300.0, 0.0))
+    for measure in COSTS[:2]:
+        assert waiting[1].mean(measure.path) == pytest.approx(steady[1].mean(measure.path) + 150.0)
+        wanted, found = (ratio(mine, base, measure) for base, mine in (steady, waiting))
+        assert found is not None and wanted is not None
+        assert (found.mean, found.count) == (pytest.approx(wanted.mean), 2 if seeds == (0, 1) else 0)
+        wanted, found = (compared(mine, base, measure) for base, mine in (steady, waiting))
+        assert (found and (found.mean, found.half)) == (wanted and pytest.approx((wanted.mean, wanted.half)))
 
 
 def test_without_a_seed_in_common_it_is_the_ratio_of_the_means() -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ptlf.report import live
 from ptlf.report.tables import show_results, show_rows, show_runs
+from ptlf.run.results import STEADY
 
 
 def rows(show: Callable[..., None], *arguments: Any) -> dict[str, list[str]]:
@@ -36,6 +37,22 @@ def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
     assert found["knn_class random encoder, %"] == [f"{value:.2f}" for value in accuracies]
     assert rows(show_runs, runs, "ptlf")["training time"] == ["100.0 s  4.00x", "25.0 s"]
     assert rows(show_runs, runs)["training time"] == ["100.0 s", "25.0 s"]
+
+
+@pytest.mark.parametrize("names", [("a/lump", "a/ptlf"), ("a/lump", "a/ptlf", "a/third", "a/fourth")])
+def test_waiting_for_the_compiler_changes_seconds_and_no_ratio(names: tuple[str, ...]) -> None:
+    """Side by side and as a list; and it is said."""
+    lump, ptlf = made_up.pair()
+    runs = {name: [made_up.wait_for_compiler(lump, 60.0) if name == "a/lump" else ptlf] for name in names}
+    found = rows(show_runs, runs, "a/lump")
+    if len(names) == 2:
+        assert found["training time"] == ["2.7 min", "25.0 s  0.25x"]
+    else:
+        assert (found["lump"][4], found["ptlf"][4]) == ("2.7 min", "0.25x")
+    for base in ("a/lump", None):
+        console = Console(width=160, file=io.StringIO())
+        show_runs(console, runs, base)
+        assert (f"time relative to another run: {STEADY}" in console.file.getvalue()) == bool(base)
 
 
 def test_seeds_are_shown_as_mean_and_spread() -> None:

@@ -17,7 +17,7 @@ from ptlf.run import bench
 from ptlf.run.bench import compare
 from ptlf.run.build import make_stream
 from ptlf.run.loop import Run
-from ptlf.run.results import SCHEMA, to_columns
+from ptlf.run.results import SCHEMA, epoch_lines, to_columns
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +95,22 @@ def test_overheads_by_hand() -> None:
     assert (lump["host_share"], ptlf["host_share"]) == (0.1, None)
     assert (ptlf["knn_task_accuracy"], ptlf["knn_class_forgetting"]) == (90, None)
     assert (ptlf["train_seconds"], ptlf["checkpoint_seconds"]) == (1.5, None)
+
+
+def test_waiting_for_the_compiler_changes_no_ratio() -> None:
+    """LUMP's first epoch takes 7 s longer than the like one after it; the stage's own step and the whole run tell."""
+    lump, ptlf = first(), second()
+    for run, wait in ((lump, 7.0), (ptlf, 0.0)):
+        lines = epoch_lines(run)
+        again = lines[0] | {"epoch": 2}
+        run["cost"]["per_epoch"] = to_columns([lines[0] | {"seconds": lines[0]["seconds"] + wait}, again, *lines[1:]])
+        run["wall_seconds"] += wait
+    found = compare([lump, ptlf])["runs"]
+    assert found[0]["stages"][0]["step_ms"] == pytest.approx(450)  # 8 s and 1 s, 10 steps each
+    assert [run["stages"][0]["step_ms_ratio"] for run in found] == pytest.approx([1.0, 1.1])
+    assert [run["stages"][0]["median_step_ms_ratio"] for run in found] == pytest.approx([1.0, 1.1])
+    assert found[0]["overheads"]["wall_seconds"] == 27
+    assert found[1]["overheads"]["wall_seconds_ratio"] == 1.25
 
 
 def test_what_an_older_record_does_not_hold_is_none() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ptlf.core.errors import UserError
 from ptlf.run import environment
-from ptlf.run.results import read_results, to_columns, to_json, to_lines
+from ptlf.run.results import compiling_seconds, read_results, to_columns, to_json, to_lines
 
 
 def test_a_changed_tree_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,3 +87,15 @@ def test_a_file_of_another_schema_is_refused_with_the_way_out(tmp_path: Path, te
     with pytest.raises(UserError) as caught:
         read_results(tmp_path)
     assert str(caught.value).startswith(f"{path} {reason.format(path)}")
+
+
+@pytest.mark.parametrize(("tasks", "seconds", "wait"), [
+    ([1, 1, 2], [9.0, 2.0, 1.0], 7.0),
+    ([1, 1], [2.0, 2.5], 0.0),  # the first epoch is the faster one
+    ([1, 2], [9.0, 2.0], 0.0),  # of another task, which may have fewer images
+    ([1], [9.0], 0.0),
+    ([], [], 0.0),
+])  # fmt: skip
+def test_the_wait_for_the_compiler(tasks: list[int], seconds: list[float], wait: float) -> None:
+    lines = [{"task": task, "seconds": took} for task, took in zip(tasks, seconds, strict=True)]
+    assert compiling_seconds({"cost": {"per_epoch": to_columns(lines)}}) == wait
