@@ -19,7 +19,7 @@ from ptlf.report.page import page
 from ptlf.report.runs import read_comparison, unsteady
 from ptlf.report.tables import show_runs
 from ptlf.run.recipes import VARIANTS
-from ptlf.run.results import epoch_lines, to_columns
+from ptlf.run.results import STEADY, epoch_lines, to_columns
 
 PIXEL = (
     "data:image/png;base64,"
@@ -133,7 +133,7 @@ def test_waiting_for_the_compiler_changes_seconds_and_no_ratio(tmp_path: Path) -
         picture = section(text, "answer").split('<div class="desk">')[1].split("</div>")[0]
         assert re.findall(r">([^<]*×)<", picture) == ["0.25×", "0.75×", "0.50×"]
         assert text.count("that of time with the first epoch counted as the second.") == 1
-        assert "a run's first epoch, in which the step is compiled, counts as its second." in unescape(text)
+        assert f" Where times of two runs are compared, {STEADY}." in unescape(text)
 
 
 def test_the_least_cost_of_many_runs_is_relative_to_lump(tmp_path: Path) -> None:
