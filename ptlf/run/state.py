@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import ptlf
@@ -47,6 +48,7 @@ STATE: Json = {
         "reference?": {"*": [NUMBER]},
     },
     "settings?": dict,
+    "threads?": COUNT,
 }
 # What goes with `settings`, to compare.
 COMPARED: Json = {"tasks": COUNT, "images": [{"name": str, "count": int, "sha256": str}]}
@@ -97,6 +99,7 @@ class State(Parts):
             "looks": self.gallery.looks if self.gallery else {},
             "record": vars(self.record),
             "settings": as_dict(self.config),
+            "threads": torch.get_num_threads(),
             "images": self.images_begun(self.task),
         }
 
