@@ -21,6 +21,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.report.figures.paper import write_paper_figures
 from ptlf.report.intervals import RANDOM, start_of
 from ptlf.report.live import Live, console, tell
+from ptlf.report.measures import duration
 from ptlf.report.page import write_report
 from ptlf.report.reproduction import document, show_differences, show_table
 from ptlf.report.runs import read_comparison
@@ -290,12 +291,6 @@ def show_plan(there: Sequence[Path], missing: Sequence[sweeps.Planned], left_out
 def at_least(seconds: float) -> str:
     """Of less than ten seconds a run's start and tests are the most."""
     return f"at least {duration(seconds)}" if seconds >= 10 else "some seconds"
-
-
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrides: Words, **grid: Any) -> None:

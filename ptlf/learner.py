@@ -109,7 +109,9 @@ class Learner:
         learner, folder = cls.__new__(cls), Path(folder)
         given = gathered(settings)
         if changed := [name for name in flatten(given) if name not in MAY_BE_GIVEN]:
-            raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}")
+            first = "were chosen with its first task and hold for all; for others begin a new run"
+            why = f"; epochs and batch {first}" if changed[0] in ("training.epochs", "training.batch") else ""
+            raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}{why}")
         values = read_yaml(folder / "config.yaml")
         with nullcontext() if trust_code else settings_from(folder / "config.yaml"):
             stored = from_dict(values)
@@ -337,7 +339,7 @@ class Learner:
         values, told = fit_settings(as_dict(self.config), self.free, sizes, first.size)
         self.config = from_dict(values)
         if told and said:
-            said(told)
+            said(f"{told}, now only: they hold for later tasks too, and one with more images takes as much longer")
 
     def _start(self) -> nn.Module | None:
         """A copy of the module that was given, with the weights that training began with."""

@@ -383,6 +383,7 @@ BAD = [
     (damaged, [], "is no readable .npz"),
     (single, [], "task 2 has 1 image; a batch needs at least 2"),
     (broken, ["--training.lr", "1"], "leave out training.lr"),
+    (broken, ["--training.epochs", "5"], "epochs and batch were chosen with its first task and hold for all"),
     (broken, ["--recipe", "digits/simsiam/lump"], "leave out --recipe"),
     (broken, ["--size", "16"], "leave out --size"),
     (broken, ["--evaluation.tasks", "some"], "evaluation.tasks must be all, last:N or sample:N"),
