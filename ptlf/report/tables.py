@@ -13,7 +13,7 @@ from ptlf.core.words import clipped
 from ptlf.report import measures, paired, pareto
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
 from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
-from ptlf.report.runs import Comparison, Group, RunRecord, known_probes, policy_of
+from ptlf.report.runs import FEATURES, Comparison, Group, RunRecord, known_probes, policy_of
 from ptlf.run.results import STEADY, Json, ratio
 
 DEVIATION = "±: standard deviation over the seeds"
@@ -82,7 +82,7 @@ def show_runs(
     if base is not None and len(shown) > 1:
         note(console, TIMES)
     for group in groups.values():
-        for warning in group.worse():
+        for warning in (*group.worse(), *group.falling()):
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
         if group.doubt:
             console.print(f"{group.label}: {group.doubt}", soft_wrap=True)
@@ -124,7 +124,7 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
         table.add_row(f"{probe} what it knew before, %", *cells)
         table.add_row(f"{probe} lost of that, points", *[score(lost, group) for group in groups])
         table.add_section()
-    for key, title in {"effective_rank": "effective rank", "spread": "spread"}.items():
+    for key, title in FEATURES.items():
         last = [[run.results["features"][-1][key] for run in g.runs if run.results.get("features")] for g in groups]
         if any(last):
             cells = [percent(statistics.fmean(values) if values else None) for values in last]

@@ -122,7 +122,7 @@ class Run(Looks):
             self.pause()
         self.method.end_task(self.task, self.model)
         self.test_reference()
-        self.measure_features(indices)
+        self.record.features += self.measure_features(self.task)
         self.watcher.end_task(self.task, self.evaluate())
         self.task, self.epoch = self.task + 1, 0
         self.save_results()
@@ -241,6 +241,7 @@ class Run(Looks):
             raise UserError(f"{last} does not fit the settings in {self.folder}/config.yaml: {why}") from error
         if grown:
             self.record.begin(before.untrained, before.untrained_future)
+            self.record.untrained_features += before.untrained_features
             self.clock.add(spent)
             if self.gallery:
                 self.gallery.looks = looks

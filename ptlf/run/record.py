@@ -33,6 +33,7 @@ class Record:
     spent_before: dict[str, float] = field(default_factory=dict)  # seconds by purpose, when it began
     warned: bool = False  # of a collapse
     features: list[dict[str, Any]] = field(default_factory=list)  # spread and effective rank after each task
+    untrained_features: list[dict[str, Any]] = field(default_factory=list)  # before training, where nothing is labelled
     memory_images: dict[str, Any] | None = None  # what the memory was filled with before the first task
     reference: dict[str, list[float]] = field(default_factory=dict)  # before the first task and after each, by probe
 

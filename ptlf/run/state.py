@@ -44,6 +44,7 @@ STATE: Json = {
         "spent_before": {"*": NUMBER},
         "warned": bool,
         "features?": [FEATURES],
+        "untrained_features?": [FEATURES],
         "memory_images?": dict,
         "reference?": {"*": [NUMBER]},
     },
@@ -167,6 +168,7 @@ class State(Parts):
             "reference": self.reference_results(),
             "memory_images": self.record.memory_images,
             "features": self.record.features,
+            "untrained_features": self.record.untrained_features,
             "freezing": self.freezing.log,
             "cost": self.record.cost(self.clock.seconds),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -131,3 +132,48 @@ def test_other_settings_are_still_refused(world: Path, capsys: pytest.CaptureFix
     assert "leave out --stream.tasks" in capsys.readouterr().err
     assert main(["evaluate", str(world / "run"), "--stream.labelled", "nowhere", "--trust-code"]) == 2
     assert "nowhere is neither" in capsys.readouterr().err
+
+
+def test_features_of_the_untrained_encoder_stand_beside_those_of_each_task(world: Path, tmp_path: Path) -> None:
+    """Whether the days are known from the start or arrive one by one."""
+    results = json.loads((world / "run" / "results.json").read_text())
+    untrained = results["untrained_features"]
+    assert [entry["task"] for entry in untrained] == [1, 2]
+    stored = read_yaml(world / "run" / "config.yaml")
+    run = Run(from_dict(stored))  # as it was before training
+    run.model.encoder.eval()
+    for entry, task in zip(untrained, run.stream.tasks, strict=True):
+        with torch.no_grad():
+            features = run.model.encoder(run.prepare(torch.from_numpy(np.array(task.images.pixels[task.train]))))
+        assert entry["images"] == len(features) == 80
+        assert entry["effective_rank"] == pytest.approx(effective_rank(features), rel=1e-4)
+    words = ["--size", "16", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2", "--device", "cpu"]
+    words += ["--training.batch", "40", "--trust-code"]
+    assert main(["learn", str(tmp_path / "days"), str(world / "days" / "monday"), *words]) == 0
+    assert main(["learn", str(tmp_path / "days"), str(world / "days" / "tuesday"), "--trust-code"]) == 0
+    assert json.loads((tmp_path / "days" / "results.json").read_text())["untrained_features"] == untrained
+
+
+def test_the_headline_without_labels_says_what_is_known(world: Path, capsys) -> None:
+    page = (world / "run" / "report.html").read_text()
+    header = page[page.index("<header>") : page.index("</header>")]
+    results = json.loads((world / "run" / "results.json").read_text())
+    ranks = [f"{entry['effective_rank']:.3g}" for entry in results["features"]]
+    assert "has no labelled test images: its accuracy is not known" in header
+    assert f"effective rank {ranks[0]} after the first task, {ranks[1]} after the last" in header
+    pictures = json.loads((world / "run" / "gallery.json").read_text())
+    (after, total, before) = re.findall(
+        r"(\d+) of (\d+) are of the same task; encoder before training: (\d+)\.", header
+    )[0]
+    assert int(total) == len(pictures["queries"]) * len(pictures["looks"]["after"]["neighbours"][0])
+    for words, moment in ((before, "before"), (after, "after")):
+        rows = zip(pictures["queries"], pictures["looks"][moment]["neighbours"], strict=True)
+        kinds = [kind for _, kind in pictures["tiles"]]
+        assert int(words) == sum(kinds[query] == kinds[other] for query, others in rows for other in others)
+    assert ("Fewer than before training" in header) == (int(after) < int(before))
+    assert f"<code>ptlf evaluate {world / 'run'} --stream.labelled FOLDER</code>" in header
+    assert 'id="answer"' not in page and "better to the right" not in page
+    table = page[page.index('<table class="features">') :].split("</table>")[0]
+    assert "task 1, monday" in table and "task 2, tuesday" in table
+    for entry in (*results["features"], *results["untrained_features"]):
+        assert f">{entry['effective_rank']:.3g}<" in table and f">{entry['spread']:.3g}<" in table
