@@ -30,7 +30,7 @@ from ptlf.run.folder import START, claimed, has_finished, load_encoder, save_enc
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
 from ptlf.run.parts import Parts
-from ptlf.run.recipes import name_of, recipe
+from ptlf.run.recipes import name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
 from ptlf.run.start import without_start
 from ptlf.run.watcher import Watcher
@@ -83,7 +83,7 @@ class Learner:
             names trackers.
         """
         named = {"encoder.name": encoder if isinstance(encoder, str) else "given"} if encoder is not None else {}
-        given = gathered({**named, **settings})
+        given = with_stored_encoder(gathered({**named, **settings}))
         values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
         module = encoder if isinstance(encoder, nn.Module) else None
         self._begin(from_dict(values), out, size, module, free_settings(given))

@@ -162,9 +162,8 @@ def test_the_headline_without_labels_says_what_is_known(world: Path, capsys) -> 
     assert "has no labelled test images: its accuracy is not known" in header
     assert f"effective rank {ranks[0]} after the first task, {ranks[1]} after the last" in header
     pictures = json.loads((world / "run" / "gallery.json").read_text())
-    (after, total, before) = re.findall(
-        r"(\d+) of (\d+) are of the same task; encoder before training: (\d+)\.", header
-    )[0]
+    told = r"(\d+) of (\d+) are of the same task; encoder before training: (\d+)\."
+    after, total, before = re.findall(told, header)[0]
     assert int(total) == len(pictures["queries"]) * len(pictures["looks"]["after"]["neighbours"][0])
     for words, moment in ((before, "before"), (after, "after")):
         rows = zip(pictures["queries"], pictures["looks"][moment]["neighbours"], strict=True)
