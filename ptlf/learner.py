@@ -53,6 +53,7 @@ STREAM = "arriving"
 SIZE = 32  # pixels, where neither the images nor the settings say
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
+OF_LEARN = ("name", "again", "watcher", "test_fraction", "on_error", "workers", "fit")  # arguments of `Learner.learn`
 Source = Any  # a path, an array, a list of images, a data set
 
 
@@ -383,6 +384,8 @@ def gathered(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Sections and dotted keys, as Python gives them, as one nested dictionary."""
     given: dict[str, Any] = {}
     for name, value in settings.items():
+        if name in OF_LEARN:
+            raise UserError(f"{name} is no setting of the run but an argument of learn(): learn(images, {name}=...)")
         given = merge(Config, given, nested(name, value))
     return given
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import EvaluationConfig
 from ptlf.freezing import POLICIES
+from ptlf.learner import OF_LEARN
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.run import loop
@@ -34,7 +36,7 @@ from ptlf.run.loop import Run
 from ptlf.run.watcher import Watcher
 from ptlf.stream import pack
 from ptlf.stream.arrivals import arrivals
-from ptlf.stream.folders import pack_folder
+from ptlf.stream.folders import PackOptions, pack_folder
 from ptlf.training.checkpoint import deserialise, unsealed
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import Trainer
@@ -664,3 +666,11 @@ def test_a_run_that_began_with_a_file_goes_on_without_it(tmp_path: Path, own: bo
     assert [entry["task"] for entry in results["freezing"]] == [1, 2]
     encoders = [load_file(tmp_path / name / "encoder.safetensors") for name in ("first", "whole")]
     assert same(*encoders)
+
+
+@pytest.mark.parametrize("name", OF_LEARN)
+def test_an_argument_of_learn_given_to_the_run_is_told_its_place(tmp_path: Path, name: str) -> None:
+    known = inspect.signature(ptlf.Learner.learn).parameters
+    assert name in known or name == "test_fraction" or name in PackOptions.__annotations__
+    with pytest.raises(UserError, match=rf"^{name} is no setting .*: learn\(images, {name}=\.\.\.\)"):
+        ptlf.Learner(out=tmp_path / "run", **{name: "skip"})
