@@ -44,10 +44,11 @@ def show_matrix(
     test_images: Sequence[int] = (),
     start: str = RANDOM,
     known: Json | None = None,
+    days: Sequence[str] = (),
 ) -> None:
     """One probe's accuracy matrix: a row per task trained, a column per split, the encoder before training on top; at
     the bottom the interval of the last row, from the number of test images. known: what it knew before, for a last
-    column."""
+    column. days: names of tasks that arrived one by one."""
     console.print(f"\n{probe}: accuracy in %{neighbours(values)}, bank: {values['settings'].get('bank')}")
     headings = [clipped(split, 14) for split in eval_splits] + ["what it\nknew before"] * bool(known)
     table = new_table("", ["after training on"], headings)
@@ -55,7 +56,8 @@ def show_matrix(
     if values.get("untrained"):
         table.add_row(f"nothing ({start})", *map(percent, values["untrained"]), *before, style="dim")
     for number, row in enumerate(values["matrix"], start=1):
-        name = "all tasks" if len(values["matrix"]) == 1 else f"task {number}"
+        name = "all tasks" if len(values["matrix"]) == 1 and not days else f"task {number}"
+        name += f", {clipped(days[number - 1], 14)}" if number <= len(days) else ""
         aside = map(percent, after[number - 1 : number])
         table.add_row(name, *["" if value is None else percent(value) for value in row], *aside)
     if values["matrix"] and len(test_images) == len(eval_splits):
@@ -109,7 +111,7 @@ def show_differences(console: Console, groups: Sequence[Group], base: Group | No
 def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | None, title: str) -> None:
     """One column per run, one row per figure; costs also relative to the baseline run where there is one."""
     names = [group.label for group in groups]
-    if len(names) > 2:  # in full they would not fit 80 columns
+    if len(names) > 1:  # in full they would not fit 80 columns
         common, names = shortened(names)
         title = f"{title}: {common}" if common else title
     table = new_table(title, [""], names)
@@ -217,7 +219,8 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     for probe, values in results["probes"].items():
         if not brief or (probe == "knn_class" and len(results["eval_splits"]) <= 10):
             tests, known = results.get("test_images") or (), known_probes(results).get(probe)
-            show_matrix(console, probe, values, results["eval_splits"], tests, start_of(results), known)
+            days = results["tasks"] if results.get("arrived") else ()
+            show_matrix(console, probe, values, results["eval_splits"], tests, start_of(results), known, days)
     if not brief:
         show_runs(console, {results["name"]: [results]})
     if not results["probes"]:

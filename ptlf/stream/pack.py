@@ -226,6 +226,7 @@ def write_split(pack: Pack, path: Path, announced: Announced, advance: Callable[
     with open(file, "wb") as out:
         out.write(header := npy_header(count, pack.size))
         digest.update(header)
+        done = skipped_before
         for images, part in chunks:
             shape = (len(part), pack.size, pack.size, 3)
             if images.dtype != np.uint8 or images.shape != shape:
@@ -236,7 +237,8 @@ def write_split(pack: Pack, path: Path, announced: Announced, advance: Callable[
                 out.write(block := np.ascontiguousarray(images).data)
                 digest.update(block)
             labels.append(np.asarray(part, np.int64))
-            advance(len(part))
+            advance(len(part) + len(pack.skipped) - done)  # what is left out is done as well
+            done = len(pack.skipped)
         written, left_out = sum(map(len, labels)), len(pack.skipped) - skipped_before
         if written + left_out != count or not written:
             raise UserError(f"{path.name} announced {count} images, but {written} arrived and {left_out} were skipped")

@@ -1,5 +1,6 @@
 """How good and how lasting: the answer at a glance, accuracy matrices, accuracy and forgetting over tasks."""
 
+import math
 from collections.abc import Sequence
 
 from ptlf.report import paired
@@ -60,7 +61,8 @@ def answer_panel(
     ratios = [paired.ratio(group, comparison.baseline, measure) for group, _, _ in found]
     words = [measure.show(f[1]) if x is None else f"{x.mean:.2f}×" for f, x in zip(found, ratios, strict=True)]
     room = max(map(words_width, words)) + 14
-    reach = [value for _, mean, spread in found for value in (mean - spread, mean + spread)]
+    most = 100.0 if measure.unit == "%" else math.inf  # no whisker above it
+    reach = [value for _, mean, spread in found for value in (mean - spread, min(mean + spread, most))]
     scale = Scale(*padded(reach, zero=measure.cost, least=0.0 if measure.cost else 2.0), left + 4, right - room)
     head = left if drawing.width > 600 else 0.0
     drawing.text(head, top + 14, measure.short, "ink", size=NAME, bold=True)
@@ -73,7 +75,7 @@ def answer_panel(
         start = 0.0 if measure.cost else mean if base is None else base
         drawing.line([(scale(start), y), (scale(mean), y)], role, width=4, opacity=0.4)
         if spread:
-            drawing.line([(scale(mean - spread), y), (scale(mean + spread), y)], role, width=1.2)
+            drawing.line([(scale(mean - spread), y), (scale(min(mean + spread, most)), y)], role, width=1.2)
         title = f"{group.label}: {measure.show(mean)} {measure.unit}"
         drawing.mark(scale(mean), y, role, size=5.5, look=group.marker, title=title)
         drawing.text(right, y + 4.5, beside, "ink", size=SMALL, anchor="end")
@@ -107,7 +109,8 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     cells, eval_splits = accuracies(group, probe), group.first["eval_splits"]
     known = known_by_task(group, probe)
     rows = sorted({row for row, _ in cells})
-    left, top, gap = 62.0, 34.0, 6.0 if 0 in rows else 0.0
+    days = group.first["tasks"] if group.first.get("arrived") and width > 400 else []  # folders, each with a name
+    left, top, gap = 130.0 if days else 62.0, 34.0, 6.0 if 0 in rows else 0.0
     cell, tall = cell_size((width - left - (gap if known else 0.0)) / max(len(eval_splits) + bool(known), 1))
     drawing = Drawing(width, top + gap + tall * len(rows) + 2, f"{title_of(probe)} accuracy of {group.label}")
     drawing.text(0, top - 6, "after", "soft", size=TINY)
@@ -120,7 +123,8 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     begin = "as given" if group.given else "untrained"
     names = {row: begin if row == 0 else "all tasks" if joint else f"task {row}" for row in rows}
     for row, y in places.items():
-        drawing.text(0, y + tall / 2 + 3.5, names[row], "ink" if row else "soft", size=TINY)
+        words = f"{names[row]}, {days[row - 1]}" if 0 < row <= len(days) else names[row]
+        drawing.text(0, y + tall / 2 + 3.5, shortened(words, left - 8, TINY), "ink" if row else "soft", size=TINY)
     for (row, column), value in cells.items():
         title = f"{names[row]}, tested on {eval_splits[column]}" if width > 400 else ""
         if title and len(tests) == len(eval_splits) and tests[column]:
