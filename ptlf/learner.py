@@ -26,7 +26,7 @@ from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run
 from ptlf.run.fitting import fit_settings, free_settings
-from ptlf.run.folder import START, claimed, has_finished, load_encoder, save_encoder
+from ptlf.run.folder import START, check_new, claimed, has_finished, load_encoder, save_encoder
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
 from ptlf.run.parts import Parts
@@ -180,6 +180,7 @@ class Learner:
         with self._held():
             finished = not self.exists or self._can_go_on()
             incoming: Pack | None = None
+            run: Run | None = None
             try:
                 if source is not None:
                     incoming = self._pack(source, name, packing)
@@ -190,7 +191,12 @@ class Learner:
                     elif not again:
                         refuse_twin(incoming, learnt)
                 if not finished:
-                    self._train(self._build(), watcher)
+                    run = self._build()
+                    self._train(run, watcher)
+                    if incoming is not None and run.signals.asked:  # in its last moments
+                        raise Stopped(
+                            self.folder, run.signals.asked, f"{task_name(incoming)} is not learnt; give it again"
+                        )
                 if incoming is not None:
                     if not self.exists:
                         self._fit(incoming, said)
@@ -227,6 +233,7 @@ class Learner:
         folder = Path(folder)
         refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
         settled(folder, settle, time.time())  # is it there?
+        check_new(self.folder)
         if not self._finished():
             yield self._one_of_many(None, folder, learning)
         known = {pack.source for pack in arrivals(self.folder)}

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ptlf.core.reading import DAMAGE, check, damaged, reason
 from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
 from ptlf.run.config import changes, from_dict, read_yaml, resume_command, to_yaml
-from ptlf.run.folder import ENCODER, claimed, save_encoder
+from ptlf.run.folder import ENCODER, START, claimed, save_encoder
 from ptlf.run.inference import KEY, card_of
 from ptlf.run.looks import Looks
 from ptlf.run.results import append_line, keep_lines, write_json
@@ -42,7 +43,8 @@ class Run(Looks):
         global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
         folder = claimed(self.out, resume) if self.out and claim else contextlib.nullcontext()
         with folder, global_randomness, self.signals:
-            self.prepare_folder(resume)
+            with self.undone():
+                self.prepare_folder(resume)
             self.prepared = True
             if self.out:
                 self.trackers.begin(self.out, as_dict(self.config), self.record.per_epoch)
@@ -190,6 +192,19 @@ class Run(Looks):
         if self.checkpoints:
             with self.clock("checkpoint"):
                 self.checkpoints.finish()
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """If the block raises, and the folder held no run before, it holds none after it."""
+        written = [self.out / name for name in ("config.yaml", START)] if self.out else []
+        new = not any(path.exists() for path in written[:1])
+        try:
+            yield
+        except BaseException:
+            for path in written if new else ():
+                with contextlib.suppress(OSError):  # the error that is told is the first
+                    path.unlink()
+            raise
 
     def prepare_folder(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""

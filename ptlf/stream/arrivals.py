@@ -68,6 +68,11 @@ def arrived_names(folder: Path) -> list[str]:
     return [name for _, name in sorted((int(match[1]), match[0]) for match in found if match)]
 
 
+def is_arrival(path: Path) -> bool:
+    """Whether this, in a run's folder of tasks, is named as what ptlf puts there."""
+    return path.name.startswith(".") or bool(NUMBERED.fullmatch(path.name))
+
+
 @functools.lru_cache(maxsize=4096)
 def manifest(root: Path, name: str, identity: tuple[int, int]) -> Pack:
     return read_manifest(root, name)

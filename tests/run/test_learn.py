@@ -53,6 +53,7 @@ SMALL: dict[str, Any] = {
     "checkpoint__every_epochs": 0,
     "checkpoint__keep_tasks": 2,
 }
+DIGITS = {"stream__groups": [[0, 1], [2, 3]]}
 WORDS = [
     "--recipe", "digits/simsiam/ptlf", "--size", str(SIZE), "--encoder.name", "conftest:tiny_encoder",
     "--device", "cpu", "--training.epochs", "2", "--training.batch", "8", "--memory.size", "12",
@@ -443,6 +444,80 @@ def test_a_run_that_cannot_begin_leaves_no_folder(root: Path, tmp_path, capsys, 
     assert main(["learn", "--trust-code", str(tmp_path / "run"), str(root / "pictures" / "day1"), *WORDS, *words]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["day1", "."])
+def test_no_run_begins_among_other_files(root: Path, tmp_path: Path, capsys, monkeypatch, place: str) -> None:
+    monkeypatch.chdir(shutil.copytree(root / "pictures", tmp_path / "photos"))
+    before, told = files_in(Path()), f"ptlf: {place} holds files and no run, such as "
+    named = {"day1": "'test'", ".": "'day1'"}[place]
+    for words in (["day2"], ["--watch", "..", "--settle", "0", "--once"]):
+        assert main(["learn", "--trust-code", place, *words, *WORDS]) == 2
+        assert capsys.readouterr().err == f"{told}{named}; give a new folder\n"
+    with pytest.raises(UserError, match="holds files and no run"):
+        ptlf.Learner.new(config(), place).learn("day2", watcher=QUIET)
+    with pytest.raises(UserError, match="holds files and no run"):
+        Run(config("digits/simsiam/lump", **DIGITS), place).train(resume=True)  # as a sweep does
+    assert files_in(Path()) == before
+
+
+def test_what_is_hidden_logs_and_what_a_killed_run_left_is_no_hindrance(root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(root / "day2", run / "tasks" / "0001-day2")
+    (run / "tasks" / ".incoming").mkdir()
+    for name in (".DS_Store", "slurm-17.out", "train.log", "start.safetensors"):
+        (run / name).write_text("")
+    learnt_one = ptlf.Learner.new(config(), run)
+    learnt_one.learn("day1", watcher=QUIET)
+    assert learnt_one.results["tasks"] == ["day1"]
+    (tmp_path / "other" / "tasks" / "photographs").mkdir(parents=True)
+    with pytest.raises(UserError, match="other holds files and no run, such as 'tasks'"):
+        ptlf.Learner.new(config(), tmp_path / "other").learn("day1", watcher=QUIET)
+
+
+@pytest.mark.parametrize("given", ["module", "weights"])
+def test_an_error_before_the_first_step_leaves_no_run(root: Path, tmp_path: Path, monkeypatch, given: str) -> None:
+    """As a disk that is full when the settings are written, and the start is not."""
+    torch.manual_seed(0)
+    module = tiny_encoder()
+    torch.save(module.state_dict(), tmp_path / "weights.pt")
+    settings: dict[str, Any] = {"training.epochs": 1, "training.batch": 8, "memory.size": 12, "device": "cpu"}
+    if given == "weights":
+        settings |= {"encoder.weights": str(tmp_path / "weights.pt")}
+    encoder = module if given == "module" else "conftest:tiny_encoder"
+    learner = ptlf.Learner(encoder, out=tmp_path / "run", size=SIZE, **settings)
+    name = "save_start" if given == "weights" else "keep_lines"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left"):
+        patch.setattr(loop, name, lambda *words: (_ for _ in ()).throw(UserError("no space left")))
+        learner.learn("day1", watcher=QUIET)
+    assert not (tmp_path / "run").exists()
+    assert learner.learn("day1", watcher=QUIET)["tasks"] == ["day1"]
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left"):
+        patch.setattr(loop, "keep_lines", lambda *words: (_ for _ in ()).throw(UserError("no space left")))
+        learner.learn("day2", watcher=QUIET)
+    assert learner.learn("day2", watcher=QUIET)["tasks"] == ["day1", "day2"]  # the run that was there still is
+
+
+class StopsInItsLastMoments(Watcher):
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_in_the_last_moments_of_a_task_that_is_finished_first_holds_for_the_next(
+    root: Path, run: Path, capsys, monkeypatch
+) -> None:
+    learn = ["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
+        assert main(learn) == 143
+        patch.setattr("ptlf.learner.Live", lambda name: StopsInItsLastMoments())
+        capsys.readouterr()
+        assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]) == 143
+    assert capsys.readouterr().err.splitlines()[-1] == "ptlf: stopped; day3 is not learnt; give it again"
+    assert json.loads((run / "results.json").read_text())["status"] == "finished"
+    assert [found.name for found in arrivals(run)] == ["0001-day1", "0002-day2"]
+    assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]) == 0
+    check_same(run, whole(root))
 
 
 def test_a_full_disk_while_packing(run: Path, root: Path, capsys, monkeypatch) -> None:
