@@ -20,7 +20,7 @@ from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
 from ptlf.run.config import Config, changes, from_dict, read_yaml
 from ptlf.run.results import AGAIN, read_results
-from ptlf.stream.arrivals import TASKS, arrived_names, is_arrival
+from ptlf.stream.arrivals import TASKS, arrived_names, is_arrival, missing
 from ptlf.stream.disk import file_digest
 
 ENCODER = "encoder.safetensors"
@@ -89,6 +89,19 @@ def has_finished(folder: Path) -> bool:
         return False
     results = read_results(folder)
     return results["status"] == "finished" and results.get("arrived", 0) == len(arrived_names(folder))
+
+
+def check_arrived(folder: Path) -> None:
+    """Refuse a run if one of the tasks that arrived by its last results is not in its folder."""
+    if not (folder / "results.json").exists():
+        return
+    results = read_results(folder)
+    there = {int(name.partition("-")[0]) for name in arrived_names(folder)}
+    # A run that calls itself running may have failed before it took its last task.
+    tasks, known = results["tasks"], results.get("arrived") or 0 if results["status"] != "running" else 0
+    for number, name in enumerate(tasks[max(len(tasks) - known, 0) :], start=1):
+        if number not in there:
+            raise missing(folder, number, str(name))
 
 
 def finished(folder: Path, config: Config) -> bool:
