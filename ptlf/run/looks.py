@@ -14,7 +14,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.phases import Phase
 from ptlf.evaluation.prober import testing
-from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spread
+from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
 from ptlf.run.results import write_json
@@ -129,7 +129,7 @@ class Looks(State):
         if not self.config.evaluation.enabled:
             return
         with self.clock("evaluation"), testing(self.model.encoder):
-            chosen = torch.from_numpy(np.ascontiguousarray(indices[:: max(1, len(indices) // SAMPLE)][:SAMPLE]))
+            chosen = torch.from_numpy(spaced(indices, SAMPLE))
             parts = [self.prepare(self.trainer.source.gather(part)) for part in chosen.split(128)]
             features = torch.cat([self.model.encoder(part).float().flatten(1) for part in parts])
         found = {"images": len(features), "spread": spread(features), "effective_rank": effective_rank(features)}
@@ -192,7 +192,7 @@ class Looks(State):
         if self.record.warned or (done & (done - 1) and done < self.config.training.epochs):
             return
         with self.clock("evaluation"):
-            chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
+            chosen = torch.from_numpy(spaced(indices, 128))
             images = self.prepare(self.trainer.source.gather(chosen))
             found = feature_spread(self.model.encoder, images)
         self.record.warned = found < COLLAPSED

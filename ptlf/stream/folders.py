@@ -192,16 +192,22 @@ def list_images(tree: Path, names: Sequence[str]) -> list[ImageFile]:
     return [ImageFile(label, str(file)) for label, files in enumerate(listed) for file in files]
 
 
-def hold_out(files: Sequence[ImageFile], names: Sequence[str], fraction: float) -> dict[str, list[ImageFile]]:
-    """A fraction of 1/k holds out every k-th file of each class; other fractions are spaced as evenly as possible."""
+def held_out(labels: Iterable[Any], fraction: float) -> list[bool]:
+    """Whether each image is for testing. A fraction of 1/k holds out every k-th image of each class; other fractions
+    are spaced as evenly as possible."""
     if not 0 < fraction < 1:
         raise UserError(f"test_fraction is {fraction}; it must lie between 0 and 1")
-    share = Fraction(fraction).limit_denominator(1000)
+    share, seen, held = Fraction(fraction).limit_denominator(1000), dict[Any, int](), list[bool]()
+    for label in labels:
+        place = seen[label] = seen.get(label, 0) + 1
+        held.append(int(place * share) > int((place - 1) * share))
+    return held
+
+
+def hold_out(files: Sequence[ImageFile], names: Sequence[str], fraction: float) -> dict[str, list[ImageFile]]:
     splits: dict[str, list[ImageFile]] = {"train": [], "test": []}
-    position = [0] * len(names)
-    for file in files:
-        i = position[file.label] = position[file.label] + 1
-        splits["test" if int(i * share) > int((i - 1) * share) else "train"].append(file)
+    for file, is_test in zip(files, held_out((file.label for file in files), fraction), strict=True):
+        splits["test" if is_test else "train"].append(file)
     for split, part in splits.items():
         if empty := set(range(len(names))) - {file.label for file in part}:
             shown = quoted(names[label] for label in sorted(empty))

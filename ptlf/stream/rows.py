@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 
 from ptlf.core.errors import UserError
 from ptlf.core.words import shown
+from ptlf.stream.folders import held_out
 from ptlf.stream.pack import quoted
 
 # Of rows that are dictionaries, and of columns.
@@ -159,15 +159,7 @@ def numbered(images: Iterable[Any]) -> Iterator[Row]:
 
 
 def hold_out(images: Given, fraction: float) -> dict[str, Given]:
-    """A fraction of 1/k holds out every k-th image of each class, as `ptlf data pack --test-fraction` does."""
-    if not 0 < fraction < 1:
-        raise UserError(f"test_fraction is {fraction}; it must lie between 0 and 1")
-    share = Fraction(fraction).limit_denominator(1000)
-    seen: dict[Any, int] = {}
-    held = []
-    for row in images.read():
-        place = seen[row.label] = seen.get(row.label, 0) + 1
-        held.append(int(place * share) > int((place - 1) * share))
+    held = held_out((row.label for row in images.read()), fraction)
     if all(held) or not any(held):
         raise UserError(f"test_fraction {fraction} leaves no {'train' if all(held) else 'test'} image")
 

@@ -467,3 +467,16 @@ def test_a_ratio_of_less_than_a_unit_is_said_to_freeze_nothing(tiny, capsys) -> 
     assert "freezing.final 0.1 of 3 units is less than one: nothing will freeze" in capsys.readouterr().err
     Run(tiny("digits/simsiam/ptlf", freezing__final=0.4))
     assert "nothing will freeze" not in capsys.readouterr().err
+
+
+def test_features_are_measured_on_images_of_all_of_a_task(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tiny("digits/simsiam/finetune", training__epochs=1))
+    indices = run.stream.tasks[0].train
+    monkeypatch.setattr(looks, "SAMPLE", round(0.6 * len(indices)))
+    gathered, source = [], run.trainer.source
+    monkeypatch.setattr(source, "gather", lambda part: gathered.append(part) or type(source).gather(source, part))
+    run.measure_features(indices)
+    assert torch.cat(gathered).max() >= indices[-3] and run.record.features[0]["images"] == looks.SAMPLE
+    gathered.clear()
+    run.check_spread(indices[:200])  # of which 128 are used
+    assert torch.cat(gathered).max() >= indices[197]
