@@ -95,6 +95,8 @@ class Prober:
     def used(self, task: int) -> dict[str, dict[str, Any]]:
         """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""
         tested, seen = self.config.tested(self.stream.eval_splits, task), self.seen(task)
+        if not tested:
+            return {name: {} for probe in self.probes for name in probe.rows}
         used = seen if self.shared else tested
         of_splits = {split: torch.from_numpy(split.bank_images.labels[split.bank]) for split in used}
         own_banks = [of_splits[split] for split in tested]

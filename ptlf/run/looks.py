@@ -110,7 +110,7 @@ class Looks(State):
             phase = self.phases(f"testing after task {self.task + 1} of {len(self.stream.tasks)}")
             rows = self.prober.rows(self.model.encoder, self.task, phase)
             future = self.prober.future(self.model.encoder, self.task, phase)
-            self.record.end_task(rows, future, self.prober.used(self.task))
+            self.record.end_task(self.task, rows, future, self.prober.used(self.task))
         return rows
 
     def phases(self, work: str) -> Phase:
@@ -156,7 +156,7 @@ class Looks(State):
         if self.prober and 0 < self.task < len(self.stream.tasks):
             with self.clock("evaluation"):
                 phase = self.phases(f"testing on task {self.task + 1} before it is learnt")
-                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1, phase), {})
+                self.record.add_to(self.record.future, self.prober.future(self.model.encoder, self.task - 1, phase))
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import tiny_config
 from PIL import Image
+from rich.console import Console
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
@@ -17,8 +18,11 @@ import ptlf
 from ptlf.cli import main
 from ptlf.evaluation import gallery
 from ptlf.evaluation.spread import effective_rank
+from ptlf.report.figures.accuracy import tasks_of_splits
+from ptlf.report.tables import show_results
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.loop import Run
+from ptlf.run.watcher import Watcher
 from ptlf.stream.datasets import digits
 from ptlf.stream.folders import pack_folder
 
@@ -131,3 +135,50 @@ def test_other_settings_are_still_refused(world: Path, capsys: pytest.CaptureFix
     assert "leave out --stream.tasks" in capsys.readouterr().err
     assert main(["evaluate", str(world / "run"), "--stream.labelled", "nowhere", "--trust-code"]) == 2
     assert "nowhere is neither" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_task_without_test_images_is_learnt_and_not_tested(missing: int, tmp_path: Path, capsys) -> None:
+    """As test images the first six of each class but those of one task. Views are larger than the images."""
+    data, groups = digits(), [[0, 1], [2, 3], [4, 5]]
+    rows = [index for label in range(6) for index in np.flatnonzero(data.train.labels == label)[:20]]
+    tests = [index for label in range(6) for index in np.flatnonzero(data.test.labels == label)[:6]]
+    tests = [index for index in tests if data.test.labels[index] not in groups[missing]]
+    train, test = (
+        [(d.pixels[i], int(d.labels[i])) for i in part] for d, part in ((data.train, rows), (data.test, tests))
+    )
+    ptlf.pack_images(train, tmp_path / "data" / "six", 16, test=test, progress=False)
+    settings = {"stream__name": "folder", "stream__pack": "six", "stream__groups": groups, "views__size": 20}
+    settings |= {"data_root": str(tmp_path / "data"), "training__batch": 40, "training__epochs": 1}
+    results = Run(tiny_config(**settings), tmp_path / "run").train()
+    capsys.readouterr()
+    names = ["0, 1", "2, 3", "4, 5"]
+    tested = [number for number in range(3) if number != missing]
+    assert results["eval_splits"] == [names[number] for number in tested]
+    for values in results["probes"].values():
+        expected = [[after >= number for number in tested] for after in range(3)]
+        assert [[value is not None for value in row] for row in values["matrix"]] == expected
+        assert values["accuracy"] is not None and values["forgetting"] is not None
+    assert main(["evaluate", "--trust-code", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr()
+    assert told.err.count(f"no test images of ['{names[missing]}']: these tasks are learnt, but not tested") == 1
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert tasks_of_splits(json.loads((tmp_path / "run/results.json").read_text())) == [n + 1 for n in tested]
+
+
+def test_rows_are_of_the_tasks_that_were_learnt(tmp_path: Path, capsys) -> None:
+    """Of which the first had no labels: the table begins with the second."""
+    for task in (1, 3):
+        save_digits(tmp_path / f"t{task}", [task], 0, 12, by_class=False)
+    for task, labels in ((2, [4, 5]), (4, [6, 7])):
+        save_digits(tmp_path / f"l{task}" / "train", labels, 0, 12, by_class=True)
+        save_digits(tmp_path / f"l{task}" / "test", labels, 20, 5, by_class=True)
+    learner = ptlf.Learner.new(tiny_config(training__epochs=1, training__batch=10), tmp_path / "run", 16)
+    for name in ("t1", "l2", "t3", "l4"):
+        results = learner.learn(tmp_path / name, watcher=Watcher())
+    for values in results["probes"].values():
+        tested = [[value is not None for value in row] for row in values["matrix"]]
+        assert tested == [[False, False], [True, False], [True, False], [True, True]]
+    show_results(console := Console(width=120, record=True), results, "run")
+    table = console.export_text()
+    assert "task 1" not in table and all(f"task {number} " in table for number in (2, 3, 4))
