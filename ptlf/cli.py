@@ -261,6 +261,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("folder", "a run's folder", folder, metavar="DIR")
     add("--trust-code", TRUST, bool)
     add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")
+    add("--on-error", "for broken images of --stream.labelled", choices=("refuse", "skip"), default="refuse")
     about = "also add the figures to the model card in this folder, made by `ptlf export`"
     add("--card", f"{about}; those of the same images, probes and settings are replaced", folder, metavar="DIR")
 

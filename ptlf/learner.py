@@ -24,7 +24,7 @@ from ptlf.report.live import Live, tell
 from ptlf.report.page import write_report
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.evaluate import evaluate_labelled, evaluate_run
+from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, claimed, has_finished, load_encoder, save_encoder
 from ptlf.run.inference import LoadedEncoder, card_of
@@ -45,6 +45,7 @@ from ptlf.stream.arrivals import (
     task_name,
 )
 from ptlf.stream.disk import disk_errors, files_below
+from ptlf.stream.folders import OnError
 from ptlf.stream.pack import Pack, data_root
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
@@ -263,18 +264,28 @@ class Learner:
         return results
 
     def evaluate(
-        self, probes: Sequence[str] | None = None, labelled: Path | str | None = None, **settings: Any
+        self,
+        probes: Sequence[str] | None = None,
+        labelled: Path | str | None = None,
+        *,
+        on_error: OnError = "refuse",
+        **settings: Any,
     ) -> dict[str, Any]:
         """The probes' rows on the encoder as it is now, by name: `settings`, `matrix` (one row), `accuracy`,
         and `untrained`, the row of the encoder before training.
 
-        probes: which; default: those of the run. settings: of `probes` and `evaluation`.
+        probes: which; default: those of the run. settings: of `probes` and `evaluation`, `device` and `data_root`.
         labelled: test on these images, a packed set or a folder per class, in place of the run's own.
+        on_error: for broken images among them, "refuse" or "skip".
         """
         given = gathered(settings)
+        if refused := [name for name in flatten(given) if not may_change(name)]:
+            raise UserError(f"evaluate changes the probes only; leave out {refused[0]}")
         config = from_dict(merge(Config, as_dict(self.config), given))
+        if labelled is None and "stream" in given:
+            labelled = config.stream.labelled
         if labelled is not None:
-            return evaluate_labelled(self.folder, config, str(labelled), probes, self._start())[0]
+            return evaluate_labelled(self.folder, config, str(labelled), probes, self._start(), on_error)[0]
         return evaluate_run(self.folder, config, probes, self._start())[0]
 
     def embed(self, images: Any, batch: int = 256) -> np.ndarray:

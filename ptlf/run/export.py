@@ -31,6 +31,8 @@ Model = Callable[[Tensor], np.ndarray]  # images (N, 3, V, V) to features (N, fe
 NO_ONNX = "ONNX needs onnx, onnxscript and onnxruntime: `pip install 'ptlf[export]'`, or export to FILE.pt2 or a folder"
 CARD = "README.md"  # the model card of an exported folder
 TOLERANCE = 1e-4  # of the greatest feature
+UNTESTED = "It was not tested: there were no labelled test images."
+TESTED_LATER = "In training there were no labelled test images. It was tested later, see below."
 BATCHES = (1, 5)  # sizes that are checked: the exported model takes any
 
 
@@ -247,7 +249,7 @@ def scores(results: Json) -> str:
         keys = ("accuracy", "forgetting", "untrained_accuracy")
         rows.append(f"| {probe} | " + " | ".join(figure(values.get(key)) for key in keys) + " |")
     if len(rows) == 2:
-        rows = ["It was not tested: there were no labelled test images."]
+        rows = [UNTESTED]
     for probe, values in ((results.get("reference") or {}).get("probes") or {}).items():
         change = f"{figure(values['before'])} % before, {figure(values['accuracy'])} % after"
         rows += ["", f"What it knew before ({probe}): {change}."]
@@ -309,7 +311,8 @@ def add_scores(to: Path, probes: Json, tested: Sequence[str]) -> bool:
         figures = [figure(values.get(key)) for key in ("accuracy", "untrained_accuracy")]
         settings = ", ".join(f"{key} {value}" for key, value in values["settings"].items() if key != "enabled")
         rows.append(f"| {probe} | {' | '.join(figures)} | {sum(values['test_images'])} | {settings} |")
-    there, test = read_text(to / CARD).strip().split("\n\n## "), subject("\n".join(rows))
+    text = read_text(to / CARD).strip().replace(UNTESTED, TESTED_LATER)
+    there, test = text.split("\n\n## "), subject("\n".join(rows))
     sections = [section for section in there if subject(section) != test]
     loading = [place for place, section in enumerate(sections) if section.startswith("How to load it")]
     sections.insert(loading[0] if loading else len(sections), "\n".join(rows))

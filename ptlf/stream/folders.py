@@ -141,12 +141,17 @@ def is_empty(folder: Path) -> bool:
 
 
 def note_skipped(made: Pack, total: int) -> None:
-    if made.skipped:
-        warn(f"{made.name}: skipped {len(made.skipped)}, of {total} images:")
-        for entry in made.skipped[:SHOWN_SKIPS]:
+    tell_skipped(made.name, made.skipped, total, f", all named in {made.path / 'pack.json'}")
+
+
+def tell_skipped(name: str, skipped: Sequence[dict[str, str]], total: int, where: str = "") -> None:
+    """where: all of them are named."""
+    if skipped:
+        warn(f"{name}: skipped {len(skipped)}, of {total} images:")
+        for entry in skipped[:SHOWN_SKIPS]:
             warn(f"  {entry['file']}: {entry['why']}")
-        if len(made.skipped) > SHOWN_SKIPS:
-            warn(f"  and {len(made.skipped) - SHOWN_SKIPS} more, all named in {made.path / 'pack.json'}")
+        if len(skipped) > SHOWN_SKIPS:
+            warn(f"  and {len(skipped) - SHOWN_SKIPS} more{where}")
 
 
 def split_folders(source: Path) -> dict[str, Path]:

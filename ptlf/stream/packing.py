@@ -1,9 +1,10 @@
 """Images in any form, made square and packed, or read into memory: as many at a time as a batch has."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from ptlf.core.errors import UserError
 from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
 from ptlf.stream.decode import BATCH_BYTES, BadImage, Fit, ImageFile, decode_image, from_picture
-from ptlf.stream.folders import PackOptions, note_skipped, pack_files, pack_folder
+from ptlf.stream.folders import OnError, PackOptions, note_skipped, pack_files, pack_folder, tell_skipped
 from ptlf.stream.given import described, folder_of_folders, given, image_files, is_plain_folder
 from ptlf.stream.pack import Pack, check_free, check_name, natural, write_pack
 from ptlf.stream.rows import CHANNELS, Classes, Given, Row, hold_out
@@ -228,20 +229,31 @@ def sample_images(
     return read_all(Given(len(chosen), rows), size, fit)[0][places], images.count
 
 
-def read_all(images: Given, size: int, fit: Fit = "crop") -> tuple[np.ndarray, list[Any]]:
-    """All images (N, S, S, 3) uint8 and their labels, in memory. A broken image is refused."""
+def refuse(problems: Sequence[tuple[str, str]]) -> None:
+    for file, why in problems:
+        raise UserError(f"{file} cannot be used: {why}; repair or remove it")
+
+
+def read_all(
+    images: Given, size: int, fit: Fit = "crop", on_problems: Callable[[list[tuple[str, str]]], None] = refuse
+) -> tuple[np.ndarray, list[Any]]:
+    """All images (N, S, S, 3) uint8 and their labels, in memory, without the broken ones, unless they are refused."""
     pixels = np.empty((images.count, size, size, 3), np.uint8)
     labels: list[Any] = []
     for batch in squares(images, size, fit):
-        for file, why in batch.problems:
-            raise UserError(f"{file} cannot be used: {why}; repair or remove it")
+        on_problems(batch.problems)
         pixels[len(labels) : len(labels) + len(batch.images)] = batch.images
         labels += batch.labels
-    return pixels, labels
+    return pixels[: len(labels)], labels
 
 
-def labelled_dataset(path: Path, size: int, test_fraction: float, fit: Fit = "crop") -> Dataset:
-    """A labelled set with test images, read into memory; a packed set of this size stays a memory map."""
+def labelled_dataset(
+    path: Path, size: int, test_fraction: float, fit: Fit = "crop", on_error: OnError | None = None
+) -> Dataset:
+    """A labelled set with test images, read into memory; a packed set of this size stays a memory map.
+
+    on_error: for broken images; None: they are refused, and skipping is no way out.
+    """
     if (path / "pack.json").is_file():
         data = packed(path.absolute().parent, path.name)
         if data.size == size and data.test is not None and data.folders == "classes":
@@ -257,7 +269,12 @@ def labelled_dataset(path: Path, size: int, test_fraction: float, fit: Fit = "cr
             f"pack it with `ptlf data pack {path} --name NAME --size {size} --test-fraction 0.2` and give that name"
         )
         raise UserError(f"{path} takes {needed / 1e9:.1f} GB at {size} px; {advice}")
-    read = {split: read_all(part, size, fit) for split, part in splits.items()}
+    skipped: list[dict[str, str]] = []
+    how = partial(refuse_or_skip, skipped=skipped, on_error=on_error) if on_error else refuse
+    read = {split: read_all(part, size, fit, how) for split, part in splits.items()}
+    tell_skipped(path.name, skipped, sum(part.count for part in splits.values()))
+    if not all(labels for _, labels in read.values()):
+        raise UserError(f"no readable image is left in {path} for {'testing' if read['train'][1] else 'training'}")
     classes = Classes(str(path), splits["train"].names)
     numbers = {
         split: [classes.number(split, f"an image of {path}", label, splits[split].names) for label in read[split][1]]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +14,14 @@ import torch
 from conftest import tiny_config
 from PIL import Image
 from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
 import ptlf
 from ptlf.cli import main
+from ptlf.core.errors import UserError
 from ptlf.evaluation import gallery
 from ptlf.evaluation.spread import effective_rank
 from ptlf.report.figures.accuracy import tasks_of_splits
@@ -135,6 +141,60 @@ def test_other_settings_are_still_refused(world: Path, capsys: pytest.CaptureFix
     assert "leave out --stream.tasks" in capsys.readouterr().err
     assert main(["evaluate", str(world / "run"), "--stream.labelled", "nowhere", "--trust-code"]) == 2
     assert "nowhere is neither" in capsys.readouterr().err
+
+
+def test_the_learner_refuses_the_same_settings(world: Path, tmp_path: Path) -> None:
+    learner = ptlf.Learner.load(world / "run", trust_code=True)
+    for given in ({"seed": 7}, {"training": {"lr": 1}}, {"encoder.name": "resnet18"}, {"stream": {"tasks": 1}}):
+        with pytest.raises(UserError, match=r"changes the probes only; leave out (seed|training.lr|enc|stream.tasks)"):
+            learner.evaluate(labelled=world / "labelled", **given)
+    pack_folder(world / "labelled", tmp_path, "later", size=16, workers=1, progress=False)
+    settings = {"probes.knn_class.k": 5, "device": "cpu", "evaluation.batch": 7}
+    one = learner.evaluate(["knn_class"], world / "labelled", **settings)
+    other = learner.evaluate(["knn_class"], **settings, data_root=str(tmp_path), stream={"labelled": "later"})
+    assert one["knn_class"]["matrix"] == other["knn_class"]["matrix"]
+
+
+def test_an_encoder_that_training_made_worse_is_named(world: Path, tmp_path: Path, capsys) -> None:
+    """Here one whose features are all the same. What the card says of tests becomes true, too."""
+    shutil.copytree(world / "run", tmp_path / "run")
+    file = tmp_path / "run" / "encoder.safetensors"
+    with safe_open(file, "pt") as stored:
+        about = stored.metadata()
+    save_file({name: torch.zeros_like(value) for name, value in load_file(file).items()}, file, about)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    results["encoder_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (tmp_path / "run" / "results.json").write_text(json.dumps(results))
+    hub, words = str(tmp_path / "hub"), [str(tmp_path / "run"), "--trust-code"]
+    assert main(["export", *words, "--to", hub]) == 0
+    card = tmp_path / "hub" / "README.md"
+    assert "It was not tested" in card.read_text()
+    words += ["--stream.labelled", str(world / "labelled"), "--probe", "knn_class", "--card", hub]
+    assert main(["evaluate", *words]) == 0
+    pattern = r"training made knn_class worse: ([\d.]+) % before \(encoder before training\), 25\.00 % after"
+    (before,) = re.findall(pattern, capsys.readouterr().out)
+    assert float(before) > 50
+    text = card.read_text()
+    assert "It was not tested" not in text and "tested later" in text and f"| knn_class | 25.00 | {before} |" in text
+
+
+def test_broken_images_of_a_labelled_folder_are_skipped_on_request(world: Path, tmp_path: Path, capsys) -> None:
+    shutil.copytree(world / "labelled", tmp_path / "labelled")
+    for split in ("train", "test"):
+        (tmp_path / "labelled" / split / "1" / "broken.png").write_bytes(b"no pixels")
+    words = ["evaluate", str(world / "run"), "--trust-code", "--probe", "knn_class", "--device", "cpu"]
+    assert main([*words, "--stream.labelled", str(world / "labelled")]) == 0
+    whole = [line for line in capsys.readouterr().out.splitlines() if "tasks" in line]
+    words += ["--stream.labelled", str(tmp_path / "labelled")]
+    assert main(words) == 2
+    assert (
+        "broken.png cannot be used: not an image in a known format; repair or remove it, or give --on-error skip"
+        in (capsys.readouterr().err)
+    )
+    assert main([*words, "--on-error", "skip"]) == 0
+    told = capsys.readouterr()
+    assert [line for line in told.out.splitlines() if "tasks" in line] == whole
+    assert "labelled: skipped 2, of 162 images:" in told.err and "train/1/broken.png: not an image" in told.err
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
