@@ -16,6 +16,7 @@ from ptlf.core.errors import UserError
 from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
 from ptlf.stream.decode import BATCH_BYTES, BadImage, Fit, ImageFile, decode_image, from_picture
+from ptlf.stream.disk import note_passed
 from ptlf.stream.folders import OnError, PackOptions, note_skipped, pack_files, pack_folder, tell_skipped
 from ptlf.stream.given import described, folder_of_folders, given, image_files, is_plain_folder
 from ptlf.stream.pack import Pack, check_free, check_name, natural, write_pack
@@ -91,7 +92,9 @@ def pack_path(
         return pack_folder(path, target.parent, target.name, **how)
     if test_fraction:
         raise UserError(f"test images need labels, and {path} has none; put the images into one folder per class")
-    files = [ImageFile(0, str(file)) for file in image_files(path)]
+    passed: list[Path] = []
+    files = [ImageFile(0, str(file)) for file in image_files(path, passed)]
+    note_passed(path, passed)
     task = Pack(target, size, "tasks", tuple(names or (target.name,)), source=str(path.resolve()))
     return pack_files(task, {"train": files}, packing)
 
