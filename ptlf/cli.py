@@ -207,7 +207,7 @@ def add_run_verbs(verb: Verb) -> None:
     add("--log", LOG_ABOUT, **LOG)
     add("--trust-code", TRUST, bool)
     add("--name", "of the task (default: the folder's)")
-    add("--again", "learn SOURCE even if its images were learnt before", bool)
+    add("--again", "learn SOURCE even if its images are exactly those of a task learnt before", bool)
     add("--test-fraction", "SOURCE has a folder per class: this share of each is for testing", float, default=0.0)
     add("--fit", "for a new run: how images become squares; see `ptlf data pack --help` (default: crop)", choices=FITS)
     add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")

@@ -36,8 +36,10 @@ from ptlf.run.start import without_start
 from ptlf.run.watcher import Watcher
 from ptlf.stream import StreamConfig
 from ptlf.stream.arrivals import (
+    Latecomers,
     accept,
     arrivals,
+    check_watched,
     checksum,
     clear,
     pack_incoming,
@@ -170,7 +172,7 @@ class Learner:
             set; an .npz; an array (N, H, W, 3) uint8, a list of images, a torch Dataset or a Hugging Face dataset of
             images or (image, label) pairs. Labels are used for testing only.
         name: of the task; default: the folder's or file's.
-        again: learn a task even though its images were learnt before.
+        again: learn a task even though its images are exactly those of one learnt before.
         watcher: told what happens; default: a progress bar.
         packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`; for a new run also `fit`.
         """
@@ -220,19 +222,22 @@ class Learner:
 
         A subfolder is left for later while anything in it is younger than `settle` seconds, and is learnt once: the
         run's record says from where its tasks came. One that cannot be learnt is named on stderr, and tried again when
-        it changes.
+        it changes. Images that come into a learnt subfolder, or lie in none, are not learnt, and counted on stderr.
 
         every: seconds between looks. once: end when nothing is left to learn.
         learning: as for `learn`.
         """
         folder = Path(folder)
         refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
-        settled(folder, settle, time.time())  # is it there?
+        latecomers = Latecomers(folder)
+        check_watched(folder)
         if not self._finished():
             yield self._one_of_many(None, folder, learning)
-        known = {pack.source for pack in arrivals(self.folder)}
         while True:
-            new = [path for path in settled(folder, settle, time.time()) if str(path.resolve()) not in known]
+            learnt, now = {pack.source: pack for pack in arrivals(self.folder)}, time.time()
+            new = settled(folder, settle, now, learnt)
+            for line in latecomers.look(learnt, 0 if once else settle, now):
+                warn(f"ptlf: {line}")
             waiting = [path for path in new if path not in refused or refused[path][0] != appearance(path)]
             if waiting:
                 path, looks = waiting[0], appearance(waiting[0])
@@ -244,7 +249,6 @@ class Learner:
                     warn(f"ptlf: {path} is left out: {error}")
                     refused[path] = looks, str(error)
                 else:
-                    known.add(str(path.resolve()))
                     yield results
             elif once:
                 if refused:
