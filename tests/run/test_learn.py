@@ -227,7 +227,7 @@ KILLS = [
     Forked(Run, "evaluate"),
 ]
 MORE_KILLS = [
-    Forked(pack, "write_split"),
+    Forked(pack, "write_images"),
     Forked(pack, "open_pack"),
     Forked(learner_module, "accept"),
     Forked(Run, "save_results"),
