@@ -65,6 +65,7 @@ RESULTS: Json = {
     "units": [str],
     **dict.fromkeys(("baseline?", "uses_labels?", "own_encoder?"), bool),
     "seed?": int,
+    "arrived?": COUNT,
     "test_images?": [(0, 10**9)],
     "environment": {"*": (str, *NUMBER, bool, type(None))},
     "config": {**SETTINGS, "freezing": {"policy": {"name": str}}, "training": {"epochs": (1, MANY)}, "recipe?": str},
