@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
-from ptlf.report.intervals import images_behind, start_of, wilson
+from ptlf.report.intervals import images_behind, start_of, wilson, worsened
 from ptlf.report.theme import DASHES, MARKERS, RUNS
 from ptlf.run.results import Json, compiling_seconds, difference, epoch_lines, read_results, shared_settings
 
@@ -144,9 +144,9 @@ class Group:
     def worse(self) -> Iterator[str]:
         """Of each probe by which the encoder was better before training."""
         for probe in self.first["probes"]:
-            before, after = (self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy"))
-            if before is not None and after is not None and after < before:
-                yield f"training made {probe} worse: {before:.2f} % before ({self.start}), {after:.2f} % after"
+            means = {key: self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy")}
+            if words := worsened(probe, means, self.start):
+                yield words
 
     def feature(self, key: str) -> dict[int, tuple[float | None, float]]:
         """`effective_rank` or `spread` by task: of the encoder before training, where that is known, and after the

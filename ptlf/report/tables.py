@@ -56,9 +56,11 @@ def show_matrix(
     if values.get("untrained"):
         table.add_row(f"nothing ({start})", *map(percent, values["untrained"]), *before, style="dim")
     for number, row in enumerate(values["matrix"], start=1):
+        aside = [percent(value) for value in after[number - 1 : number]]
+        if not aside and all(value is None for value in row):
+            continue
         name = "all tasks" if len(values["matrix"]) == 1 and not days else f"task {number}"
         name += f", {clipped(days[number - 1], 14)}" if number <= len(days) else ""
-        aside = map(percent, after[number - 1 : number])
         table.add_row(name, *["" if value is None else percent(value) for value in row], *aside)
     if values["matrix"] and len(test_images) == len(eval_splits):
         last = zip(values["matrix"][-1], test_images, strict=True)

@@ -14,7 +14,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.phases import Phase
 from ptlf.evaluation.prober import testing
-from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spread
+from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
 from ptlf.run.results import write_json
@@ -110,7 +110,7 @@ class Looks(State):
             phase = self.phases(f"testing after task {self.task + 1} of {len(self.stream.tasks)}")
             rows = self.prober.rows(self.model.encoder, self.task, phase)
             future = self.prober.future(self.model.encoder, self.task, phase)
-            self.record.end_task(rows, future, self.prober.used(self.task))
+            self.record.end_task(self.task, rows, future, self.prober.used(self.task))
         return rows
 
     def phases(self, work: str) -> Phase:
@@ -131,7 +131,7 @@ class Looks(State):
             return []
         task = self.stream.tasks[number]
         with self.clock("evaluation"), testing(self.model.encoder):
-            chosen = torch.from_numpy(np.ascontiguousarray(task.train[:: max(1, len(task.train) // SAMPLE)][:SAMPLE]))
+            chosen = torch.from_numpy(spaced(task.train, SAMPLE))
             source = self.trainer.sources(task.images)
             parts = [self.prepare(source.gather(part)) for part in chosen.split(128)]
             features = torch.cat([self.model.encoder(part).float().flatten(1) for part in parts])
@@ -162,7 +162,7 @@ class Looks(State):
         if self.prober and 0 < self.task < len(self.stream.tasks):
             with self.clock("evaluation"):
                 phase = self.phases(f"testing on task {self.task + 1} before it is learnt")
-                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1, phase), {})
+                self.record.add_to(self.record.future, self.prober.future(self.model.encoder, self.task - 1, phase))
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""
@@ -198,7 +198,7 @@ class Looks(State):
         if self.record.warned or (done & (done - 1) and done < self.config.training.epochs):
             return
         with self.clock("evaluation"):
-            chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
+            chosen = torch.from_numpy(spaced(indices, 128))
             images = self.prepare(self.trainer.source.gather(chosen))
             found = feature_spread(self.model.encoder, images)
         self.record.warned = found < COLLAPSED

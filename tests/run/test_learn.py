@@ -34,9 +34,11 @@ from ptlf.run.config import Config
 from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.run.watcher import Watcher
+from ptlf.stream import arrivals as arrivals_module
 from ptlf.stream import pack
-from ptlf.stream.arrivals import arrivals
+from ptlf.stream.arrivals import Latecomers, arrivals
 from ptlf.stream.folders import PackOptions, pack_folder
+from ptlf.stream.packing import pack_images
 from ptlf.training.checkpoint import deserialise, unsealed
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import Trainer
@@ -187,7 +189,7 @@ def test_a_run_that_ptlf_train_finished_goes_on(tmp_path: Path, method: str) -> 
 
 
 def test_tests_may_be_limited_to_some_tasks(tmp_path: Path) -> None:
-    """And then old tasks' images are not opened: here they are gone."""
+    """And then old tasks' images are not opened, unless a probe compares with all classes seen: here they are gone."""
     settings = {"evaluation__tasks": "last:1", "evaluation__gallery": True}
     one = learnt(tmp_path / "learnt", config(**settings))
     check_same(one, trained(tmp_path / "trained", config(**settings)))
@@ -198,7 +200,9 @@ def test_tests_may_be_limited_to_some_tasks(tmp_path: Path) -> None:
         [True, False, True],
         [True, True, False],
     ]
-    other = learnt(tmp_path / "other", config(**settings), ["day1", "day2"])
+    limited = config(**settings)
+    limited.probes["knn_class"].enabled = False
+    other = learnt(tmp_path / "other", limited, ["day1", "day2"])
     for file in other.glob("tasks/0001-day1/*.npy"):
         file.unlink()
     learnt(other, config(), ["day3"])
@@ -226,7 +230,7 @@ KILLS = [
     Forked(Run, "evaluate"),
 ]
 MORE_KILLS = [
-    Forked(pack, "write_split"),
+    Forked(pack, "write_images"),
     Forked(pack, "open_pack"),
     Forked(learner_module, "accept"),
     Forked(Run, "save_results"),
@@ -668,6 +672,54 @@ def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) ->
     assert watched(tmp_path / "run", inbox) == 2
     assert f"the folder to watch, {inbox}, is not there" in capsys.readouterr().err
     assert files_in(tmp_path / "run") == before
+
+
+def test_images_that_watching_does_not_learn_are_counted(root: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """New ones in a folder that was learnt, and those in no folder; the others' files are not looked at again."""
+    inbox, run = tmp_path / "inbox", tmp_path / "run"
+    shutil.copytree(root / "plain" / "day1", inbox / "day1")
+    (inbox / "day1" / "notes.txt").write_text("sun")
+    assert watched(run, inbox, *WORDS) == 0
+    capsys.readouterr()
+    assert watched(run, inbox) == 0
+    assert capsys.readouterr().err == ""
+    for number in range(3):
+        shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", inbox / "day1" / "a" / f"new{number}.png")
+    shutil.copy(root / "plain" / "day2" / "c" / "05.png", inbox / "loose.png")
+    way_out = f"not learnt; put such images into a new folder in {inbox}\n"
+    late = f"ptlf: {inbox / 'day1'} was learnt before; 3 images in it came later and are {way_out}"
+    assert watched(run, inbox) == 0
+    assert capsys.readouterr().err == f"ptlf: 1 image in {inbox} itself is {way_out}{late}"
+    assert [found.name for found in arrivals(run)] == ["0001-day1"]
+
+    looked, looks = [], iter(range(3))
+    below = arrivals_module.images_below
+    monkeypatch.setattr(arrivals_module, "images_below", lambda *words: looked.append(words) or below(*words))
+    monkeypatch.setattr(arrivals_module, "files_below", lambda folder: pytest.fail(f"{folder} was learnt"))
+
+    def sleep(seconds: float) -> None:
+        if next(looks) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        next(ptlf.Learner.load(run, trust_code=True).watch(inbox, settle=0))
+    assert capsys.readouterr().err.count(late) == 1 and len(looked) == 1
+
+
+def test_images_that_come_while_a_folder_is_watched_are_counted_once_settled(tmp_path: Path) -> None:
+    paint(tmp_path / "inbox" / "day" / "morning", 4, 1)
+    day = pack_images(tmp_path / "inbox" / "day", tmp_path / "0001-day", SIZE, labelled=False, progress=False)
+    watching, learnt = Latecomers(tmp_path / "inbox"), {day.source: day}
+    manifest = day.path / "pack.json"
+    now = manifest.stat().st_mtime
+    os.utime(manifest, (now - 100, now - 100))
+    assert [*watching.look(learnt, 30, now)] == [] == [*watching.look(learnt, 30, now + 99)]
+    paint(tmp_path / "inbox" / "day" / "noon", 2, 2)
+    assert [*watching.look(learnt, 30, now)] == []
+    (line,) = watching.look(learnt, 30, now + 99)
+    assert "2 images in it came later" in line
+    assert [*watching.look(learnt, 30, now + 99)] == []
 
 
 def test_a_watched_folder_that_vanishes(root: Path, tmp_path: Path, monkeypatch) -> None:

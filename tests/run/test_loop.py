@@ -483,3 +483,17 @@ def test_another_number_of_threads_is_told_on_resuming(tiny, tmp_path, monkeypat
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "thread" in line]
     assert line.startswith(f"ptlf: warning: the checkpoint is of {now} CPU threads, ")
     assert f"now there are {now + 2}:" in line and line.endswith(f"set OMP_NUM_THREADS={now} for the same bits")
+
+
+def test_features_are_measured_on_images_of_all_of_a_task(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tiny("digits/simsiam/finetune", training__epochs=1))
+    indices = run.stream.tasks[0].train
+    monkeypatch.setattr(looks, "SAMPLE", round(0.6 * len(indices)))
+    gathered, source = [], run.trainer.source
+    monkeypatch.setattr(source, "gather", lambda part: gathered.append(part) or type(source).gather(source, part))
+    monkeypatch.setattr(run.trainer, "sources", lambda images: source)
+    (found,) = run.measure_features(0)
+    assert torch.cat(gathered).max() >= indices[-3] and found["images"] == looks.SAMPLE
+    gathered.clear()
+    run.check_spread(indices[:200])  # of which 128 are used
+    assert torch.cat(gathered).max() >= indices[197]

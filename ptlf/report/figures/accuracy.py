@@ -10,6 +10,7 @@ from ptlf.report.intervals import half_width
 from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
 from ptlf.report.runs import Comparison, Group, known_probes, means
 from ptlf.report.theme import STEPS, heat_step
+from ptlf.run.results import Json
 
 Bounds = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, top, width, height
@@ -116,7 +117,7 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     drawing.text(0, top - 6, "after", "soft", size=TINY)
     drawing.text(left, 10, "tested on the classes of task", "soft", size=TINY)
     heat_key(drawing, width, bounds)
-    column_names(drawing, range(1, len(eval_splits) + 1), left, top, cell)
+    column_names(drawing, tasks_of_splits(group.first), left, top, cell)
     joint = rows[-1:] == [1] and len(eval_splits) > 1 and len(group.first["tasks"]) == 1
     places = {row: top + number * tall + (gap if row else 0.0) for number, row in enumerate(rows)}
     tests = group.first.get("test_images") or []
@@ -138,6 +139,16 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
             title = f"{names[row]}, tested on what it knew before" if width > 400 else ""
             heat_cell(drawing, (aside, places[row], cell, tall), value, bounds, title)
     return drawing
+
+
+def tasks_of_splits(results: Json) -> list[int]:
+    """The number of the task whose classes each split has. Where splits are of no task they are counted."""
+    tasks, found = results["tasks"], [0]
+    for name in results["eval_splits"]:
+        if name not in tasks[found[-1] :]:
+            return [*range(1, len(results["eval_splits"]) + 1)]
+        found.append(tasks.index(name, found[-1]) + 1)
+    return found[1:]
 
 
 def known_by_task(group: Group, probe: str) -> Series:
