@@ -19,6 +19,8 @@ from ptlf.freezing.select import Selector, select
 from ptlf.freezing.timetable import Timetable
 from ptlf.freezing.units import BATCH_NORMS, INSTANCE_NORMS, Trace, Unit, trace
 
+MARK = "_frozen_by"  # of a frozen unit's layer, patched or not: see `Freezer._check_unfrozen`
+
 
 @dataclass
 class _Frozen:
@@ -27,6 +29,7 @@ class _Frozen:
     trained: list[bool]  # for each parameter of the unit: whether it required a gradient
     patched: list[nn.Module] = field(default_factory=list)
     untracked: list[nn.Module] = field(default_factory=list)  # norms whose track_running_stats was switched off
+    mark: object = field(default_factory=object)  # in the layer's `__dict__`; a copy of the layer has another one
 
 
 class Freezer:
@@ -69,13 +72,13 @@ class Freezer:
         self.module, self.optimizers = module, _optimizers(optimizer)
         self.batch_statistics, self.save_memory = batch_statistics, save_memory
         self._patched: dict[nn.Module, ForwardPatch] = {}
+        self._frozen: dict[str, _Frozen] = {}
         self._check_unfrozen()
         seen = trace(module, example) if units is None or save_memory else Trace([], frozenset(), [])
         self.units = list(seen.units if units is None else units)
         self.ratios: Mapping[str, float] = {}
         self.saved: dict[str, int] = {}
         self._foldable, self._relus = seen.foldable, seen.relus
-        self._frozen: dict[str, _Frozen] = {}
         # Kept after a thaw: compiled code is reused only if it finds the same patch object again.
         self._patches: dict[tuple[Any, ...], ForwardPatch] = {}
 
@@ -244,8 +247,11 @@ class Freezer:
         return "\n".join([*lines, f"{len(self._frozen)} of {len(self.units)} units frozen"])
 
     def _check_unfrozen(self) -> None:
+        own = [record.mark for record in self._frozen.values()]
         for name, child in self.module.named_modules():
-            if isinstance(child.__dict__.get("forward"), ForwardPatch) and child not in self._patched:
+            mark = child.__dict__.get(MARK)
+            patched = isinstance(child.__dict__.get("forward"), ForwardPatch) and child not in self._patched
+            if patched or (mark is not None and mark not in own):
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
 
     def _freeze(self, unit: Unit) -> None:
@@ -256,6 +262,7 @@ class Freezer:
             for optimizer in self.optimizers:
                 optimizer.state.pop(parameter, None)
         _touch(unit)
+        unit.layer.__dict__[MARK] = record.mark
         for parametrization in parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
             self._patch(record, parametrization, EvalMode)
         layer, norm = unit.layer, unit.norm
@@ -279,6 +286,7 @@ class Freezer:
 
     def _thaw(self, unit: Unit) -> None:
         record = self._frozen.pop(unit.name)
+        del unit.layer.__dict__[MARK]
         for parameter, trained in zip(unit.parameters(), record.trained, strict=True):
             if trained:
                 parameter.requires_grad_(True)
