@@ -79,9 +79,11 @@ def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
     rate = json.loads((tmp_path / "digits-simsiam-lump-seed0" / "results.json").read_text())["config"]["training"]["lr"]
     told = refused(capsys, *words, "--training.lr", "0.01")
     assert f"holds a run with other settings (training.lr was {rate} and is 0.01); choose another --out" in told
-    told = refused(capsys, *words, "--evaluation.batch=77", "--training.lr=0.01", "--checkpoint.keep_tasks=9")
-    for key in ("evaluation.batch was ", " and is 77", "training.lr was", "checkpoint.keep_tasks was "):
+    told = refused(capsys, *words, "--evaluation.tasks=last:1", "--training.lr=0.01", "--memory.size=9")
+    for key in ("evaluation.tasks was ", " and is 9", "training.lr was", "memory.size was "):
         assert key in told
+    assert main([*words, "--evaluation.batch=77", "--checkpoint.keep_tasks=9"]) == 0
+    assert "2 runs: 2 there" in capsys.readouterr().out
 
 
 def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> None:

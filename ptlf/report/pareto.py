@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptlf.report.paired import cost_ratio
-from ptlf.report.runs import Comparison, Group, RunRecord, policy_of, settings_of
+from ptlf.report.runs import Comparison, Group, RunRecord, policy_of
+from ptlf.run.alike import settings_of
 
 LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")
 COSTS = {"seconds": "training time of the later tasks", "bytes": "bytes kept for backward in the later tasks"}

@@ -1,6 +1,5 @@
 """Runs read from their folders and checked; seeds of one configuration grouped; what cannot be compared refused."""
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,8 @@ from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.results import Json, compiling_seconds, difference, epoch_lines, read_results, shared_settings
+from ptlf.run.alike import difference, is_learnt, settings_of, shared_settings
+from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 Key = TypeVar("Key", int, tuple[int, int])
@@ -267,14 +267,8 @@ def unsteady(epochs: Sequence[Json]) -> float:
     return above / max(sum(map(sum, like.values())), 1e-9)
 
 
-def settings_of(config: Json) -> str:
-    """All settings but the seed and the machine, as text."""
-    settings = {key: value for key, value in config.items() if key not in ("seed", "device", "data_root")}
-    return json.dumps(settings, sort_keys=True)
-
-
 def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
-    """Finished runs that differ in nothing but the seed (and the machine) are one group; others stand alone."""
+    """Finished runs of one configuration, see `settings_of`, are one group; others stand alone."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         name = settings_of(run.config) if run.finished else str(run.folder)
@@ -295,7 +289,7 @@ def name_groups(groups: list[Group]) -> None:
         flat = [flatten(twin.config) for twin in twins]
         # Keys that only some have belong to a section whose name differs, which says it all.
         keys = [key for key in flat[0] if all(key in one for one in flat) and len({str(one[key]) for one in flat}) > 1]
-        keys = [key for key in keys if key != "seed"]
+        keys = sorted((key for key in keys if key != "seed"), key=lambda key: not is_learnt(key))
         for twin, values in zip(twins, flat, strict=True):
             names = [key.removesuffix(".name").split(".")[-1] for key in keys[:2]]  # objective.name is the objective
             settings = ", ".join(f"{name} {values.get(key)}" for name, key in zip(names, keys, strict=False))

@@ -215,23 +215,3 @@ def compiling_seconds(results: Json) -> float:
 
 def ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
-
-
-def shared_settings(config: Json) -> dict[str, Json]:
-    """What runs must have in common to be compared."""
-    stream = {key: value for key, value in config.get("stream", {}).items() if key != "resident"}
-    return {"streams": stream, "epochs": {"training.epochs": config.get("training", {}).get("epochs")}}
-
-
-def check_alike(configs: Sequence[Json]) -> None:
-    """Of runs that are to be compared, before they are made."""
-    first, *others = map(shared_settings, configs)
-    for other in others:
-        for what, settings in first.items():
-            if found := difference(settings, other[what]):
-                raise UserError(f"the runs are of different {what} ({found}) and cannot be compared")
-
-
-def difference(mine: Json, theirs: Json) -> str:
-    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    return ", ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in keys[:3])

@@ -10,11 +10,11 @@ from typing import Any
 
 from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
+from ptlf.run.alike import check_alike
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
-from ptlf.run.results import check_alike
 from ptlf.run.watcher import Watcher
 from ptlf.training.process import Stopped
 

@@ -367,6 +367,15 @@ def test_eight_runs_of_twenty_tasks_stay_small() -> None:
     assert len(rows(text)) == 8
 
 
+def test_seeds_are_grouped_where_settings_that_change_no_result_differ(tmp_path: Path) -> None:
+    changes: list[dict] = [{}, {"checkpoint__keep": 1}, {"evaluation__batch": 64, "evaluation__gallery": False}]
+    for seed, change in enumerate(changes):
+        made_up.write(tmp_path / f"{seed}", made_up.results(seed=seed, **change))
+    made_up.write(tmp_path / "3", made_up.results(seed=3, memory__size=9))
+    groups = {len(group.runs): group.label for group in read_comparison([tmp_path]).groups}
+    assert groups == {3: "ptlf (size 64)", 1: "ptlf (size 9)"}
+
+
 def test_the_same_seed_again_is_no_further_seed(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         made_up.write(tmp_path / folder, made_up.results("digits/simsiam/lump", seed=0))
