@@ -79,6 +79,7 @@ class FreezingPlan:
                 )
             )
             self.order = sorted(ratios, key=lambda name: -ratios[name])
+        total = None if isinstance(self.when, FreezeSchedule) else total  # it has epochs of its own
         self.timetable = self.freezer.schedule(self.when, total, self.order)
 
     def at(self, now: int) -> list[str]:

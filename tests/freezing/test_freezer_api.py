@@ -189,6 +189,23 @@ def test_a_timetable_of_a_schedule_freezes_its_share_in_the_order_given(shape):
         freezer.schedule(FreezeSchedule(), order=["nothing"])
 
 
+def test_a_schedule_is_stretched_to_the_whole_of_training():
+    freezer, schedule = Freezer(small()), FreezeSchedule(0.0, 1.0, 10, "linear")
+    by_epoch = freezer.schedule(schedule)
+    expected = [len(by_epoch.names(epoch)) for epoch in range(10)]
+    assert expected[0] == 0 and expected[-1] == len(ALL)
+    for total in (1000, 20, 5):
+        by_step = freezer.schedule(schedule, total)
+        found = [len(by_step.names(step)) for step in range(total)]
+        assert found == [expected[step * 10 // total] for step in range(total)]
+        assert by_step.names(total) == list(ALL)
+    by_fraction = freezer.schedule(schedule, total=1)
+    assert [len(by_fraction.names(epoch / 10)) for epoch in range(10)] == expected
+    assert by_fraction.names(0.99) == list(ALL)
+    with pytest.raises(ValueError, match=r"0\.99 is not an epoch of this freeze schedule, which has 10; give `total`"):
+        by_epoch.at(0.99)
+
+
 def test_several_optimizers():
     model, x = small(), images()
     halves = [list(model.stem.parameters()), list(model.stages.parameters())]
