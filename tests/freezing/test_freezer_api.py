@@ -408,7 +408,7 @@ def test_a_forward_that_looks_at_values_is_measured_for_real():
 
 
 @pytest.mark.parametrize("name", ["resnet", "vit"])
-def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name):
+def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name, capsys):
     model, x = network(name, 8)
     freezer = Freezer(model.train(), torch.optim.AdamW(model.parameters()), example=x[:2])
     nothing, everything = freezer.estimate([], x).now.bytes, freezer.estimate(len(freezer.units), x).then.bytes
@@ -425,7 +425,16 @@ def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name):
         assert set(found.names) <= set(order[:enough])
         for name in found.names:
             assert freezer.estimate([other for other in found.names if other != name], x).then.bytes > limit
+        assert (capsys.readouterr().err != "") == (len(found.names) == len(freezer.units))
     assert len(freezer.budget(everything, x).names) == len(freezer.units)
+    told = (
+        f"a step takes at most {everything} only with all {len(freezer.units)} units frozen: none of them would train"
+    )
+    assert told in capsys.readouterr().err
+    freezer.freeze(3)
+    assert len(freezer.budget(everything, x).names) == len(freezer.units) - 3
+    assert told in capsys.readouterr().err, "also where some are frozen already"
+    freezer.thaw()
     with pytest.raises(ValueError, match=r"with all units frozen a step takes .*B, 1 B more than .*smaller batch"):
         freezer.budget(everything - 1, x)
 
