@@ -17,7 +17,7 @@ from ptlf.run.folder import texts
 from ptlf.run.paper import Cell, Table
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import Json, read_results
-from ptlf.run.sweep import Planned, Tell, Watch, train_all
+from ptlf.run.sweep import Planned, Tell, Watch, train_all, unique
 from ptlf.stream import STREAMS
 from ptlf.stream.pack import data_root
 
@@ -134,7 +134,7 @@ def make_plan(
     kept: Iterable[Path],
 ) -> Plan:
     """runs: the folder that new runs go below; finished ones are also looked for in `kept`."""
-    plan, there = Plan(), kept_runs([*kept, runs], overrides)
+    plan, there, seeds = Plan(), kept_runs([*kept, runs], overrides), unique(seeds)
     for key, cell in wanted(tables).items():
         words = [*scale_settings(scale, cell.recipe), *overrides, *cell.settings]
         config = resolve_config(cell.recipe, None, words)

@@ -109,6 +109,11 @@ def test_of_runs_with_the_same_seed_the_recipe_s_own_is_taken(tmp_path: Path) ->
     assert len(plan.missing) == 3
 
 
+def test_a_seed_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    plan = make_plan([TINY], "paper", [0, 0], tmp_path / "runs", QUICK, [tmp_path])
+    assert sorted(run.name for run in plan.missing) == sorted(cell.name for cell in reproduce.wanted([TINY]).values())
+
+
 def test_cheapest_first(tmp_path: Path) -> None:
     cells = [Cell(str(n), "digits", LUMP.recipe, settings=(f"--training.epochs={n}",)) for n in (3, 1, 2)]
     plan = make_plan([Table("", (), tuple(cells))], "paper", [0], tmp_path, QUICK, [])
