@@ -13,7 +13,7 @@ from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.alike import difference, is_learnt, settings_of, shared_settings
+from ptlf.run.alike import difference, is_learnt, other_images, settings_of, stream_settings
 from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
@@ -171,6 +171,11 @@ class Comparison:
         return list(dict.fromkeys(probe for group in self.groups for probe in known_probes(group.first)))
 
     @property
+    def epochs(self) -> list[int]:
+        """Of a task; several if the runs differ in it. The least first."""
+        return sorted({group.config["training"]["epochs"] for group in self.groups})
+
+    @property
     def tasks(self) -> int:
         return max(max(len(group.first["tasks"]), len(group.first["eval_splits"])) for group in self.groups)
 
@@ -235,16 +240,18 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:
-    """Figures may stand side by side only if they answer the same question."""
-    asked = []
+    """Figures may stand side by side only if they answer the same question: the same tests on the same images."""
+    asked: list[dict[str, Json]] = []
     for run in runs:
         settings = {probe: values["settings"] for probe, values in run.results["probes"].items()}
         splits = {"number of eval_splits": len(run.results["eval_splits"])}
-        asked.append(shared_settings(run.config) | {"eval_splits": splits, "probes": flatten(settings)})
+        asked.append({"streams": stream_settings(run.config), "eval_splits": splits, "probes": flatten(settings)})
+        both = f"{run.folder} and {runs[0].folder} cannot be compared"
         for what in asked[0]:
             if found := difference(asked[-1][what], asked[0][what]):
-                both = f"{run.folder} and {runs[0].folder} cannot be compared"
                 raise UserError(f"{both}: their {what} differ ({found}); report on them separately")
+        if found := other_images(run.results, runs[0].results):
+            raise UserError(f"{both}: their tasks are of different images ({found}); report on them separately")
 
 
 def means(pairs: Iterable[tuple[Key, float | None]]) -> dict[Key, tuple[float, float]]:

@@ -48,19 +48,39 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[s
     return words + (f", and {len(found) - 3} more" if len(found) > 3 else "")
 
 
-def shared_settings(config: Json) -> dict[str, Json]:
+def stream_settings(config: Json) -> Json:
     """What runs must have in common to be compared."""
-    stream = {key: value for key, value in config.get("stream", {}).items() if key != "resident"}
-    return {"streams": stream, "epochs": {"training.epochs": config.get("training", {}).get("epochs")}}
+    return {key: value for key, value in config.get("stream", {}).items() if key != "resident"}
 
 
 def check_alike(configs: Sequence[Json]) -> None:
-    """Of runs that are to be compared, before they are made."""
-    first, *others = map(shared_settings, configs)
+    """Of runs that are to be compared, before they are made. Their seconds are, so the epochs must be the same."""
+    first, *others = configs
     for other in others:
-        for what, settings in first.items():
-            if found := difference(settings, other[what]):
-                raise UserError(f"the runs are of different {what} ({found}) and cannot be compared")
+        if found := difference(stream_settings(first), stream_settings(other)):
+            raise UserError(f"the runs are of different streams ({found}) and cannot be compared")
+        epochs = [config.get("training", {}).get("epochs") for config in (first, other)]
+        if epochs[0] != epochs[1]:
+            both = f"the runs are of different epochs (training.epochs: {epochs[0]} and {epochs[1]})"
+            raise UserError(f"{both} and their seconds cannot be compared; give all the same --training.epochs")
+
+
+def other_images(mine: Json, theirs: Json) -> str:
+    """Of two records: the first task that arrived in both and has other images, in words; empty if there is none."""
+    pairs = zip(arrived_tasks(mine), arrived_tasks(theirs), strict=False)
+    for number, ((name, checksum), (their_name, their_checksum)) in enumerate(pairs, start=1):
+        known = checksum and their_checksum  # not in records of older versions
+        if checksum != their_checksum if known else name != their_name:
+            same = f"{name} has others in each" if name == their_name else f"{name} and {their_name}"
+            return f"number {number} of those that arrived: {same}"
+    return ""
+
+
+def arrived_tasks(results: Json) -> list[tuple[str, str | None]]:
+    """Name and checksum of the tasks that `ptlf learn` brought. Streams of a name and settings have the same images."""
+    count = results.get("arrived", 0)
+    names = [str(name) for name in results["tasks"][-count:]] if count else []
+    return list(zip(names, results.get("arrived_sha256") or [None] * count, strict=True))
 
 
 def difference(mine: Json, theirs: Json) -> str:

@@ -66,6 +66,8 @@ RESULTS: Json = {
     **dict.fromkeys(("baseline?", "uses_labels?", "own_encoder?"), bool),
     "seed?": int,
     "test_images?": [(0, 10**9)],
+    "arrived?": COUNT,
+    "arrived_sha256?": [str],
     "environment": {"*": (str, *NUMBER, bool, type(None))},
     "config": {**SETTINGS, "freezing": {"policy": {"name": str}}, "training": {"epochs": (1, MANY)}, "recipe?": str},
     "probes": {"*": PROBE},
@@ -150,6 +152,10 @@ def check_results(results: Json) -> None:
     check(results, RESULTS)
     check(epoch_lines(results), [EPOCH], "cost.per_epoch")
     splits, epochs = len(results["eval_splits"]), results["config"]["training"]["epochs"]
+    if results.get("arrived", 0) > len(results["tasks"]):
+        raise ValueError(f"arrived is {results['arrived']}, of {len(results['tasks'])} tasks")
+    if len(sums := results.get("arrived_sha256") or []) not in (0, results.get("arrived", 0)):
+        raise ValueError(f"arrived_sha256 is of {len(sums)} tasks, and arrived {results.get('arrived', 0)}")
     if len(results.get("test_images") or results["eval_splits"]) != splits:
         raise ValueError(f"test_images is not of {splits} eval_splits")
     for probe, values in results["probes"].items():
