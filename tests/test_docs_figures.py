@@ -296,13 +296,14 @@ def test_paper_notes_name_code_that_exists() -> None:
         assert (ROOT / "ptlf" / name).exists(), name
 
 
-@pytest.mark.parametrize("method", ["lump", "ptlf", "ptlf-cost", "ptlf-deep"])
+@pytest.mark.parametrize("method", ["lump", "ptlf", "ptlf-cost", "ptlf-deep", "finetune", "si", "cassle"])
 def test_twenty_short_tasks(method: str) -> None:
     """Means over the seeds of Split CIFAR-100, in the table of recipes and in README's sentence. Ratios are geometric
     means of those by seed; of time only at the same commit."""
     mine = kept(f"split-cifar100-simsiam-{method}-seed*")
     base = [kept(f"split-cifar100-simsiam-lump-seed{run['seed']}")[0] for run in mine]
-    row = {"lump": "LUMP, here", "ptlf": "PTLF, here"}.get(method, f"`{method}`")
+    rows = {"lump": "LUMP, here", "ptlf": "PTLF, here", "finetune": "Finetune", "si": "SI", "cassle": "CaSSLe"}
+    row = rows.get(method, f"`{method}`")
     expected = [*(str(run["seed"]) for run in mine), *means(mine)]
     if method == "lump":
         expected += [f"{training(mine):.0f}", f"{kept_later(mine) / 2**20:.0f}"]
@@ -317,6 +318,6 @@ def test_twenty_short_tasks(method: str) -> None:
     if method in ("ptlf", "ptlf-deep"):
         scores = [[run["probes"]["knn_task"]["accuracy"] for run in runs] for runs in (base, mine)]
         points = " and ".join(f"{theirs - ours:.2f}" for theirs, ours in zip(*scores, strict=True))
-        times = " and ".join(f"{ratio:.2f}x" for ratio in ratios[0])
+        times = " and ".join(f"{training([run]) / training([other]):.2f}x" for run, other in pairs)
         said = f"by {points} points" if method == "ptlf" else f"by {points}, in {times} of its time in tasks 2-20"
         assert said in in_one_line(README)

@@ -87,10 +87,14 @@ EXPECTED: dict[str, str] = {
     "split-cifar10/simsiam/multitask": on_h200(228, 1, 96.65, None, 83.91),
     "split-cifar10/barlow_twins/lump": on_h200(292, 1, 90.05, 0.64, 62.65),
     "split-cifar10/barlow_twins/ptlf": on_h200(231, 1, 89.49, 1.45, 61.50),
+    "split-cifar10/barlow_twins/ptlf-deep": on_h200(174, 2, 89.85, 1.19, 62.11),
     "split-cifar100/simsiam/lump": on_h200(260, 2, 82.42, 3.56, 36.21),
-    "split-cifar100/simsiam/ptlf": on_h200(253, 1, 81.51, 2.58, 35.29),
-    "split-cifar100/simsiam/ptlf-cost": on_h200(241, 1, 81.08, 4.19, 35.32),
+    "split-cifar100/simsiam/ptlf": on_h200(255, 2, 81.56, 3.27, 36.04),
+    "split-cifar100/simsiam/ptlf-cost": on_h200(224, 2, 81.46, 4.16, 35.74),
     "split-cifar100/simsiam/ptlf-deep": on_h200(189, 2, 80.74, 2.92, 34.59),
+    "split-cifar100/simsiam/finetune": on_h200(251, 1, 76.99, 10.01, 30.36),
+    "split-cifar100/simsiam/si": on_h200(260, 1, 81.11, 4.52, 38.03),
+    "split-cifar100/simsiam/cassle": on_h200(313, 1, 83.78, 1.45, 39.80),
 }
 
 
