@@ -19,6 +19,7 @@ from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 Key = TypeVar("Key", int, tuple[int, int])
 LATER_KEPT = ("cost", "later_kept_bytes")  # computed from the epochs: `RunRecord.later_kept`
+LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")  # of an epoch
 LEARNING_SECONDS = ("cost", "learning_seconds")
 WITH_COMPILING = (LEARNING_SECONDS, ("cost", "train_seconds"))  # the first epoch is in them
 FIRST_EPOCH = "the first epoch counted as the second"  # `STEADY` in brief
@@ -189,6 +190,12 @@ def later_kept(epochs: Sequence[Json]) -> float | None:
     """Bytes kept for backward, mean over the epochs of the tasks after the first, in which nothing freezes."""
     later = [line["kept_bytes"] for line in epochs if line["task"] > 1]
     return statistics.fmean(later) if later else None
+
+
+def later_seconds(epochs: Sequence[Json]) -> float | None:
+    """Of learning in the tasks after the first, in which nothing freezes: steps, correlations, rebuilds."""
+    later = [line for line in epochs if line["task"] > 1]
+    return sum(line.get(key) or 0.0 for line in later for key in LEARNING) if later else None
 
 
 def known_probes(results: Json) -> dict[str, Json]:
