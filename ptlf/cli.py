@@ -4,6 +4,8 @@ exit code 2."""
 import argparse
 import io
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +18,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.words import printable, shown
 from ptlf.training.process import Stopped
 
+MANY_RUNS = ("sweep", "reproduce", "frontier")  # commands that keep what is done, and go on
 Verb = Callable[..., Callable[..., None]]  # declares a command; what it returns adds an option to it
 
 
@@ -48,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Stopped as stopped:
         if process() == 0:
-            say(str(stopped))
+            say(str(stopped.again(same_command(argv)) if verb in MANY_RUNS else stopped))
         return 128 + stopped.number
     except KeyboardInterrupt:
-        print("ptlf: stopped", file=sys.stderr)
+        say(f"stopped; {same_command(argv)}" if verb in MANY_RUNS else "stopped")
         return 130
     except (MemoryError, ArithmeticError, RuntimeError, ValueError, TypeError) as error:
         from ptlf.core.memory import too_large
@@ -62,6 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"{trouble}; {notes or 'ask for less: fewer or smaller images, a smaller batch'}")
         return 2
     return 0
+
+
+def same_command(argv: Sequence[str] | None) -> str:
+    """How to go on with a command that keeps what is done: as it was typed, to be typed again."""
+    words, program = list(sys.argv[1:] if argv is None else argv), Path(sys.argv[0])
+    found = shutil.which("ptlf")
+    there = program.name == "ptlf" and program.exists() and not (found and os.path.samefile(found, program))
+    return f"`{shlex.join([str(program) if there else 'ptlf', *words])}` goes on from here"
 
 
 def process() -> int:
@@ -147,6 +158,19 @@ def whole(text: str, least: int = 0, most: int = 2**63 - 1) -> int:
     return value
 
 
+def number(text: str, least: float, most: float) -> float:
+    """A number between these."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not {shown(text)}") from None
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {shown(text)}")
+    return value
+
+
+seconds = partial(number, least=0, most=1e9)
+share = partial(number, least=0, most=1)
 positive = partial(whole, least=1, most=1_000_000)
 pixels = partial(whole, least=1, most=8192)
 
@@ -158,14 +182,17 @@ def folder(text: str) -> Path:
 
 
 def new_page(text: str) -> Path:
-    if not text.strip() or Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"must name a file, such as report.html, not {shown(text)}")
-    return Path(text)
-
-
-def new_file(text: str) -> Path:
-    """Refused before the work it is for: a file in a folder that is not there."""
     path = Path(text)
+    if path.suffix not in (".html", ".htm") or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must name a page, such as report.html, not {shown(text)}")
+    return path
+
+
+def new_file(text: str, end: str = "") -> Path:
+    """Refused before the work it is for: a file in a folder that is not there, or with another end than `end`."""
+    path = Path(text)
+    if end and path.suffix != end and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"must name a file that ends with {end}, not {shown(text)}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
     if not path.name or path.is_dir():
@@ -208,13 +235,13 @@ def add_run_verbs(verb: Verb) -> None:
     add("--trust-code", TRUST, bool)
     add("--name", "of the task (default: the folder's)")
     add("--again", "learn SOURCE even if its images were learnt before", bool)
-    add("--test-fraction", "SOURCE has a folder per class: this share of each is for testing", float, default=0.0)
+    add("--test-fraction", "SOURCE has a folder per class: this share of each is for testing", share, default=0.0)
     add("--fit", "for a new run: how images become squares; see `ptlf data pack --help` (default: crop)", choices=FITS)
     add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
     add("--workers", "processes that decode (default: by the number of images and cores)", positive)
     add("--watch", "learn every subfolder of DIR, oldest first, as it appears", Path, metavar="DIR")
-    add("--settle", "with --watch: leave a subfolder until nothing changed for so many seconds", float, default=30.0)
-    add("--every", "with --watch: seconds between looks", float, default=10.0)
+    add("--settle", "with --watch: leave a subfolder until nothing changed for so many seconds", seconds, default=30.0)
+    add("--every", "with --watch: seconds between looks", seconds, default=10.0)
     add("--once", "with --watch: learn what is there, then exit", bool)
 
     about = "Train several recipes, with several seeds, and compare them."
@@ -239,7 +266,12 @@ def add_run_verbs(verb: Verb) -> None:
     add("--seeds", "each run with each of them; others that are there count too", int, nargs="+", default=[0])
     add("--runs", "a folder below this for each run (default: runs/reproduce/SCALE)", Path, metavar="DIR")
     add("--plan", PLAN, bool)
-    add("--write", "train nothing: write this Markdown page from the runs that are there", new_file, metavar="FILE")
+    add(
+        "--write",
+        "train nothing: write this Markdown page from the runs that are there",
+        partial(new_file, end=".md"),
+        metavar="FILE",
+    )
     add("--pictures", "folder for the pictures of `figures` (default: figures in the folder of the runs)", Path)
 
     about = "Train a recipe with growing shares of its units frozen; list and draw what accuracy costs."
@@ -247,8 +279,8 @@ def add_run_verbs(verb: Verb) -> None:
     add = verb("frontier", about, overrides=True, epilog=epilog)
     add("recipe", "STREAM/OBJECTIVE/METHOD; it is also trained without freezing", metavar="RECIPE")
     add("--orders", "policies", nargs="+", default=["correlation", "cost_aware"], metavar="POLICY")
-    add("--initial", "shares of the units frozen in a task's first epoch", float, nargs="+", default=[0.0, 0.2])
-    add("--final", "shares frozen in its last epoch", float, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
+    add("--initial", "shares of the units frozen in a task's first epoch", share, nargs="+", default=[0.0, 0.2])
+    add("--final", "shares frozen in its last epoch", share, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
     add("--seeds", "each with each of them", whole, nargs="+", default=[0], metavar="SEED")
     add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
     add("--plan", PLAN, bool)
@@ -349,7 +381,7 @@ def add_bench_verbs(verb: Verb) -> None:
     for add in (step, methods):
         add("--steps", "timed steps of each", positive, default=100)
     for add in (freezing, step, methods, runs):
-        add("--json", "also write the figures to this file", new_file)
+        add("--json", "also write the figures to this file", partial(new_file, end=".json"))
 
 
 def add_data_verbs(verb: Verb) -> None:
@@ -370,7 +402,7 @@ def add_data_verbs(verb: Verb) -> None:
     about = "how images become squares: crop (the centre), squash (all, distorted), pad (all, between grey bars)"
     pack("--fit", about, choices=FITS, default="crop")
     pack("--folders", "what a folder is", choices=("classes", "tasks"), default="classes")
-    pack("--test-fraction", "share of each class held out for testing", float, default=0.0)
+    pack("--test-fraction", "share of each class held out for testing", share, default=0.0)
     for add in (get, pack):
         add("--on-error", "for broken images and empty folders", choices=("refuse", "skip"), default="refuse")
         add("--workers", "processes (default: by the number of images and cores)", partial(whole, least=1, most=1024))

@@ -11,6 +11,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import write_whole
 from ptlf.core.settings import as_dict, merge, parse_overrides
+from ptlf.core.words import shown
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.freezing import POLICIES
@@ -132,6 +133,9 @@ def learn(
 ) -> None:
     """how: `again`, and how images are packed, for `Learner.learn`."""
     check_alone("learn")
+    if source and overrides and not overrides[0].startswith("-"):
+        one = f"`ptlf learn` takes one folder of images per call, and {shown(overrides[0])} is a second one"
+        raise UserError(f"{one}; call it once for each, or give --watch DIR to learn every subfolder of DIR")
     if watch and (source or name):
         raise UserError(f"--watch takes its tasks from {watch}; leave out {'SOURCE' if source else '--name'}")
     if not watch and once:
@@ -161,8 +165,10 @@ def open_learner(
         for word in words:
             if word not in ("--stream.labelled", "--stream.resident"):
                 raise UserError(f"`ptlf learn` takes tasks as they arrive; leave out {word}")
-        chosen = resolve_config(recipe or LEARN, config, overrides, trust_code=trust_code)
-        given = merge(Config, read_yaml(config) if config else {}, parse_overrides(Config, overrides))
+        values = read_yaml(config) if config else {}
+        recipe = recipe or (None if values.get("recipe") else LEARN)  # None: the one that the file names
+        chosen = resolve_config(recipe, config, overrides, trust_code=trust_code)
+        given = merge(Config, values, parse_overrides(Config, overrides))
         own = STREAMS.find(chosen.recipe.partition("/")[0]).own
         return Learner.new(chosen, folder, size, free_settings(given) if own else ())
     given = {"--recipe": recipe, "-c": config, "--size": size}
@@ -377,7 +383,7 @@ def embed(folder: Path, images: Words, out: Path, **how: Any) -> None:
     """how: the arguments of `embed_images`."""
     count, dim, skipped = embed_images(folder, images, out, **how)
     left_out = f", {len(skipped)} skipped" if skipped else ""
-    tell(f"{out}: features of {count} images, {dim} numbers each{left_out}")
+    tell(f"{out}: features of {count} image{'s' * (count != 1)}, {dim} numbers each{left_out}")
 
 
 def export(folder: Path, to: Path, **how: Any) -> None:

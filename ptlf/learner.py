@@ -26,7 +26,7 @@ from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run
 from ptlf.run.fitting import fit_settings, free_settings
-from ptlf.run.folder import START, claimed, has_finished, load_encoder, save_encoder
+from ptlf.run.folder import START, check_arrived, check_new, claimed, has_finished, load_encoder, save_encoder
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
 from ptlf.run.parts import Parts
@@ -52,6 +52,7 @@ from ptlf.training.process import Stopped
 STREAM = "arriving"
 SIZE = 32  # pixels, where neither the images nor the settings say
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
+MOST_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
 Source = Any  # a path, an array, a list of images, a data set
 
@@ -180,6 +181,7 @@ class Learner:
         with self._held():
             finished = not self.exists or self._can_go_on()
             incoming: Pack | None = None
+            run: Run | None = None
             try:
                 if source is not None:
                     incoming = self._pack(source, name, packing)
@@ -190,7 +192,12 @@ class Learner:
                     elif not again:
                         refuse_twin(incoming, learnt)
                 if not finished:
-                    self._train(self._build(), watcher)
+                    run = self._build()
+                    self._train(run, watcher)
+                    if incoming is not None and run.signals.asked:  # in its last moments
+                        raise Stopped(
+                            self.folder, run.signals.asked, f"{task_name(incoming)} is not learnt; give it again"
+                        )
                 if incoming is not None:
                     if not self.exists:
                         self._fit(incoming, said)
@@ -224,9 +231,13 @@ class Learner:
         every: seconds between looks. once: end when nothing is left to learn.
         learning: as for `learn`.
         """
+        for word, value in {"settle": settle, "every": every}.items():
+            if not 0 <= value <= MOST_SECONDS:
+                raise UserError(f"{word} must be a number of seconds from 0 to {MOST_SECONDS:g}, not {value}")
         folder = Path(folder)
         refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
         settled(folder, settle, time.time())  # is it there?
+        check_new(self.folder)
         if not self._finished():
             yield self._one_of_many(None, folder, learning)
         known = {pack.source for pack in arrivals(self.folder)}
@@ -312,6 +323,7 @@ class Learner:
     def _can_go_on(self) -> bool:
         """Whether the run has finished. One that cannot learn another task is refused."""
         check_grows(self.config)
+        check_arrived(self.folder)
         saved = Checkpoints(self.folder, self.config.checkpoint)
         saved.check_version()
         finished = has_finished(self.folder)

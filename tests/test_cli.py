@@ -125,6 +125,24 @@ def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypat
             main([*verb, "--json", str(tmp_path / "none" / "x.json")])
         assert "argument --json: there is no folder" in capsys.readouterr().err
     assert "--size is of --noise images" in refused(capsys, "bench", "run", "--size", "16")
+    photograph = tmp_path / "0001.jpg"
+    photograph.write_text("a photograph")
+    for words, told in {
+        ("report", str(tmp_path), "--out"): "must name a page, such as report.html, not",
+        ("reproduce", "all", "--write"): "must name a file that ends with .md, not",
+        ("bench", "freezing", "--json"): "must name a file that ends with .json, not",
+    }.items():
+        with pytest.raises(SystemExit):
+            main([*words, str(photograph)])
+        assert f"argument {words[-1]}: {told} '{photograph}'" in capsys.readouterr().err
+    assert photograph.read_text() == "a photograph"
+    frontier = ["frontier", "digits/simsiam/lump", "--out", str(tmp_path / "f"), "--plan"]
+    pack = ["data", "pack", str(tmp_path), "--name", "x", "--size", "8"]
+    for word, verb in {"--initial": frontier, "--final": frontier, "--test-fraction": pack}.items():
+        for value in ("nan", "1.5", "-0.1", "much"):
+            with pytest.raises(SystemExit):
+                main([*verb, word, value])
+            assert f"argument {word}: must be a number" in capsys.readouterr().err
     assert "leave out --recipes" in refused(capsys, "bench", "run", "--recipes", *recipes, "--from", str(tmp_path))
 
 

@@ -54,7 +54,7 @@ def check_fits(what: str, needed: float, device: torch.device | str = "cpu", way
 
 
 def spoken(amount: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if amount >= size:
             return f"{amount / size:,.1f} {unit}"
     return f"{amount:,.0f} bytes"

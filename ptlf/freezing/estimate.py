@@ -54,7 +54,8 @@ class Estimate:
             ("together", self.now.bytes, self.then.bytes, spoken_bytes),
             ("backward GFLOPs", self.now.backward_flops, self.then.backward_flops, lambda n: f"{n / 1e9:.3g}"),
         ]
-        lines = [f"{len(self.names)} units to freeze".ljust(26) + f"{'now':>12}{'then':>12}{'saved':>12}"]
+        count = f"{len(self.names)} unit{'s' * (len(self.names) != 1)} to freeze"
+        lines = [count.ljust(26) + f"{'now':>12}{'then':>12}{'saved':>12}"]
         lines += [f"{name:<26}{say(a):>12}{say(b):>12}{say(a - b):>12}" for name, a, b, say in rows]
         return "\n".join(lines)
 

@@ -52,12 +52,16 @@ class Config:
             TRACKERS.find(name)
 
 
-def resume_command(folder: Path, config: Config) -> str:
-    """What to type to go on with the run in the folder."""
+def resume_command(folder: Path, config: Config, *, module: bool = False, arrived: bool = False) -> str:
+    """What to type to go on with the run in the folder. module: its encoder was given as one, in Python. arrived: tasks
+    have arrived in it."""
     names = [config.stream.name, config.objective.name, config.method.name, *config.probes]
     names += [config.freezing.policy.name, config.training.optimizer.name, *config.log]
     code = ENCODERS.names_code(config.encoder.name) or any(":" in name for name in names)
-    return f"ptlf train --resume {shlex.quote(str(folder))}{' --trust-code' if code else ''}"
+    if module:
+        return f"ptlf.Learner.load({str(folder)!r}, encoder=MODULE{', trust_code=True' if code else ''}).learn()"
+    verb = "learn" if arrived else "train --resume"
+    return f"ptlf {verb} {shlex.quote(str(folder))}{' --trust-code' if code else ''}"
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:

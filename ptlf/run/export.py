@@ -4,6 +4,7 @@ Each is written beside its place, run on random images, compared with PyTorch, a
 """
 
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -22,14 +23,17 @@ from torch import Tensor, nn
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_error, write_whole
-from ptlf.core.reading import damaged, read_text
+from ptlf.core.reading import damaged, read_json, read_text
+from ptlf.core.words import shown
 from ptlf.run.folder import ENCODER, encoder_bytes
 from ptlf.run.inference import KEY, MODEL, SHAPES, LoadedEncoder, load_encoder
 from ptlf.run.results import AGAIN, Json, read_results, to_json
 
 Model = Callable[[Tensor], np.ndarray]  # images (N, 3, V, V) to features (N, feature_dim)
 NO_ONNX = "ONNX needs onnx, onnxscript and onnxruntime: `pip install 'ptlf[export]'`, or export to FILE.pt2 or a folder"
-CARD = "README.md"  # the model card of an exported folder
+CARD, CONFIG, PROCESSOR = "README.md", "config.json", "preprocessor_config.json"  # of an exported folder
+EXPORTED = (CARD, CONFIG, PROCESSOR, MODEL)  # all that is in one; CARD is the model card
+MODEL_TYPE = "ptlf-encoder"
 TOLERANCE = 1e-4  # of the greatest feature
 BATCHES = (1, 5)  # sizes that are checked: the exported model takes any
 
@@ -41,10 +45,8 @@ def export_run(
     greatest feature."""
     if to.suffix not in (".onnx", ".pt2", ""):
         raise UserError(f"--to {to} must be FILE.onnx, FILE.pt2 or a folder without such an end")
-    if to.exists() and not overwrite:
-        raise UserError(f"{to} exists; give --overwrite to replace it, or choose another --to")
-    if to.suffix and to.is_dir():
-        raise UserError(f"{to} is a folder; choose another --to")
+    named, to = to, to.resolve()
+    check_target(named, to, folder.resolve(), overwrite)
     encoder = load_encoder(folder, device="cpu", trust_code=trust_code)
     with replaced(to) as part:
         if to.suffix == ".onnx":
@@ -56,6 +58,37 @@ def export_run(
         results = read_results(folder) if (folder / "results.json").exists() else None
         write_folder(encoder, part, results, licence, to.name)
         return check(encoder, folder_model(part), "the folder")
+
+
+def check_target(named: Path, to: Path, run: Path, overwrite: bool) -> None:
+    """Of what is there, only a file of the same kind and a folder with an earlier export and nothing else are replaced.
+    named: `to` as the user wrote it."""
+    if to.suffix and to.is_dir():
+        raise UserError(f"{named} is a folder; choose another --to")
+    if not to.suffix and to.exists() and not to.is_dir():
+        raise UserError(f"{named} is a file, and --to without .onnx or .pt2 is a folder; choose another --to")
+    if not to.suffix and (to == run or to in run.parents or run in to.parents):
+        place = "is the run itself" if to == run else "holds the run" if to in run.parents else "lies in the run"
+        raise UserError(f"{named} {place}; choose a --to outside it")
+    if to.is_dir() and (foreign := not_exported(to)):
+        raise UserError(
+            f"{named} holds {shown(foreign)}, which is of no earlier export, and stays; choose another --to"
+        )
+    if to.exists() and not overwrite:
+        raise UserError(f"{named} exists; give --overwrite to replace it, or choose another --to")
+
+
+def not_exported(folder: Path) -> str:
+    """The first name in the folder that is not of an earlier export; empty if there is none."""
+    names = sorted(name for name in os.listdir(folder) if name != ".DS_Store")
+    foreign = [name for name in names if name not in EXPORTED]
+    if foreign or not names:
+        return foreign[0] if foreign else ""
+    try:
+        kind = read_json(folder / CONFIG).get("model_type")
+    except (UserError, OSError, ValueError, AttributeError):
+        kind = None
+    return "" if kind == MODEL_TYPE else names[0]
 
 
 @contextmanager
@@ -131,7 +164,9 @@ def exported_program(encoder: LoadedEncoder) -> torch.export.ExportedProgram:
 
 
 def write_program(encoder: LoadedEncoder, path: Path) -> None:
-    torch.export.save(exported_program(encoder), path, extra_files={f"{KEY}.json": json.dumps(encoder.card)})
+    made = io.BytesIO()  # torch's own writer ends the process where the disk is full
+    torch.export.save(exported_program(encoder), made, extra_files={f"{KEY}.json": json.dumps(encoder.card)})
+    path.write_bytes(made.getbuffer())
 
 
 def program_model(path: Path) -> Model:
@@ -174,11 +209,11 @@ def write_folder(encoder: LoadedEncoder, path: Path, results: Json | None, licen
     path.mkdir()
     card = encoder.card
     kind = type(encoder.module).__name__
-    config = {"model_type": "ptlf-encoder", "architectures": [kind], **card}
-    write_whole(path / "config.json", to_json(config) + "\n")
+    config = {"model_type": MODEL_TYPE, "architectures": [kind], **card}
+    write_whole(path / CONFIG, to_json(config) + "\n")
     write_whole(path / MODEL, encoder_bytes(encoder.module, {"format": "pt", KEY: json.dumps(card)}))
     if card.get("fit") != "pad":  # which Hugging Face's image processors do not do
-        write_whole(path / "preprocessor_config.json", to_json(processor_config(card)) + "\n")
+        write_whole(path / PROCESSOR, to_json(processor_config(card)) + "\n")
     write_whole(path / CARD, model_card(card, results, licence, name))
 
 

@@ -105,7 +105,7 @@ def fit_settings(
     if not chosen:
         return values, ""
     what = " ".join(f"--{name} {spoken(value)}" for name, value in chosen.items())
-    images = f"{sum(sizes)} images of {size} px on {machine}"
+    images = f"{sum(sizes)} image{'s' * (sum(sizes) != 1)} of {size} px on {machine}"
     return merge(Config, values, {"training": training}, *layers), (
         f"chosen for {images}: {what}; each can be given with a value of your own"
     )

@@ -21,11 +21,12 @@ from ptlf.core.words import shown
 from ptlf.run.alike import MAY_CHANGE, changes
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import AGAIN, read_results
-from ptlf.stream.arrivals import arrived_names
+from ptlf.stream.arrivals import TASKS, arrived_names, is_arrival, missing
 from ptlf.stream.disk import file_digest
 
 ENCODER = "encoder.safetensors"
 START = "start.safetensors"  # the weights that training began with, if they do not follow from the seed
+LOGS = (".log", ".out", ".err")  # shells and schedulers open them before the run begins
 
 
 @contextmanager
@@ -39,7 +40,20 @@ def claimed(out: Path, resume: bool) -> Iterator[None]:
             raise UserError(f"{out} already holds a run that has not finished; {advice}")
         if not resume and any(out.glob("*/config.yaml")):
             raise UserError(f"{out} holds other runs; choose a folder of its own as --out")
+        check_new(out)
         yield
+
+
+def check_new(folder: Path) -> None:
+    """Refuse a folder that holds files and no run. Hidden files and logs do not count, nor does what a run leaves that
+    is killed before its settings are written."""
+    if (folder / "config.yaml").exists() or not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        own = path.name == START or (path.name == TASKS and all(map(is_arrival, path.iterdir())))
+        log = path.suffix in LOGS and path.is_file()
+        if not (own or log or path.name.startswith(".")):
+            raise UserError(f"{folder} holds files and no run, such as {shown(path.name)}; give a new folder")
 
 
 @contextmanager
@@ -76,6 +90,19 @@ def has_finished(folder: Path) -> bool:
         return False
     results = read_results(folder)
     return results["status"] == "finished" and results.get("arrived", 0) == len(arrived_names(folder))
+
+
+def check_arrived(folder: Path) -> None:
+    """Refuse a run if one of the tasks that arrived by its last results is not in its folder."""
+    if not (folder / "results.json").exists():
+        return
+    results = read_results(folder)
+    there = {int(name.partition("-")[0]) for name in arrived_names(folder)}
+    # A run that calls itself running may have failed before it took its last task.
+    tasks, known = results["tasks"], results.get("arrived") or 0 if results["status"] != "running" else 0
+    for number, name in enumerate(tasks[max(len(tasks) - known, 0) :], start=1):
+        if number not in there:
+            raise missing(folder, number, str(name))
 
 
 def finished(folder: Path, config: Config) -> bool:

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import shlex
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,15 @@ from ptlf.core.reading import DAMAGE, check, damaged, reason
 from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
 from ptlf.run.alike import changes
-from ptlf.run.config import from_dict, read_yaml, resume_command, to_yaml
-from ptlf.run.folder import ENCODER, claimed, save_encoder
+from ptlf.run.config import from_dict, read_yaml, to_yaml
+from ptlf.run.folder import ENCODER, START, claimed, save_encoder
 from ptlf.run.inference import KEY, card_of
 from ptlf.run.looks import Looks
 from ptlf.run.results import append_line, keep_lines, write_json
 from ptlf.run.start import fill_memory, save_start
 from ptlf.run.state import COMPARED, STATE
 from ptlf.run.watcher import Watcher
+from ptlf.stream import STREAMS
 from ptlf.training.checkpoint import Position
 from ptlf.training.engine import why_not_captured
 from ptlf.training.process import Stopped
@@ -43,7 +46,8 @@ class Run(Looks):
         global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
         folder = claimed(self.out, resume) if self.out and claim else contextlib.nullcontext()
         with folder, global_randomness, self.signals:
-            self.prepare_folder(resume)
+            with self.undone():
+                self.prepare_folder(resume)
             self.prepared = True
             if self.out:
                 self.trackers.begin(self.out, as_dict(self.config), self.record.per_epoch)
@@ -61,7 +65,7 @@ class Run(Looks):
                 with contextlib.suppress(Exception):  # the error that is told is the first
                     self.finish_saving()
                 if last := self.checkpoints.last if self.checkpoints else None:
-                    command = resume_command(last.parent.parent, self.config)
+                    command = self.go_on(last.parent.parent)
                     error.add_note(f"the last checkpoint is {last}; `{command}` goes on from it")
                 self.status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
                 with contextlib.suppress(Exception):  # best effort: the original error is re-raised
@@ -178,7 +182,7 @@ class Run(Looks):
             raise Stopped(self.folder, asked, self.advice(self.folder))
 
     def advice(self, folder: Path) -> str:
-        return f"go on with `{resume_command(folder, self.config)}`"
+        return f"go on with `{self.go_on(folder)}`"
 
     def lost(self) -> str:
         """What is lost if the run stops without saving."""
@@ -191,6 +195,19 @@ class Run(Looks):
         if self.checkpoints:
             with self.clock("checkpoint"):
                 self.checkpoints.finish()
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """If the block raises, and the folder held no run before, it holds none after it."""
+        written = [self.out / name for name in ("config.yaml", START)] if self.out else []
+        new = not any(path.exists() for path in written[:1])
+        try:
+            yield
+        except BaseException:
+            for path in written if new else ():
+                with contextlib.suppress(OSError):  # the error that is told is the first
+                    path.unlink()
+            raise
 
     def prepare_folder(self, resume: bool) -> None:
         """The folder as a run that has come this far would have left it."""
@@ -245,7 +262,12 @@ class Run(Looks):
     def check_resumed(self, state: dict[str, Any]) -> None:
         """Refuse to go on with other settings, or other images of the tasks begun, than the checkpoint was made with:
         the record would be false of what is already learnt."""
-        begin = f"begin anew with `ptlf train --config {self.folder}/config.yaml --out OTHER`"
+        file = shlex.quote(f"{self.folder}/config.yaml")
+        begin = f"begin anew with `ptlf train --config {file} --out OTHER`"
+        if self.encoder_given:
+            begin = "begin anew in another folder"
+        elif STREAMS.find(self.config.stream.name).arriving:
+            begin = f"begin anew with `ptlf learn OTHER IMAGES --config {file}`"
         if (before := state.get("settings")) is None:
             processes.warn(
                 f"ptlf: warning: the checkpoint in {self.folder} does not say its settings; nothing is compared"
@@ -267,7 +289,9 @@ class Run(Looks):
                 raise UserError(f"the images of {shown(new['name'])} have changed: {what}; put them back, or {begin}")
         arrived = len(self.stream.tasks) - state["tasks"]  # since the checkpoint was written
         if len(images) != len(now) or not 0 <= arrived <= self.stream.arrived:
-            raise UserError(f"the stream had {state['tasks']} tasks and now has {len(self.stream.tasks)}; {begin}")
+            put_back = "put back what is missing, or " if arrived < 0 else ""
+            tasks = f"the stream had {state['tasks']} tasks and now has {len(self.stream.tasks)}"
+            raise UserError(f"{tasks}; {put_back}{begin}")
 
     def save_results(self) -> None:
         if self.out:  # else nobody needs them
@@ -286,5 +310,5 @@ class Run(Looks):
             about.append("compiling the step: some seconds, for encoders other than our ResNets up to a minute")
         if self.position != Position():
             place = str(self.position) if self.epoch < epochs else f"testing after task {self.task + 1}"
-            about.append(f"going on with {place}")
+            about.append(f"going on with {place}" if self.task < len(tasks) else "all tasks are learnt")
         self.watcher.begin(about, len(tasks), epochs, units, frozen, self.task * epochs + self.epoch)

@@ -11,7 +11,7 @@ from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.reading import NUMBER
 from ptlf.core.settings import as_dict
 from ptlf.integrations.trackers import Trackers
-from ptlf.run.config import Config
+from ptlf.run.config import Config, resume_command
 from ptlf.run.environment import commit, environment
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
@@ -72,10 +72,17 @@ class State(Parts):
         self.encoder_sha256: str | None = None  # of the file, once it is written
         self.commit, self.status = commit(), "running"
         self.resumable = self.folder is not None and config.checkpoint.enabled
-        self.checkpoints = Checkpoints(self.out, config.checkpoint) if self.out and self.resumable else None
+        self.checkpoints: Checkpoints | None = None
+        if self.out and self.resumable:
+            self.checkpoints = Checkpoints(self.out, config.checkpoint, self.go_on(self.out))
         self.signals = StopSignals(self.resumable, tell=processes.is_first())
         self.watcher = Watcher()
         self.trackers = Trackers(config.log if self.out else ())
+
+    def go_on(self, folder: Path) -> str:
+        """What to type to go on with this run."""
+        arrived = self.stream.arrived > 0
+        return resume_command(folder, self.config, module=self.encoder_given, arrived=arrived)
 
     @property
     def position(self) -> Position:

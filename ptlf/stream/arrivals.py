@@ -58,14 +58,35 @@ class PackedImages(Images):
 
 def arrivals(folder: Path) -> list[Pack]:
     """The tasks that arrived in this run, in order. Only their pack.json is read, once in this process."""
+    names = arrived_names(folder)
+    for number, name in enumerate(names, start=1):
+        if int(name.partition("-")[0]) != number:
+            raise missing(folder, number)
+    return [arrival(folder, name) for name in names]
+
+
+def arrival(folder: Path, name: str) -> Pack:
     root = folder / TASKS
-    return [manifest(root, name, identity(root / name / "pack.json")) for name in arrived_names(folder)]
+    return manifest(root, name, identity(root / name / "pack.json"))
+
+
+def missing(folder: Path, number: int, name: str = "NAME") -> UserError:
+    """number: of the task among those that arrived, from 1."""
+    which = f"{number:04}-{file_name(name)}"
+    return UserError(
+        f"task {number} of those that arrived is missing: there is no {folder / TASKS / which}; put it back"
+    )
 
 
 def arrived_names(folder: Path) -> list[str]:
     root = folder / TASKS
     found = [NUMBERED.fullmatch(name) for name in os.listdir(root)] if root.is_dir() else []
     return [name for _, name in sorted((int(match[1]), match[0]) for match in found if match)]
+
+
+def is_arrival(path: Path) -> bool:
+    """Whether this, in a run's folder of tasks, is what ptlf puts there."""
+    return path.name.startswith(".") or bool(NUMBERED.fullmatch(path.name) and (path / "pack.json").is_file())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -178,8 +199,8 @@ def clear(folder: Path, everything: bool = False) -> None:
     """Remove packs that were not accepted, and empty folders; with `everything` all tasks."""
     root = folder / TASKS
     shutil.rmtree(root / INCOMING, ignore_errors=True)
-    for pack in arrivals(folder) if everything else ():
-        shutil.rmtree(pack.path)
+    for name in arrived_names(folder) if everything else ():
+        shutil.rmtree(arrival(folder, name).path)
     if root.is_dir() and not any(root.iterdir()):
         root.rmdir()
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, sync_folder
+from ptlf.core.memory import spoken
 from ptlf.core.phases import cannot_move
 
 
@@ -53,7 +54,7 @@ def tidy(target: Path) -> None:
 def check_space(root: Path, needed: int) -> None:
     free = shutil.disk_usage(root).free
     if needed > free:
-        raise UserError(f"no space left on {root}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free")
+        raise UserError(f"no space left on {root}: {spoken(needed)} needed, {spoken(free)} free")
 
 
 @contextmanager

@@ -79,7 +79,9 @@ class DamagedCheckpoint(Exception):
 class Checkpoints:
     """The checkpoints of one run, in FOLDER/checkpoints. One at a time is written, by a thread."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, go_on: str = "") -> None:
+        """go_on: what to type to go on with the run."""
+        self.go_on = go_on or f"ptlf train --resume {shlex.quote(str(folder))}"
         self.run, self.folder, self.config = folder, folder / "checkpoints", config
         self.last: Path | None = None  # that was written, or loaded
         self._saved_at = time.monotonic()
@@ -127,8 +129,7 @@ class Checkpoints:
         except UserError as error:
             rest = "nothing of this run is saved yet"
             if self.last is not None:
-                command = f"ptlf train --resume {shlex.quote(str(self.run))}"
-                rest = f"put that right, and `{command}` goes on from {self.last.name}"
+                rest = f"put that right, and `{self.go_on}` goes on from {self.last.name}"
             self._failed = UserError(f"{str(error).partition(';')[0]}; {rest}")
             self._failed.__cause__ = error
         except BaseException as error:

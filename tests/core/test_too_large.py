@@ -31,7 +31,13 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_free_memory_is_of_this_machine() -> None:
     free = memory.free_bytes()
     assert free is None or 10**6 < free < 10**15
-    assert [spoken(n) for n in (12, 3.5e6, 7.25e9, 6.98e12)] == ["12 bytes", "3.5 MB", "7.2 GB", "7.0 TB"]
+    assert [spoken(n) for n in (12, 4.2e4, 3.5e6, 7.25e9, 6.98e12)] == [
+        "12 bytes",
+        "42.0 kB",
+        "3.5 MB",
+        "7.2 GB",
+        "7.0 TB",
+    ]
 
 
 def real_failures() -> list[BaseException]:

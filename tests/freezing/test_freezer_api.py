@@ -348,6 +348,8 @@ def test_an_estimate_keeps_gradients_and_optimizer_state_and_takes_shapes_alone(
     assert all(torch.equal(optimizer.state[p][k], v) for p, state in states.items() for k, v in state.items())
     assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), grads, strict=True))
     assert freezer.estimate(3, torch.empty(x.shape, device="meta")) == estimate
+    assert str(estimate).startswith("3 units to freeze ")
+    assert str(freezer.estimate(1, x)).startswith("1 unit to freeze ")
     kept = [freezer.estimate(3, torch.empty(n, *x.shape[1:], device="meta")).then.kept_bytes for n in (4, 5, 1_000_000)]
     assert kept[2] == kept[0] + (kept[1] - kept[0]) * (1_000_000 - 4)
     assert "kept for backward" in str(estimate) and estimate.names == ALL[:3]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +199,88 @@ def test_what_differs_is_not_kept(
 
 
 def test_what_is_there_is_replaced_only_if_asked(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    exported(run, tmp_path / "hub")
-    (tmp_path / "hub" / "mine.txt").write_text("notes")
-    assert main(["export", str(run), "--to", str(tmp_path / "hub")]) == 2
-    assert "--overwrite" in capsys.readouterr().err and (tmp_path / "hub" / "mine.txt").exists()
-    exported(run, tmp_path / "hub", "--overwrite")
-    assert not (tmp_path / "hub" / "mine.txt").exists()
+    hub = exported(run, tmp_path / "hub")
+    (hub / "README.md").write_text("notes")
+    assert main(["export", str(run), "--to", str(hub)]) == 2
+    assert "--overwrite" in capsys.readouterr().err and (hub / "README.md").read_text() == "notes"
+    exported(run, hub, "--overwrite")
+    assert (hub / "README.md").read_text() != "notes"
+    (tmp_path / "link").symlink_to(hub)
+    (hub / "README.md").write_text("notes")
+    exported(run, tmp_path / "link", "--overwrite")
+    assert (tmp_path / "link").is_symlink() and (hub / "README.md").read_text() != "notes"
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"0001.jpg": "a photograph"}, "'0001.jpg'"),
+        ({"README.md": "mine"}, "'README.md'"),
+        ({"config.json": '{"model_type": "vit"}', "model.safetensors": "of another program"}, "'config.json'"),
+        ({"config.json": "[1]"}, "'config.json'"),
+        ({"photographs/0001.jpg": "a photograph"}, "'photographs'"),
+    ],
+)
+def test_only_an_earlier_export_is_replaced(
+    run: Path, tmp_path: Path, capsys, files: dict[str, str], named: str
+) -> None:
+    precious = tmp_path / "precious"
+    for name, text in files.items():
+        (precious / name).parent.mkdir(parents=True, exist_ok=True)
+        (precious / name).write_text(text)
+    for words in ([], ["--overwrite"]):
+        assert main(["export", str(run), "--to", str(precious), *words]) == 2
+        told = capsys.readouterr().err
+        assert f"precious holds {named}, which is of no earlier export, and stays; choose another --to" in told
+        assert "overwrite" not in told and "remove" not in told
+    assert {name: (precious / name).read_text() for name in files} == files
+
+
+def test_a_folder_of_an_export_with_files_of_ones_own_is_kept(run: Path, tmp_path: Path, capsys) -> None:
+    hub = exported(run, tmp_path / "hub")
+    (hub / "mine.txt").write_text("notes")
+    assert main(["export", str(run), "--to", str(hub), "--overwrite"]) == 2
+    assert "holds 'mine.txt'" in capsys.readouterr().err
+    assert (hub / "mine.txt").read_text() == "notes"
+
+
+def test_the_run_is_never_replaced(run: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(str(path) for path in run.rglob("*"))
+    monkeypatch.chdir(run)
+    places = {
+        str(run): "is the run itself",
+        ".": "is the run itself",
+        "..": "holds the run",
+        f"../{run.name}/checkpoints": "lies in the run",
+        "export": "lies in the run",
+    }
+    for to, why in places.items():
+        for words in ([], ["--overwrite"]):
+            assert main(["export", str(run), "--to", to, *words]) == 2
+            assert capsys.readouterr().err == f"ptlf: {to} {why}; choose a --to outside it\n"
+    assert sorted(str(path) for path in run.rglob("*")) == before
+    exported(run, Path("mine.pt2"))  # a file in it harms nothing
+    (run / "mine.pt2").unlink()
+    (tmp_path / "file").write_text("mine")
+    assert main(["export", str(run), "--to", str(tmp_path / "file"), "--overwrite"]) == 2
+    assert "is a file" in capsys.readouterr().err and (tmp_path / "file").read_text() == "mine"
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(run), "--to", ".", "--overwrite"]) == 2
+    assert ". holds 'file', which is of no earlier export" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", [".pt2", ""])
+def test_a_full_disk_gives_one_sentence(run: Path, tmp_path: Path, end: str) -> None:
+    """A bound on the size of files fails as a full disk does, in the middle of the write."""
+    code = (
+        "import resource, sys\nfrom ptlf.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\nsys.exit(main(sys.argv[1:]))"
+    )
+    words = ["export", str(run), "--to", str(tmp_path / f"model{end}")]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ptlf: cannot write ")
+    assert os.listdir(tmp_path) == []
 
 
 def test_bad_input(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

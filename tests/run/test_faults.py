@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_config
 from faults import lasting
 from PIL import Image
 from torch import nn
@@ -114,7 +116,7 @@ def test_a_sweep_left_at_once_says_what_is_lost(
         patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, step, times))
         assert main(words) == 130
     told = capfd.readouterr().err.splitlines()[-1]
-    assert told == f"ptlf: stopped without saving: {lost}; the same `ptlf sweep` goes on from here"
+    assert told == f"ptlf: stopped without saving: {lost}; `ptlf {shlex.join(words)}` goes on from here"
     assert main(words) == 0
     shown = capfd.readouterr().out
     assert "1 run: 1 goes on\nrun 1 of 1: digits/simsiam/lump, seed 0\n" in shown
@@ -126,8 +128,41 @@ def test_ctrl_c_while_a_run_is_built_says_that_the_sweep_goes_on(tmp_path, capsy
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("ptlf.run.sweep.Run", build)
-    assert main(["sweep", "digits/simsiam/lump", "--out", str(tmp_path), *QUICK]) == 130
-    assert capsys.readouterr().err == "ptlf: stopped; the same `ptlf sweep` goes on from here\n"
+    words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "a b"), *QUICK]
+    assert main(words) == 130
+    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` goes on from here\n"
+    # As `make run` starts it: by its path, which the shell would not find by its name.
+    program = tmp_path / "bin" / "ptlf"
+    program.parent.mkdir()
+    program.touch(0o755)
+    monkeypatch.setattr(sys, "argv", [str(program), *words])
+    assert main() == 130
+    assert capsys.readouterr().err == f"ptlf: stopped; `{program} {shlex.join(words)}` goes on from here\n"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert main() == 130
+    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` goes on from here\n"
+
+
+def test_ctrl_c_between_the_runs_says_it_too(tmp_path, capsys, monkeypatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ptlf.run.sweep.plan", interrupted)
+    words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path)]
+    assert main(words) == 130
+    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` goes on from here\n"
+
+
+def test_a_run_that_is_finished_goes_on_with_no_task(tmp_path) -> None:
+    class Told(Watcher):
+        def begin(self, about: list[str], *numbers: int) -> None:
+            self.about = about
+
+    config = tiny_config("digits/simsiam/lump", training__epochs=1)
+    Run(config, tmp_path / "run").train()
+    told = Told()
+    Run(config, tmp_path / "run").train(told, resume=True)
+    assert told.about[1:] == ["all tasks are learnt"]
 
 
 def test_a_second_sigterm_changes_nothing() -> None:
@@ -400,7 +435,7 @@ def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path, capsys
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
     monkeypatch.setattr("ptlf.commands.Live", lambda name: AtTheEnd())
     assert main(words) == 130
-    assert "the same `ptlf sweep` goes on from here" in capsys.readouterr().err
+    assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in capsys.readouterr().err
     assert [folder.name for folder in tmp_path.iterdir()] == ["digits-simsiam-lump-seed0"]
     results = json.loads((tmp_path / "digits-simsiam-lump-seed0" / "results.json").read_text())
     assert results["status"] == "finished"
@@ -412,7 +447,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> 
         patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGTERM, 4))
         assert main(words) == 143
     shown = capsys.readouterr()
-    assert "stopped; the same `ptlf sweep` goes on from here" in shown.err
+    assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in shown.err
     assert numbered(shown.out) == ["2 runs: 2 to run", "run 1 of 2: digits/simsiam/lump, seed 0"]
     assert main(words) == 0
     shown = capsys.readouterr()

@@ -77,6 +77,12 @@ def test_classes_that_five_does_not_divide(root: Path) -> None:
     )
 
 
+def test_one_image_is_one_image() -> None:
+    values = as_dict(resolve_config("arriving/simsiam/ptlf", None, []))
+    for count, words in {1: "1 image of", 2: "2 images of"}.items():
+        assert f"chosen for {words} 8 px on" in fitting.fit_settings(values, {"training.batch"}, [count], 8)[1]
+
+
 def test_what_is_given_stays(root: Path) -> None:
     words = ["--stream.tasks", "7", "--encoder", "resnet18", "--training.batch", "6", "--training.epochs", "3"]
     config, told = resolved(*words)

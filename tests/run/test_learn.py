@@ -54,6 +54,7 @@ SMALL: dict[str, Any] = {
     "checkpoint__every_epochs": 0,
     "checkpoint__keep_tasks": 2,
 }
+DIGITS = {"stream__groups": [[0, 1], [2, 3]]}
 WORDS = [
     "--recipe", "digits/simsiam/ptlf", "--size", str(SIZE), "--encoder.name", "conftest:tiny_encoder",
     "--device", "cpu", "--training.epochs", "2", "--training.batch", "8", "--memory.size", "12",
@@ -257,7 +258,7 @@ def test_a_signal_stops_it_and_any_way_to_go_on_is_right(root: Path, tmp_path: P
     with monkeypatch.context() as patch:
         patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
         assert main(["learn", "--trust-code", str(run), str(pictures / "day2")]) == 143
-        assert f"go on with `ptlf train --resume {run} --trust-code`" in capsys.readouterr().err
+        assert f"go on with `ptlf learn {run} --trust-code`" in capsys.readouterr().err
         patch.setattr("ptlf.learner.Live", lambda name: StopsAt(1))
         assert main(["learn", "--trust-code", str(run)]) == 143
     with monkeypatch.context() as patch:
@@ -306,7 +307,7 @@ def test_left_at_once_in_a_second_task_it_goes_on_after_the_first(
         patch.setattr("ptlf.learner.Live", lambda name: LeavesAt(1))
         assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]) == 130
     lost = "what was done since the last checkpoint, after-task01.ckpt, is repeated"
-    told = f"stopped without saving: {lost}; go on with `ptlf train --resume {run} --trust-code`"
+    told = f"stopped without saving: {lost}; go on with `ptlf learn {run} --trust-code`"
     assert told in capsys.readouterr().err
     assert main(["train", "--trust-code", "--resume", str(run)]) == 0
     assert "going on with task 2, epoch 1, step 1" in capsys.readouterr().out
@@ -390,6 +391,11 @@ BAD = [
     (broken, ["--probes.knn_class.k", "7"], "leave out probes.knn_class.k"),
     (broken, ["--once"], "--once is for --watch"),
     (broken, ["--watch", "somewhere"], "leave out SOURCE"),
+    (
+        broken,
+        ["day5"],
+        "takes one folder of images per call, and 'day5' is a second one; call it once for each, or give",
+    ),
 ]
 
 
@@ -446,6 +452,80 @@ def test_a_run_that_cannot_begin_leaves_no_folder(root: Path, tmp_path, capsys, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("place", ["day1", "."])
+def test_no_run_begins_among_other_files(root: Path, tmp_path: Path, capsys, monkeypatch, place: str) -> None:
+    monkeypatch.chdir(shutil.copytree(root / "pictures", tmp_path / "photos"))
+    before, told = files_in(Path()), f"ptlf: {place} holds files and no run, such as "
+    named = {"day1": "'test'", ".": "'day1'"}[place]
+    for words in (["day2"], ["--watch", "..", "--settle", "0", "--once"]):
+        assert main(["learn", "--trust-code", place, *words, *WORDS]) == 2
+        assert capsys.readouterr().err == f"{told}{named}; give a new folder\n"
+    with pytest.raises(UserError, match="holds files and no run"):
+        ptlf.Learner.new(config(), place).learn("day2", watcher=QUIET)
+    with pytest.raises(UserError, match="holds files and no run"):
+        Run(config("digits/simsiam/lump", **DIGITS), place).train(resume=True)  # as a sweep does
+    assert files_in(Path()) == before
+
+
+def test_what_is_hidden_logs_and_what_a_killed_run_left_is_no_hindrance(root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(root / "day2", run / "tasks" / "0001-day2")
+    (run / "tasks" / ".incoming").mkdir()
+    for name in (".DS_Store", "slurm-17.out", "train.log", "start.safetensors"):
+        (run / name).write_text("")
+    learnt_one = ptlf.Learner.new(config(), run)
+    learnt_one.learn("day1", watcher=QUIET)
+    assert learnt_one.results["tasks"] == ["day1"]
+    (tmp_path / "other" / "tasks" / "photographs").mkdir(parents=True)
+    with pytest.raises(UserError, match="other holds files and no run, such as 'tasks'"):
+        ptlf.Learner.new(config(), tmp_path / "other").learn("day1", watcher=QUIET)
+
+
+@pytest.mark.parametrize("given", ["module", "weights"])
+def test_an_error_before_the_first_step_leaves_no_run(root: Path, tmp_path: Path, monkeypatch, given: str) -> None:
+    """As a disk that is full when the settings are written, and the start is not."""
+    torch.manual_seed(0)
+    module = tiny_encoder()
+    torch.save(module.state_dict(), tmp_path / "weights.pt")
+    settings: dict[str, Any] = {"training.epochs": 1, "training.batch": 8, "memory.size": 12, "device": "cpu"}
+    if given == "weights":
+        settings |= {"encoder.weights": str(tmp_path / "weights.pt")}
+    encoder = module if given == "module" else "conftest:tiny_encoder"
+    learner = ptlf.Learner(encoder, out=tmp_path / "run", size=SIZE, **settings)
+    name = "save_start" if given == "weights" else "keep_lines"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left"):
+        patch.setattr(loop, name, lambda *words: (_ for _ in ()).throw(UserError("no space left")))
+        learner.learn("day1", watcher=QUIET)
+    assert not (tmp_path / "run").exists()
+    assert learner.learn("day1", watcher=QUIET)["tasks"] == ["day1"]
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left"):
+        patch.setattr(loop, "keep_lines", lambda *words: (_ for _ in ()).throw(UserError("no space left")))
+        learner.learn("day2", watcher=QUIET)
+    assert learner.learn("day2", watcher=QUIET)["tasks"] == ["day1", "day2"]  # the run that was there still is
+
+
+class StopsInItsLastMoments(Watcher):
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_in_the_last_moments_of_a_task_that_is_finished_first_holds_for_the_next(
+    root: Path, run: Path, capsys, monkeypatch
+) -> None:
+    learn = ["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
+        assert main(learn) == 143
+        patch.setattr("ptlf.learner.Live", lambda name: StopsInItsLastMoments())
+        capsys.readouterr()
+        assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]) == 143
+    assert capsys.readouterr().err.splitlines()[-1] == "ptlf: stopped; day3 is not learnt; give it again"
+    assert json.loads((run / "results.json").read_text())["status"] == "finished"
+    assert [found.name for found in arrivals(run)] == ["0001-day1", "0002-day2"]
+    assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]) == 0
+    check_same(run, whole(root))
+
+
 def test_a_full_disk_while_packing(run: Path, root: Path, capsys, monkeypatch) -> None:
     before = files_in(run)
     monkeypatch.setattr(pack, "check_space", fail := lambda *words: (_ for _ in ()).throw(OSError(28, "full", "here")))
@@ -453,6 +533,75 @@ def test_a_full_disk_while_packing(run: Path, root: Path, capsys, monkeypatch) -
     assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]) == 2
     assert "no space left on here" in capsys.readouterr().err
     assert files_in(run) == before
+
+
+@pytest.mark.parametrize(("gone", "name"), [(1, "day1"), (2, "day2")])
+def test_a_task_whose_folder_is_gone_is_named(run: Path, root: Path, capsys, gone: int, name: str) -> None:
+    assert main(["learn", "--trust-code", str(run), "day2"]) == 0
+    lost = run / "tasks" / f"{gone:04}-{name}"
+    shutil.move(lost, run.parent / "kept")
+    before = files_in(run)
+    for words in ([str(run), "day3"], [str(run)]):
+        capsys.readouterr()
+        assert main(["learn", "--trust-code", *words]) == 2
+        told = f"task {gone} of those that arrived is missing: there is no {lost}; put it back"
+        assert capsys.readouterr().err == f"ptlf: {told}\n"
+    assert main(["train", "--trust-code", "--resume", str(run)]) == 2
+    told = capsys.readouterr().err
+    assert ("task 1 of those that arrived is missing" if gone == 1 else "had 2 tasks and now has 1; put back") in told
+    assert files_in(run) == before
+    shutil.move(run.parent / "kept", lost)
+    assert main(["learn", "--trust-code", str(run), "day3"]) == 0
+    check_same(run, whole(root))
+
+
+def test_the_only_task_is_gone(run: Path, capsys) -> None:
+    shutil.rmtree(run / "tasks")
+    assert main(["learn", "--trust-code", str(run), "day2"]) == 2
+    assert f"there is no {run / 'tasks' / '0001-day1'}; put it back" in capsys.readouterr().err
+
+
+def test_other_settings_say_how_to_begin_anew_and_that_works(run: Path, root: Path, tmp_path, capsys) -> None:
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("epochs: 2", "epochs: 1"))
+    assert main(["learn", "--trust-code", str(run), "day2"]) == 2
+    told = capsys.readouterr().err
+    assert f"begin anew with `ptlf learn OTHER IMAGES --config {file}`" in told
+    other = tmp_path / "other"
+    assert main(["learn", "--trust-code", str(other), "day2", "--config", str(file)]) == 0
+    results = json.loads((other / "results.json").read_text())
+    assert results["tasks"] == ["day2"] and results["config"]["training"]["epochs"] == 1
+
+
+def test_a_stopped_run_of_a_module_says_how_to_go_on_and_that_works(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = tiny_encoder()
+    settings = {"training.epochs": 1, "training.batch": 8, "memory.size": 12, "device": "cpu"}
+    learner = ptlf.Learner(module, out=tmp_path / "run", size=SIZE, **settings)
+    with pytest.raises(Stopped) as stopped:
+        learner.learn("day1", watcher=StopsAt(1))
+    command = f"ptlf.Learner.load('{tmp_path / 'run'}', encoder=MODULE).learn()"
+    assert str(stopped.value) == f"stopped; go on with `{command}`"
+    assert eval(command, {"ptlf": ptlf, "MODULE": module})["status"] == "finished"
+    learner.run.config.training.epochs = 7
+    with pytest.raises(UserError, match="put them back, or begin anew in another folder"):
+        Run(learner.run.config, tmp_path / "run", encoder=module).train(resume=True)
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf")])
+def test_seconds_that_are_none(tmp_path: Path, capsys, bad: float) -> None:
+    for word in ("settle", "every"):
+        assert refused_words("learn", str(tmp_path / "run"), "--watch", str(tmp_path), f"--{word}", str(bad)) == 2
+        told = capsys.readouterr().err
+        assert f"argument --{word}: must be a number from 0 to 1e+09, not '{bad}'" in told
+        with pytest.raises(UserError, match=f"{word} must be a number of seconds from 0 to"):
+            next(ptlf.Learner(out=tmp_path / "run").watch(tmp_path, once=True, **{word: bad}))
+
+
+def refused_words(*words: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(list(words))
+    return int(str(left.value))
 
 
 def test_the_same_images_twice(run: Path, root: Path, capsys) -> None:

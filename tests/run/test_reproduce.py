@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -157,7 +158,7 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     runs = [f"run 1 of 2: {LUMP.recipe}, seed 0\n", f"run 2 of 2: {PTLF} 0.7, seed 0\n"]
     assert shown.out.startswith(f"2 runs: 2 to run\n{runs[0]}")
     assert runs[1] in shown.out
-    assert "the same `ptlf reproduce` goes on from here" in shown.err
+    assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in shown.err
     assert main(words) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith(f"2 runs: 1 there, 1 goes on\n{runs[1]}")
