@@ -239,7 +239,7 @@ def add_learn(verb: Verb) -> None:
     add("--log", LOG_ABOUT, **LOG)
     add("--trust-code", TRUST, bool)
     add("--name", "of the task (default: the folder's)")
-    add("--again", "learn SOURCE even if its images were learnt before", bool)
+    add("--again", "learn SOURCE even if its images are exactly those of a task learnt before", bool)
     add("--test-fraction", "SOURCE has a folder per class: this share of each is for testing", share, default=0.0)
     add("--fit", "for a new run: how images become squares; see `ptlf data pack --help` (default: crop)", choices=FITS)
     add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
@@ -306,6 +306,7 @@ def add_evaluate(verb: Verb) -> None:
     add("folder", "a run's folder", folder, metavar="DIR")
     add("--trust-code", TRUST, bool)
     add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")
+    add("--on-error", "for broken images of --stream.labelled", choices=("refuse", "skip"), default="refuse")
     about = "also add the figures to the model card in this folder, made by `ptlf export`"
     add("--card", f"{about}; those of the same images, probes and settings are replaced", folder, metavar="DIR")
 

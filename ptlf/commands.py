@@ -20,8 +20,9 @@ from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.figures.paper import write_paper_figures
-from ptlf.report.intervals import RANDOM, start_of
+from ptlf.report.intervals import RANDOM, start_of, worsened
 from ptlf.report.live import Live, console, tell
+from ptlf.report.measures import duration
 from ptlf.report.page import write_report
 from ptlf.report.reproduction import document, show_differences, show_table
 from ptlf.report.runs import read_comparison
@@ -43,7 +44,7 @@ from ptlf.run.cluster import train_all as train_jobs
 from ptlf.run.config import Config, read_yaml
 from ptlf.run.embedding import embed_images
 from ptlf.run.environment import commit, environment
-from ptlf.run.evaluate import evaluate_labelled, evaluate_run
+from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.export import add_scores, check_card, export_run
 from ptlf.run.fitting import free_settings
 from ptlf.run.folder import finished, has_finished
@@ -52,7 +53,7 @@ from ptlf.run.paper import FIGURES, TABLES
 from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs, write_json
 from ptlf.stream import STREAMS, fetch
-from ptlf.stream.folders import pack_folder
+from ptlf.stream.folders import OnError, pack_folder
 from ptlf.stream.given import is_plain_folder
 from ptlf.stream.pack import Folders, Pack, list_packs, verify_pack
 from ptlf.stream.packing import pack_images
@@ -299,12 +300,6 @@ def at_least(seconds: float) -> str:
     return f"at least {duration(seconds)}" if seconds >= 10 else "some seconds"
 
 
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-
-
 def frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrides: Words, **grid: Any) -> None:
     """grid: `orders`, `initial` and `final`, for `sweep.plan_frontier`."""
     check_alone("frontier")
@@ -355,11 +350,17 @@ def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) 
         tell(f"no report: {error}")
 
 
-def evaluate(folder: Path, probe: Sequence[str] | None, card: Path | None, trust_code: bool, overrides: Words) -> None:
-    given = ("--probes.", "--evaluation.", "--device", "--data-root", "--stream.labelled")
-    for word in overrides:
-        if word.startswith("--") and not word.startswith(given):
-            raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word.partition('=')[0]}")
+def evaluate(
+    folder: Path,
+    probe: Sequence[str] | None,
+    on_error: OnError,
+    card: Path | None,
+    trust_code: bool,
+    overrides: Words,
+) -> None:
+    for word in (word.partition("=")[0] for word in overrides if word.startswith("--")):
+        if not may_change(word[2:].replace("-", "_")):
+            raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word}")
     for name in probe or ():
         PROBES.find(name)
     if not (folder / "config.yaml").exists():
@@ -368,12 +369,14 @@ def evaluate(folder: Path, probe: Sequence[str] | None, card: Path | None, trust
         check_card(folder, card)
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
     if any(word.startswith("--stream.labelled") for word in overrides) and config.stream.labelled:
-        probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe)
+        probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe, on_error=on_error)
     else:
         probes, eval_splits = evaluate_run(folder, config, probe)
     start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, values["test_images"], start)
+    for words in filter(None, (worsened(name, values, start) for name, values in probes.items())):
+        console.print(words, style="yellow", soft_wrap=True)
     if card:
         replaced = add_scores(card, probes, eval_splits)
         tell(f"{'replaced in' if replaced else 'added to'} {card / 'README.md'}")

@@ -24,20 +24,22 @@ from ptlf.report.live import Live, tell
 from ptlf.report.page import write_report
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.evaluate import evaluate_labelled, evaluate_run
+from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, check_arrived, check_new, claimed, has_finished, load_encoder, save_encoder
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
 from ptlf.run.parts import Parts
-from ptlf.run.recipes import name_of, recipe
+from ptlf.run.recipes import name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
 from ptlf.run.start import without_start
 from ptlf.run.watcher import Watcher
 from ptlf.stream import StreamConfig
 from ptlf.stream.arrivals import (
+    Latecomers,
     accept,
     arrivals,
+    check_watched,
     checksum,
     clear,
     pack_incoming,
@@ -45,6 +47,7 @@ from ptlf.stream.arrivals import (
     task_name,
 )
 from ptlf.stream.disk import disk_errors, files_below
+from ptlf.stream.folders import OnError
 from ptlf.stream.pack import Pack, data_root
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
@@ -54,6 +57,7 @@ SIZE = 32  # pixels, where neither the images nor the settings say
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
 MOST_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
+OF_LEARN = ("name", "again", "watcher", "test_fraction", "on_error", "workers", "fit")  # arguments of `Learner.learn`
 Source = Any  # a path, an array, a list of images, a data set
 
 
@@ -84,7 +88,7 @@ class Learner:
             names trackers.
         """
         named = {"encoder.name": encoder if isinstance(encoder, str) else "given"} if encoder is not None else {}
-        given = gathered({**named, **settings})
+        given = with_stored_encoder(gathered({**named, **settings}))
         values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
         module = encoder if isinstance(encoder, nn.Module) else None
         self._begin(from_dict(values), out, size, module, free_settings(given))
@@ -110,7 +114,9 @@ class Learner:
         learner, folder = cls.__new__(cls), Path(folder)
         given = gathered(settings)
         if changed := [name for name in flatten(given) if name not in MAY_BE_GIVEN]:
-            raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}")
+            first = "were chosen with its first task and hold for all; for others begin a new run"
+            why = f"; epochs and batch {first}" if changed[0] in ("training.epochs", "training.batch") else ""
+            raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}{why}")
         values = read_yaml(folder / "config.yaml")
         with nullcontext() if trust_code else settings_from(folder / "config.yaml"):
             stored = from_dict(values)
@@ -170,7 +176,7 @@ class Learner:
             set; an .npz; an array (N, H, W, 3) uint8, a list of images, a torch Dataset or a Hugging Face dataset of
             images or (image, label) pairs. Labels are used for testing only.
         name: of the task; default: the folder's or file's.
-        again: learn a task even though its images were learnt before.
+        again: learn a task even though its images are exactly those of one learnt before.
         watcher: told what happens; default: a progress bar.
         packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`; for a new run also `fit`.
         """
@@ -226,7 +232,7 @@ class Learner:
 
         A subfolder is left for later while anything in it is younger than `settle` seconds, and is learnt once: the
         run's record says from where its tasks came. One that cannot be learnt is named on stderr, and tried again when
-        it changes.
+        it changes. Images that come into a learnt subfolder, or lie in none, are not learnt, and counted on stderr.
 
         every: seconds between looks. once: end when nothing is left to learn.
         learning: as for `learn`.
@@ -236,13 +242,16 @@ class Learner:
                 raise UserError(f"{word} must be a number of seconds from 0 to {MOST_SECONDS:g}, not {value}")
         folder = Path(folder)
         refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
-        settled(folder, settle, time.time())  # is it there?
+        latecomers = Latecomers(folder)
+        check_watched(folder)
         check_new(self.folder)
         if not self._finished():
             yield self._one_of_many(None, folder, learning)
-        known = {pack.source for pack in arrivals(self.folder)}
         while True:
-            new = [path for path in settled(folder, settle, time.time()) if str(path.resolve()) not in known]
+            learnt, now = {pack.source: pack for pack in arrivals(self.folder)}, time.time()
+            new = settled(folder, settle, now, learnt)
+            for line in latecomers.look(learnt, 0 if once else settle, now):
+                warn(f"ptlf: {line}")
             waiting = [path for path in new if path not in refused or refused[path][0] != appearance(path)]
             if waiting:
                 path, looks = waiting[0], appearance(waiting[0])
@@ -254,7 +263,6 @@ class Learner:
                     warn(f"ptlf: {path} is left out: {error}")
                     refused[path] = looks, str(error)
                 else:
-                    known.add(str(path.resolve()))
                     yield results
             elif once:
                 if refused:
@@ -274,18 +282,28 @@ class Learner:
         return results
 
     def evaluate(
-        self, probes: Sequence[str] | None = None, labelled: Path | str | None = None, **settings: Any
+        self,
+        probes: Sequence[str] | None = None,
+        labelled: Path | str | None = None,
+        *,
+        on_error: OnError = "refuse",
+        **settings: Any,
     ) -> dict[str, Any]:
         """The probes' rows on the encoder as it is now, by name: `settings`, `matrix` (one row), `accuracy`,
         and `untrained`, the row of the encoder before training.
 
-        probes: which; default: those of the run. settings: of `probes` and `evaluation`.
+        probes: which; default: those of the run. settings: of `probes` and `evaluation`, `device` and `data_root`.
         labelled: test on these images, a packed set or a folder per class, in place of the run's own.
+        on_error: for broken images among them, "refuse" or "skip".
         """
         given = gathered(settings)
+        if refused := [name for name in flatten(given) if not may_change(name)]:
+            raise UserError(f"evaluate changes the probes only; leave out {refused[0]}")
         config = from_dict(merge(Config, as_dict(self.config), given))
+        if labelled is None and "stream" in given:
+            labelled = config.stream.labelled
         if labelled is not None:
-            return evaluate_labelled(self.folder, config, str(labelled), probes, self._start())[0]
+            return evaluate_labelled(self.folder, config, str(labelled), probes, self._start(), on_error)[0]
         return evaluate_run(self.folder, config, probes, self._start())[0]
 
     def embed(self, images: Any, batch: int = 256) -> np.ndarray:
@@ -349,7 +367,7 @@ class Learner:
         values, told = fit_settings(as_dict(self.config), self.free, sizes, first.size)
         self.config = from_dict(values)
         if told and said:
-            said(told)
+            said(f"{told}, now only: they hold for later tasks too, and one with more images takes as much longer")
 
     def _start(self) -> nn.Module | None:
         """A copy of the module that was given, with the weights that training began with."""
@@ -393,6 +411,8 @@ def gathered(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Sections and dotted keys, as Python gives them, as one nested dictionary."""
     given: dict[str, Any] = {}
     for name, value in settings.items():
+        if name in OF_LEARN:
+            raise UserError(f"{name} is no setting of the run but an argument of learn(): learn(images, {name}=...)")
         given = merge(Config, given, nested(name, value))
     return given
 

@@ -31,7 +31,7 @@ integrations: integrations plan lightning huggingface feed trackers
 training: training checkpoint weight_gradients triton_bn triton_pool triton_stem fused_heads fused_resnet triton_views
 training: fast_parts cost distributed engine
 training.optimizers: optimizer adamw sgd lars optimizers
-training: process rate trainer ahead
+training: process rate crowding trainer ahead
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
 run: run alike config fitting recipes build results folder environment start parts inference embedding export
 run: record watcher state looks loop sweep bench cluster evaluate paper reproduce

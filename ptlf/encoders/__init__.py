@@ -5,7 +5,7 @@ from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, ask_for_module, f
 from ptlf.encoders.extras import as_encoder, hf_entry, timm_entry, torchvision_entry
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, resnet
 from ptlf.encoders.vit import ViT, vit
-from ptlf.encoders.weights import Weights, load_weights, read_tensors
+from ptlf.encoders.weights import Weights, load_weights, read_tensors, stored_encoder
 
 SMALL, LARGE = "3x3 stem, for 32 to 64 px", "7x7 stem and max-pool, for 224 px"
 MINI = "three blocks, 16 channels, 3x3 stem, for 16 px"
@@ -32,4 +32,4 @@ ENCODERS: Registry[EncoderEntry] = Registry(
 )
 
 __all__ = ["ENCODERS", "EncoderConfig", "EncoderEntry", "ResNet", "ViT", "Weights", "as_encoder", "feature_dim"]
-__all__ += ["load_weights", "read_tensors"]
+__all__ += ["load_weights", "read_tensors", "stored_encoder"]

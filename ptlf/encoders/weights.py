@@ -1,5 +1,6 @@
 """Weights from a file into an encoder: safetensors or a state_dict saved by torch, read without running any code."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ptlf.core.errors import UserError
 from ptlf.stream.disk import file_digest
 
+KEY = "ptlf"  # of the card in the metadata of a run's or an exported file
 FILES = ("encoder.safetensors", "model.safetensors")  # of a run's folder, of an exported one
 WRAPPERS = ("state_dict", "model", "model_state_dict", "encoder")  # under which training scripts save a state_dict
 PREFIXES = ("", "module.", "encoder.", "backbone.", "module.encoder.", "module.backbone.")
@@ -76,6 +78,8 @@ def load_weights(encoder: nn.Module, path: Path) -> Weights:
         }
         why = "; ".join(f"{what} {some(names)}" for what, names in problems.items() if names)
         count = f"{len(found)} of {len(own)} tensors match"
+        if stored := stored_encoder(file):
+            why = f"they are of --encoder.name {stored['name']}; {why}"
         raise UserError(f"{file} has the weights of another architecture than {kind_of(encoder)}: {count}; {why}")
     encoder.load_state_dict(encoder.state_dict() | {name: state[name] for name in found})
     return Weights(str(path), file_digest(file, "sha256"), prefix, len(found), missing, unexpected, shapes)
@@ -88,6 +92,20 @@ def find_file(path: Path) -> Path:
     if not path.is_file():
         raise UserError(f"encoder.weights: there is no file {path}")
     return path
+
+
+def stored_encoder(path: Path) -> dict[str, Any] | None:
+    """Settings of the encoder whose weights are in a run's or an exported folder, or in its file. None for other files,
+    and for an encoder that a method made of another one."""
+    try:
+        with safe_open(find_file(path), "pt") as file:
+            card = json.loads((file.metadata() or {}).get(KEY, "null"))
+    except (UserError, SafetensorError, OSError, ValueError):  # told where the weights are loaded
+        return None
+    settings = card.get("encoder") if isinstance(card, dict) and "method" not in card else None
+    if not isinstance(settings, dict) or not isinstance(settings.get("name"), str):
+        return None
+    return {name: value for name, value in settings.items() if name != "weights"}
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

@@ -21,13 +21,14 @@ from ptlf.stream.loading import Sources
 
 Row = list[float | None]
 Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
+Bank = tuple[Images, np.ndarray]  # images, and the indices of those that count
 
 
 @dataclass
 class EvaluationConfig:
     enabled: bool = key(True, "test the encoder after every task")
     batch: int = key(512, "images per forward", least=1)
-    tasks: str = key("all", "which tasks are tested on after a task: all, last:N, or sample:N, the newest among them")
+    tasks: str = key("all", "whose test images are used after a task: all, last:N, or sample:N, the newest among them")
     reference: str | None = key(None, "labelled folder or packed set: what the encoder knew before; null = none")
     reference_test: float = key(0.2, "share of it held out for testing if it has no test images", above=0, most=0.9)
     gallery: bool = key(True, "keep nearest images and a map of the features, before and after, for the report")
@@ -93,37 +94,60 @@ class Prober:
 
     def used(self, task: int) -> dict[str, dict[str, Any]]:
         """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""
-        tested = self.config.tested(self.stream.eval_splits, task)
-        banks = [torch.from_numpy(split.bank_images.labels[split.bank]) for split in tested]
+        tested, seen = self.config.tested(self.stream.eval_splits, task), self.seen(task)
+        if not tested:
+            return {name: {} for probe in self.probes for name in probe.rows}
+        used = seen if self.shared else tested
+        of_splits = {split: torch.from_numpy(split.bank_images.labels[split.bank]) for split in used}
+        own_banks = [of_splits[split] for split in tested]
+        others = [torch.from_numpy(images.labels[chosen]) for images, chosen in self.without_split(task)]
+        all_seen = torch.cat([*of_splits.values(), *others])
         found: dict[str, dict[str, Any]] = {}
-        seen = self.seen(task)
         for probe in self.probes:
             for name, bank in probe.rows.items():
-                own = [probe.used(labels, seen) for labels in (banks if bank == OWN else [torch.cat(banks)])]
+                own = [probe.used(labels, len(seen)) for labels in (own_banks if bank == OWN else [all_seen])]
                 found[name] = {key: min(each[key] for each in own) for key in own[0]}
         return found
 
     def rows(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
-        """A row of each accuracy matrix after task number `task` (from 0), with None for splits that are not tested."""
-        splits = self.stream.eval_splits
+        """A row of each accuracy matrix after task number `task` (from 0), with None for splits that are not tested.
+        Splits that are not tested are in the bank of all classes seen nevertheless."""
+        splits, seen = self.stream.eval_splits, self.seen(task)
         chosen = self.config.tested(splits, task)
-        places = [place for place, split in enumerate(splits) if split in chosen]
-        exams, seen = self.examined(encoder, chosen, phase), self.seen(task)
         rows: dict[str, Row] = {name: [None] * len(splits) for probe in self.probes for name in probe.rows}
-        if not exams:
+        if not chosen:
             return rows
-        features, labels = (torch.cat(part) for part in zip(*(bank for _, bank, _ in exams), strict=True))
+        aside = [split for split in seen if split not in chosen] if self.shared else []
+        more = [(split.bank_images, split.bank) for split in aside] + self.without_split(task)
+        exams, banks = self.examined(encoder, chosen, phase, more)
+        known = {split: bank for split, bank, _ in exams} | dict(zip(aside, banks, strict=False))
+        every = [known[split] for split in seen if split in known] + banks[len(aside) :]
+        features, labels = (torch.cat(part) for part in zip(*every, strict=True))
         with phase("probes", len(rows) * len(exams), "scores") as advance:
             for probe in self.probes:
                 for name, bank in probe.rows.items():
-                    score = probe.fit(features, labels, seen) if bank != OWN else None
-                    for place, exam in zip(places, exams, strict=True):
-                        rows[name][place] = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, seen)
+                    score = probe.fit(features, labels, len(seen)) if bank != OWN else None
+                    for exam in exams:
+                        found = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, len(seen))
+                        rows[name][splits.index(exam[0])] = found
                         advance(1)
         return rows
 
-    def seen(self, task: int) -> int:
-        return sum(split.since <= task for split in self.stream.eval_splits)
+    def seen(self, task: int) -> list[EvalSplit]:
+        return [split for split in self.stream.eval_splits if split.since <= task]
+
+    @property
+    def shared(self) -> bool:
+        """Whether a probe needs the bank of all classes seen."""
+        return any(bank != OWN for probe in self.probes for bank in probe.rows.values())
+
+    def without_split(self, task: int) -> list[Bank]:
+        """Of the bank of all classes seen, what no split has: labelled tasks without test images."""
+        if not self.shared:
+            return []
+        covered = {split.since for split in self.stream.eval_splits if not split.always}
+        seen = enumerate(self.stream.tasks[: task + 1])
+        return [(each.images, each.train) for number, each in seen if each.classes and number not in covered]
 
     def future(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
         """Accuracies on the splits whose task comes after task number `task`, by row, for forward transfer."""
@@ -134,23 +158,24 @@ class Prober:
         that the figures do not depend on what comes later still."""
         forward = [probe for probe in self.probes if probe.forward]
         owners = {name: probe for probe in forward for name, bank in probe.rows.items() if bank == OWN}
-        exams = self.examined(encoder, splits if owners else [], phase)
+        exams, _ = self.examined(encoder, splits if owners else [], phase)
         return {
-            name: [own_accuracy(probe, encoder, *exam, self.seen(exam[0].since)) for exam in exams]
+            name: [own_accuracy(probe, encoder, *exam, len(self.seen(exam[0].since))) for exam in exams]
             for name, probe in owners.items()
         }
 
     def examined(
-        self, encoder: nn.Module, splits: Sequence[EvalSplit], phase: Phase = silent
-    ) -> list[tuple[EvalSplit, Labelled, Labelled]]:
-        """The splits, with their bank and test images as the encoder sees them."""
+        self, encoder: nn.Module, splits: Sequence[EvalSplit], phase: Phase = silent, more: Sequence[Bank] = ()
+    ) -> tuple[list[tuple[EvalSplit, Labelled, Labelled]], list[Labelled]]:
+        """The splits, with their bank and test images as the encoder sees them; and `more` banks."""
         if not splits:
-            return []
-        images = sum(len(split.bank) + len(split.test) for split in splits)
+            return [], []
+        images = sum(len(split.bank) + len(split.test) for split in splits) + sum(len(bank) for _, bank in more)
         with testing(encoder), phase("features", images) as advance:
             banks = [self.features(encoder, split.bank_images, split.bank, advance) for split in splits]
+            others = [self.features(encoder, *bank, advance) for bank in more]
             tests = [self.features(encoder, split.test_images, split.test, advance) for split in splits]
-        return list(zip(splits, banks, tests, strict=True))
+        return list(zip(splits, banks, tests, strict=True)), others
 
     def features(
         self, encoder: nn.Module, images: Images, indices: np.ndarray, advance: Advance = lambda amount: None

@@ -1,5 +1,6 @@
 """What features are like without labels: their spread, which detects collapse, and their effective rank."""
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,6 +8,12 @@ from torch.nn import functional as F
 from ptlf.evaluation.prober import testing
 
 COLLAPSED = 1e-3  # encoders that learn have 0.1 to 0.5, or 0.01 while running statistics of norms lag behind
+
+
+def spaced(indices: np.ndarray, most: int) -> np.ndarray:
+    """At most so many of the indices, evenly spaced from the first on: images that are sorted by class count alike."""
+    count = min(most, len(indices))
+    return indices[np.arange(count) * len(indices) // max(1, count)]
 
 
 def feature_spread(encoder: nn.Module, images: Tensor) -> float:

@@ -41,6 +41,14 @@ def start_of(results: Json) -> str:
     return GIVEN if results.get("encoder_weights") else BEFORE if results.get("own_encoder") else RANDOM
 
 
+def worsened(probe: str, values: Json, start: str) -> str:
+    """What to say if the encoder was better before training by these figures of a probe; else nothing."""
+    before, after = values.get("untrained_accuracy"), values.get("accuracy")
+    if before is None or after is None or after >= before:
+        return ""
+    return f"training made {probe} worse: {before:.2f} % before ({start}), {after:.2f} % after"
+
+
 def neighbours(values: Json) -> str:
     """The k that was used, of a probe with one, as ", k = 20", and why where it is not the one of the settings."""
     asked, used = values["settings"].get("k"), [row["k"] for row in values.get("used_by_task") or [] if "k" in row]

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingCo
 from rich.text import Text
 
 from ptlf.core.phases import Advance, cannot_move
+from ptlf.report.measures import duration
 from ptlf.report.tables import percent
 from ptlf.run.watcher import Watcher
 
@@ -65,7 +66,7 @@ class Live(Watcher):
         console.print(f"{self.name}: " + "\n  ".join(about), soft_wrap=self.progress.disable)
         self.progress.reset(self.bar, total=tasks * epochs, completed=done, visible=True, figures="")
         self.progress.start()
-        self.begun, self.loss, self.place = True, "", ""
+        self.begun, self.loss, self.place, self.task = True, "", "", -1
         self.started = self.last_line = self.clock()
 
     @contextmanager
@@ -96,9 +97,12 @@ class Live(Watcher):
         self.frozen, self.steps, self.epoch, self.epoch_started = frozen, steps, epoch, self.clock()
         self.rate = 0.0  # views per second; stays so if the run was stopped after the epoch's last step
         self.place = f"task {task + 1} of {self.tasks}, epoch {epoch + 1} of {self.epochs}"
+        if task != self.task:
+            self.task, self.task_started, self.stepped = task, self.epoch_started, 0
         self.progress.update(self.bar, description=self.place)
 
     def step(self, views: int) -> None:
+        self.stepped += 1
         self.rate = views / max(self.clock() - self.epoch_started, 1e-9)
         self.progress.update(self.bar, advance=1 / self.steps, figures=f"{self.loss}{self.speed}")
 
@@ -112,7 +116,14 @@ class Live(Watcher):
         now = self.clock()
         if self.epoch in (0, self.epochs - 1) or now - self.last_line >= EVERY:
             self.last_line = now
-            self.line(f"{self.place}: {self.loss}{self.speed}, {now - self.started:.0f} s")
+            self.line(f"{self.place}: {self.loss}{self.speed}, {now - self.started:.0f} s{self.left(now)}")
+
+    def left(self, now: float) -> str:
+        """Of the task, by the mean of its steps since the run was begun or resumed. Tasks differ in size."""
+        steps = (self.epochs - self.epoch - 1) * self.steps
+        if not steps or not self.stepped:
+            return ""
+        return f", about {duration(steps * (now - self.task_started) / self.stepped)} more for this task"
 
     def end_task(self, task: int, rows: Mapping[str, list[float | None]]) -> None:
         seen = {probe: [value for value in row if value is not None] for probe, row in rows.items()}

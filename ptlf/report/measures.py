@@ -60,6 +60,13 @@ def seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
+def duration(value: float) -> str:
+    """Roughly, for estimates."""
+    if value < 120:
+        return f"{value:.0f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
+
+
 def title_of(probe: str) -> str:
     kind, _, bank = probe.partition("_")
     return f"{PROBES[kind]} {WITHIN if bank == 'task' else AMONG}" if kind in PROBES else probe

@@ -18,9 +18,10 @@ from ptlf.core.reading import DAMAGE, flatten, reason
 from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured, recorded
+from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
 from ptlf.report.measures import HEADLINE_COSTS, WHOLE_RUN, Measure, probe_measures
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
-from ptlf.report.runs import FIRST_EPOCH, Comparison, Group, RunRecord, read_comparison
+from ptlf.report.runs import FEATURES, FIRST_EPOCH, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
 from ptlf.run.results import STEADY
 
@@ -93,6 +94,7 @@ def page(comparison: Comparison) -> str:
         probes=comparison.probes,
         tested=any(g.interval(("probes", p, "accuracy")) for g in comparison.groups for p in comparison.probes),
         costs=HEADLINE_COSTS,
+        unlabelled=[unlabelled(group) for group in comparison.groups if not group.first["probes"]],
         paired=paired_rows(comparison),
         unit=paired.unit,
         relative=relative,
@@ -146,6 +148,29 @@ def headline(comparison: Comparison) -> dict[str, Any]:
         first = (max if measure.rising else min)(means, key=lambda pair: pair[0])[1]
         best.append((measure, first, standing(first, base, measure)))
     return {"told": [], "best": best}
+
+
+def unlabelled(group: Group) -> dict[str, Any]:
+    """What is known of a run without labels: a row of its features per task, and in words what came out."""
+    found = {key: group.feature(key) for key in FEATURES}
+    names, tasks = group.first["tasks"], sorted(found["spread"])
+    rows = [(f"task {task}, {names[task - 1]}", [found[key][task] for key in FEATURES]) for task in tasks]
+    words = []
+    for key, title in FEATURES.items() if tasks else ():
+        before, after = found[key][tasks[-1]]
+        over = f"{found[key][tasks[0]][1]:.3g} after the first task, {after:.3g} after the last"
+        words.append(f"{title} {over if len(tasks) > 1 else f'{after:.3g}'}")
+        words[-1] += f" ({group.start} {before:.3g})" if before is not None else ""
+    features = f"Of the features: {'; '.join(words)}." if words else ""
+    pictures = shown_gallery(group)
+    near = ""
+    if pictures and len(names) > 1:
+        total = sum(map(len, pictures["looks"]["after"]["neighbours"]))
+        before, after = (same_class(pictures, moment) for moment in MOMENTS)
+        near = f"Of the nearest images below, {after} of {total} are of the same task; {group.start}: {before}."
+        near += " Fewer than before training: it does not tell the tasks apart better." if after < before else ""
+    command = f"ptlf evaluate {shlex.quote(str(group.runs[0].folder))} --stream.labelled FOLDER"
+    return {"group": group, "rows": rows, "words": [features, near], "command": command}
 
 
 def sure(group: Group, base: Group | None, accuracy: Measure) -> str:
@@ -215,7 +240,7 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
         if group.state:
             yield group.label, f" is {group.state}; it is shown as far as it got."
     for group in comparison.groups:
-        for warning in group.worse():
+        for warning in (*group.worse(), *group.falling()):
             yield group.label, f": {warning}."
     if len(comparison.epochs) > 1:
         trained = f"The runs trained for {in_words(comparison.epochs)} epochs of a task"

@@ -64,14 +64,18 @@ def parts(comparison: Comparison) -> list[Part]:
 
 def answer_part(comparison: Comparison) -> Part:
     part, base = Part("answer", "The answer"), comparison.baseline
+    if not comparison.probes:
+        part.title = "What is known without labels, and what it cost"
     seeds = [len(group.runs) for group in comparison.groups]
     dot = "one run" if max(seeds) == 1 else "the mean over seeds" if min(seeds) > 1 else "one run or a mean over seeds"
-    how = f"Each dot is {dot}: accuracy is better to the right, forgetting and every cost to the left."
+    better = "accuracy is better to the right, forgetting and every cost" if comparison.probes else "a cost is better"
+    how = f"Each dot is {dot}: {better} to the left."
     if base:
         how += f" The dashed line is {base.label}; costs carry their ratio to it, that of time with {FIRST_EPOCH}."
     if max(seeds) > 1:
         how += " Whiskers are one standard deviation over seeds."
-    part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])
+    if comparison.probes or len(comparison.groups) > 1:  # else there is nothing to compare
+        part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])
     if base and len(comparison.groups) > 2:
         how = f"Costs relative to {base.label}. The dashed line joins the runs whose means no other one beats in both."
         how += " A thin line joins runs that differ in the final share of frozen units alone, in its order."

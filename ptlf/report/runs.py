@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
-from ptlf.report.intervals import images_behind, start_of, wilson
+from ptlf.report.intervals import images_behind, start_of, wilson, worsened
 from ptlf.report.theme import DASHES, MARKERS, RUNS
 from ptlf.run.alike import difference, is_learnt, other_images, settings_of, stream_settings
 from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
@@ -23,6 +23,8 @@ LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")  # of an epoch
 LEARNING_SECONDS = ("cost", "learning_seconds")
 WITH_COMPILING = (LEARNING_SECONDS, ("cost", "train_seconds"))  # the first epoch is in them
 FIRST_EPOCH = "the first epoch counted as the second"  # `STEADY` in brief
+FEATURES = {"effective_rank": "effective rank", "spread": "spread"}  # what is measured of them without labels
+FALLEN = 0.5  # times the best value: below that it is told
 UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
 
 
@@ -143,9 +145,33 @@ class Group:
     def worse(self) -> Iterator[str]:
         """Of each probe by which the encoder was better before training."""
         for probe in self.first["probes"]:
-            before, after = (self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy"))
-            if before is not None and after is not None and after < before:
-                yield f"training made {probe} worse: {before:.2f} % before ({self.start}), {after:.2f} % after"
+            means = {key: self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy")}
+            if words := worsened(probe, means, self.start):
+                yield words
+
+    def feature(self, key: str) -> dict[int, tuple[float | None, float]]:
+        """`effective_rank` or `spread` by task: of the encoder before training, where that is known, and after the
+        task, on the same images. Means over seeds."""
+        names = ("untrained_features", "features")
+        entries = [[entry for run in self.runs for entry in run.results.get(name) or []] for name in names]
+        before, after = (means([(entry["task"], entry[key]) for entry in some]) for some in entries)
+        return {task: (before[task][0] if task in before else None, mean) for task, (mean, _) in after.items()}
+
+    def falling(self) -> Iterator[str]:
+        """Signs of a collapse in a run without labels, whose accuracy does not show it."""
+        for key, title in FEATURES.items() if not self.first["probes"] else ():
+            by_task = self.feature(key)
+            if not by_task:
+                continue
+            last, best = max(by_task), max(by_task, key=lambda task: by_task[task][1])
+            before, after = by_task[last]
+            if after < FALLEN * by_task[best][1]:
+                fell = f"from {by_task[best][1]:.3g} after task {best} to {after:.3g} after task {last}"
+            elif before is not None and after < FALLEN * before:
+                fell = f"from {before:.3g} ({self.start}) to {after:.3g} after task {last}, on the same images"
+            else:
+                continue
+            yield f"the {title} of the features fell {fell}: a sign that they collapse"
 
     @property
     def doubt(self) -> str:

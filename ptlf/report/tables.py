@@ -13,7 +13,7 @@ from ptlf.core.words import clipped
 from ptlf.report import measures, paired, pareto
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
 from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
-from ptlf.report.runs import Comparison, Group, RunRecord, known_probes, policy_of
+from ptlf.report.runs import FEATURES, Comparison, Group, RunRecord, known_probes, policy_of
 from ptlf.run.results import STEADY, Json, ratio
 
 DEVIATION = "±: standard deviation over the seeds"
@@ -44,10 +44,11 @@ def show_matrix(
     test_images: Sequence[int] = (),
     start: str = RANDOM,
     known: Json | None = None,
+    days: Sequence[str] = (),
 ) -> None:
     """One probe's accuracy matrix: a row per task trained, a column per split, the encoder before training on top; at
     the bottom the interval of the last row, from the number of test images. known: what it knew before, for a last
-    column."""
+    column. days: names of tasks that arrived one by one."""
     console.print(f"\n{probe}: accuracy in %{neighbours(values)}, bank: {values['settings'].get('bank')}")
     headings = [clipped(split, 14) for split in eval_splits] + ["what it\nknew before"] * bool(known)
     table = new_table("", ["after training on"], headings)
@@ -55,8 +56,11 @@ def show_matrix(
     if values.get("untrained"):
         table.add_row(f"nothing ({start})", *map(percent, values["untrained"]), *before, style="dim")
     for number, row in enumerate(values["matrix"], start=1):
-        name = "all tasks" if len(values["matrix"]) == 1 else f"task {number}"
-        aside = map(percent, after[number - 1 : number])
+        aside = [percent(value) for value in after[number - 1 : number]]
+        if not aside and all(value is None for value in row):
+            continue
+        name = "all tasks" if len(values["matrix"]) == 1 and not days else f"task {number}"
+        name += f", {clipped(days[number - 1], 14)}" if number <= len(days) else ""
         table.add_row(name, *["" if value is None else percent(value) for value in row], *aside)
     if values["matrix"] and len(test_images) == len(eval_splits):
         last = zip(values["matrix"][-1], test_images, strict=True)
@@ -82,7 +86,7 @@ def show_runs(
     if base is not None and len(shown) > 1:
         note(console, TIMES)
     for group in groups.values():
-        for warning in group.worse():
+        for warning in (*group.worse(), *group.falling()):
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
         if group.doubt:
             console.print(f"{group.label}: {group.doubt}", soft_wrap=True)
@@ -109,7 +113,7 @@ def show_differences(console: Console, groups: Sequence[Group], base: Group | No
 def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | None, title: str) -> None:
     """One column per run, one row per figure; costs also relative to the baseline run where there is one."""
     names = [group.label for group in groups]
-    if len(names) > 2:  # in full they would not fit 80 columns
+    if len(names) > 1:  # in full they would not fit 80 columns
         common, names = shortened(names)
         title = f"{title}: {common}" if common else title
     table = new_table(title, [""], names)
@@ -124,7 +128,7 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
         table.add_row(f"{probe} what it knew before, %", *cells)
         table.add_row(f"{probe} lost of that, points", *[score(lost, group) for group in groups])
         table.add_section()
-    for key, title in {"effective_rank": "effective rank", "spread": "spread"}.items():
+    for key, title in FEATURES.items():
         last = [[run.results["features"][-1][key] for run in g.runs if run.results.get("features")] for g in groups]
         if any(last):
             cells = [percent(statistics.fmean(values) if values else None) for values in last]
@@ -217,7 +221,8 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     for probe, values in results["probes"].items():
         if not brief or (probe == "knn_class" and len(results["eval_splits"]) <= 10):
             tests, known = results.get("test_images") or (), known_probes(results).get(probe)
-            show_matrix(console, probe, values, results["eval_splits"], tests, start_of(results), known)
+            days = results["tasks"] if results.get("arrived") else ()
+            show_matrix(console, probe, values, results["eval_splits"], tests, start_of(results), known, days)
     if not brief:
         show_runs(console, {results["name"]: [results]})
     if not results["probes"]:

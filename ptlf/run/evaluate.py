@@ -19,10 +19,17 @@ from ptlf.run.inference import rebuilt
 from ptlf.run.parts import Parts
 from ptlf.run.start import without_start
 from ptlf.stream import StreamConfig
+from ptlf.stream.folders import OnError
 from ptlf.stream.given import find_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset
 from ptlf.stream.task import split
+
+
+def may_change(setting: str) -> bool:
+    """Whether a test of a run that is there may have another value of this setting, as "probes.knn_class.k": those of
+    training, and the seed of the encoder before it, are the run's own."""
+    return setting.startswith(("probes.", "evaluation.")) or setting in ("device", "data_root", "stream.labelled")
 
 
 def evaluate_run(
@@ -52,14 +59,16 @@ def evaluate_labelled(
     labelled: str,
     chosen: Sequence[str] | None = None,
     module: nn.Module | None = None,
+    on_error: OnError = "refuse",
 ) -> tuple[dict[str, Any], list[str]]:
     """The probes on labelled images: a packed set or a folder per class. The run's own images are not needed.
 
-    module: as it was before training, where the run was made with one.
+    module: as it was before training, where the run was made with one. on_error: for broken images, refuse or skip.
     """
     encoder = load(folder, copy.deepcopy(module), config.device, trust_code=True)  # as whoever made `config` decided
     path = find_images(labelled, data_root(config.data_root))
-    data = labelled_dataset(path, encoder.card["image_size"], config.evaluation.reference_test, encoder.fit)
+    size, share = encoder.card["image_size"], config.evaluation.reference_test
+    data = labelled_dataset(path, size, share, encoder.fit, on_error)
     stream = split(data, StreamConfig(name="labelled", tasks=1), 0)
     prober = Prober(stream, config.evaluation, config.probes, encoder.normalise, encoder.device)
     if chosen is not None:

@@ -35,6 +35,8 @@ CARD, CONFIG, PROCESSOR = "README.md", "config.json", "preprocessor_config.json"
 EXPORTED = (CARD, CONFIG, PROCESSOR, MODEL)  # all that is in one; CARD is the model card
 MODEL_TYPE = "ptlf-encoder"
 TOLERANCE = 1e-4  # of the greatest feature
+UNTESTED = "It was not tested: there were no labelled test images."
+TESTED_LATER = "In training there were no labelled test images. It was tested later, see below."
 BATCHES = (1, 5)  # sizes that are checked: the exported model takes any
 
 
@@ -282,7 +284,7 @@ def scores(results: Json) -> str:
         keys = ("accuracy", "forgetting", "untrained_accuracy")
         rows.append(f"| {probe} | " + " | ".join(figure(values.get(key)) for key in keys) + " |")
     if len(rows) == 2:
-        rows = ["It was not tested: there were no labelled test images."]
+        rows = [UNTESTED]
     for probe, values in ((results.get("reference") or {}).get("probes") or {}).items():
         change = f"{figure(values['before'])} % before, {figure(values['accuracy'])} % after"
         rows += ["", f"What it knew before ({probe}): {change}."]
@@ -344,7 +346,8 @@ def add_scores(to: Path, probes: Json, tested: Sequence[str]) -> bool:
         figures = [figure(values.get(key)) for key in ("accuracy", "untrained_accuracy")]
         settings = ", ".join(f"{key} {value}" for key, value in values["settings"].items() if key != "enabled")
         rows.append(f"| {probe} | {' | '.join(figures)} | {sum(values['test_images'])} | {settings} |")
-    there, test = read_text(to / CARD).strip().split("\n\n## "), subject("\n".join(rows))
+    text = read_text(to / CARD).strip().replace(UNTESTED, TESTED_LATER)
+    there, test = text.split("\n\n## "), subject("\n".join(rows))
     sections = [section for section in there if subject(section) != test]
     loading = [place for place, section in enumerate(sections) if section.startswith("How to load it")]
     sections.insert(loading[0] if loading else len(sections), "\n".join(rows))

@@ -19,6 +19,7 @@ from ptlf.core.randomness import seeded
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.encoders import as_encoder, read_tensors
+from ptlf.encoders.weights import KEY as KEY
 from ptlf.evaluation.prober import testing
 from ptlf.methods import METHODS, Method
 from ptlf.run.build import choose_device, make_encoder, make_stream, views_for
@@ -34,7 +35,6 @@ from ptlf.stream.packing import Squares, squares
 from ptlf.stream.rows import Given
 from ptlf.views import normalise
 
-KEY = "ptlf"  # of the card in the metadata of encoder.safetensors
 MODEL = "model.safetensors"  # the same file in an exported folder
 # How an image becomes a square of image_size; resizing is bicubic and antialiased.
 SHAPES: dict[Fit, str] = {

@@ -14,7 +14,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.phases import Phase
 from ptlf.evaluation.prober import testing
-from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spread
+from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
 from ptlf.run.results import write_json
@@ -110,7 +110,7 @@ class Looks(State):
             phase = self.phases(f"testing after task {self.task + 1} of {len(self.stream.tasks)}")
             rows = self.prober.rows(self.model.encoder, self.task, phase)
             future = self.prober.future(self.model.encoder, self.task, phase)
-            self.record.end_task(rows, future, self.prober.used(self.task))
+            self.record.end_task(self.task, rows, future, self.prober.used(self.task))
         return rows
 
     def phases(self, work: str) -> Phase:
@@ -124,16 +124,19 @@ class Looks(State):
             with self.clock("evaluation"):
                 self.record.test_reference(self.reference.rows(self.model.encoder, 0, phase))
 
-    def measure_features(self, indices: np.ndarray) -> None:
-        """Spread and effective rank of the features of a sample of these images; labels are not needed."""
+    def measure_features(self, number: int) -> list[dict[str, Any]]:
+        """Spread and effective rank of the features of a sample of this task's images; labels are not needed. Empty
+        where nothing is to be tested."""
         if not self.config.evaluation.enabled:
-            return
+            return []
+        task = self.stream.tasks[number]
         with self.clock("evaluation"), testing(self.model.encoder):
-            chosen = torch.from_numpy(np.ascontiguousarray(indices[:: max(1, len(indices) // SAMPLE)][:SAMPLE]))
-            parts = [self.prepare(self.trainer.source.gather(part)) for part in chosen.split(128)]
+            chosen = torch.from_numpy(spaced(task.train, SAMPLE))
+            source = self.trainer.sources(task.images)
+            parts = [self.prepare(source.gather(part)) for part in chosen.split(128)]
             features = torch.cat([self.model.encoder(part).float().flatten(1) for part in parts])
         found = {"images": len(features), "spread": spread(features), "effective_rank": effective_rank(features)}
-        self.record.features.append({"task": self.task + 1, **found})
+        return [{"task": number + 1, **found}]
 
     def has_past(self) -> bool:
         """Whether the encoder knows something that the next task could make it forget."""
@@ -142,13 +145,16 @@ class Looks(State):
         return self.task > 0 or known
 
     def look_before(self, known: int = 0) -> None:
-        """The untrained encoder. `known`: tasks on which it was tested before, for forward transfer."""
+        """The untrained encoder. `known`: tasks on which it was looked at before."""
         if self.prober:
             with self.clock("evaluation"):
                 new = [split for split in self.stream.eval_splits if split.since >= max(known, 1)]
                 phase = self.phases("testing the encoder before training")
                 untrained = self.prober.rows(self.model.encoder, len(self.stream.tasks), phase)
                 self.record.begin(untrained, self.prober.ahead(self.model.encoder, new, phase))
+        else:  # no accuracy to compare with
+            for number in range(known, len(self.stream.tasks)):
+                self.record.untrained_features += self.measure_features(number)
         self.look("before")
 
     def look_ahead(self) -> None:
@@ -156,7 +162,7 @@ class Looks(State):
         if self.prober and 0 < self.task < len(self.stream.tasks):
             with self.clock("evaluation"):
                 phase = self.phases(f"testing on task {self.task + 1} before it is learnt")
-                self.record.end_task({}, self.prober.future(self.model.encoder, self.task - 1, phase), {})
+                self.record.add_to(self.record.future, self.prober.future(self.model.encoder, self.task - 1, phase))
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now, into gallery.json."""
@@ -192,7 +198,7 @@ class Looks(State):
         if self.record.warned or (done & (done - 1) and done < self.config.training.epochs):
             return
         with self.clock("evaluation"):
-            chosen = torch.from_numpy(indices[:: max(1, len(indices) // 128)][:128])
+            chosen = torch.from_numpy(spaced(indices, 128))
             images = self.prepare(self.trainer.source.gather(chosen))
             found = feature_spread(self.model.encoder, images)
         self.record.warned = found < COLLAPSED

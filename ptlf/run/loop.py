@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 
 from ptlf.core import processes
@@ -29,6 +30,7 @@ from ptlf.run.state import COMPARED, STATE
 from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS
 from ptlf.training.checkpoint import Position
+from ptlf.training.crowding import Crowding
 from ptlf.training.engine import why_not_captured
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import EpochState
@@ -54,6 +56,8 @@ class Run(Looks):
             if why := why_not_captured(self.config.training.engine, self.device):
                 processes.warn(f"ptlf: {why}: the step runs eagerly, not captured")
             self.tell_start()
+            alone = self.device.type == "cpu" and processes.world_size() == 1  # else its threads are not all
+            self.crowding = Crowding(torch.get_num_threads() if alone else 1)
             try:
                 self.train_stream()
                 self.finish_saving()
@@ -123,7 +127,7 @@ class Run(Looks):
             self.pause()
         self.method.end_task(self.task, self.model)
         self.test_reference()
-        self.measure_features(indices)
+        self.record.features += self.measure_features(self.task)
         self.watcher.end_task(self.task, self.evaluate())
         self.task, self.epoch = self.task + 1, 0
         self.save_results()
@@ -142,6 +146,8 @@ class Run(Looks):
             for _ in steps:
                 compiling.close()
                 self.watcher.step(state.views - before)
+                if told := self.crowding():
+                    processes.warn(f"ptlf: {told}")
                 self.pause()
             result = state.result()
         self.watcher.end_epoch(result.losses)
@@ -239,6 +245,7 @@ class Run(Looks):
         except (ValueError, AttributeError) as error:
             raise damaged(last, error, "remove that file to go on from the one before it") from None
         self.check_resumed(state)
+        self.check_threads(state.get("threads"))
         known = state.get("tasks", len(self.stream.tasks))
         grown = known < len(self.stream.tasks)
         if grown:  # here the model is still untrained
@@ -252,6 +259,7 @@ class Run(Looks):
             raise UserError(f"{last} does not fit the settings in {self.folder}/config.yaml: {why}") from error
         if grown:
             self.record.begin(before.untrained, before.untrained_future)
+            self.record.untrained_features += before.untrained_features
             self.clock.add(spent)
             if self.gallery:
                 self.gallery.looks = looks
@@ -292,6 +300,16 @@ class Run(Looks):
             put_back = "put back what is missing, or " if arrived < 0 else ""
             tasks = f"the stream had {state['tasks']} tasks and now has {len(self.stream.tasks)}"
             raise UserError(f"{tasks}; {put_back}{begin}")
+
+    def check_threads(self, before: int | None) -> None:
+        """Threads of the CPU share a sum among them: another number of them adds in another order."""
+        now = torch.get_num_threads()
+        if self.device.type == "cpu" and before not in (None, now):
+            differ = "results may differ in the last bits from those of a run that was not stopped"
+            processes.warn(
+                f"ptlf: warning: the checkpoint is of {before} CPU threads, and now there are {now}: "
+                f"{differ}; set OMP_NUM_THREADS={before} for the same bits"
+            )
 
     def save_results(self) -> None:
         if self.out:  # else nobody needs them

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.randomness import Randomness, derived_seed
+from ptlf.core.words import shown
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import Gallery, Prober
 from ptlf.run import build
@@ -48,6 +49,11 @@ class Parts:
         sources = Sources(self.device, config.stream.resident)
         tests = config.evaluation
         self.prober = self.gallery = None
+        if tests.enabled and self.stream.untested:
+            names = shown(list(self.stream.untested))
+            processes.warn(
+                f"ptlf: warning: there are no test images of {names}: these tasks are learnt, but not tested"
+            )
         if tests.enabled and self.stream.eval_splits:
             self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, sources)
         self.reference = make_reference(config, self.stream, self.prepare, self.device)

@@ -13,7 +13,7 @@ from ptlf.core.errors import UserError, unknown
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.core.words import shown
-from ptlf.encoders import ENCODERS
+from ptlf.encoders import ENCODERS, stored_encoder
 from ptlf.freezing import POLICIES
 from ptlf.freezing.policy import PolicyConfig
 from ptlf.methods import METHODS, Method
@@ -184,7 +184,7 @@ def configured(
     if recipe_name and values.get("recipe") not in (None, recipe_name):
         named = f"{file} is of recipe {shown(values['recipe'])}"
         raise UserError(f"{named}, and --recipe says {recipe_name}; leave one of them out")
-    given = merge(Config, values, parse_overrides(Config, overrides))
+    given = with_stored_encoder(merge(Config, values, parse_overrides(Config, overrides)))
     free = free_settings(given)
     base = recipe(adapted(recipe_name or values.get("recipe") or DEFAULT, given))
     if encoder := name_in(given, "encoder"):
@@ -202,6 +202,17 @@ def configured(
         if told:
             tell(told)
     return from_dict(settings)
+
+
+def with_stored_encoder(given: Settings) -> Settings:
+    """The settings, with the encoder whose weights they take where they name none. Code that the weights' file names is
+    not followed."""
+    encoder = given.get("encoder")
+    weights = encoder.get("weights") if isinstance(encoder, Mapping) and "name" not in encoder else None
+    stored = stored_encoder(Path(weights).expanduser()) if isinstance(weights, str) else None
+    if stored is None or ENCODERS.names_code(stored["name"]):
+        return given
+    return merge(Config, given, {"encoder": {"name": stored["name"]}}, {"encoder": stored}, {"encoder": encoder})
 
 
 def adapted(name: str, given: Settings) -> str:

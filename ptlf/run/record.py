@@ -33,6 +33,7 @@ class Record:
     spent_before: dict[str, float] = field(default_factory=dict)  # seconds by purpose, when it began
     warned: bool = False  # of a collapse
     features: list[dict[str, Any]] = field(default_factory=list)  # spread and effective rank after each task
+    untrained_features: list[dict[str, Any]] = field(default_factory=list)  # before training, where nothing is labelled
     memory_images: dict[str, Any] | None = None  # what the memory was filled with before the first task
     reference: dict[str, list[float]] = field(default_factory=dict)  # before the first task and after each, by probe
 
@@ -78,11 +79,19 @@ class Record:
         for probe, row in more.items():
             known.setdefault(probe, []).extend(row)
 
-    def end_task(self, rows: Mapping[str, Row], future: Mapping[str, Row], used: Mapping[str, dict[str, Any]]) -> None:
-        """used: the settings of each row that depend on the images seen by now."""
+    def end_task(
+        self, task: int, rows: Mapping[str, Row], future: Mapping[str, Row], used: Mapping[str, dict[str, Any]]
+    ) -> None:
+        """After task number `task` (from 0). The tasks before the first with test images have empty rows.
+
+        used: the settings of each row that depend on the images seen by now.
+        """
         for probe, row in rows.items():
-            self.matrices.setdefault(probe, []).append(row)
-            self.used.setdefault(probe, []).append(used.get(probe, {}))
+            matrix, settings = self.matrices.setdefault(probe, []), self.used.setdefault(probe, [])
+            matrix[:0] = [[None] * len(row) for _ in range(task - len(matrix))]
+            settings[:0] = [{} for _ in range(task - len(settings))]
+            matrix.append(row)
+            settings.append(used.get(probe, {}))
         self.add_to(self.future, future)
 
     def probes(self, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,7 @@ RESULTS: Json = {
     "probes": {"*": PROBE},
     "freezing": [FROZEN],
     "features?": [FEATURES],
+    "untrained_features?": [FEATURES],
     "reference?": {"probes": {"*": KNOWN}},
     "encoder_weights?": {"path?": str, "sha256": str},
     "cost": {

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import ptlf
@@ -43,10 +44,12 @@ STATE: Json = {
         "spent_before": {"*": NUMBER},
         "warned": bool,
         "features?": [FEATURES],
+        "untrained_features?": [FEATURES],
         "memory_images?": dict,
         "reference?": {"*": [NUMBER]},
     },
     "settings?": dict,
+    "threads?": COUNT,
 }
 # What goes with `settings`, to compare.
 COMPARED: Json = {"tasks": COUNT, "images": [{"name": str, "count": int, "sha256": str}]}
@@ -104,6 +107,7 @@ class State(Parts):
             "looks": self.gallery.looks if self.gallery else {},
             "record": vars(self.record),
             "settings": as_dict(self.config),
+            "threads": torch.get_num_threads(),
             "images": self.images_begun(self.task),
         }
 
@@ -173,6 +177,7 @@ class State(Parts):
             "reference": self.reference_results(),
             "memory_images": self.record.memory_images,
             "features": self.record.features,
+            "untrained_features": self.record.untrained_features,
             "freezing": self.freezing.log,
             "cost": self.record.cost(self.clock.seconds),
         }

@@ -4,20 +4,22 @@ import functools
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from ptlf.core.errors import UserError
 from ptlf.stream.datasets import packed
-from ptlf.stream.disk import disk_errors, files_below
+from ptlf.stream.disk import disk_errors, files_below, images_below
 from ptlf.stream.folders import subfolders
 from ptlf.stream.given import is_plain_folder, own_side
 from ptlf.stream.pack import Pack, natural, open_pack, read_manifest
 from ptlf.stream.packing import pack_images
+from ptlf.stream.splits import visible
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, exam
 
 TASKS, INCOMING = "tasks", ".incoming"
@@ -205,17 +207,24 @@ def clear(folder: Path, everything: bool = False) -> None:
         root.rmdir()
 
 
-def settled(folder: Path, settle: float, now: float) -> list[Path]:
-    """Subfolders in which nothing has changed for `settle` seconds before `now`, oldest first.
+def check_watched(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"the folder to watch, {folder}, is not there (any more); the run is as it was")
+
+
+def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()) -> list[Path]:
+    """Subfolders in which nothing has changed for `settle` seconds before `now`, oldest first. known: paths to leave
+    out, whose files are not looked at.
 
     A folder is as old as its newest file. What counts as a change is also one that leaves the file's date alone, as a
     copy that keeps dates does.
     """
-    if not folder.is_dir():
-        raise UserError(f"the folder to watch, {folder}, is not there (any more); the run is as it was")
+    check_watched(folder)
     found = []
     for name in subfolders(folder):
         path = folder / name
+        if str(path.resolve()) in known:
+            continue
         try:
             stats = [path.stat(), *(file.stat() for file in files_below(path))]
         except OSError:  # a file went away: somebody is at work
@@ -225,6 +234,61 @@ def settled(folder: Path, settle: float, now: float) -> list[Path]:
             newest = max(stat.st_mtime for stat in stats[1:] or stats)
             found.append((newest, natural(name), path))
     return [path for _, _, path in sorted(found)]
+
+
+class Latecomers:
+    """Images in a watched folder that will not be learnt: new ones in a subfolder that was learnt, and those in no
+    subfolder. Each place is told of once. The files of a learnt subfolder are looked at again only if one of its
+    folders has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.told: set[Path] = set()
+        self.dates: dict[Path, dict[str, int]] = {}  # by subfolder, those of the folders in it
+
+    def look(self, learnt: Mapping[str, Pack], settle: float, now: float) -> Iterator[str]:
+        """A line for each place that has some since `settle` seconds. learnt: the tasks, by their images' path."""
+        for path in [self.folder, *(self.folder / name for name in subfolders(self.folder))]:
+            pack = learnt.get(str(path.resolve()))
+            if path in self.told or (path != self.folder and pack is None):
+                continue
+            try:
+                found = self.new_files(path, pack) if pack else loose_images(path)
+                changed = max((max(stat.st_mtime, stat.st_ctime) for stat in map(Path.stat, found)), default=0.0)
+            except OSError:  # a file went away: somebody is at work
+                self.dates.pop(path, None)
+                continue
+            if not found:
+                continue
+            if settle > 0 and now - changed < settle:
+                self.dates.pop(path, None)  # look at them again
+                continue
+            self.told.add(path)
+            count = f"{len(found)} image{'s' * (len(found) != 1)}"
+            where = f"{path} was learnt before; {count} in it came later and" if pack else f"{count} in {path} itself"
+            way_out = f"put such images into a new folder in {self.folder}"
+            yield f"{where} {'is' if len(found) == 1 else 'are'} not learnt; {way_out}"
+
+    def new_files(self, path: Path, pack: Pack) -> list[Path]:
+        """Of a subfolder that was learnt: as many of its newest images as it has more than were packed, if they are
+        younger than the pack."""
+        if (known := self.dates.get(path)) and known == {name: os.stat(name).st_mtime_ns for name in known}:
+            return []
+        files = images_below(path, [])
+        folders = {path, *(parent for file in files for parent in file.parents if path in parent.parents)}
+        self.dates[path] = {str(parent): os.stat(parent).st_mtime_ns for parent in folders}
+        more = len(files) - sum(split.count for split in pack.splits.values()) - len(pack.skipped)
+        if more <= 0:
+            return []
+        packed_at = (pack.path / "pack.json").stat().st_mtime
+        ages = {file: max(file.stat().st_mtime, file.stat().st_ctime) for file in files}
+        return sorted((file for file in files if ages[file] > packed_at), key=ages.__getitem__)[-more:]
+
+
+def loose_images(folder: Path) -> list[Path]:
+    """Image files in the folder itself."""
+    endings = Image.registered_extensions()
+    return [file for file in visible(folder)[0] if file.suffix.lower() in endings]
 
 
 def file_name(name: str) -> str:

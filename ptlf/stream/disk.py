@@ -5,7 +5,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,15 @@ from ptlf.core.errors import UserError
 from ptlf.core.files import locked, sync_folder
 from ptlf.core.memory import spoken
 from ptlf.core.phases import cannot_move
+from ptlf.core.processes import warn
+
+# What people and programs keep beside images: notes, labels, tables, pages, settings, edits, previews, sound and film.
+NOT_IMAGES = (
+    *(".txt", ".md", ".rst", ".log", ".html", ".htm", ".doc", ".docx", ".odt"),
+    *(".json", ".jsonl", ".csv", ".tsv", ".xls", ".xlsx", ".xml", ".yaml", ".yml", ".toml", ".ini", ".cfg"),
+    *(".py", ".ipynb", ".sh", ".db", ".sqlite", ".xmp", ".aae", ".md5", ".sha1", ".sha256"),
+    *(".wav", ".mp3", ".m4a", ".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm"),
+)
 
 
 @contextmanager
@@ -87,6 +96,25 @@ def files_below(folder: Path) -> list[Path]:
         inside[:] = [name for name in inside if not name.startswith(".")]
         found += [Path(parent, name) for name in files if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+
+
+def images_below(folder: Path, passed: list[Path]) -> list[Path]:
+    """`files_below`, without those that are no images by their ending, which go into `passed`. Files with other
+    endings, or none, are taken for images."""
+    files = files_below(folder)
+    passed += [file for file in files if not_an_image(file.name)]
+    return [file for file in files if not not_an_image(file.name)]
+
+
+def not_an_image(name: str) -> bool:
+    return name.lower().endswith(NOT_IMAGES)
+
+
+def note_passed(folder: Path, passed: Sequence[Path]) -> None:
+    if passed:
+        endings = ", ".join(sorted({file.suffix.lower() for file in passed}))
+        number = f"{len(passed)} file{'s' * (len(passed) != 1)}"
+        warn(f"note: passed over {number} in {folder} that by the ending ({endings}) are no images")
 
 
 def file_digest(file: Path, algorithm: str, advance: Callable[[int], None] = lambda _: None) -> str:

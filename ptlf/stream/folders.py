@@ -11,7 +11,7 @@ from ptlf.core.errors import UserError, unknown
 from ptlf.core.processes import warn
 from ptlf.stream.archives import Chunk
 from ptlf.stream.decode import FITS, Fit, ImageFile, decoders
-from ptlf.stream.disk import disk_errors, files_below
+from ptlf.stream.disk import disk_errors, images_below, note_passed
 from ptlf.stream.pack import Folders, Pack, check_free, check_name, natural, quoted, write_pack
 
 OnError = Literal["refuse", "skip"]
@@ -47,8 +47,9 @@ def pack_folder(
 ) -> Pack:
     """Pack a folder of images: `train/NAME/...` (and `test/` or `val/`), or `NAME/...` directly.
 
-    There is one folder per class or per task, with files at any depth; hidden files (".x") are ignored. `names` selects
-    and orders the folders. If there is no test folder, `test_fraction` holds out evenly spaced files of each class.
+    There is one folder per class or per task, with files at any depth; hidden files (".x") are ignored, and such as
+    notes.txt passed over. `names` selects and orders the folders. If there is no test folder, `test_fraction` holds out
+    evenly spaced files of each class.
     options: of `PackOptions`.
     """
     source, target, packing = Path(source), Path(root) / name, PackOptions(**options)
@@ -65,9 +66,11 @@ def pack_folder(
                 raise UserError(f"{trees['test']} has folders that {trees['train']} lacks: {quoted(sorted(extra))}")
         if packing.on_error == "skip":
             empty = [name for name in names if is_empty(trees["train"] / name)]
-            skipped = [{"file": str(trees["train"] / name), "why": "a folder without files"} for name in empty]
+            skipped = [{"file": str(trees["train"] / name), "why": "a folder without images"} for name in empty]
             names = [name for name in names if name not in empty]
-        splits = {split: list_images(tree, names) for split, tree in trees.items()}
+        passed: list[Path] = []
+        splits = {split: list_images(tree, names, passed) for split, tree in trees.items()}
+        note_passed(source, passed)
     if test_fraction:
         if folders == "tasks":
             raise UserError("test_fraction needs folders='classes'; give tasks their own test/ folder")
@@ -137,16 +140,21 @@ def without(
 
 
 def is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not files_below(folder)
+    return folder.is_dir() and not images_below(folder, [])
 
 
 def note_skipped(made: Pack, total: int) -> None:
-    if made.skipped:
-        warn(f"{made.name}: skipped {len(made.skipped)}, of {total} images:")
-        for entry in made.skipped[:SHOWN_SKIPS]:
+    tell_skipped(made.name, made.skipped, total, f", all named in {made.path / 'pack.json'}")
+
+
+def tell_skipped(name: str, skipped: Sequence[dict[str, str]], total: int, where: str = "") -> None:
+    """where: all of them are named."""
+    if skipped:
+        warn(f"{name}: skipped {len(skipped)}, of {total} images:")
+        for entry in skipped[:SHOWN_SKIPS]:
             warn(f"  {entry['file']}: {entry['why']}")
-        if len(made.skipped) > SHOWN_SKIPS:
-            warn(f"  and {len(made.skipped) - SHOWN_SKIPS} more, all named in {made.path / 'pack.json'}")
+        if len(skipped) > SHOWN_SKIPS:
+            warn(f"  and {len(skipped) - SHOWN_SKIPS} more{where}")
 
 
 def split_folders(source: Path) -> dict[str, Path]:
@@ -181,27 +189,34 @@ def subfolders(folder: Path) -> list[str]:
     return sorted((e.name for e in folder.iterdir() if e.is_dir() and not e.name.startswith(".")), key=natural)
 
 
-def list_images(tree: Path, names: Sequence[str]) -> list[ImageFile]:
+def list_images(tree: Path, names: Sequence[str], passed: list[Path]) -> list[ImageFile]:
+    """passed: takes the files that are no images by their ending."""
     if missing := [name for name in names if not (tree / name).is_dir()]:
         raise UserError(f"{tree} has no folder {quoted(missing)}")
-    listed = [files_below(tree / name) for name in names]
+    listed = [images_below(tree / name, passed) for name in names]
     if [] in listed:
         raise UserError(
-            f"{tree / names[listed.index([])]} holds no files; fill it or remove it, or give --on-error skip"
+            f"{tree / names[listed.index([])]} holds no images; fill it or remove it, or give --on-error skip"
         )
     return [ImageFile(label, str(file)) for label, files in enumerate(listed) for file in files]
 
 
-def hold_out(files: Sequence[ImageFile], names: Sequence[str], fraction: float) -> dict[str, list[ImageFile]]:
-    """A fraction of 1/k holds out every k-th file of each class; other fractions are spaced as evenly as possible."""
+def held_out(labels: Iterable[Any], fraction: float) -> list[bool]:
+    """Whether each image is for testing. A fraction of 1/k holds out every k-th image of each class; other fractions
+    are spaced as evenly as possible."""
     if not 0 < fraction < 1:
         raise UserError(f"test_fraction is {fraction}; it must lie between 0 and 1")
-    share = Fraction(fraction).limit_denominator(1000)
+    share, seen, held = Fraction(fraction).limit_denominator(1000), dict[Any, int](), list[bool]()
+    for label in labels:
+        place = seen[label] = seen.get(label, 0) + 1
+        held.append(int(place * share) > int((place - 1) * share))
+    return held
+
+
+def hold_out(files: Sequence[ImageFile], names: Sequence[str], fraction: float) -> dict[str, list[ImageFile]]:
     splits: dict[str, list[ImageFile]] = {"train": [], "test": []}
-    position = [0] * len(names)
-    for file in files:
-        i = position[file.label] = position[file.label] + 1
-        splits["test" if int(i * share) > int((i - 1) * share) else "train"].append(file)
+    for file, is_test in zip(files, held_out((file.label for file in files), fraction), strict=True):
+        splits["test" if is_test else "train"].append(file)
     for split, part in splits.items():
         if empty := set(range(len(names))) - {file.label for file in part}:
             shown = quoted(names[label] for label in sorted(empty))

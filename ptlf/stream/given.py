@@ -17,7 +17,7 @@ from PIL import Image
 
 from ptlf.core.errors import UserError
 from ptlf.stream.arrays import given_npz, load_npy
-from ptlf.stream.disk import disk_errors, files_below
+from ptlf.stream.disk import disk_errors, images_below, not_an_image, note_passed
 from ptlf.stream.pack import Pack, open_pack
 from ptlf.stream.rows import CHANNELS, Given, Row, class_names, is_labels, labelled_rows, numbered, plain_labels, to_row
 from ptlf.stream.shards import given_shards, shard_files
@@ -100,11 +100,15 @@ def given_folder(path: Path) -> dict[str, Given]:
     if (path / "train").is_dir() and tests:
         trees = {"train": path / "train", "test": path / tests[0]}
 
+    passed: list[Path] = []
+
     def part(tree: Path) -> Given:
-        files = image_files(tree)
+        files = image_files(tree, passed)
         return Given(len(files), lambda: (file_row(file, path, classes) for file in files))
 
-    return {split: part(tree) for split, tree in trees.items()}
+    parts = {split: part(tree) for split, tree in trees.items()}
+    note_passed(path, passed)
+    return parts
 
 
 def own_side(images: Any) -> int | None:
@@ -122,14 +126,16 @@ def is_plain_folder(path: Path) -> bool:
 
 
 def folder_of_folders(path: Path) -> bool:
-    """Whether all files that are not hidden lie in folders: then those are the classes."""
+    """Whether all images lie in folders: then those are the classes."""
     entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
-    return bool(entries) and all(entry.is_dir() for entry in entries)
+    folders = [entry.is_dir() for entry in entries if entry.is_dir() or not not_an_image(entry.name)]
+    return bool(folders) and all(folders)
 
 
-def image_files(path: Path) -> list[Path]:
+def image_files(path: Path, passed: list[Path]) -> list[Path]:
+    """passed: takes the files that are no images by their ending."""
     with disk_errors(path):
-        files = files_below(path)
+        files = images_below(path, passed)
     if not files:
         raise UserError(f"{path} holds no images")
     return files

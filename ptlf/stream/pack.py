@@ -195,11 +195,19 @@ def way_out(name: str, overwrite: bool = True) -> str:
     return f"run `ptlf data {command}{' --overwrite' if overwrite else ''}`"
 
 
-def write_pack(pack: Pack, chunks: Mapping[str, Announced], *, overwrite: bool = False, progress: bool = False) -> Pack:
+def write_pack(
+    pack: Pack,
+    chunks: Mapping[str, Announced],
+    *,
+    overwrite: bool = False,
+    progress: bool = False,
+    renumber: Callable[[], np.ndarray] | None = None,
+) -> Pack:
     """Write a packed set: `pack` describes it, without splits; `chunks` are written as they come.
 
     `pack.skipped`, and `pack.names` if it is a list, may grow while the chunks are read. The images written plus those
     skipped must equal the announced.
+    renumber: called after the last chunk: the label to store for each label that the chunks have.
     """
     names = pack.names
     if len(set(names)) != len(names):
@@ -207,10 +215,14 @@ def write_pack(pack: Pack, chunks: Mapping[str, Announced], *, overwrite: bool =
     with disk_errors(pack.path), staged(pack.path) as folder:
         check_free(pack.path, overwrite)
         check_space(pack.path.parent, sum(count for count, _ in chunks.values()) * pack.size**2 * 3)
-        splits = {}
+        labels, digests, splits = {}, {}, {}
         for split, announced in chunks.items():
             with progress_bar(f"packing {pack.name} {split}", announced[0], progress) as advance:
-                splits[split] = write_split(pack, folder / split, announced, advance)
+                labels[split], digests[split] = write_images(pack, folder / f"{split}.npy", announced, advance)
+        stored = renumber() if renumber else None
+        for split, digest in digests.items():
+            final = labels[split] if stored is None else stored[labels[split]]
+            splits[split] = write_labels(folder / f"{split}.npy", digest, final)
         manifest = {"schema": SCHEMA, "name": pack.name, **asdict(replace(pack, splits=splits))}
         del manifest["path"]
         # ASCII: names of folders and files need not be UTF-8.
@@ -218,14 +230,16 @@ def write_pack(pack: Pack, chunks: Mapping[str, Announced], *, overwrite: bool =
     return open_pack(pack.path.parent, pack.name)
 
 
-def write_split(pack: Pack, path: Path, announced: Announced, advance: Callable[[int], None]) -> Split:
-    """PATH.npy and PATH_labels.npy."""
-    file, labels_file = path.with_name(f"{path.name}.npy"), path.with_name(f"{path.name}_labels.npy")
+def write_images(
+    pack: Pack, file: Path, announced: Announced, advance: Callable[[int], None]
+) -> tuple[np.ndarray, str]:
+    """The images of a split, into FILE.npy; their labels, and the file's SHA-256."""
     count, chunks = announced
     digest, labels, skipped_before = hashlib.sha256(), [np.zeros(0, np.int64)], len(pack.skipped)
     with open(file, "wb") as out:
         out.write(header := npy_header(count, pack.size))
         digest.update(header)
+        done = skipped_before
         for images, part in chunks:
             shape = (len(part), pack.size, pack.size, 3)
             if images.dtype != np.uint8 or images.shape != shape:
@@ -236,18 +250,24 @@ def write_split(pack: Pack, path: Path, announced: Announced, advance: Callable[
                 out.write(block := np.ascontiguousarray(images).data)
                 digest.update(block)
             labels.append(np.asarray(part, np.int64))
-            advance(len(part))
+            advance(len(part) + len(pack.skipped) - done)  # what is left out is done as well
+            done = len(pack.skipped)
         written, left_out = sum(map(len, labels)), len(pack.skipped) - skipped_before
         if written + left_out != count or not written:
-            raise UserError(f"{path.name} announced {count} images, but {written} arrived and {left_out} were skipped")
+            raise UserError(f"{file.stem} announced {count} images, but {written} arrived and {left_out} were skipped")
         out.seek(0)
         out.write(npy_header(written, pack.size))
+    return np.concatenate(labels), digest.hexdigest() if written == count else file_digest(file, "sha256")
+
+
+def write_labels(images: Path, sha256: str, labels: np.ndarray) -> Split:
+    """SPLIT_labels.npy beside the file of the images."""
+    file = images.with_name(f"{images.stem}_labels.npy")
     buffer = io.BytesIO()  # np.save into a file drops the errno of a failed write
-    np.save(buffer, np.concatenate(labels))
-    labels_file.write_bytes(buffer.getvalue())
-    sha256 = digest.hexdigest() if written == count else file_digest(file, "sha256")
-    labels_sha256 = hashlib.sha256(buffer.getvalue()).hexdigest()
-    return Split(written, file.name, file.stat().st_size, sha256, labels_file.name, labels_sha256)
+    np.save(buffer, labels)
+    file.write_bytes(buffer.getvalue())
+    digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+    return Split(len(labels), images.name, images.stat().st_size, sha256, file.name, digest)
 
 
 def npy_header(count: int, size: int) -> bytes:

@@ -1,9 +1,10 @@
 """Images in any form, made square and packed, or read into memory: as many at a time as a batch has."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +16,11 @@ from ptlf.core.errors import UserError
 from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
 from ptlf.stream.decode import BATCH_BYTES, BadImage, Fit, ImageFile, decode_image, from_picture
-from ptlf.stream.folders import PackOptions, note_skipped, pack_files, pack_folder
+from ptlf.stream.disk import note_passed
+from ptlf.stream.folders import OnError, PackOptions, note_skipped, pack_files, pack_folder, tell_skipped
 from ptlf.stream.given import described, folder_of_folders, given, image_files, is_plain_folder
-from ptlf.stream.pack import Pack, check_free, check_name, natural, quoted, write_pack
-from ptlf.stream.rows import CHANNELS, Given, Row, hold_out
+from ptlf.stream.pack import Pack, check_free, check_name, natural, write_pack
+from ptlf.stream.rows import CHANNELS, Classes, Given, Row, hold_out
 from ptlf.stream.task import Dataset, Images
 
 MOST_BYTES = 4 << 30  # of a labelled set that is read into memory
@@ -41,6 +43,7 @@ def pack_images(
     images: a path, an array (N, H, W, 3), a list, a Dataset, or a pair (images, labels).
     test: test images, in any of these forms.
     names: of the classes, which labels number; without labels, the name of the one task (default: the target's).
+        Without names, the classes are those of the training images, sorted. Test images of others are refused.
     labelled: None: labels are used if there are any, and folders in a folder are classes; False: they are not.
     test_fraction: share of each class held out for testing.
     options: of `PackOptions`: on_error, fit, workers, overwrite, progress.
@@ -56,8 +59,6 @@ def pack_images(
         if "test" in splits:
             raise UserError("test images are given, but the images have a test split of their own; leave one out")
         splits["test"] = given(test)["train"]
-    if names is not None and labelled is not False:
-        splits = {split: replace(part, names=part.names or names) for split, part in splits.items()}
     has_labels = next(iter(splits["train"].read()), Row("", None)).label is not None
     if labelled and not has_labels:
         raise UserError(f"{described(images)} has no labels; give a folder per class, or pairs (image, label)")
@@ -71,9 +72,9 @@ def pack_images(
         if "test" in splits:
             raise UserError("test_fraction is given, but there are test images; use one of them")
         splits = hold_out(splits["train"], test_fraction)
-    known = splits["train"].names
-    pack = Pack(target, size, "classes", [] if known is None else tuple(known), source=source)
-    return write_given(pack, splits, packing)
+    known = splits["train"].names if names is None else names
+    classes = Classes(described(images), known, counted=names is not None)
+    return write_given(Pack(target, size, "classes", classes.names, source=source), splits, packing, classes)
 
 
 def pack_path(
@@ -91,37 +92,30 @@ def pack_path(
         return pack_folder(path, target.parent, target.name, **how)
     if test_fraction:
         raise UserError(f"test images need labels, and {path} has none; put the images into one folder per class")
-    files = [ImageFile(0, str(file)) for file in image_files(path)]
+    passed: list[Path] = []
+    files = [ImageFile(0, str(file)) for file in image_files(path, passed)]
+    note_passed(path, passed)
     task = Pack(target, size, "tasks", tuple(names or (target.name,)), source=str(path.resolve()))
     return pack_files(task, {"train": files}, packing)
 
 
-def write_given(pack: Pack, splits: Mapping[str, Given], options: PackOptions) -> Pack:
+def write_given(pack: Pack, splits: Mapping[str, Given], options: PackOptions, classes: Classes | None = None) -> Pack:
+    """classes: of the labels; None: all images are of one task."""
     if pack.size < 1:
         raise UserError(f"size must be at least 1, not {pack.size}")
     pack = replace(pack, fit=options.fit)
-    numbers = {name: number for number, name in enumerate(pack.names)}
 
-    def number_of(name: str, label: Any, known: Sequence[str] | None) -> int:
-        if pack.folders == "tasks":
-            return 0
-        if label is None:
-            raise UserError(f"{name} has no label, but others have; give all of them labels, or none")
-        if known is not None:
-            return int(label)
-        if str(label) not in numbers:
-            numbers[str(label)] = len(numbers)
-            pack.names.append(str(label))  # type: ignore[attr-defined]
-        return numbers[str(label)]
-
-    def chunks(part: Given) -> Iterator[Chunk]:
+    def chunks(split: str, part: Given) -> Iterator[Chunk]:
         for batch in squares(part, pack.size, pack.fit):
             refuse_or_skip(batch.problems, pack.skipped, options.on_error)
             pairs = zip(batch.names, batch.labels, strict=True)
-            yield batch.images, np.array([number_of(*pair, part.names) for pair in pairs], np.int64)
+            numbers = [classes.number(split, *pair, part.names) if classes else 0 for pair in pairs]
+            yield batch.images, np.array(numbers, np.int64)
 
-    streams = {split: (part.count, chunks(part)) for split, part in splits.items()}
-    made = write_pack(pack, streams, overwrite=options.overwrite, progress=options.progress)
+    splits = {"train": splits["train"], **splits}  # first: its classes are those of the set
+    streams = {split: (part.count, chunks(split, part)) for split, part in splits.items()}
+    how = {"overwrite": options.overwrite, "progress": options.progress}
+    made = write_pack(pack, streams, **how, renumber=classes.renumber if classes else None)
     note_skipped(made, sum(part.count for part in splits.values()))
     return made
 
@@ -238,20 +232,31 @@ def sample_images(
     return read_all(Given(len(chosen), rows), size, fit)[0][places], images.count
 
 
-def read_all(images: Given, size: int, fit: Fit = "crop") -> tuple[np.ndarray, list[Any]]:
-    """All images (N, S, S, 3) uint8 and their labels, in memory. A broken image is refused."""
+def refuse(problems: Sequence[tuple[str, str]]) -> None:
+    for file, why in problems:
+        raise UserError(f"{file} cannot be used: {why}; repair or remove it")
+
+
+def read_all(
+    images: Given, size: int, fit: Fit = "crop", on_problems: Callable[[list[tuple[str, str]]], None] = refuse
+) -> tuple[np.ndarray, list[Any]]:
+    """All images (N, S, S, 3) uint8 and their labels, in memory, without the broken ones, unless they are refused."""
     pixels = np.empty((images.count, size, size, 3), np.uint8)
     labels: list[Any] = []
     for batch in squares(images, size, fit):
-        for file, why in batch.problems:
-            raise UserError(f"{file} cannot be used: {why}; repair or remove it")
+        on_problems(batch.problems)
         pixels[len(labels) : len(labels) + len(batch.images)] = batch.images
         labels += batch.labels
-    return pixels, labels
+    return pixels[: len(labels)], labels
 
 
-def labelled_dataset(path: Path, size: int, test_fraction: float, fit: Fit = "crop") -> Dataset:
-    """A labelled set with test images, read into memory; a packed set of this size stays a memory map."""
+def labelled_dataset(
+    path: Path, size: int, test_fraction: float, fit: Fit = "crop", on_error: OnError | None = None
+) -> Dataset:
+    """A labelled set with test images, read into memory; a packed set of this size stays a memory map.
+
+    on_error: for broken images; None: they are refused, and skipping is no way out.
+    """
     if (path / "pack.json").is_file():
         data = packed(path.absolute().parent, path.name)
         if data.size == size and data.test is not None and data.folders == "classes":
@@ -267,13 +272,17 @@ def labelled_dataset(path: Path, size: int, test_fraction: float, fit: Fit = "cr
             f"pack it with `ptlf data pack {path} --name NAME --size {size} --test-fraction 0.2` and give that name"
         )
         raise UserError(f"{path} takes {needed / 1e9:.1f} GB at {size} px; {advice}")
-    read = {split: read_all(part, size, fit) for split, part in splits.items()}
-    known = splits["train"].names
-    names = list(known) if known is not None else sorted({str(label) for label in read["train"][1]}, key=natural)
-    images = {}
-    for split, (pixels, labels) in read.items():
-        if known is None and (extra := {str(label) for label in labels} - set(names)):
-            raise UserError(f"{path} has test images of {quoted(sorted(extra))}, of which there are no training images")
-        numbers = labels if known is not None else [names.index(str(label)) for label in labels]
-        images[split] = Images(pixels, np.array(numbers, np.int64))
-    return Dataset(path.name, tuple(names), images["train"], images["test"])
+    skipped: list[dict[str, str]] = []
+    how = partial(refuse_or_skip, skipped=skipped, on_error=on_error) if on_error else refuse
+    read = {split: read_all(part, size, fit, how) for split, part in splits.items()}
+    tell_skipped(path.name, skipped, sum(part.count for part in splits.values()))
+    if not all(labels for _, labels in read.values()):
+        raise UserError(f"no readable image is left in {path} for {'testing' if read['train'][1] else 'training'}")
+    classes = Classes(str(path), splits["train"].names)
+    numbers = {
+        split: [classes.number(split, f"an image of {path}", label, splits[split].names) for label in read[split][1]]
+        for split in ("train", "test")
+    }
+    stored = classes.renumber(lambda label: natural(str(label)))
+    images = {split: Images(pixels, stored[numbers[split]]) for split, (pixels, _) in read.items()}
+    return Dataset(path.name, tuple(classes.names), images["train"], images["test"])

@@ -4,13 +4,15 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ptlf.core.errors import UserError
+from ptlf.core.words import shown
+from ptlf.stream.folders import held_out
+from ptlf.stream.pack import quoted
 
 # Of rows that are dictionaries, and of columns.
 IMAGE_KEYS = ("image", "img", "jpg", "png")
@@ -74,20 +76,70 @@ def is_labels(labels: Any, images: Any) -> bool:
     return plain and hasattr(images, "__len__")
 
 
-def labelled_rows(part: Given, labels: Sequence[Any], classes: Iterable[Any] | None = None) -> Given:
-    """With labels beside the images; classes, by default those of the labels, are sorted, numbers by value."""
+def labelled_rows(part: Given, labels: Sequence[Any]) -> Given:
+    """With labels beside the images."""
     if len(labels) != part.count:
         raise UserError(f"there are {part.count} images and {len(labels)} labels")
-    known = {label for label in labels if label is not None} if classes is None else classes
-    kinds = sorted(known, key=lambda label: (isinstance(label, str), label))
-    names = [str(kind) for kind in kinds]
-    numbers = {kind: number for number, kind in enumerate(kinds)}
 
     def rows() -> Iterator[Row]:
-        for row, label in zip(part.read(), labels, strict=True):
-            yield row._replace(label=None if label is None else numbers[label])
+        return (row._replace(label=label) for row, label in zip(part.read(), labels, strict=True))
 
-    return Given(part.count, rows, names or None)
+    return Given(part.count, rows)
+
+
+class Classes:
+    """Numbers the labels of the training images and then those of the test images, by the same classes.
+
+    `names` are the classes, where they are known. Else they are those of the training images, in the order in which
+    they come; `renumber` sorts them.
+    """
+
+    def __init__(self, source: str, names: Sequence[str] | None = None, *, counted: bool = False) -> None:
+        """counted: labels that are numbers are places in `names`, whatever the set itself calls its classes."""
+        self.source, self.known = source, names is not None
+        self.names: list[str] = [*(names or ())]
+        self.places = {name: place for place, name in enumerate(self.names)}
+        self.labels: list[Any] = [*self.names]
+        self.by_place = counted or not all(name.isdecimal() for name in self.names)
+        self.trained: set[int] = set()  # numbers of the classes of which there are training images
+
+    def number(self, split: str, row: str, label: Any, names: Sequence[str] | None) -> int:
+        """Of the label that a row of `split` has. names: those that labels of its set number."""
+        if label is None:
+            raise UserError(f"{row} has no label, but others have; give all of them labels, or none")
+        if names is not None:
+            if not isinstance(label, int) or label >= len(names):
+                numbers = f"labels number its {len(names)} classes, from 0 to {len(names) - 1}"
+                raise UserError(f"{row} has the label {shown(label)}, but {numbers}")
+            label = names[label]
+        place = self.place(label)
+        if place is None and (self.known or split == "train"):
+            if self.known:
+                raise UserError(f"{row} of {self.source} is of {shown(label)}, which is none of: {quoted(self.names)}")
+            place = self.places[str(label)] = len(self.names)
+            self.names.append(str(label))
+            self.labels.append(label)
+        if split == "train" and place is not None:
+            self.trained.add(place)
+        if place not in self.trained:
+            name = str(label) if place is None else self.names[place]
+            found = f"{self.source} has test images of {name!r}, of which there are no training images"
+            raise UserError(f"{found}; remove them, or add training images")
+        return place
+
+    def place(self, label: Any) -> int | None:
+        text = str(label)
+        if self.known and self.by_place and text.isdecimal():
+            return int(text) if len(text) < 10 and int(text) < len(self.names) else None
+        return self.places.get(text)
+
+    def renumber(self, key: Callable[[Any], Any] = lambda label: (isinstance(label, str), label)) -> np.ndarray:
+        """Sort classes that were not known before, numbers by value and before text: the new number of each."""
+        order = [*range(len(self.names))]
+        if not self.known:
+            order.sort(key=lambda place: key(self.labels[place]))
+        self.names[:] = [self.names[place] for place in order]
+        return np.argsort(np.array(order, np.int64))
 
 
 def class_names(images: Any, first: Row) -> Sequence[str] | None:
@@ -107,15 +159,7 @@ def numbered(images: Iterable[Any]) -> Iterator[Row]:
 
 
 def hold_out(images: Given, fraction: float) -> dict[str, Given]:
-    """A fraction of 1/k holds out every k-th image of each class, as `ptlf data pack --test-fraction` does."""
-    if not 0 < fraction < 1:
-        raise UserError(f"test_fraction is {fraction}; it must lie between 0 and 1")
-    share = Fraction(fraction).limit_denominator(1000)
-    seen: dict[Any, int] = {}
-    held = []
-    for row in images.read():
-        place = seen[row.label] = seen.get(row.label, 0) + 1
-        held.append(int(place * share) > int((place - 1) * share))
+    held = held_out((row.label for row in images.read()), fraction)
     if all(held) or not any(held):
         raise UserError(f"test_fraction {fraction} leaves no {'train' if all(held) else 'test'} image")
 

@@ -9,12 +9,10 @@ from typing import Any
 
 from PIL import Image
 
-from ptlf.core.errors import UserError
 from ptlf.core.processes import warn
-from ptlf.core.words import shown
 from ptlf.stream.disk import disk_errors
 from ptlf.stream.pack import natural, quoted
-from ptlf.stream.rows import Given, Row, labelled_rows
+from ptlf.stream.rows import Classes, Given, Row
 
 TESTS = ("test", "val", "validation", "valid", "dev")
 FOLDERS = ("train", *TESTS, "data")  # in which a set's files may lie
@@ -73,19 +71,14 @@ def by_split(files: Sequence[Path], root: Path) -> dict[str, list[Path]]:
 
 
 def labelled_splits(parts: Mapping[str, Part], path: Path) -> dict[str, Given]:
-    """With the classes numbered: as the set names them, or those of the training images, sorted."""
-    names = parts["train"].names
-    if names is not None:
-        for label in (label for part in parts.values() for label in part.labels if label is not None):
-            if not isinstance(label, int) or label >= len(names):
-                numbers = f"labels number its {len(names)} classes, from 0 to {len(names) - 1}"
-                raise UserError(f"{path} has the label {shown(label)}, but {numbers}")
-        return {split: Given(part.count, part.read, names) for split, part in parts.items()}
-    kinds = {label for label in parts["train"].labels if label is not None}
-    if not kinds:
-        return {"train": Given(parts["train"].count, parts["train"].read)}
-    for part in parts.values():
-        if extra := {label for label in part.labels if label is not None} - kinds:
-            found = f"{path} has test images of {quoted(map(str, extra))}"
-            raise UserError(f"{found}, of which there are no training images")
-    return {split: labelled_rows(Given(part.count, part.read), part.labels, kinds) for split, part in parts.items()}
+    """The splits, with the names of the classes if the set has them. Labels that cannot be used are refused here,
+    before an image is read."""
+    train = parts["train"]
+    if all(label is None for label in train.labels):
+        return {"train": Given(train.count, train.read)}
+    classes = Classes(str(path), train.names)
+    names = {split: part.names or train.names for split, part in parts.items()}
+    for split, part in parts.items():
+        for label in dict.fromkeys(label for label in part.labels if label is not None):
+            classes.number(split, str(path), label, names[split])
+    return {split: Given(part.count, part.read, names[split]) for split, part in parts.items()}

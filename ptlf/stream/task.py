@@ -89,6 +89,7 @@ class Stream:
     eval_splits: tuple[EvalSplit, ...]
     class_order: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()  # names of the labels of the eval splits' images
+    untested: tuple[str, ...] = ()  # tasks whose classes the test images lack: they have no eval split
     arrived: int = 0  # how many of the tasks, the last ones, are not the stream's own: `ptlf learn` brought them
 
     @property
@@ -126,7 +127,7 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
             ways = f"choose stream.tasks from {divisors}, or name the classes of each task in stream.groups"
             raise UserError(f"{tasks} tasks do not divide the {len(order)} classes of {data.name}; {ways}")
         groups = [tuple(order[start : start + per_task]) for start in range(0, len(order), per_task)]
-    made, eval_splits = [], []
+    made, eval_splits, untested = [], [], []
     for index, group in enumerate(groups):
         name = ", ".join(data.names[c] for c in group)
         train = indices(data.train, group, config.per_class)
@@ -135,9 +136,12 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
         made.append(Task(name, data.train, train, group))
         if data.test is not None:
             test = indices(data.test, group, config.per_class)
-            eval_splits.append(EvalSplit(name, data.train, train, data.test, test, since=index))
+            if len(test):
+                eval_splits.append(EvalSplit(name, data.train, train, data.test, test, since=index))
+            else:
+                untested.append(name)
     ordered = tuple(data.names[c] for c in order)
-    return Stream(config.name, data, tuple(made), tuple(eval_splits), ordered, data.names)
+    return Stream(config.name, data, tuple(made), tuple(eval_splits), ordered, data.names, tuple(untested))
 
 
 def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:

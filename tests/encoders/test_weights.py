@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from ptlf.cli import main
 from ptlf.core.errors import UserError
-from ptlf.encoders import ENCODERS, load_weights
+from ptlf.encoders import ENCODERS, load_weights, stored_encoder
+from ptlf.learner import Learner
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.loop import Run
+from ptlf.run.recipes import resolve_config
 
 
 def other(encoder: nn.Module) -> dict[str, Tensor]:
@@ -197,3 +199,49 @@ def test_tables_speak_of_a_given_encoder(tmp_path: Path, capsys: pytest.CaptureF
     assert main([*words, *given, "--out", str(tmp_path / "other")]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "another architecture" in said and not (tmp_path / "other").exists()
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an encoder that no recipe has, and exported beside it."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    words = ["--recipe", "digits/simsiam/finetune", "--encoder.name", "resnet18-mini", "--encoder.width", "4"]
+    words += ["--stream.groups", "[[0, 1]]", "--stream.per_class", "8", "--training.batch", "16"]
+    words += ["--training.epochs", "1"]
+    assert main(["train", *words, "--evaluation.enabled", "false", "--out", str(folder)]) == 0
+    assert main(["export", str(folder), "--to", str(folder.parent / "exported")]) == 0
+    return folder
+
+
+def encoder_of(config: Any) -> tuple[str, int | None, str | None]:
+    return config.encoder.name, config.encoder.width, config.encoder.weights
+
+
+@pytest.mark.parametrize("what", ["run", "exported", "run/encoder.safetensors"])
+def test_the_encoder_is_the_one_whose_weights_are_taken(small_run: Path, what: str, tmp_path: Path) -> None:
+    path = str(small_run.parent / what)
+    found = resolve_config("split-cifar10/simsiam/lump", None, ["--encoder.weights", path])
+    assert encoder_of(found) == ("resnet18-mini", 4, path)
+    own = resolve_config("split-cifar10/simsiam/lump", None, ["--encoder.weights", path, "--encoder.name", "resnet18"])
+    assert encoder_of(own) == ("resnet18", None, path)
+    wider = resolve_config("split-cifar10/simsiam/lump", None, ["--encoder.weights", path, "--encoder.width", "8"])
+    assert encoder_of(wider) == ("resnet18-mini", 8, path)
+    assert encoder_of(Learner(out=tmp_path, **{"encoder.weights": path}).config) == ("resnet18-mini", 4, path)
+
+
+def test_another_encoder_than_the_weights_is_told_their_name(small_run: Path) -> None:
+    with pytest.raises(UserError, match=r"another architecture .*; they are of --encoder\.name resnet18-mini; "):
+        load_weights(made("resnet18"), small_run)
+
+
+@pytest.mark.parametrize("card", ["no JSON", "[1]", '{"encoder": null}', '{"encoder": {"name": 3}}'])
+def test_cards_that_say_nothing_are_left_aside(tmp_path: Path, card: str) -> None:
+    save_file(tiny_encoder().state_dict(), tmp_path / "w.safetensors", {"ptlf": card})
+    assert stored_encoder(tmp_path / "w.safetensors") is None
+
+
+def test_code_that_a_file_of_weights_names_is_not_followed(tmp_path: Path) -> None:
+    card = json.dumps({"encoder": {"name": "conftest:tiny_encoder"}})
+    save_file(tiny_encoder().state_dict(), tmp_path / "w.safetensors", {"ptlf": card})
+    words = ["--encoder.weights", str(tmp_path / "w.safetensors")]
+    assert resolve_config("digits/simsiam/lump", None, words).encoder.name == "resnet18-mini"

@@ -39,10 +39,33 @@ def prober(stream: Stream) -> Prober:
     return make_prober(stream)
 
 
-def make_prober(stream: Stream, **probes) -> Prober:
+def make_prober(stream: Stream, tasks: str = "all", **probes) -> Prober:
     settings = {name: probe.Config() for name, probe in PROBES.items()}
     settings = {**settings, "knn_class": KnnClassConfig(k=5), **probes}
-    return Prober(stream, EvaluationConfig(batch=7), settings, centred, torch.device("cpu"))
+    return Prober(stream, EvaluationConfig(batch=7, tasks=tasks), settings, centred, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("tasks", ["last:1", "last:2", "sample:2"])
+def test_classes_that_are_not_tested_stay_in_the_bank_of_all_classes_seen(stream: Stream, tasks: str) -> None:
+    """A limit leaves out test images, and changes no accuracy on the others: of every probe."""
+    limited, prober = make_prober(stream, tasks), make_prober(stream)
+    for each in (limited, prober):
+        each.choose([*PROBES])
+    for after in range(TASKS):
+        found, expected = limited.rows(nn.Flatten(), after), prober.rows(nn.Flatten(), after)
+        for name, row in found.items():
+            tested = [value is not None for value in row]
+            assert any(tested) and (after < 2 or not all(tested))
+            assert row == [value if used else None for value, used in zip(expected[name], tested, strict=True)], name
+        assert limited.used(after)["knn_class"] == prober.used(after)["knn_class"]
+
+
+def test_labelled_images_without_test_images_are_in_that_bank_too(stream: Stream) -> None:
+    fewer = replace(stream, eval_splits=(stream.eval_splits[0], stream.eval_splits[2]))
+    rows, expected = (make_prober(each).rows(nn.Flatten(), TASKS - 1)["knn_class"] for each in (fewer, stream))
+    assert rows == [expected[0], expected[2]]
+    before = make_prober(fewer).rows(nn.Flatten(), 0)["knn_class"]
+    assert before == [make_prober(stream).rows(nn.Flatten(), 0)["knn_class"][0], None]
 
 
 def by_hand(stream: Stream, task: int, k: int) -> float:

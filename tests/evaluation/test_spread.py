@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptlf.evaluation.spread import effective_rank, spread
+from ptlf.evaluation.spread import effective_rank, spaced, spread
 
 
 def test_effective_rank_of_known_matrices() -> None:
@@ -30,3 +30,14 @@ def test_spread() -> None:
     assert spread(torch.ones(5, 3) * torch.arange(1, 6)[:, None]) == pytest.approx(0, abs=1e-6)
     directions = torch.randn(20000, 8, generator=torch.Generator().manual_seed(1))
     assert spread(directions) == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("count", [1, 100, 511, 512, 513, 700, 1023, 1024, 1500, 60_000])
+def test_a_sample_is_spaced_over_all_images(count: int) -> None:
+    """Of ten classes of about the same size, one after the other, it has about as many images each."""
+    indices = np.arange(count) * 3
+    chosen = spaced(indices, 512)
+    assert len(chosen) == len(set(chosen)) == min(512, count) and set(chosen) <= set(indices)
+    if count >= 512:
+        classes = np.bincount(chosen // 3 * 10 // count, minlength=10)
+        assert classes.max() - classes.min() <= 2

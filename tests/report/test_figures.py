@@ -14,10 +14,11 @@ from test_page import GALLERY
 
 from ptlf.cli import main
 from ptlf.report.drawing import Drawing, Shape
-from ptlf.report.figures.accuracy import answer
+from ptlf.report.figures.accuracy import answer, heat_map, over_tasks
 from ptlf.report.figures.axes import Scale, shortened, ticks, words_width
 from ptlf.report.figures.cost import height_at, per_epoch, steps, thinned
 from ptlf.report.figures.freezing import epoch_overlaps, freezing_map, overlap
+from ptlf.report.figures.learning import loss_curves
 from ptlf.report.runs import Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import RUNS, STEPS, colours, contrast, luminance
 
@@ -199,3 +200,49 @@ def test_units_keep_the_end_of_their_names_where_they_differ() -> None:
     short = [shortened(name, 100, 10.5, head=False) for name in names]
     assert len(set(short)) == 3
     assert all(words.startswith("…") and words_width(words, 10.5) <= 100 for words in short)
+
+
+def test_one_epoch_is_a_mark_on_an_axis_of_several_values(tmp_path: Path) -> None:
+    results = made_up.results(tasks=1, training__epochs=1)
+    results["cost"]["per_epoch"]["loss"] = {"ssl": [-0.00804079]}
+    comparison = read_comparison([made_up.write(tmp_path / "run", results)])
+    for drawing in (loss_curves(comparison, 800), per_epoch(comparison, 800)):
+        assert drawing is not None
+        key = shapes(drawing, "mark")[0]  # of the legend
+        assert [mark for mark in shapes(drawing, "mark") if mark.at[0][1] > key.at[0][1] + 20]
+    drawing = loss_curves(comparison, 800)
+    values = [shape.words for shape in shapes(drawing, "text") if shape.words.lstrip("−").replace(".", "").isdigit()]
+    assert len(values) == len(set(values)) > 1
+
+
+def test_bands_of_accuracy_end_at_100(tmp_path: Path) -> None:
+    """Two seeds whose mean plus deviation is 98.5 + 2.1 in the first task and 90 in the second."""
+    runs = []
+    for seed, accuracy in enumerate((97.0, 100.0)):
+        results = made_up.results(tasks=2, seed=seed)
+        results["probes"]["knn_task"] |= {"accuracy_by_task": [accuracy, 90.0], "accuracy": accuracy}
+        runs.append(made_up.write(tmp_path / str(seed), results))
+    comparison = read_comparison(runs)
+    drawing = over_tasks(comparison, "knn_task", "accuracy", 800)
+    assert drawing is not None
+    (band,) = shapes(drawing, "area")
+    (line,) = [shape for shape in shapes(drawing, "line") if shape.stroke == "run1" and len(shape.at) == 2][1:]
+    (_, first), (_, second) = line.at  # at 98.5 and 90
+    unit = (second - first) / 8.5
+    assert min(y for _, y in band.at) == pytest.approx(first - 1.5 * unit)
+    whole = answer(comparison, 800)
+    whisker = next(shape for shape in shapes(whole, "line") if shape.width == 1.2)
+    (left, _), (right, _) = whisker.at
+    dot = shapes(whole, "mark")[0].at[0][0]
+    assert (right - dot) / (dot - left) == pytest.approx(1.5 / np.std([97, 100], ddof=1))
+
+
+def test_rows_of_a_run_whose_tasks_arrived_have_their_names(tmp_path: Path) -> None:
+    results = made_up.results(tasks=2)
+    bounds = (0.0, 100.0)
+    for arrived, wanted in ((0, ["task 1", "task 2"]), (2, ["task 1, monday", "task 2, tuesday"])):
+        results |= {"arrived": arrived, "tasks": ["monday", "tuesday"]}
+        drawing = heat_map("knn_task", bounds, Group([RunRecord(tmp_path, results)]), 500)
+        assert [shape.words for shape in shapes(drawing, "text") if shape.words.startswith("task ")] == wanted
+    narrow = heat_map("knn_task", bounds, Group([RunRecord(tmp_path, results)]), 343)
+    assert "task 1" in [shape.words for shape in shapes(narrow, "text")]  # no room on a phone

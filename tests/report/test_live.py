@@ -138,7 +138,10 @@ def test_without_a_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> 
     # Each epoch takes a quarter of the time between lines: the first, every fourth after it, and the last.
     wanted = [f"task 1 of 1, epoch {epoch} of {epochs}:" for epoch in (1, 5, 9, 12)]
     assert [line.partition(":")[0] + ":" for line in lines[2:6]] == wanted
-    assert lines[2] == "task 1 of 1, epoch 1 of 12: ssl -0.5000, 4 views/s, 0/9 frozen, 2 s"
+    first = "task 1 of 1, epoch 1 of 12: ssl -0.5000, 4 views/s, 0/9 frozen, 2 s"
+    assert lines[2] == f"{first}, about 28 s more for this task"
+    assert lines[4].endswith("0/9 frozen, 22 s, about 8 s more for this task")
+    assert lines[5].endswith("0/9 frozen, 30 s")
     assert lines[6] == "task 1 of 1 learnt: ssl -0.5000, knn 50.00, 0/9 frozen, 30 s"
     assert len(lines) == 7
 
@@ -153,16 +156,16 @@ class SecondPerStep(Live):
         super().step(views)
 
 
-@pytest.mark.parametrize(("stop", "rate"), [(2, "68 views/s, "), (3, "")])
-def test_the_rate_of_a_resumed_epoch_is_of_the_views_since(tmp_path, monkeypatch, stop: int, rate: str) -> None:
-    """290 images in steps of 128, 128 and 34, two views of each. After the last step there is no rate."""
+@pytest.mark.parametrize(("stop", "rate", "left"), [(2, "68 views/s, ", ", about 3 s more for this task"), (3, "", "")])
+def test_the_rate_of_a_resumed_epoch_is_of_the_views_since(tmp_path, monkeypatch, stop, rate, left) -> None:
+    """290 images in steps of 128, 128 and 34, two views of each. After the last step nothing is known."""
     out = shown_by(monkeypatch, terminal=False)
     config = tiny_config(evaluation__enabled=False)
     with pytest.raises(Stopped):
         Run(config, tmp_path).train(StopsAt(stop))
     Run(config, tmp_path).train(SecondPerStep("x"), resume=True)
     first, second = [line for line in out.getvalue().splitlines() if "task 1 of 2, epoch" in line]
-    assert re.fullmatch(rf"  task 1 of 2, epoch 1 of 2: ssl -0\.\d+, {rate}0/3 frozen, {3 - stop} s", first)
+    assert re.fullmatch(rf"  task 1 of 2, epoch 1 of 2: ssl -0\.\d+, {rate}0/3 frozen, {3 - stop} s{left}", first)
     assert f", {580 / 3:.0f} views/s, 0/3 frozen" in second
 
 
@@ -183,3 +186,20 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path) -> None:
     run.stdout.close()
     assert run.wait(300) == 0, run.stderr.read()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "finished"
+
+
+def test_the_time_left_is_of_the_task_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run resumed in the last epoch of its first task; the epochs of the second take longer."""
+    out, now = shown_by(monkeypatch, terminal=False), 0.0
+    bar = Live("x", clock=lambda: now)
+    bar.begin(["about"], tasks=3, epochs=5, units=9, frozen=0, done=4)
+    for task, epoch, seconds in ((0, 4, 100), (1, 0, 3600), (1, 1, 1200)):
+        bar.begin_epoch(task, epoch, steps=1, frozen=0)
+        now += seconds
+        bar.step(10)
+        bar.end_epoch({})
+    bar.end()
+    first, second, third = out.getvalue().splitlines()[1:]
+    assert first.endswith(" 100 s")
+    assert second.endswith(" 3700 s, about 4 h more for this task")  # four epochs of an hour
+    assert third.endswith(" 4900 s, about 2 h more for this task")  # three of 40 minutes

@@ -18,7 +18,7 @@ from ptlf.methods import METHODS
 from ptlf.report.figures.cost import freeze_events, mean_line
 from ptlf.report.page import page
 from ptlf.report.runs import read_comparison, unsteady
-from ptlf.report.tables import show_runs
+from ptlf.report.tables import show_results, show_runs
 from ptlf.run.recipes import VARIANTS
 from ptlf.run.results import STEADY, epoch_lines, to_columns
 
@@ -483,3 +483,31 @@ def test_ratios_that_nobody_needed_are_explained(two: list[Path], tmp_path: Path
     for entry in partial["freezing"]:
         entry["ratios"] = {unit: entry["ratios"][unit] for unit in entry["order"]}
     assert words in section(html([*two, made_up.write(tmp_path / "cost", partial)]), "correlation")
+
+
+def without_labels(ranks: list[float], untrained: list[float]) -> dict:
+    results = made_up.results(tasks=len(ranks))
+    results["probes"] = {}
+    for name, values in {"features": ranks, "untrained_features": untrained}.items():
+        entries = enumerate(values, start=1)
+        results[name] = [{"task": task, "images": 9, "spread": 0.4, "effective_rank": rank} for task, rank in entries]
+    return results
+
+
+@pytest.mark.parametrize(
+    ("ranks", "untrained", "told"),
+    [
+        ([30.0, 19.0, 5.0], [8.0, 8.0, 8.0], "from 30 after task 1 to 5 after task 3: a sign that they collapse"),
+        ([9.0, 9.0, 9.0], [10.0, 10.0, 20.0], "from 20 (random encoder) to 9 after task 3, on the same images"),
+        ([30.0, 29.0, 16.0], [20.0, 20.0, 20.0], ""),
+        ([9.0], [], ""),  # a record without the untrained encoder's
+    ],
+)
+def test_features_that_fall_are_told(tmp_path: Path, capsys, ranks, untrained, told: str) -> None:
+    folder = made_up.write(tmp_path / "run", without_labels(ranks, untrained), GALLERY)
+    text = html([folder])
+    show_results(Console(width=200), json.loads((folder / "results.json").read_text()), folder)
+    for shown in (text, capsys.readouterr().out):
+        assert ("the effective rank of the features fell" in shown) == bool(told)
+        assert told in shown
+        assert "the spread of the features fell" not in shown

@@ -131,3 +131,17 @@ def test_steps_are_relative_to_the_first_stage() -> None:
     found = rows(show_rows, "step", "steps", [first, second])
     assert found["0"] == ["8.00", "0.10", "-", "64.0", "200", "500", "1.0"]
     assert found["4"] == ["6.00  0.75x", "0.10", "-", "64.0", "100  0.50x", "450  0.90x", "1.0"]
+
+
+def test_names_of_two_runs_stay_whole_in_80_columns(capsys) -> None:
+    lump, ptlf = made_up.pair()
+    show_runs(Console(width=80), {"digits/simsiam/lump": [lump], "digits/simsiam/ptlf": [ptlf]}, "digits/simsiam/lump")
+    title, _, heading, *_ = capsys.readouterr().out.splitlines()
+    assert title.strip() == "What it came to: digits/simsiam"
+    assert [cell.strip() for cell in heading.split("┃")[2:4]] == ["lump", "ptlf"]
+
+
+def test_days_stand_in_the_rows_of_a_matrix(tmp_path) -> None:
+    results = made_up.results(tasks=2) | {"arrived": 2, "tasks": ["monday", "tuesday"]}
+    found = rows(show_results, results, tmp_path)
+    assert {"task 1, monday", "task 2, tuesday"} <= set(found)

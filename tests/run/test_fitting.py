@@ -221,7 +221,9 @@ def test_learning_chooses_with_the_first_task_only(root: Path, tmp_path: Path, c
     small = ["--size", str(SIZE), "--objective.projection", "16", "--objective.bottleneck", "8", "--device", "cpu"]
     small += ["--evaluation.gallery", "false", "--training.epochs", "1", "--encoder.width", "4"]
     assert main(["learn", str(run), str(pictures / "day2"), *small, "--encoder", "resnet18-mini"]) == 0
-    assert "chosen for 40 images of 8 px on 2 CPU cores: --training.batch 16; each can" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "chosen for 40 images of 8 px on 2 CPU cores: --training.batch 16; each can" in told
+    assert "now only: they hold for later tasks too" in told
     stored = yaml.safe_load((run / "config.yaml").read_text())
     assert (stored["training"]["batch"], stored["training"]["epochs"]) == (16, 1)
     assert main(["learn", str(run), str(pictures / "day0")]) == 0  # smaller than a batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import EvaluationConfig
 from ptlf.freezing import POLICIES
+from ptlf.learner import OF_LEARN
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.runs import read_comparison
@@ -33,9 +35,11 @@ from ptlf.run.config import Config
 from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.run.watcher import Watcher
+from ptlf.stream import arrivals as arrivals_module
 from ptlf.stream import pack
-from ptlf.stream.arrivals import arrivals
-from ptlf.stream.folders import pack_folder
+from ptlf.stream.arrivals import Latecomers, arrivals
+from ptlf.stream.folders import PackOptions, pack_folder
+from ptlf.stream.packing import pack_images
 from ptlf.training.checkpoint import deserialise, unsealed
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import Trainer
@@ -186,7 +190,7 @@ def test_a_run_that_ptlf_train_finished_goes_on(tmp_path: Path, method: str) -> 
 
 
 def test_tests_may_be_limited_to_some_tasks(tmp_path: Path) -> None:
-    """And then old tasks' images are not opened: here they are gone."""
+    """And then old tasks' images are not opened, unless a probe compares with all classes seen: here they are gone."""
     settings = {"evaluation__tasks": "last:1", "evaluation__gallery": True}
     one = learnt(tmp_path / "learnt", config(**settings))
     check_same(one, trained(tmp_path / "trained", config(**settings)))
@@ -197,7 +201,9 @@ def test_tests_may_be_limited_to_some_tasks(tmp_path: Path) -> None:
         [True, False, True],
         [True, True, False],
     ]
-    other = learnt(tmp_path / "other", config(**settings), ["day1", "day2"])
+    limited = config(**settings)
+    limited.probes["knn_class"].enabled = False
+    other = learnt(tmp_path / "other", limited, ["day1", "day2"])
     for file in other.glob("tasks/0001-day1/*.npy"):
         file.unlink()
     learnt(other, config(), ["day3"])
@@ -225,7 +231,7 @@ KILLS = [
     Forked(Run, "evaluate"),
 ]
 MORE_KILLS = [
-    Forked(pack, "write_split"),
+    Forked(pack, "write_images"),
     Forked(pack, "open_pack"),
     Forked(learner_module, "accept"),
     Forked(Run, "save_results"),
@@ -385,6 +391,7 @@ BAD = [
     (damaged, [], "is no readable .npz"),
     (single, [], "task 2 has 1 image; a batch needs at least 2"),
     (broken, ["--training.lr", "1"], "leave out training.lr"),
+    (broken, ["--training.epochs", "5"], "epochs and batch were chosen with its first task and hold for all"),
     (broken, ["--recipe", "digits/simsiam/lump"], "leave out --recipe"),
     (broken, ["--size", "16"], "leave out --size"),
     (broken, ["--evaluation.tasks", "some"], "evaluation.tasks must be all, last:N or sample:N"),
@@ -668,6 +675,54 @@ def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) ->
     assert files_in(tmp_path / "run") == before
 
 
+def test_images_that_watching_does_not_learn_are_counted(root: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """New ones in a folder that was learnt, and those in no folder; the others' files are not looked at again."""
+    inbox, run = tmp_path / "inbox", tmp_path / "run"
+    shutil.copytree(root / "plain" / "day1", inbox / "day1")
+    (inbox / "day1" / "notes.txt").write_text("sun")
+    assert watched(run, inbox, *WORDS) == 0
+    capsys.readouterr()
+    assert watched(run, inbox) == 0
+    assert capsys.readouterr().err == ""
+    for number in range(3):
+        shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", inbox / "day1" / "a" / f"new{number}.png")
+    shutil.copy(root / "plain" / "day2" / "c" / "05.png", inbox / "loose.png")
+    way_out = f"not learnt; put such images into a new folder in {inbox}\n"
+    late = f"ptlf: {inbox / 'day1'} was learnt before; 3 images in it came later and are {way_out}"
+    assert watched(run, inbox) == 0
+    assert capsys.readouterr().err == f"ptlf: 1 image in {inbox} itself is {way_out}{late}"
+    assert [found.name for found in arrivals(run)] == ["0001-day1"]
+
+    looked, looks = [], iter(range(3))
+    below = arrivals_module.images_below
+    monkeypatch.setattr(arrivals_module, "images_below", lambda *words: looked.append(words) or below(*words))
+    monkeypatch.setattr(arrivals_module, "files_below", lambda folder: pytest.fail(f"{folder} was learnt"))
+
+    def sleep(seconds: float) -> None:
+        if next(looks) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        next(ptlf.Learner.load(run, trust_code=True).watch(inbox, settle=0))
+    assert capsys.readouterr().err.count(late) == 1 and len(looked) == 1
+
+
+def test_images_that_come_while_a_folder_is_watched_are_counted_once_settled(tmp_path: Path) -> None:
+    paint(tmp_path / "inbox" / "day" / "morning", 4, 1)
+    day = pack_images(tmp_path / "inbox" / "day", tmp_path / "0001-day", SIZE, labelled=False, progress=False)
+    watching, learnt = Latecomers(tmp_path / "inbox"), {day.source: day}
+    manifest = day.path / "pack.json"
+    now = manifest.stat().st_mtime
+    os.utime(manifest, (now - 100, now - 100))
+    assert [*watching.look(learnt, 30, now)] == [] == [*watching.look(learnt, 30, now + 99)]
+    paint(tmp_path / "inbox" / "day" / "noon", 2, 2)
+    assert [*watching.look(learnt, 30, now)] == []
+    (line,) = watching.look(learnt, 30, now + 99)
+    assert "2 images in it came later" in line
+    assert [*watching.look(learnt, 30, now + 99)] == []
+
+
 def test_a_watched_folder_that_vanishes(root: Path, tmp_path: Path, monkeypatch) -> None:
     shutil.copytree(root / "pictures" / "day1", tmp_path / "inbox" / "day1")
     settings = config(encoder__name="conftest:tiny_encoder")
@@ -822,3 +877,11 @@ def test_runs_that_learnt_other_images_are_not_compared(root: Path, tmp_path: Pa
     assert len(both.runs) == 2
     with pytest.raises(UserError, match=r"number 1 of those that arrived: day2 and day1"):
         read_comparison([tmp_path / "a", tmp_path / "c"])
+
+
+@pytest.mark.parametrize("name", OF_LEARN)
+def test_an_argument_of_learn_given_to_the_run_is_told_its_place(tmp_path: Path, name: str) -> None:
+    known = inspect.signature(ptlf.Learner.learn).parameters
+    assert name in known or name == "test_fraction" or name in PackOptions.__annotations__
+    with pytest.raises(UserError, match=rf"^{name} is no setting .*: learn\(images, {name}=\.\.\.\)"):
+        ptlf.Learner(out=tmp_path / "run", **{name: "skip"})

@@ -483,3 +483,33 @@ def test_a_ratio_of_less_than_a_unit_is_said_to_freeze_nothing(tiny, capsys) -> 
     assert "freezing.final 0.1 of 3 units is less than one: nothing will freeze" in capsys.readouterr().err
     Run(tiny("digits/simsiam/ptlf", freezing__final=0.4))
     assert "nothing will freeze" not in capsys.readouterr().err
+
+
+def test_another_number_of_threads_is_told_on_resuming(tiny, tmp_path, monkeypatch, capsys) -> None:
+    config = tiny(evaluation__enabled=False)
+    with pytest.raises(Stopped):
+        Run(config, tmp_path / "run").train(StopsAt(2))
+    capsys.readouterr()
+    with pytest.raises(Stopped):
+        Run(config, tmp_path / "run").train(StopsAt(1), resume=True)
+    assert "threads" not in capsys.readouterr().err
+    now = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now + 2)
+    Run(config, tmp_path / "run").train(resume=True)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "thread" in line]
+    assert line.startswith(f"ptlf: warning: the checkpoint is of {now} CPU threads, ")
+    assert f"now there are {now + 2}:" in line and line.endswith(f"set OMP_NUM_THREADS={now} for the same bits")
+
+
+def test_features_are_measured_on_images_of_all_of_a_task(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tiny("digits/simsiam/finetune", training__epochs=1))
+    indices = run.stream.tasks[0].train
+    monkeypatch.setattr(looks, "SAMPLE", round(0.6 * len(indices)))
+    gathered, source = [], run.trainer.source
+    monkeypatch.setattr(source, "gather", lambda part: gathered.append(part) or type(source).gather(source, part))
+    monkeypatch.setattr(run.trainer, "sources", lambda images: source)
+    (found,) = run.measure_features(0)
+    assert torch.cat(gathered).max() >= indices[-3] and found["images"] == looks.SAMPLE
+    gathered.clear()
+    run.check_spread(indices[:200])  # of which 128 are used
+    assert torch.cat(gathered).max() >= indices[197]

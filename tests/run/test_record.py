@@ -52,9 +52,9 @@ def test_before_the_first_epoch_there_are_no_bytes() -> None:
 def test_forward_transfer_is_against_the_untrained_encoder_on_the_same_splits() -> None:
     record = Record(untrained={"knn_task": [50.0, 60.0, 75.0], "knn_class": [20.0, 20.0, 20.0]})
     settings = {"knn_task": {}, "knn_class": {}}
-    record.end_task({"knn_task": [80.0, None, None], "knn_class": [70.0, None, None]}, {"knn_task": [64.0]}, {})
+    record.end_task(0, {"knn_task": [80.0, None, None], "knn_class": [70.0, None, None]}, {"knn_task": [64.0]}, {})
     assert record.probes(settings)["knn_task"]["forward_transfer"] == 4.0
-    record.end_task({"knn_task": [80.0, 90.0, None], "knn_class": [70.0, 60.0, None]}, {"knn_task": [85.0]}, {})
+    record.end_task(1, {"knn_task": [80.0, 90.0, None], "knn_class": [70.0, 60.0, None]}, {"knn_task": [85.0]}, {})
     found = record.probes(settings)
     assert found["knn_task"]["forward_transfer"] == 7.0
     assert "forward_transfer" not in found["knn_class"]
@@ -68,3 +68,16 @@ def test_what_is_recorded_is_shown() -> None:
     }
     assert shown <= {("cost", key) for key in cost}
     assert {measure.epoch for measure in COSTS} - {""} <= set(cost["per_epoch"])
+
+
+def test_rows_of_tasks_without_test_images_are_empty() -> None:
+    """Tasks 1 and 2 had none; forgetting is of what was tested."""
+    record, row = Record(), {"k": 2}
+    record.end_task(2, {"knn_task": [80.0]}, {}, {"knn_task": row})
+    record.widen(2)
+    record.end_task(3, {"knn_task": [70.0, 90.0]}, {}, {"knn_task": row})
+    found = record.probes({"knn_task": {}})["knn_task"]
+    assert found["matrix"] == [[None, None], [None, None], [80.0, None], [70.0, 90.0]]
+    assert found["used_by_task"] == [{}, {}, row, row]
+    assert found["accuracy_by_task"] == [None, None, 80.0, 80.0]
+    assert found["forgetting"] == found["forgetting_by_task"][-1] == 10.0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +13,22 @@ import pytest
 import torch
 from conftest import tiny_config
 from PIL import Image
+from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
 import ptlf
 from ptlf.cli import main
+from ptlf.core.errors import UserError
 from ptlf.evaluation import gallery
 from ptlf.evaluation.spread import effective_rank
+from ptlf.report.figures.accuracy import tasks_of_splits
+from ptlf.report.tables import show_results
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.loop import Run
+from ptlf.run.watcher import Watcher
 from ptlf.stream.datasets import digits
 from ptlf.stream.folders import pack_folder
 
@@ -131,3 +141,148 @@ def test_other_settings_are_still_refused(world: Path, capsys: pytest.CaptureFix
     assert "leave out --stream.tasks" in capsys.readouterr().err
     assert main(["evaluate", str(world / "run"), "--stream.labelled", "nowhere", "--trust-code"]) == 2
     assert "nowhere is neither" in capsys.readouterr().err
+
+
+def test_features_of_the_untrained_encoder_stand_beside_those_of_each_task(world: Path, tmp_path: Path) -> None:
+    """Whether the days are known from the start or arrive one by one."""
+    results = json.loads((world / "run" / "results.json").read_text())
+    untrained = results["untrained_features"]
+    assert [entry["task"] for entry in untrained] == [1, 2]
+    stored = read_yaml(world / "run" / "config.yaml")
+    run = Run(from_dict(stored))  # as it was before training
+    run.model.encoder.eval()
+    for entry, task in zip(untrained, run.stream.tasks, strict=True):
+        with torch.no_grad():
+            features = run.model.encoder(run.prepare(torch.from_numpy(np.array(task.images.pixels[task.train]))))
+        assert entry["images"] == len(features) == 80
+        assert entry["effective_rank"] == pytest.approx(effective_rank(features), rel=1e-4)
+    words = ["--size", "16", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2", "--device", "cpu"]
+    words += ["--training.batch", "40", "--trust-code"]
+    assert main(["learn", str(tmp_path / "days"), str(world / "days" / "monday"), *words]) == 0
+    assert main(["learn", str(tmp_path / "days"), str(world / "days" / "tuesday"), "--trust-code"]) == 0
+    assert json.loads((tmp_path / "days" / "results.json").read_text())["untrained_features"] == untrained
+
+
+def test_the_headline_without_labels_says_what_is_known(world: Path, capsys) -> None:
+    page = (world / "run" / "report.html").read_text()
+    header = page[page.index("<header>") : page.index("</header>")]
+    results = json.loads((world / "run" / "results.json").read_text())
+    ranks = [f"{entry['effective_rank']:.3g}" for entry in results["features"]]
+    assert "has no labelled test images: its accuracy is not known" in header
+    assert f"effective rank {ranks[0]} after the first task, {ranks[1]} after the last" in header
+    pictures = json.loads((world / "run" / "gallery.json").read_text())
+    told = r"(\d+) of (\d+) are of the same task; encoder before training: (\d+)\."
+    after, total, before = re.findall(told, header)[0]
+    assert int(total) == len(pictures["queries"]) * len(pictures["looks"]["after"]["neighbours"][0])
+    for words, moment in ((before, "before"), (after, "after")):
+        rows = zip(pictures["queries"], pictures["looks"][moment]["neighbours"], strict=True)
+        kinds = [kind for _, kind in pictures["tiles"]]
+        assert int(words) == sum(kinds[query] == kinds[other] for query, others in rows for other in others)
+    assert ("Fewer than before training" in header) == (int(after) < int(before))
+    assert f"<code>ptlf evaluate {world / 'run'} --stream.labelled FOLDER</code>" in header
+    assert 'id="answer"' not in page and "better to the right" not in page
+    table = page[page.index('<table class="features">') :].split("</table>")[0]
+    assert "task 1, monday" in table and "task 2, tuesday" in table
+    for entry in (*results["features"], *results["untrained_features"]):
+        assert f">{entry['effective_rank']:.3g}<" in table and f">{entry['spread']:.3g}<" in table
+
+
+def test_the_learner_refuses_the_same_settings(world: Path, tmp_path: Path) -> None:
+    learner = ptlf.Learner.load(world / "run", trust_code=True)
+    for given in ({"seed": 7}, {"training": {"lr": 1}}, {"encoder.name": "resnet18"}, {"stream": {"tasks": 1}}):
+        with pytest.raises(UserError, match=r"changes the probes only; leave out (seed|training.lr|enc|stream.tasks)"):
+            learner.evaluate(labelled=world / "labelled", **given)
+    pack_folder(world / "labelled", tmp_path, "later", size=16, workers=1, progress=False)
+    settings = {"probes.knn_class.k": 5, "device": "cpu", "evaluation.batch": 7}
+    one = learner.evaluate(["knn_class"], world / "labelled", **settings)
+    other = learner.evaluate(["knn_class"], **settings, data_root=str(tmp_path), stream={"labelled": "later"})
+    assert one["knn_class"]["matrix"] == other["knn_class"]["matrix"]
+
+
+def test_an_encoder_that_training_made_worse_is_named(world: Path, tmp_path: Path, capsys) -> None:
+    """Here one whose features are all the same. What the card says of tests becomes true, too."""
+    shutil.copytree(world / "run", tmp_path / "run")
+    file = tmp_path / "run" / "encoder.safetensors"
+    with safe_open(file, "pt") as stored:
+        about = stored.metadata()
+    save_file({name: torch.zeros_like(value) for name, value in load_file(file).items()}, file, about)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    results["encoder_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (tmp_path / "run" / "results.json").write_text(json.dumps(results))
+    hub, words = str(tmp_path / "hub"), [str(tmp_path / "run"), "--trust-code"]
+    assert main(["export", *words, "--to", hub]) == 0
+    card = tmp_path / "hub" / "README.md"
+    assert "It was not tested" in card.read_text()
+    words += ["--stream.labelled", str(world / "labelled"), "--probe", "knn_class", "--card", hub]
+    assert main(["evaluate", *words]) == 0
+    pattern = r"training made knn_class worse: ([\d.]+) % before \(encoder before training\), 25\.00 % after"
+    (before,) = re.findall(pattern, capsys.readouterr().out)
+    assert float(before) > 50
+    text = card.read_text()
+    assert "It was not tested" not in text and "tested later" in text and f"| knn_class | 25.00 | {before} |" in text
+
+
+def test_broken_images_of_a_labelled_folder_are_skipped_on_request(world: Path, tmp_path: Path, capsys) -> None:
+    shutil.copytree(world / "labelled", tmp_path / "labelled")
+    for split in ("train", "test"):
+        (tmp_path / "labelled" / split / "1" / "broken.png").write_bytes(b"no pixels")
+    words = ["evaluate", str(world / "run"), "--trust-code", "--probe", "knn_class", "--device", "cpu"]
+    assert main([*words, "--stream.labelled", str(world / "labelled")]) == 0
+    whole = [line for line in capsys.readouterr().out.splitlines() if "tasks" in line]
+    words += ["--stream.labelled", str(tmp_path / "labelled")]
+    assert main(words) == 2
+    assert (
+        "broken.png cannot be used: not an image in a known format; repair or remove it, or give --on-error skip"
+        in (capsys.readouterr().err)
+    )
+    assert main([*words, "--on-error", "skip"]) == 0
+    told = capsys.readouterr()
+    assert [line for line in told.out.splitlines() if "tasks" in line] == whole
+    assert "labelled: skipped 2, of 162 images:" in told.err and "train/1/broken.png: not an image" in told.err
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_task_without_test_images_is_learnt_and_not_tested(missing: int, tmp_path: Path, capsys) -> None:
+    """As test images the first six of each class but those of one task. Views are larger than the images."""
+    data, groups = digits(), [[0, 1], [2, 3], [4, 5]]
+    rows = [index for label in range(6) for index in np.flatnonzero(data.train.labels == label)[:20]]
+    tests = [index for label in range(6) for index in np.flatnonzero(data.test.labels == label)[:6]]
+    tests = [index for index in tests if data.test.labels[index] not in groups[missing]]
+    train, test = (
+        [(d.pixels[i], int(d.labels[i])) for i in part] for d, part in ((data.train, rows), (data.test, tests))
+    )
+    ptlf.pack_images(train, tmp_path / "data" / "six", 16, test=test, progress=False)
+    settings = {"stream__name": "folder", "stream__pack": "six", "stream__groups": groups, "views__size": 20}
+    settings |= {"data_root": str(tmp_path / "data"), "training__batch": 40, "training__epochs": 1}
+    results = Run(tiny_config(**settings), tmp_path / "run").train()
+    capsys.readouterr()
+    names = ["0, 1", "2, 3", "4, 5"]
+    tested = [number for number in range(3) if number != missing]
+    assert results["eval_splits"] == [names[number] for number in tested]
+    for values in results["probes"].values():
+        expected = [[after >= number for number in tested] for after in range(3)]
+        assert [[value is not None for value in row] for row in values["matrix"]] == expected
+        assert values["accuracy"] is not None and values["forgetting"] is not None
+    assert main(["evaluate", "--trust-code", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr()
+    assert told.err.count(f"no test images of ['{names[missing]}']: these tasks are learnt, but not tested") == 1
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert tasks_of_splits(json.loads((tmp_path / "run/results.json").read_text())) == [n + 1 for n in tested]
+
+
+def test_rows_are_of_the_tasks_that_were_learnt(tmp_path: Path, capsys) -> None:
+    """Of which the first had no labels: the table begins with the second."""
+    for task in (1, 3):
+        save_digits(tmp_path / f"t{task}", [task], 0, 12, by_class=False)
+    for task, labels in ((2, [4, 5]), (4, [6, 7])):
+        save_digits(tmp_path / f"l{task}" / "train", labels, 0, 12, by_class=True)
+        save_digits(tmp_path / f"l{task}" / "test", labels, 20, 5, by_class=True)
+    learner = ptlf.Learner.new(tiny_config(training__epochs=1, training__batch=10), tmp_path / "run", 16)
+    for name in ("t1", "l2", "t3", "l4"):
+        results = learner.learn(tmp_path / name, watcher=Watcher())
+    for values in results["probes"].values():
+        tested = [[value is not None for value in row] for row in values["matrix"]]
+        assert tested == [[False, False], [True, False], [True, False], [True, True]]
+    show_results(console := Console(width=120, record=True), results, "run")
+    table = console.export_text()
+    assert "task 1" not in table and all(f"task {number} " in table for number in (2, 3, 4))

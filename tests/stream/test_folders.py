@@ -13,6 +13,7 @@ from ptlf.core.errors import UserError
 from ptlf.stream import decode
 from ptlf.stream.folders import pack_folder
 from ptlf.stream.pack import verify_pack
+from ptlf.stream.packing import labelled_dataset, pack_images
 
 
 def test_train_and_val_folders_in_natural_order(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_folders_that_hold_nothing(tmp_path: Path) -> None:
     refused(tmp_path / "empty", "empty holds no folders")
     source = tree(tmp_path / "s", "a")
     (source / "b").mkdir()
-    refused(source, "s/b holds no files")
+    refused(source, "s/b holds no images")
     (tmp_path / "flat" / "train").mkdir(parents=True)
     refused(tmp_path / "flat", "flat/train holds no folders")
     tree(tmp_path / "odd" / "train", "a")
@@ -107,7 +108,7 @@ BAD = {
     "cut_header.png": (encoded(picture(), "PNG")[:20], ""),
     "moving.gif": (animation(), "3 frames"),
     "pages.tiff": (encoded(picture(), "TIFF", save_all=True, append_images=[picture()]), "2 frames"),
-    "notes.txt": (b"these are no pixels", "not an image"),
+    "notes.png": (b"these are no pixels", "not an image"),
     "float.tiff": (encoded(Image.new("F", (8, 8), 0.5), "TIFF"), "floating-point"),
     "wide.tiff": (encoded(Image.new("I", (8, 8), 70000), "TIFF"), "16 bits"),
 }
@@ -129,6 +130,35 @@ def test_bad_image_is_refused_by_name_or_skipped_by_name(
     assert pack.labels("train").tolist() == [0, 0, 0, 1, 1, 1]
     assert np.array_equal(pack.images("train")[5], np.asarray(Image.open(source / "b" / "2.png")))
     assert verify_pack(root, "set", progress=False) == []
+
+
+def test_files_that_are_no_images_by_their_ending_are_passed_over(tmp_path: Path, capsys) -> None:
+    """They are counted. Whatever has another ending, or none, must be an image."""
+    source = tree(tmp_path / "source", "a", "b")
+    expected = pack_folder(source, tmp_path / "root", "plain", size=8, progress=False)
+    alone = pack_images(source / "a", tmp_path / "root" / "plain-a", 8, progress=False)
+    (source / "a" / "notes.txt").write_text("fine weather")
+    (source / "a" / "deep").mkdir()
+    (source / "a" / "deep" / "LABELS.JSON").write_text("{}")
+    (source / "b" / "notes.txt").write_text("rain")
+    capsys.readouterr()
+    pack = pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
+    assert pack.splits == expected.splits and not pack.skipped
+    told = f"note: passed over 3 files in {source} that by the ending (.json, .txt) are no images\n"
+    assert capsys.readouterr().err == told
+    assert pack_images(source / "a", tmp_path / "root" / "a", 8, progress=False).splits == alone.splits
+    assert f"passed over 2 files in {source / 'a'}" in capsys.readouterr().err
+    (source / "readme.md").write_text("two classes")  # which the folders are nevertheless
+    data = labelled_dataset(source, 8, 1 / 3)
+    assert data.names == ("a", "b") and len(data.train) == 4
+    assert "passed over 4 files" in capsys.readouterr().err
+    for file in (source / "b").glob("*.png"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"b holds no images; .* --on-error skip"):
+        pack_folder(source, tmp_path / "root", "empty", size=8, progress=False)
+    (source / "b" / "picture").write_text("words")
+    with pytest.raises(UserError, match=r"b/picture cannot be packed: not an image"):
+        pack_folder(source, tmp_path / "root", "other", size=8, progress=False)
 
 
 def test_a_class_whose_images_all_fail(tmp_path: Path) -> None:
@@ -159,12 +189,12 @@ def test_test_images_that_all_fail(tmp_path: Path) -> None:
 def test_an_empty_folder_is_skipped_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tree(tmp_path / "s", "a", "c")
     (source / "b").mkdir()
-    with pytest.raises(UserError, match=r"s/b holds no files; .* --on-error skip"):
+    with pytest.raises(UserError, match=r"s/b holds no images; .* --on-error skip"):
         pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
     pack = pack_folder(source, tmp_path / "root", "set", size=8, on_error="skip", progress=False)
     assert (pack.names, pack.labels("train").tolist()) == (("a", "c"), [0, 0, 0, 1, 1, 1])
-    assert pack.skipped == [{"file": str(source / "b"), "why": "a folder without files"}]
-    assert "s/b: a folder without files" in capsys.readouterr().err
+    assert pack.skipped == [{"file": str(source / "b"), "why": "a folder without images"}]
+    assert "s/b: a folder without images" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fit", ["crop", "squash", "pad"])

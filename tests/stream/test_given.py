@@ -92,11 +92,12 @@ def test_unlabelled_forms_are_one_task(tmp_path: Path, form: str) -> None:
         ((PIXELS, LABELS), ("0", "2", "5")),
         ((list(PIXELS), LABELS.tolist()), ("0", "2", "5")),
         ((PIXELS, [f"kind {label}" for label in LABELS]), ("kind 0", "kind 2", "kind 5")),
-        (Pairs(Image.fromarray), ("2", "0", "5")),  # in the order in which they appear
-        (Pairs(as_tensor, torch.from_numpy(LABELS)), ("2", "0", "5")),
+        (Pairs(Image.fromarray), ("0", "2", "5")),
+        (Pairs(as_tensor, torch.from_numpy(LABELS)), ("0", "2", "5")),
+        ([*zip(PIXELS, LABELS.tolist(), strict=True)], ("0", "2", "5")),
         (HuggingFace(), tuple("abcdef")),
     ],
-    ids=["arrays", "lists", "text", "pictures", "tensors", "hugging face"],
+    ids=["arrays", "lists", "text", "pictures", "tensors", "pairs", "hugging face"],
 )
 def test_labelled_forms(tmp_path: Path, images: Any, names: tuple[str, ...]) -> None:
     pack = packed(images, tmp_path)
@@ -173,6 +174,71 @@ def test_test_images_of_their_own(tmp_path: Path) -> None:
     assert pack.splits["test"].count == 3
     both = packed({"train": Pairs(Image.fromarray), "test": Pairs(Image.fromarray)}, tmp_path, "both")
     assert np.array_equal(both.labels("train"), both.labels("test"))
+
+
+def pair(labels: Any) -> tuple[np.ndarray, Any]:
+    return PIXELS[: len(labels)], labels
+
+
+def pairs(labels: Any) -> list[tuple[np.ndarray, Any]]:
+    return [*zip(PIXELS, labels, strict=False)]
+
+
+def npz_of(labels: Any, tmp_path: Path, name: str) -> Path:
+    np.savez(tmp_path / f"{name}.npz", images=PIXELS[: len(labels)], labels=np.array(labels))
+    return tmp_path / f"{name}.npz"
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["numbers", "text"])
+@pytest.mark.parametrize("test_form", [pair, pairs], ids=["pair", "pairs"])
+@pytest.mark.parametrize("form", [pair, pairs], ids=["pair", "pairs"])
+def test_test_labels_are_numbered_as_the_training_labels(tmp_path: Path, form: Any, test_form: Any, text: bool) -> None:
+    """Where the test set lacks a class, or has them in another order."""
+    train, test = [2, 0, 1, 2, 0], [2, 1, 1]
+    if text:
+        train, test = [["cat", "dog", "fish"][n] for n in train], [["cat", "dog", "fish"][n] for n in test]
+    pack = packed(form(train), tmp_path, test=test_form(test))
+    assert [pack.names[n] for n in pack.labels("train")] == [str(label) for label in train]
+    assert [pack.names[n] for n in pack.labels("test")] == [str(label) for label in test]
+    with pytest.raises(UserError, match=r"has test images of '.*', of which there are no training images"):
+        packed(form(test), tmp_path, "other", test=test_form(train))
+    both = packed({"train": form(train), "test": test_form(test)}, tmp_path, "both")
+    assert both.splits == pack.splits
+
+
+def test_test_images_of_a_packed_set_are_known_by_name(tmp_path: Path) -> None:
+    tests = packed((PIXELS[:3], ["dog", "fish", "dog"]), tmp_path, "tests")
+    pack = packed(pair(["cat", "fish", "dog"]), tmp_path, test=tests.path)
+    assert [pack.names[n] for n in pack.labels("test")] == ["dog", "fish", "dog"]
+    numbers = packed(pair([1, 2, 3]), tmp_path, "numbers")  # its classes are called "1", "2", "3"
+    again = packed(numbers.path, tmp_path, "again", test=pair([3, 1]))
+    assert [again.names[n] for n in again.labels("test")] == ["3", "1"]
+
+
+def test_an_npz_may_lack_test_images_of_a_class(tmp_path: Path) -> None:
+    arrays = {"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS[:2]}
+    np.savez(tmp_path / "a.npz", **arrays, y_test=np.array([5, 2]))
+    pack = packed(tmp_path / "a.npz", tmp_path, "a")
+    assert [pack.names[n] for n in pack.labels("test")] == ["5", "2"]
+    np.savez(tmp_path / "b.npz", **arrays, y_test=np.array([5, 3]))
+    with pytest.raises(UserError, match=r"has test images of '3', of which there are no training images"):
+        packed(tmp_path / "b.npz", tmp_path, "b")
+
+
+def test_names_are_those_that_numbers_count(tmp_path: Path) -> None:
+    """In every form: a number is a place in `names`, and text is one of them."""
+    names, labels = ["dog", "cat", "fish"], [2, 0, 2]
+    stored = packed(pair([0, 1, 2]), tmp_path, "stored")
+    forms = [pair(labels), pairs(labels), npz_of(labels, tmp_path, "in"), pair([names[n] for n in labels])]
+    for number, form in enumerate(forms):
+        pack = packed(form, tmp_path, f"set{number}", names=names, test=pair([2, 2]))
+        assert pack.names == tuple(names) and pack.labels("train").tolist() == labels
+        assert pack.labels("test").tolist() == [2, 2]
+    assert packed(stored.path, tmp_path, "renamed", names=names).labels("train").tolist() == [0, 1, 2]
+    with pytest.raises(UserError, match=r"image 2 .*is of 3, which is none of: 'dog', 'cat', 'fish'"):
+        packed(pair([0, 3]), tmp_path, "more", names=names)
+    with pytest.raises(UserError, match=r"is of 'bird', which is none of"):
+        packed(pair(["dog", "bird"]), tmp_path, "text", names=names)
 
 
 def test_broken_images(tmp_path: Path) -> None:

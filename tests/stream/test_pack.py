@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -7,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -214,3 +215,24 @@ def test_manifest_cannot_point_elsewhere(tmp_path: Path) -> None:
 def test_natural_order() -> None:
     names = ["b", "task10", "task2", "task", "10", "9", "a2b10", "a2b9", "01", "1"]
     assert sorted(names, key=natural) == ["01", "1", "9", "10", "a2b9", "a2b10", "b", "task", "task2", "task10"]
+
+
+def test_images_left_out_are_counted_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+
+    @contextlib.contextmanager
+    def bar(text: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
+        assert total == 5
+        yield done.append
+
+    monkeypatch.setattr(packing, "progress_bar", bar)
+    made = packing.Pack(tmp_path / "set", 4, "classes", ("a",))
+
+    def chunks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for number in range(3):
+            if number < 2:
+                made.skipped.append({"file": f"{number}.png", "why": "broken"})
+            yield np.zeros((1, 4, 4, 3), np.uint8), np.zeros(1, np.int64)
+
+    write_pack(made, {"train": (5, chunks())})
+    assert done == [2, 2, 1]

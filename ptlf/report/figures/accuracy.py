@@ -1,5 +1,6 @@
 """How good and how lasting: the answer at a glance, accuracy matrices, accuracy and forgetting over tasks."""
 
+import math
 from collections.abc import Sequence
 
 from ptlf.report import paired
@@ -9,6 +10,7 @@ from ptlf.report.intervals import half_width
 from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
 from ptlf.report.runs import Comparison, Group, known_probes, means
 from ptlf.report.theme import STEPS, heat_step
+from ptlf.run.results import Json
 
 Bounds = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, top, width, height
@@ -60,7 +62,8 @@ def answer_panel(
     ratios = [paired.ratio(group, comparison.baseline, measure) for group, _, _ in found]
     words = [measure.show(f[1]) if x is None else f"{x.mean:.2f}×" for f, x in zip(found, ratios, strict=True)]
     room = max(map(words_width, words)) + 14
-    reach = [value for _, mean, spread in found for value in (mean - spread, mean + spread)]
+    most = 100.0 if measure.unit == "%" else math.inf  # no whisker above it
+    reach = [value for _, mean, spread in found for value in (mean - spread, min(mean + spread, most))]
     scale = Scale(*padded(reach, zero=measure.cost, least=0.0 if measure.cost else 2.0), left + 4, right - room)
     head = left if drawing.width > 600 else 0.0
     drawing.text(head, top + 14, measure.short, "ink", size=NAME, bold=True)
@@ -73,7 +76,7 @@ def answer_panel(
         start = 0.0 if measure.cost else mean if base is None else base
         drawing.line([(scale(start), y), (scale(mean), y)], role, width=4, opacity=0.4)
         if spread:
-            drawing.line([(scale(mean - spread), y), (scale(mean + spread), y)], role, width=1.2)
+            drawing.line([(scale(mean - spread), y), (scale(min(mean + spread, most)), y)], role, width=1.2)
         title = f"{group.label}: {measure.show(mean)} {measure.unit}"
         drawing.mark(scale(mean), y, role, size=5.5, look=group.marker, title=title)
         drawing.text(right, y + 4.5, beside, "ink", size=SMALL, anchor="end")
@@ -107,20 +110,22 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     cells, eval_splits = accuracies(group, probe), group.first["eval_splits"]
     known = known_by_task(group, probe)
     rows = sorted({row for row, _ in cells})
-    left, top, gap = 62.0, 34.0, 6.0 if 0 in rows else 0.0
+    days = group.first["tasks"] if group.first.get("arrived") and width > 400 else []  # folders, each with a name
+    left, top, gap = 130.0 if days else 62.0, 34.0, 6.0 if 0 in rows else 0.0
     cell, tall = cell_size((width - left - (gap if known else 0.0)) / max(len(eval_splits) + bool(known), 1))
     drawing = Drawing(width, top + gap + tall * len(rows) + 2, f"{title_of(probe)} accuracy of {group.label}")
     drawing.text(0, top - 6, "after", "soft", size=TINY)
     drawing.text(left, 10, "tested on the classes of task", "soft", size=TINY)
     heat_key(drawing, width, bounds)
-    column_names(drawing, range(1, len(eval_splits) + 1), left, top, cell)
+    column_names(drawing, tasks_of_splits(group.first), left, top, cell)
     joint = rows[-1:] == [1] and len(eval_splits) > 1 and len(group.first["tasks"]) == 1
     places = {row: top + number * tall + (gap if row else 0.0) for number, row in enumerate(rows)}
     tests = group.first.get("test_images") or []
     begin = "as given" if group.given else "untrained"
     names = {row: begin if row == 0 else "all tasks" if joint else f"task {row}" for row in rows}
     for row, y in places.items():
-        drawing.text(0, y + tall / 2 + 3.5, names[row], "ink" if row else "soft", size=TINY)
+        words = f"{names[row]}, {days[row - 1]}" if 0 < row <= len(days) else names[row]
+        drawing.text(0, y + tall / 2 + 3.5, shortened(words, left - 8, TINY), "ink" if row else "soft", size=TINY)
     for (row, column), value in cells.items():
         title = f"{names[row]}, tested on {eval_splits[column]}" if width > 400 else ""
         if title and len(tests) == len(eval_splits) and tests[column]:
@@ -134,6 +139,16 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
             title = f"{names[row]}, tested on what it knew before" if width > 400 else ""
             heat_cell(drawing, (aside, places[row], cell, tall), value, bounds, title)
     return drawing
+
+
+def tasks_of_splits(results: Json) -> list[int]:
+    """The number of the task whose classes each split has. Where splits are of no task they are counted."""
+    tasks, found = results["tasks"], [0]
+    for name in results["eval_splits"]:
+        if name not in tasks[found[-1] :]:
+            return [*range(1, len(results["eval_splits"]) + 1)]
+        found.append(tasks.index(name, found[-1]) + 1)
+    return found[1:]
 
 
 def known_by_task(group: Group, probe: str) -> Series:

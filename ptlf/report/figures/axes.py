@@ -117,14 +117,15 @@ def line_chart(
     top = legend(drawing, left, 10, width - left, [group for group, _ in lines]) + 8
     y = Scale(*ends, top + height, top)
     x = Scale(first, last, left + 12, width - 12) if last > first else Scale(first - 1, first + 1, left, width)
-    grid_y(drawing, y, left, width, highest=100.0 if ends[1] < 101 else math.inf)  # no tick above 100 %
+    highest = 100.0 if ends[1] < 101 else math.inf  # nothing but the air above 100 %
+    grid_y(drawing, y, left, width, highest=highest)
     for place in places:
         drawing.text(x(place), top + height + 16, plain(place), "soft", size=TINY, anchor="middle")
     drawing.text(width, top + height + 31, below, "soft", size=TINY, anchor="end")
     for group, series in lines:
         role = f"run{group.colour}"
         if any(spread for _, spread in series.values()):
-            upper = [(x(place), y(min(value + spread, y.high))) for place, (value, spread) in series.items()]
+            upper = [(x(place), y(min(value + spread, y.high, highest))) for place, (value, spread) in series.items()]
             lower = [(x(place), y(value - spread)) for place, (value, spread) in series.items()]
             drawing.area([*upper, *reversed(lower)], role, opacity=0.15)
         if len(series) > 1:

@@ -81,6 +81,8 @@ def draw_line(
     role, events = f"run{group.colour}", freeze_events(group, epochs)
     points = steps(series) if stepped else thinned(series)
     drawing.line([(x(place), y(value)) for place, value in points], role, width=1.8, dash=group.dash)
+    if len(points) == 1:  # of which no line is seen
+        drawing.mark(x(points[0][0]), y(points[0][1]), role, size=3.4, look=group.marker)
     values = dict(series)
     if not stepped:  # on the line, not on the epoch that it passes over
         values = {place: height_at(points, place - 0.5) for place in events if place in values}

@@ -37,7 +37,8 @@ def loss_curves(comparison: Comparison, width: float) -> Drawing | None:
         if not known:
             continue
         drawing.text(left, top - 6, name, "ink", size=TINY + 1.5, bold=True)
-        y = Scale(*padded(known, least=1e-9), top + height, top)
+        least = max(map(abs, known)) * (1e-3 if len(known) > 1 else 0.2)  # else the axis would name one value only
+        y = Scale(*padded(known, least=least or 1e-9), top + height, top)
         shade_tasks(drawing, x, y, tasks, epochs)
         grid_y(drawing, y, x.start, x.end, most=4)
         for group, series in lines:
