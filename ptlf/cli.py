@@ -128,7 +128,10 @@ def make_parser() -> Parser:
         made.set_defaults(run=run, verb=name, takes_overrides=overrides)
         return partial(add_option, made)
 
-    add_run_verbs(verb)
+    for add in (add_train, add_learn, add_sweep, add_reproduce, add_frontier, add_evaluate, add_embed, add_export):
+        add(verb)
+    for add in (add_report, add_watch, add_list, add_completion):
+        add(verb)
     family("bench", "Measure what freezing saves.")
     add_bench_verbs(verb)
     family("data", "Get, pack, check and list data sets.")
@@ -209,7 +212,7 @@ PLAN = "train nothing: which runs are there, which are missing, how long they wo
 HOLD_FOR_ALL = "Settings, such as --training.epochs 20, hold for all runs."
 
 
-def add_run_verbs(verb: Verb) -> None:
+def add_train(verb: Verb) -> None:
     add = verb("train", "Train an encoder on a stream and test it after every task.", overrides=True)
     add("--recipe", "STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them (default: see below)")
     add("-c --config", "YAML file on top of the recipe, such as a run's config.yaml", Path)
@@ -218,6 +221,8 @@ def add_run_verbs(verb: Verb) -> None:
     add("--log", LOG_ABOUT, **LOG)
     add("--trust-code", TRUST, bool)
 
+
+def add_learn(verb: Verb) -> None:
     about = "Learn a folder of images as a run's next task; the run goes on from where it was."
     usage = "%(prog)s RUN [SOURCE] [--recipe ...] [--watch DIR] [...]"
     epilog = (
@@ -244,6 +249,8 @@ def add_run_verbs(verb: Verb) -> None:
     add("--every", "with --watch: seconds between looks", seconds, default=10.0)
     add("--once", "with --watch: learn what is there, then exit", bool)
 
+
+def add_sweep(verb: Verb) -> None:
     about = "Train several recipes, with several seeds, and compare them."
     usage = "%(prog)s RECIPE [RECIPE ...] --out DIR [--seeds SEED [SEED ...]] [...]"
     add = verb("sweep", about, overrides=True, usage=usage, epilog=HOLD_FOR_ALL)
@@ -256,6 +263,8 @@ def add_run_verbs(verb: Verb) -> None:
     add("--job-options", "for submitit, as slurm_partition=gpu", nargs="+", default=[], metavar="KEY=VALUE")
     add("--baseline", "what costs are relative to: a recipe or its end (default: lump, if any)")
 
+
+def add_reproduce(verb: Verb) -> None:
     about = "The paper's tables: find the runs, make those that are missing, print ours beside the paper's."
     epilog = "It can be stopped at any moment; the same command goes on. " + HOLD_FOR_ALL
     add = verb("reproduce", about, overrides=True, epilog=epilog)
@@ -274,6 +283,8 @@ def add_run_verbs(verb: Verb) -> None:
     )
     add("--pictures", "folder for the pictures of `figures` (default: figures in the folder of the runs)", Path)
 
+
+def add_frontier(verb: Verb) -> None:
     about = "Train a recipe with growing shares of its units frozen; list and draw what accuracy costs."
     epilog = "`ptlf report` draws the same picture of finished runs. " + HOLD_FOR_ALL
     add = verb("frontier", about, overrides=True, epilog=epilog)
@@ -285,6 +296,8 @@ def add_run_verbs(verb: Verb) -> None:
     add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
     add("--plan", PLAN, bool)
 
+
+def add_evaluate(verb: Verb) -> None:
     epilog = (
         "Settings of the probes may be changed: --probes.knn_class.k 50\n"
         "--stream.labelled PACK or FOLDER tests on these labelled images, and needs none of the run's own."
@@ -297,6 +310,8 @@ def add_run_verbs(verb: Verb) -> None:
     about = "also add the figures to the model card in this folder, made by `ptlf export`"
     add("--card", f"{about}; those of the same images, probes and settings are replaced", folder, metavar="DIR")
 
+
+def add_embed(verb: Verb) -> None:
     add = verb("embed", "Features of any images, by the encoder of a run, into one file.")
     add("folder", "a run's folder", Path, metavar="RUN")
     add("images", "folders of any depth, packed sets, .npz or .npy files", nargs="+", metavar="IMAGES")
@@ -311,6 +326,8 @@ def add_run_verbs(verb: Verb) -> None:
     add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
     add("--trust-code", TRUST, bool)
 
+
+def add_export(verb: Verb) -> None:
     add = verb("export", "The encoder of a run for other programs, checked against PyTorch.")
     add("folder", "a run's folder", Path, metavar="RUN")
     add("--to", "FILE.onnx, FILE.pt2 (torch.export), or a folder as on the Hugging Face hub", Path, required=True)
@@ -318,22 +335,30 @@ def add_run_verbs(verb: Verb) -> None:
     add("--overwrite", "replace what is there", bool)
     add("--trust-code", TRUST, bool)
 
+
+def add_report(verb: Verb) -> None:
     add = verb("report", "Runs side by side as one page of pictures.", "ptlf.report.page:report")
     add("folders", "a run's folder, or a folder of runs", folder, nargs="+", metavar="DIR")
     add("--out", "the page (default: report.html in DIR, or here for several)", new_page)
     add("--figures", "also write each picture there, as SVG and as PNG", folder, metavar="DIR")
     add("--baseline", "the run that costs are relative to: a recipe or a folder (default: LUMP)")
 
+
+def add_watch(verb: Verb) -> None:
     about = "Follow a run from its files: loss, speed, frozen units, time left."
     add = verb("watch", about, "ptlf.report.watch:watch")
     add("folder", "the folder of a run, here or on a shared disk", folder, metavar="DIR")
     add("--once", "one look, then exit", bool)
 
+
+def add_list(verb: Verb) -> None:
     families = "streams, objectives, methods, policies, encoders, optimizers, probes, trackers, views, recipes"
     about = f"Name what there is: {families}."
     add = verb("list", about, "ptlf.commands:list_members")
     add("what", "only this family", nargs="?")
 
+
+def add_completion(verb: Verb) -> None:
     epilog = (
         "bash: put `source <(ptlf completion bash)` into ~/.bashrc\n"
         "zsh: put `source <(ptlf completion zsh)` into ~/.zshrc, after compinit\n"

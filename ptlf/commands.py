@@ -38,6 +38,7 @@ from ptlf.report.tables import (
 from ptlf.run import bench
 from ptlf.run import reproduce as reproduction
 from ptlf.run import sweep as sweeps
+from ptlf.run.alike import check_alike
 from ptlf.run.build import choose_device, make_encoder, make_stream
 from ptlf.run.cluster import train_all as train_jobs
 from ptlf.run.config import Config, read_yaml
@@ -50,7 +51,7 @@ from ptlf.run.folder import finished, has_finished
 from ptlf.run.loop import Run
 from ptlf.run.paper import FIGURES, TABLES
 from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
-from ptlf.run.results import check_alike, read_results, refuse_folder_of_runs, write_json
+from ptlf.run.results import read_results, refuse_folder_of_runs, write_json
 from ptlf.stream import STREAMS, fetch
 from ptlf.stream.folders import OnError, pack_folder
 from ptlf.stream.given import is_plain_folder

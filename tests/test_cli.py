@@ -16,6 +16,7 @@ from PIL import Image
 
 from ptlf.cli import main, make_parser
 from ptlf.run.recipes import resolve_config
+from ptlf.run.sweep import plan, plan_frontier
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
@@ -79,9 +80,20 @@ def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
     rate = json.loads((tmp_path / "digits-simsiam-lump-seed0" / "results.json").read_text())["config"]["training"]["lr"]
     told = refused(capsys, *words, "--training.lr", "0.01")
     assert f"holds a run with other settings (training.lr was {rate} and is 0.01); choose another --out" in told
-    told = refused(capsys, *words, "--evaluation.batch=77", "--training.lr=0.01", "--checkpoint.keep_tasks=9")
-    for key in ("evaluation.batch was ", " and is 77", "training.lr was", "checkpoint.keep_tasks was "):
+    told = refused(capsys, *words, "--evaluation.tasks=last:1", "--training.lr=0.01", "--memory.size=9")
+    for key in ("evaluation.tasks was ", " and is 9", "training.lr was", "memory.size was "):
         assert key in told
+    assert main([*words, "--evaluation.batch=77", "--checkpoint.keep_tasks=9"]) == 0
+    assert "2 runs: 2 there" in capsys.readouterr().out
+
+
+def test_a_seed_or_recipe_that_is_named_twice_counts_once(tmp_path) -> None:
+    lump, ptlf = "digits/simsiam/lump", "digits/simsiam/ptlf"
+    runs = plan([lump, ptlf, lump], [3, 3], tmp_path, [])
+    assert [(run.name, run.config.seed) for run in runs] == [(lump, 3), (ptlf, 3)]
+    grid = {"orders": ["random", "random"], "initial": [0.0, 0.0], "final": [0.5, 0.5], "seeds": [1, 0, 1]}
+    names = [run.folder.name for run in plan_frontier(lump, **grid, out=tmp_path, overrides=[])]
+    assert names == [f"{name}-seed{seed}" for seed in (1, 0) for name in ("no-freezing", "random-0-0.5")]
 
 
 def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> None:

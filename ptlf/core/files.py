@@ -29,19 +29,26 @@ def write_whole(path: Path, data: bytes | str | Iterable[bytes | memoryview]) ->
         if isinstance(data, bytes)
         else data
     )
+    with whole_file(path) as part, open(part, "wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write, renamed to it after the block; removed if the block raises."""
     part = path.with_name(f".{path.name}.part")
     try:
-        with open(part, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+        yield part
         os.replace(part, path)
         sync_folder(path.parent)
     except OSError as error:
-        with suppress(OSError):  # the folder may have become read-only
-            part.unlink()
         raise write_error(path, error) from error
+    finally:
+        with suppress(OSError):  # the folder may have become read-only
+            part.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Freeze and thaw the units of a module: weights, norms, optimizer state, and tensors saved for backward."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import SGD, Optimizer
 
+from ptlf.core.processes import warn
 from ptlf.freezing import kernels
 from ptlf.freezing.estimate import Estimate, Loss, StepCost, parse_bytes, spoken_bytes, step_cost
 from ptlf.freezing.following import FollowingDDP
@@ -19,6 +21,8 @@ from ptlf.freezing.select import Selector, select
 from ptlf.freezing.timetable import Timetable
 from ptlf.freezing.units import BATCH_NORMS, INSTANCE_NORMS, Trace, Unit, trace
 
+MARK = "_frozen_by"  # of a frozen unit's layer, patched or not: see `Freezer._check_unfrozen`
+
 
 @dataclass
 class _Frozen:
@@ -27,6 +31,7 @@ class _Frozen:
     trained: list[bool]  # for each parameter of the unit: whether it required a gradient
     patched: list[nn.Module] = field(default_factory=list)
     untracked: list[nn.Module] = field(default_factory=list)  # norms whose track_running_stats was switched off
+    mark: object = field(default_factory=object)  # in the layer's `__dict__`; a copy of the layer has another one
 
 
 class Freezer:
@@ -69,13 +74,13 @@ class Freezer:
         self.module, self.optimizers = module, _optimizers(optimizer)
         self.batch_statistics, self.save_memory = batch_statistics, save_memory
         self._patched: dict[nn.Module, ForwardPatch] = {}
+        self._frozen: dict[str, _Frozen] = {}
         self._check_unfrozen()
         seen = trace(module, example) if units is None or save_memory else Trace([], frozenset(), [])
         self.units = list(seen.units if units is None else units)
         self.ratios: Mapping[str, float] = {}
         self.saved: dict[str, int] = {}
         self._foldable, self._relus = seen.foldable, seen.relus
-        self._frozen: dict[str, _Frozen] = {}
         # Kept after a thaw: compiled code is reused only if it finds the same patch object again.
         self._patches: dict[tuple[Any, ...], ForwardPatch] = {}
 
@@ -162,7 +167,8 @@ class Freezer:
 
         First come the units that save the most bytes or, with `ratios`, the most bytes for what is lost: 1 - ratio, the
         share of the new gradient that the past's inputs do not span. Of these, units without which the step fits as
-        well are left out, those that save the least first. `StepCost` says which bytes count.
+        well are left out, those that save the least first. `StepCost` says which bytes count. A warning says if no
+        unit would train.
         """
         most = parse_bytes(limit)
         with self._pretending():
@@ -175,32 +181,21 @@ class Freezer:
             def worth(name: str) -> float:
                 return saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3) if self.ratios else saved[name]
 
+            def cost(names: Sequence[str], *, backward: bool = False) -> StepCost:
+                with self.frozen_for(names):
+                    return self._cost(example, loss, backward=backward)
+
             order = sorted(candidates, key=worth, reverse=True)
-            too_few, enough, found = 0, len(order), None
-            while found is None or enough - too_few > 1:
-                count = enough if found is None else (too_few + enough) // 2
-                with self.frozen_for(order[:count]):
-                    cost = self._cost(example, loss)
-                if cost.bytes <= most:
-                    enough, found = count, cost
-                elif found is None:
-                    missing = f"{spoken_bytes(cost.bytes)}, {spoken_bytes(cost.bytes - most)} more than {limit}"
-                    parts = f"of which {spoken_bytes(cost.held_bytes)} are weights and buffers"
-                    raise ValueError(f"with all units frozen a step takes {missing}, {parts}; take a smaller batch")
-                else:
-                    too_few = count
-            # What a unit saves depends on the others: once the first layers are frozen, a head that was chosen before
-            # them may train after all.
-            needed = order[:enough]
-            for name in reversed(order[: enough - 1]):
-                rest = [other for other in needed if other != name]
-                with self.frozen_for(rest):
-                    if self._cost(example, loss, backward=False).bytes <= most:
-                        needed = rest
-            if len(needed) < enough:
-                with self.frozen_for(needed):
-                    found = self._cost(example, loss)
-            return Estimate(tuple(name for name in candidates if name in needed), now, found)
+            if (least := cost(order)).bytes > most:
+                missing = f"{spoken_bytes(least.bytes)}, {spoken_bytes(least.bytes - most)} more than {limit}"
+                parts = f"of which {spoken_bytes(least.held_bytes)} are weights and buffers"
+                raise ValueError(f"with all units frozen a step takes {missing}, {parts}; take a smaller batch")
+            needed = _needed(order, lambda names: cost(names).bytes <= most)
+            names = tuple(name for name in candidates if name in needed)
+            if len(names) == len(candidates):
+                fits = f"a step takes at most {limit} only with all {len(self.units)} units frozen"
+                warn(f"ptlf: warning: {fits}: none of them would train; take a smaller batch")
+            return Estimate(names, now, cost(names, backward=True))
 
     def ddp(self, model: nn.Module | None = None, **options: Any) -> FollowingDDP:
         """`model` (by default the module), which contains the module, as a DistributedDataParallel that follows what
@@ -244,8 +239,11 @@ class Freezer:
         return "\n".join([*lines, f"{len(self._frozen)} of {len(self.units)} units frozen"])
 
     def _check_unfrozen(self) -> None:
+        own = [record.mark for record in self._frozen.values()]
         for name, child in self.module.named_modules():
-            if isinstance(child.__dict__.get("forward"), ForwardPatch) and child not in self._patched:
+            mark = child.__dict__.get(MARK)
+            patched = isinstance(child.__dict__.get("forward"), ForwardPatch) and child not in self._patched
+            if patched or (mark is not None and mark not in own):
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
 
     def _freeze(self, unit: Unit) -> None:
@@ -256,6 +254,7 @@ class Freezer:
             for optimizer in self.optimizers:
                 optimizer.state.pop(parameter, None)
         _touch(unit)
+        unit.layer.__dict__[MARK] = record.mark
         for parametrization in parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
             self._patch(record, parametrization, EvalMode)
         layer, norm = unit.layer, unit.norm
@@ -279,6 +278,7 @@ class Freezer:
 
     def _thaw(self, unit: Unit) -> None:
         record = self._frozen.pop(unit.name)
+        del unit.layer.__dict__[MARK]
         for parameter, trained in zip(unit.parameters(), record.trained, strict=True):
             if trained:
                 parameter.requires_grad_(True)
@@ -349,6 +349,21 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer
             raise TypeError(f"a Freezer takes one torch.optim.Optimizer or several, not a {type(optimizer).__name__}")
         found.append(optimizer)
     return found
+
+
+def _needed(order: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
+    """The shortest beginning of `order` that fits, without the units that it does not need. The whole of it fits.
+
+    What a unit saves depends on the others: once the first layers are frozen, a head that was chosen before them may
+    train after all.
+    """
+    enough = 1 + bisect_left(range(1, len(order)), True, key=lambda count: fits(order[:count]))
+    needed = list(order[:enough])
+    for name in reversed(order[: enough - 1]):
+        rest = [other for other in needed if other != name]
+        if fits(rest):
+            needed = rest
+    return needed
 
 
 def _touch(unit: Unit) -> None:

@@ -7,7 +7,7 @@ import torch
 from ptlf.core.registry import Registry
 from ptlf.core.settings import key
 from ptlf.freezing.policy import Context, Names, Policy, PolicyConfig, Ratios, at_least_zero
-from ptlf.freezing.savings import relief
+from ptlf.freezing.savings import Relief
 
 
 class Correlation(Policy):
@@ -68,7 +68,7 @@ class CostAwareConfig(PolicyConfig):
 class CostAware(Policy):
     """Highest ratio ** sharpness * saving first, one unit after the other.
 
-    The saving of a unit is what `relief` gains by it, given what is frozen already: a unit that lengthens the frozen
+    The saving of a unit is what `Relief` gains by it, given what is frozen already: a unit that lengthens the frozen
     prefix also ends the input gradients behind it. The first units may save little alone and much together, so they
     are also looked at together, as many as there is room for: the first of them freezes if they save more, per unit,
     than any unit alone. Ratios lie close together (0.8 to 1 in a trained ResNet-18) while savings differ by a factor
@@ -99,28 +99,27 @@ class CostAware(Policy):
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
         if context.savings is None:
             raise ValueError("the cost_aware policy needs the savings of measure_savings, and none were given")
+        place = {name: number for number, name in enumerate(context.units)}
+        weight = {name: context.ratio(name, 1.0) ** self.config.sharpness for name in candidates}
+        already = set(frozen)
+        now = Relief([context.savings[name] for name in context.units], [name in already for name in context.units])
         chosen: list[str] = []
+        left = list(candidates)
         for _ in range(min(at_least_zero(count), len(candidates))):
-            left = [name for name in candidates if name not in chosen]
-            now, room = {*frozen, *chosen}, max(count, context.remaining) - len(chosen)
-            scores = [(self.score([name], now, context)[0], name) for name in left]
-            scores += [(score, left[0]) for score in self.score(left[:room], now, context)[1:]]
+            # Equal but for rounding is a tie.
+            scores = [(round(weight[name] * (now.then(place[name]) - now.now), 12), name) for name in left]
+            together, total = now.copy(), 0.0
+            for number, name in enumerate(left[: max(count, context.remaining) - len(chosen)], start=1):
+                before = together.now
+                together.freeze(place[name])
+                total += weight[name] * (together.now - before)
+                scores.append((round(total / number, 12), left[0]))
             # max keeps the first of equals, which is the one nearest to the input.
-            chosen.append(max(scores, key=lambda scored: (scored[0], context.ratio(scored[1], 1.0)))[1])
+            best = max(scores, key=lambda scored: (scored[0], context.ratio(scored[1], 1.0)))[1]
+            now.freeze(place[best])
+            left.remove(best)
+            chosen.append(best)
         return chosen
-
-    def score(self, names: list[str], frozen: set[str], context: Context) -> list[float]:
-        """What the first, the first two, ... of these units save per unit, weighted with their ratios."""
-        assert context.savings is not None
-        savings, now = [context.savings[name] for name in context.units], set(frozen)
-        before, total, scores = relief(savings, [name in now for name in context.units]), 0.0, []
-        for number, name in enumerate(names, start=1):
-            now.add(name)
-            after = relief(savings, [other in now for other in context.units])
-            total += context.ratio(name, 1.0) ** self.config.sharpness * (after - before)
-            before = after
-            scores.append(round(total / number, 12))  # equal but for rounding is a tie
-        return scores
 
 
 MEMBERS = {

@@ -1,5 +1,7 @@
 """What freezing a unit saves: FLOPs or seconds of its backward, and bytes kept for it."""
 
+import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,21 +26,50 @@ class Saving:
     bytes: int  # of its input, kept for the weight gradient, and of its norm's
 
 
-def relief(savings: Sequence[Saving], frozen: Sequence[bool]) -> float:
+class Relief:
     """Share of the backward that freezing saves, in [0, 1]: the mean of its share of the cost and of the bytes.
 
     Units in data order. A trainable unit pays for its weight gradient and keeps its bytes. Every unit behind the first
     trainable one pays for its input gradient; that one itself and all before it do not, as nothing needs it.
     Data order stands in for the graph: two branches of a residual block count as if one followed the other, and an
     input that two units share counts for each.
+
+    `now` is that of the units frozen so far; each further one takes constant time.
     """
-    first = frozen.index(False) if False in frozen else len(frozen)
-    off = [saving for saving, is_frozen in zip(savings, frozen, strict=True) if is_frozen]
-    inputs = [saving.input_cost for saving in savings]
-    cost = sum(saving.weight_cost for saving in savings) + sum(inputs[1:])  # the first unit's input is the data
-    saved = sum(saving.weight_cost for saving in off) + sum(inputs[1 : first + 1])
-    kept, freed = (sum(saving.bytes for saving in some) for some in (savings, off))
-    return (saved / cost if cost else 0.0) / 2 + (freed / kept if kept else 0.0) / 2
+
+    def __init__(self, savings: Sequence[Saving], frozen: Sequence[bool]) -> None:
+        self.savings, self.frozen = savings, [*frozen, False]
+        off = [saving for saving, is_frozen in zip(savings, frozen, strict=True) if is_frozen]
+        self.weights, self.freed = sum(saving.weight_cost for saving in off), sum(saving.bytes for saving in off)
+        self.first = self.frozen.index(False)  # place of the first trainable unit; their number if there is none
+        # Sum of the input costs up to each place; the first unit's input is the data.
+        self.inputs = list(itertools.accumulate((saving.input_cost for saving in savings[1:]), initial=0))
+        self.cost = sum(saving.weight_cost for saving in savings) + self.inputs[-1]
+        self.kept = sum(saving.bytes for saving in savings)
+        self.now = self._share(self.weights, self.freed, self.first)
+
+    def then(self, place: int) -> float:
+        """With the trainable unit at this place frozen too."""
+        unit = self.savings[place]
+        return self._share(self.weights + unit.weight_cost, self.freed + unit.bytes, self._first(place))
+
+    def freeze(self, place: int) -> None:
+        self.now, self.first = self.then(place), self._first(place)
+        self.weights += self.savings[place].weight_cost
+        self.freed += self.savings[place].bytes
+        self.frozen[place] = True
+
+    def copy(self) -> "Relief":
+        made = copy.copy(self)
+        made.frozen = list(self.frozen)
+        return made
+
+    def _first(self, place: int) -> int:
+        return self.frozen.index(False, place + 1) if place == self.first else self.first
+
+    def _share(self, weights: float, freed: int, first: int) -> float:
+        saved = weights + self.inputs[min(first, len(self.inputs) - 1)]
+        return (saved / self.cost if self.cost else 0.0) / 2 + (freed / self.kept if self.kept else 0.0) / 2
 
 
 def measure_savings(

@@ -16,6 +16,8 @@ class Timetable:
     when: a mapping of moments to selectors of units, where each entry says what is frozen from then on; or a
         `FreezeSchedule`, whose share of `order` is frozen. A moment is an integer (an epoch or a step, whichever `at`
         is called with) or a float in [0, 1] (a fraction of `total`; without `total`, `at` is called with fractions).
+    total: the number of epochs or steps. A `FreezeSchedule` is stretched to it: with 10 epochs and a total of 1000,
+        step 500 is its epoch 5. Without `total`, `at` is called with its epochs.
     order: names in the order in which a `FreezeSchedule` freezes them; by default that of the data.
     """
 
@@ -28,7 +30,7 @@ class Timetable:
         order: Sequence[str] | None = None,
     ) -> None:
         self._make_so = make_so
-        self.schedule = when if isinstance(when, FreezeSchedule) else None
+        self.schedule, self.total = when if isinstance(when, FreezeSchedule) else None, total
         self.order = [unit.name for unit in units] if order is None else list(order)
         if unknown := set(self.order) - {unit.name for unit in units}:
             raise ValueError(f"order names {sorted(unknown)[0]!r}, which is not a unit of this freezer")
@@ -45,10 +47,21 @@ class Timetable:
         if self.schedule is not None:
             count = len(self.order)
             # Frozen stays frozen, also if the schedule falls.
-            return self.order[: max(self.schedule.count(epoch, count) for epoch in (0, int(now)))]
+            return self.order[: max(self.schedule.count(epoch, count) for epoch in (0, self._epoch(now)))]
         if self.fractions and now > 1:
             raise ValueError(f"{now} is not a fraction of training; give `total`, the number of epochs or steps")
         return next((names for moment, names in reversed(self.moments) if moment <= now), [])
+
+    def _epoch(self, now: float) -> int:
+        """Of the schedule, at this moment."""
+        assert self.schedule is not None
+        epochs = self.schedule.epochs
+        if self.total is not None:
+            return min(math.floor(now * epochs / self.total + 1e-9), epochs - 1)  # 0.29 * 100 is 28.999999999999996
+        if now != int(now):
+            way_out = "give `total`, the number of epochs or steps; total=1 takes fractions"
+            raise ValueError(f"{now} is not an epoch of this freeze schedule, which has {epochs}; {way_out}")
+        return int(now)
 
     def at(self, now: float) -> list[str]:
         """Freeze exactly these units; the names of those that were not frozen before."""

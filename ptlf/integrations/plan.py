@@ -54,10 +54,11 @@ class FreezingPlan:
         new: Callable[[], Iterable[Any]],
         agree: Callable[[dict[str, float]], dict[str, float]] = lambda ratios: ratios,
     ) -> None:
-        """Weights and optimizers are loaded by now.
+        """Weights and optimizers are loaded by now. Units that an interrupted training left frozen thaw first.
 
         loss_fn: the loss on a batch of the new task; new: gives its batches. agree: the same ratios on all processes.
         """
+        self.end()
         module = model.get_submodule(self.part)
         self.freezer = Freezer(module, optimizers, **self.options)
         state, self.loaded = self.loaded, None
@@ -78,6 +79,7 @@ class FreezingPlan:
                 )
             )
             self.order = sorted(ratios, key=lambda name: -ratios[name])
+        total = None if isinstance(self.when, FreezeSchedule) else total  # it has epochs of its own
         self.timetable = self.freezer.schedule(self.when, total, self.order)
 
     def at(self, now: int) -> list[str]:

@@ -81,8 +81,8 @@ def page(comparison: Comparison) -> str:
     templates.filters["code"] = code
     config = comparison.groups[0].config
     sprites: dict[Markup, None] = {}  # every sheet of tiles is in the page once
-    stream, tasks, epochs = config["stream"]["name"], comparison.tasks, config["training"]["epochs"]
-    numbers = f"{tasks} task{'s' * (tasks != 1)}, {epochs} epoch{'s' * (epochs != 1)} each"
+    stream, tasks, epochs = config["stream"]["name"], comparison.tasks, comparison.epochs
+    numbers = f"{tasks} task{'s' * (tasks != 1)}, {in_words(epochs)} epoch{'s' * (epochs != [1])} each"
     return templates.get_template("page.html").render(
         title=title_of_page(comparison, stream),
         kicker=f"{stream} · {numbers}, {config['encoder']['name']}",
@@ -108,6 +108,11 @@ def page(comparison: Comparison) -> str:
         font=Markup(FONT),
         **headline(comparison),
     )
+
+
+def in_words(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def code(note: str) -> Markup:
@@ -237,6 +242,9 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
     for group in comparison.groups:
         for warning in (*group.worse(), *group.falling()):
             yield group.label, f": {warning}."
+    if len(comparison.epochs) > 1:
+        trained = f"The runs trained for {in_words(comparison.epochs)} epochs of a task"
+        yield "", f"{trained}: their costs, and what costs are relative to, differ for that too; so may their accuracy."
     machines = {run.results["environment"].get("device_name") for group in comparison.groups for run in group.runs}
     if len(machines) > 1:
         named = ", ".join(sorted(map(str, machines)))

@@ -6,7 +6,7 @@ t interval of their logarithms, so that its ends are positive. Seconds are compa
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ptlf.report.measures import Measure
@@ -71,8 +71,9 @@ def mean_ratio(values: Sequence[float]) -> Ratio | None:
     return Ratio(math.exp(found.mean), ends, found.count)
 
 
-def by_seed(runs: Sequence[RunRecord], path: Sequence[str]) -> dict[int, float]:
-    found = {int(run.results.get("seed") or 0): run.compared(path) for run in runs}
+def by_seed(runs: Sequence[RunRecord], value: Callable[[RunRecord], float | None]) -> dict[int, float]:
+    """Of the runs that have it."""
+    found = {int(run.results.get("seed") or 0): value(run) for run in runs}
     return {seed: float(value) for seed, value in found.items() if value is not None}
 
 
@@ -85,14 +86,14 @@ def compared(group: Group, base: Group | None, measure: Measure) -> Interval | N
     """None for the baseline itself and where there is no seed in common."""
     if base is None or base is group:
         return None
-    return difference(by_seed(group.runs, measure.path), by_seed(base.runs, measure.path))
+    return difference(*(by_seed(one.runs, lambda run: run.compared(measure.path)) for one in (group, base)))
 
 
 def ratio(group: Group, base: Group | None, measure: Measure) -> Ratio | None:
     """Of a cost to the baseline's; None for the baseline itself."""
     if not measure.cost or base is None or base is group:
         return None
-    return cost_ratio(by_seed(group.runs, measure.path), by_seed(base.runs, measure.path))
+    return cost_ratio(*(by_seed(one.runs, lambda run: run.compared(measure.path)) for one in (group, base)))
 
 
 def cost_ratio(mine: Mapping[int, float], base: Mapping[int, float]) -> Ratio | None:

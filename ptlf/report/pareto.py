@@ -1,12 +1,16 @@
 """What accuracy costs: runs as points, those that no other one beats, and paths along the final share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ptlf.report.paired import cost_ratio
-from ptlf.report.runs import Comparison, Group, RunRecord, policy_of, settings_of
+from ptlf.report.paired import by_seed, cost_ratio
+from ptlf.report.runs import Comparison, Group, RunRecord, later_seconds, policy_of
+from ptlf.run.alike import settings_of
 
-LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")
+LATER: Mapping[str, Callable[[RunRecord], float | None]] = {
+    "seconds": lambda run: later_seconds(run.epochs),
+    "bytes": lambda run: run.later_kept,
+}
 COSTS = {"seconds": "training time of the later tasks", "bytes": "bytes kept for backward in the later tasks"}
 
 
@@ -20,28 +24,12 @@ class Point:
     spread: float
 
 
-def later_cost(run: RunRecord, kind: str) -> float | None:
-    """Of the tasks after the first, in which nothing freezes: seconds of learning, or mean bytes kept for backward."""
-    lines = [line for line in run.epochs if line["task"] > 1]
-    if not lines:
-        return None
-    if kind == "seconds":
-        return sum(line.get(key) or 0.0 for line in lines for key in LEARNING)
-    return run.later_kept
-
-
 def costs(comparison: Comparison, kind: str) -> dict[str, float]:
     """By label, relative to the baseline's."""
-    found = {group.label: later_costs(group, kind) for group in comparison.groups}
+    found = {group.label: by_seed(group.runs, LATER[kind]) for group in comparison.groups}
     base = found[comparison.baseline.label] if comparison.baseline else {}
     ratios = {label: cost_ratio(mine, base) for label, mine in found.items()}
     return {label: ratio.mean for label, ratio in ratios.items() if ratio}
-
-
-def later_costs(group: Group, kind: str) -> dict[int, float]:
-    """By seed."""
-    found = {int(run.results.get("seed") or 0): later_cost(run, kind) for run in group.runs}
-    return {seed: cost for seed, cost in found.items() if cost is not None}
 
 
 def points(comparison: Comparison, kind: str, path: Sequence[str]) -> list[Point]:

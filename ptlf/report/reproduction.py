@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
 from ptlf.report.paired import Interval, Ratio, interval, mean_ratio, verdict
-from ptlf.report.runs import LEARNING_SECONDS, RunRecord, at, later_kept
+from ptlf.report.runs import LEARNING_SECONDS, RunRecord, at, later_kept, later_seconds
 from ptlf.report.tables import new_table, note
 from ptlf.run.paper import ADDED, METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
 from ptlf.run.results import Json, epoch_lines
@@ -56,11 +56,12 @@ def figure(table: Table, cell: Cell, measure: str, found: Found) -> Interval | R
 def pairs(cell: Cell, measure: str, found: Found) -> list[tuple[Json, Json]]:
     """The cell's runs, each with the baseline's of the same seed, of which both have this cost."""
     runs, bases = found.get(cell.key, ()), found.get((cell.baseline, ()), ())
-    cost, both = COSTS[measure], by_seed(runs, bases, same_device=measure == "time")
+    cost, both = COSTS[measure], matched(runs, bases, same_device=measure == "time")
     return [(run, base) for run, base in both if cost(run) and cost(base)]
 
 
-def by_seed(runs: Sequence[Json], bases: Sequence[Json], *, same_device: bool) -> list[tuple[Json, Json]]:
+def matched(runs: Sequence[Json], bases: Sequence[Json], *, same_device: bool) -> list[tuple[Json, Json]]:
+    """Each with the baseline's run of the same seed, where there is one."""
     seeds = {base["seed"]: base for base in bases}
     both = [(run, seeds[run["seed"]]) for run in runs if run["seed"] in seeds]
     return [(run, base) for run, base in both if not same_device or device(run) == device(base)]
@@ -147,13 +148,8 @@ def drawn(table: Table, columns: Sequence[str], found: Found) -> RichTable:
     return shown
 
 
-LEARNING = ("train_seconds", "correlation_seconds", "rebuild_seconds")
-
-
-def later_seconds(results: Json) -> float | None:
-    """Of training in all tasks but the first: steps, correlations, rebuilds."""
-    later = [task.get(key) for task in results["cost"]["per_task"] if task["task"] > 1 for key in LEARNING]
-    return sum(later) if later and None not in later else None
+def seconds_of_later_tasks(results: Json) -> float | None:
+    return later_seconds(epoch_lines(results))
 
 
 def later_mebibytes(results: Json) -> float | None:
@@ -167,7 +163,7 @@ DIFFERENCES: Mapping[str, tuple[Value, bool]] = {
     "forgetting, points": (lambda run: at(run, ("probes", "knn_task", "forgetting")), False),
     "knn_class, points": (lambda run: at(run, ("probes", "knn_class", "accuracy")), True),
     "knn_class forgetting, points": (lambda run: at(run, ("probes", "knn_class", "forgetting")), False),
-    "training of later tasks, s": (later_seconds, False),
+    "training of later tasks, s": (seconds_of_later_tasks, False),
     "kept in later tasks, MiB": (later_mebibytes, False),
 }
 
@@ -186,12 +182,12 @@ def differences(found: Found) -> dict[str, dict[str, list[Difference]]]:
     for (recipe, settings), runs in found.items():
         stream, objective, method = recipe.split("/")
         bases = found.get((f"{stream}/{objective}/lump", ()), ())
-        if method not in METHODS or method == "lump" or settings or len(by_seed(runs, bases, same_device=False)) < 2:
+        if method not in METHODS or method == "lump" or settings or len(matched(runs, bases, same_device=False)) < 2:
             continue
         row = []
         for value, rising in DIFFERENCES.values():
-            seconds = value is later_seconds
-            compared = by_seed(runs, bases, same_device=seconds)
+            seconds = value is seconds_of_later_tasks
+            compared = matched(runs, bases, same_device=seconds)
             values = [(value(run), value(base)) for run, base in compared]
             both = interval([mine - theirs for mine, theirs in values if mine is not None and theirs is not None])
             row.append(Difference(verdict(both, rising), both, seconds and both is not None and mixed(compared)))

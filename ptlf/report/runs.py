@@ -1,6 +1,5 @@
 """Runs read from their folders and checked; seeds of one configuration grouped; what cannot be compared refused."""
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,11 +13,13 @@ from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson, worsened
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.results import Json, compiling_seconds, difference, epoch_lines, read_results, shared_settings
+from ptlf.run.alike import difference, is_learnt, other_images, settings_of, stream_settings
+from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 Key = TypeVar("Key", int, tuple[int, int])
 LATER_KEPT = ("cost", "later_kept_bytes")  # computed from the epochs: `RunRecord.later_kept`
+LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")  # of an epoch
 LEARNING_SECONDS = ("cost", "learning_seconds")
 WITH_COMPILING = (LEARNING_SECONDS, ("cost", "train_seconds"))  # the first epoch is in them
 FIRST_EPOCH = "the first epoch counted as the second"  # `STEADY` in brief
@@ -197,6 +198,11 @@ class Comparison:
         return list(dict.fromkeys(probe for group in self.groups for probe in known_probes(group.first)))
 
     @property
+    def epochs(self) -> list[int]:
+        """Of a task; several if the runs differ in it. The least first."""
+        return sorted({group.config["training"]["epochs"] for group in self.groups})
+
+    @property
     def tasks(self) -> int:
         return max(max(len(group.first["tasks"]), len(group.first["eval_splits"])) for group in self.groups)
 
@@ -210,6 +216,12 @@ def later_kept(epochs: Sequence[Json]) -> float | None:
     """Bytes kept for backward, mean over the epochs of the tasks after the first, in which nothing freezes."""
     later = [line["kept_bytes"] for line in epochs if line["task"] > 1]
     return statistics.fmean(later) if later else None
+
+
+def later_seconds(epochs: Sequence[Json]) -> float | None:
+    """Of learning in the tasks after the first, in which nothing freezes: steps, correlations, rebuilds."""
+    later = [line for line in epochs if line["task"] > 1]
+    return sum(line.get(key) or 0.0 for line in later for key in LEARNING) if later else None
 
 
 def known_probes(results: Json) -> dict[str, Json]:
@@ -261,16 +273,18 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:
-    """Figures may stand side by side only if they answer the same question."""
-    asked = []
+    """Figures may stand side by side only if they answer the same question: the same tests on the same images."""
+    asked: list[dict[str, Json]] = []
     for run in runs:
         settings = {probe: values["settings"] for probe, values in run.results["probes"].items()}
         splits = {"number of eval_splits": len(run.results["eval_splits"])}
-        asked.append(shared_settings(run.config) | {"eval_splits": splits, "probes": flatten(settings)})
+        asked.append({"streams": stream_settings(run.config), "eval_splits": splits, "probes": flatten(settings)})
+        both = f"{run.folder} and {runs[0].folder} cannot be compared"
         for what in asked[0]:
             if found := difference(asked[-1][what], asked[0][what]):
-                both = f"{run.folder} and {runs[0].folder} cannot be compared"
                 raise UserError(f"{both}: their {what} differ ({found}); report on them separately")
+        if found := other_images(run.results, runs[0].results):
+            raise UserError(f"{both}: their tasks are of different images ({found}); report on them separately")
 
 
 def means(pairs: Iterable[tuple[Key, float | None]]) -> dict[Key, tuple[float, float]]:
@@ -293,14 +307,8 @@ def unsteady(epochs: Sequence[Json]) -> float:
     return above / max(sum(map(sum, like.values())), 1e-9)
 
 
-def settings_of(config: Json) -> str:
-    """All settings but the seed and the machine, as text."""
-    settings = {key: value for key, value in config.items() if key not in ("seed", "device", "data_root")}
-    return json.dumps(settings, sort_keys=True)
-
-
 def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
-    """Finished runs that differ in nothing but the seed (and the machine) are one group; others stand alone."""
+    """Finished runs of one configuration, see `settings_of`, are one group; others stand alone."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         name = settings_of(run.config) if run.finished else str(run.folder)
@@ -321,7 +329,7 @@ def name_groups(groups: list[Group]) -> None:
         flat = [flatten(twin.config) for twin in twins]
         # Keys that only some have belong to a section whose name differs, which says it all.
         keys = [key for key in flat[0] if all(key in one for one in flat) and len({str(one[key]) for one in flat}) > 1]
-        keys = [key for key in keys if key != "seed"]
+        keys = sorted((key for key in keys if key != "seed"), key=lambda key: not is_learnt(key))
         for twin, values in zip(twins, flat, strict=True):
             names = [key.removesuffix(".name").split(".")[-1] for key in keys[:2]]  # objective.name is the objective
             settings = ", ".join(f"{name} {values.get(key)}" for name, key in zip(names, keys, strict=False))

@@ -20,9 +20,10 @@ from ptlf.encoders import feature_dim
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.freezing.savings import measure_savings, wait_for
 from ptlf.methods import METHODS
+from ptlf.run.alike import check_alike
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
-from ptlf.run.results import check_alike, compiling_seconds, epoch_lines, ratio
+from ptlf.run.results import compiling_seconds, epoch_lines, ratio
 from ptlf.run.sweep import train_one_of_many
 from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task

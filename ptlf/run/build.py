@@ -103,7 +103,7 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator, 
     if policy.savings_by:
         if policy.savings_by == "seconds":  # which depend on the step's size, type and layout
             layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
-            rows = config.training.batch * len(trainer.view_specs)
+            rows = processes.share(config.training.batch) * len(trainer.view_specs)
             example = example[:1].expand(rows, -1, -1, -1).contiguous(memory_format=layout)
         low = trainer.model.dtype is torch.bfloat16
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):

@@ -1,7 +1,7 @@
 """The complete configuration of a run, assembled from the sections that sit beside what they configure."""
 
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import yaml
 from ptlf.core.errors import UserError
 from ptlf.core.reading import read_yaml_file
 from ptlf.core.settings import as_dict, build, key, section
-from ptlf.core.words import shown
 from ptlf.encoders import ENCODERS, EncoderConfig
 from ptlf.evaluation import PROBES, EvaluationConfig, ProbeConfig
 from ptlf.freezing import FreezingConfig
@@ -68,32 +67,6 @@ def resume_command(folder: Path, config: Config, *, module: bool = False, arrive
 def from_dict(values: Mapping[str, Any]) -> Config:
     """A checked configuration."""
     return build(Config, values)
-
-
-# Settings that may change while a run goes: what it comes to is the same, but for rounding.
-MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint"}
-MAY_CHANGE |= {"freezing.ratios"}
-
-
-def differing(
-    before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE, place: str = ""
-) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) of the settings that differ and are not among those that may."""
-    found: list[tuple[str, Any, Any]] = []
-    for name in dict.fromkeys((*before, *now)):
-        where, old, new = f"{place}{name}", before.get(name), now.get(name)
-        if where in may or old == new:
-            continue
-        both = isinstance(old, Mapping) and isinstance(new, Mapping)
-        found += differing(old, new, may, f"{where}.") if both else [(where, old, new)]  # type: ignore[arg-type]
-    return found
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE) -> str:
-    """The first of `differing` in words; empty if there is none."""
-    found = differing(before, now, may)
-    words = ", ".join(f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in found[:3])
-    return words + (f", and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ptlf.core.errors import UserError
-from ptlf.core.files import write_error
+from ptlf.core.files import whole_file
 from ptlf.core.processes import warn
 from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.stream.disk import progress_bar
@@ -98,20 +97,6 @@ def embedded(
 
 def class_name(part: Given, label: Any) -> str | None:
     return None if label is None else str(label) if part.names is None else part.names[label]
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A file beside `path`, renamed to it after the block; removed if the block raises."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    except OSError as error:
-        raise write_error(path, error) from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 class NpzWriter:

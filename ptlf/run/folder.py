@@ -18,7 +18,8 @@ from ptlf.core.reading import damaged
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
-from ptlf.run.config import Config, changes, from_dict, read_yaml
+from ptlf.run.alike import MAY_CHANGE, changes
+from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import AGAIN, read_results
 from ptlf.stream.arrivals import TASKS, arrived_names, is_arrival, missing
 from ptlf.stream.disk import file_digest
@@ -110,7 +111,8 @@ def finished(folder: Path, config: Config) -> bool:
         return False
     with settings_from(folder / "config.yaml", texts(as_dict(config))):
         there = from_dict(read_yaml(folder / "config.yaml"))
-    if changed := changes(as_dict(there), as_dict(config), {"log"}):
+    may = MAY_CHANGE - {"evaluation.tasks"}  # a finished run is not tested again
+    if changed := changes(as_dict(there), as_dict(config), may):
         raise UserError(f"{folder} holds a run with other settings ({changed}); choose another --out")
     return has_finished(folder)
 

@@ -1,6 +1,5 @@
 """The runs behind the paper's tables: which there are, which are missing, and what those would take."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,19 +10,18 @@ from ptlf.core.errors import UserError
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.run import bench
+from ptlf.run.alike import NOT_LEARNT, changes, settings_of
 from ptlf.run.build import choose_device, make_stream
-from ptlf.run.config import Config, changes, from_dict, read_yaml
+from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.folder import texts
 from ptlf.run.paper import Cell, Table
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import Json, read_results
-from ptlf.run.sweep import Planned, Tell, Watch, train_all
+from ptlf.run.sweep import Planned, Tell, Watch, train_all, unique
 from ptlf.stream import STREAMS
 from ptlf.stream.pack import data_root
 
 Key = tuple[str, tuple[str, ...]]  # recipe and settings: `Cell.key`
-# Neither the machine nor what is written beside the results changes what a run learns.
-IGNORED = ("log", "recipe", "seed", "device", "data_root", "checkpoint", "evaluation", "distributed", "stream.resident")
 SCALES = ("smoke", "short", "paper")
 FEW: Mapping[str, str] = {  # images per class: 40 per task
     "split-cifar10": "20",
@@ -85,13 +83,6 @@ class Plan:
         return {key: [seeds[seed].results for seed in sorted(seeds)] for key, seeds in self.found.items()}
 
 
-def settings_of(config: Config) -> str:
-    """What must be equal for two runs to differ in nothing but the seed, as text."""
-    values: dict[str, Any] = {key: value for key, value in as_dict(config).items() if key not in IGNORED}
-    values["stream"] = {key: value for key, value in values["stream"].items() if key != "resident"}
-    return json.dumps(values, sort_keys=True)
-
-
 def kept_runs(roots: Iterable[Path], words: Sequence[str] = ()) -> dict[str, dict[int, list[Found]]]:
     """Every finished run below these folders, by its settings and seed. A setting that a record does not have is taken
     to have its default. What cannot be read, has settings that are no more, or names code that `words`, the user's, do
@@ -106,7 +97,8 @@ def kept_runs(roots: Iterable[Path], words: Sequence[str] = ()) -> dict[str, dic
                 config = from_dict(results["config"])
         except UserError:
             continue
-        kept.setdefault(settings_of(config), {}).setdefault(config.seed, []).append(Found(path.parent, results))
+        alike = kept.setdefault(settings_of(as_dict(config)), {})
+        alike.setdefault(config.seed, []).append(Found(path.parent, results))
     return kept
 
 
@@ -142,11 +134,11 @@ def make_plan(
     kept: Iterable[Path],
 ) -> Plan:
     """runs: the folder that new runs go below; finished ones are also looked for in `kept`."""
-    plan, there = Plan(), kept_runs([*kept, runs], overrides)
+    plan, there, seeds = Plan(), kept_runs([*kept, runs], overrides), unique(seeds)
     for key, cell in wanted(tables).items():
         words = [*scale_settings(scale, cell.recipe), *overrides, *cell.settings]
         config = resolve_config(cell.recipe, None, words)
-        alike = there.get(settings_of(config), {})
+        alike = there.get(settings_of(as_dict(config)), {})
         # Of several runs with one seed: one of this very recipe, then the first by name.
         plan.found[key] = {
             seed: min(some, key=lambda one: (one.results["config"]["recipe"] != cell.recipe, one.folder.name))
@@ -184,7 +176,7 @@ def check_folders(runs: Sequence[Planned]) -> None:
             continue
         with settings_from(path, texts(as_dict(run.config))):
             there = from_dict(read_yaml(path))
-        if changed := changes(as_dict(there), as_dict(run.config), IGNORED):
+        if changed := changes(as_dict(there), as_dict(run.config), NOT_LEARNT):
             way_out = "choose another --runs, or remove that folder"
             raise UserError(f"{run.folder} holds a run with other settings ({changed}); {way_out}")
 

@@ -67,6 +67,7 @@ RESULTS: Json = {
     "seed?": int,
     "arrived?": COUNT,
     "test_images?": [(0, 10**9)],
+    "arrived_sha256?": [str],
     "environment": {"*": (str, *NUMBER, bool, type(None))},
     "config": {**SETTINGS, "freezing": {"policy": {"name": str}}, "training": {"epochs": (1, MANY)}, "recipe?": str},
     "probes": {"*": PROBE},
@@ -152,6 +153,10 @@ def check_results(results: Json) -> None:
     check(results, RESULTS)
     check(epoch_lines(results), [EPOCH], "cost.per_epoch")
     splits, epochs = len(results["eval_splits"]), results["config"]["training"]["epochs"]
+    if results.get("arrived", 0) > len(results["tasks"]):
+        raise ValueError(f"arrived is {results['arrived']}, of {len(results['tasks'])} tasks")
+    if len(sums := results.get("arrived_sha256") or []) not in (0, results.get("arrived", 0)):
+        raise ValueError(f"arrived_sha256 is of {len(sums)} tasks, and arrived {results.get('arrived', 0)}")
     if len(results.get("test_images") or results["eval_splits"]) != splits:
         raise ValueError(f"test_images is not of {splits} eval_splits")
     for probe, values in results["probes"].items():
@@ -217,23 +222,3 @@ def compiling_seconds(results: Json) -> float:
 
 def ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
-
-
-def shared_settings(config: Json) -> dict[str, Json]:
-    """What runs must have in common to be compared."""
-    stream = {key: value for key, value in config.get("stream", {}).items() if key != "resident"}
-    return {"streams": stream, "epochs": {"training.epochs": config.get("training", {}).get("epochs")}}
-
-
-def check_alike(configs: Sequence[Json]) -> None:
-    """Of runs that are to be compared, before they are made."""
-    first, *others = map(shared_settings, configs)
-    for other in others:
-        for what, settings in first.items():
-            if found := difference(settings, other[what]):
-                raise UserError(f"the runs are of different {what} ({found}) and cannot be compared")
-
-
-def difference(mine: Json, theirs: Json) -> str:
-    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    return ", ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in keys[:3])

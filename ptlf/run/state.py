@@ -151,6 +151,7 @@ class State(Parts):
 
     def results(self) -> dict[str, Any]:
         """What `results.json` holds."""
+        arrived = self.stream.arrived
         return {
             "schema": SCHEMA,
             "ptlf_version": ptlf.__version__,
@@ -165,7 +166,8 @@ class State(Parts):
             "seed": self.config.seed,
             "class_order": list(self.stream.class_order),
             "tasks": [task.name for task in self.stream.tasks],
-            "arrived": self.stream.arrived,
+            "arrived": arrived,
+            "arrived_sha256": [task.images.sha256 for task in self.stream.tasks[-arrived:]] if arrived else [],
             "eval_splits": [split.name for split in self.stream.eval_splits],
             "test_images": [len(split.test) for split in self.stream.eval_splits],
             "own_encoder": self.own_encoder,

@@ -3,22 +3,23 @@
 import gc
 import itertools
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
+from ptlf.run.alike import check_alike
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
-from ptlf.run.results import check_alike
 from ptlf.run.watcher import Watcher
 from ptlf.training.process import Stopped
 
 Tell = Callable[[str], None]
+Value = TypeVar("Value", str, int)
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,17 @@ class Planned:
 Watch = Callable[[Planned], Watcher]
 
 
+def unique(values: Iterable[Value]) -> list[Value]:
+    """Each once, in order."""
+    return list(dict.fromkeys(values))
+
+
 def plan(
     recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str], tell: Tell = lambda line: None
 ) -> list[Planned]:
-    """A run for every recipe and seed. Runs that could not be compared are refused. tell: as for `resolve_config`."""
-    runs = []
+    """A run for every recipe and seed; one that is named twice is one. Runs that could not be compared are refused.
+    tell: as for `resolve_config`."""
+    runs, recipes, seeds = [], unique(recipes), unique(seeds)
     for recipe, seed in itertools.product(recipes, seeds):
         name = recipe if len(seeds) == 1 else f"{recipe} seed {seed}"
         config = resolve_config(recipe, None, [*overrides, f"--seed={seed}"], tell=tell)
@@ -66,7 +73,7 @@ def plan_frontier(
             raise UserError(f"every initial share is above the final one ({above}): nothing would freeze; {way_out}")
         tell(f"left out, initial share above the final one: {above}")
     runs = []
-    for seed in seeds:
+    for seed in unique(seeds):
         settings = {"no-freezing": ["--freezing.policy=none"]}
         for order, (low, high) in itertools.product(orders, shares):
             if low <= high:

@@ -270,6 +270,29 @@ def test_a_second_freezer_on_a_frozen_module_is_refused():
         Freezer(model)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"save_memory": False}, {"save_memory": False, "batch_statistics": True}], ids=str
+)
+@pytest.mark.parametrize("copied", [False, True], ids=["the module", "a copy"])
+def test_a_second_freezer_is_refused_also_where_freezing_patches_nothing(options, copied):
+    """Else its thaw would leave the first one's units frozen: they did not train when it began."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    first = Freezer(model, example=torch.zeros(2, 4), **options)
+    second = Freezer(model, example=torch.zeros(2, 4), **options)
+    first.freeze("0")
+    assert not any("forward" in part.__dict__ for part in (model[0], model[2]))
+    with pytest.raises(ValueError, match="'0' is frozen by another Freezer"):
+        Freezer(copy.deepcopy(model) if copied else model, example=torch.zeros(2, 4), **options)
+    with pytest.raises(ValueError, match="'0' is frozen by another Freezer"):
+        second.freeze("2")
+    twin, own = copy.deepcopy((model, first))
+    own.freeze("2")
+    own.thaw()
+    assert all(parameter.requires_grad for parameter in twin.parameters())
+    first.thaw()
+    second.freeze("2")
+
+
 def test_of_two_freezers_one_at_a_time_may_freeze():
     model = small()
     first, second = Freezer(model), Freezer(model)

@@ -189,6 +189,23 @@ def test_a_timetable_of_a_schedule_freezes_its_share_in_the_order_given(shape):
         freezer.schedule(FreezeSchedule(), order=["nothing"])
 
 
+def test_a_schedule_is_stretched_to_the_whole_of_training():
+    freezer, schedule = Freezer(small()), FreezeSchedule(0.0, 1.0, 10, "linear")
+    by_epoch = freezer.schedule(schedule)
+    expected = [len(by_epoch.names(epoch)) for epoch in range(10)]
+    assert expected[0] == 0 and expected[-1] == len(ALL)
+    for total in (1000, 20, 5):
+        by_step = freezer.schedule(schedule, total)
+        found = [len(by_step.names(step)) for step in range(total)]
+        assert found == [expected[step * 10 // total] for step in range(total)]
+        assert by_step.names(total) == list(ALL)
+    by_fraction = freezer.schedule(schedule, total=1)
+    assert [len(by_fraction.names(epoch / 10)) for epoch in range(10)] == expected
+    assert by_fraction.names(0.99) == list(ALL)
+    with pytest.raises(ValueError, match=r"0\.99 is not an epoch of this freeze schedule, which has 10; give `total`"):
+        by_epoch.at(0.99)
+
+
 def test_several_optimizers():
     model, x = small(), images()
     halves = [list(model.stem.parameters()), list(model.stages.parameters())]
@@ -393,7 +410,7 @@ def test_a_forward_that_looks_at_values_is_measured_for_real():
 
 
 @pytest.mark.parametrize("name", ["resnet", "vit"])
-def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name):
+def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name, capsys):
     model, x = network(name, 8)
     freezer = Freezer(model.train(), torch.optim.AdamW(model.parameters()), example=x[:2])
     nothing, everything = freezer.estimate([], x).now.bytes, freezer.estimate(len(freezer.units), x).then.bytes
@@ -410,7 +427,16 @@ def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name):
         assert set(found.names) <= set(order[:enough])
         for name in found.names:
             assert freezer.estimate([other for other in found.names if other != name], x).then.bytes > limit
+        assert (capsys.readouterr().err != "") == (len(found.names) == len(freezer.units))
     assert len(freezer.budget(everything, x).names) == len(freezer.units)
+    told = (
+        f"a step takes at most {everything} only with all {len(freezer.units)} units frozen: none of them would train"
+    )
+    assert told in capsys.readouterr().err
+    freezer.freeze(3)
+    assert len(freezer.budget(everything, x).names) == len(freezer.units) - 3
+    assert told in capsys.readouterr().err, "also where some are frozen already"
+    freezer.thaw()
     with pytest.raises(ValueError, match=r"with all units frozen a step takes .*B, 1 B more than .*smaller batch"):
         freezer.budget(everything - 1, x)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptlf.freezing.policies import POLICIES, Ascending, Correlation, CostAware, CostAwareConfig, Never, Random
 from ptlf.freezing.policy import Context, Ratios
-from ptlf.freezing.savings import Saving, measure_savings, relief
+from ptlf.freezing.savings import Relief, Saving, measure_savings
 from ptlf.freezing.units import Unit
 
 UNITS = ["a", "b", "c", "d"]
@@ -99,8 +101,8 @@ def test_relief_by_hand():
         (0, 1, 2, 3): 1 + 1,
     }
     for frozen, twice in cases.items():
-        assert relief(savings, [index in frozen for index in range(4)]) == pytest.approx(twice / 2), frozen
-    assert relief([Saving(0, 0, 0)], [True]) == 0.0
+        assert Relief(savings, [index in frozen for index in range(4)]).now == pytest.approx(twice / 2), frozen
+    assert Relief([Saving(0, 0, 0)], [True]).now == 0.0
 
 
 def test_cost_aware_with_equal_ratios_freezes_the_prefix():
@@ -133,6 +135,78 @@ def test_cost_aware_begins_a_prefix_that_pays_once_it_is_long_enough():
     assert CostAware().choose(3, UNITS, [], context) == ["a", "b", "c"]
     context.ratios = {"a": 0.9, "b": 0.5, "c": 0.5, "d": 0.9}  # low ratios among them count against all
     assert CostAware().choose(1, UNITS, [], context) == ["d"]
+
+
+def reference(savings: list[Saving], frozen: list[bool]) -> float:
+    """`Relief.now`, summed anew."""
+    first = frozen.index(False) if False in frozen else len(frozen)
+    off = [saving for saving, is_frozen in zip(savings, frozen, strict=True) if is_frozen]
+    inputs = [saving.input_cost for saving in savings]
+    cost = sum(saving.weight_cost for saving in savings) + sum(inputs[1:])
+    saved = sum(saving.weight_cost for saving in off) + sum(inputs[1 : first + 1])
+    kept, freed = (sum(saving.bytes for saving in some) for some in (savings, off))
+    return (saved / cost if cost else 0.0) / 2 + (freed / kept if kept else 0.0) / 2
+
+
+def score(names: list[str], frozen: set[str], context: Context, sharpness: float) -> list[float]:
+    """What the first, the first two, ... of these units save per unit, weighted with their ratios."""
+    savings, now = [context.savings[name] for name in context.units], set(frozen)
+    before, total, scores = reference(savings, [name in now for name in context.units]), 0.0, []
+    for number, name in enumerate(names, start=1):
+        now.add(name)
+        after = reference(savings, [other in now for other in context.units])
+        total += context.ratio(name, 1.0) ** sharpness * (after - before)
+        before = after
+        scores.append(round(total / number, 12))
+    return scores
+
+
+def reference_choice(count: int, candidates: list[str], frozen: list[str], context: Context, sharp: float) -> list[str]:
+    chosen: list[str] = []
+    for _ in range(min(count, len(candidates))):
+        left = [name for name in candidates if name not in chosen]
+        now, room = {*frozen, *chosen}, max(count, context.remaining) - len(chosen)
+        scores = [(score([name], now, context, sharp)[0], name) for name in left]
+        scores += [(one, left[0]) for one in score(left[:room], now, context, sharp)[1:]]
+        chosen.append(max(scores, key=lambda scored: (scored[0], context.ratio(scored[1], 1.0)))[1])
+    return chosen
+
+
+@pytest.mark.parametrize("kind", ["flops", "seconds", "few values"])
+def test_cost_aware_chooses_as_if_every_relief_were_summed_anew(kind):
+    draw = random.Random(kind)
+    for _ in range(60):
+        units = [str(number) for number in range(draw.randint(1, 12))]
+        cost = {
+            "flops": lambda: draw.randint(10**8, 10**11),
+            "seconds": lambda: draw.uniform(1e-5, 1e-2),
+            "few values": lambda: draw.choice([0, 1, 2]),
+        }[kind]
+        savings = {name: Saving(cost(), cost(), draw.choice([0, 1, 1, 2**20, 10**9])) for name in units}
+        ratios = {name: draw.choice([0.0, 0.5, 0.9, 1.0, draw.random()]) for name in units if draw.random() < 0.9}
+        frozen = [name for name in units if draw.random() < 0.3]
+        candidates = [name for name in units if name not in frozen]
+        sharpness = draw.choice([0.0, 1.0, 8.0])
+        context = Context(units, ratios, savings, remaining=draw.randint(1, 12))
+        for count in (1, len(units) // 2, len(units)):
+            expected = reference_choice(count, candidates, frozen, context, sharpness)
+            assert cost_aware(sharpness).choose(count, candidates, frozen, context) == expected
+
+
+@pytest.mark.parametrize("number", [40, 160])
+def test_cost_aware_takes_time_that_grows_with_the_square_of_the_units(number):
+    """Savings are read once per choice, not once per unit that might freeze."""
+    reads = Counter()
+
+    class Counted(Saving):
+        def __getattribute__(self, name: str):
+            reads[name] += 1
+            return super().__getattribute__(name)
+
+    units = [str(place) for place in range(number)]
+    context = Context(units, dict.fromkeys(units, 0.9), {name: Counted(1.0, 1.0, 1) for name in units})
+    assert CostAware().choose(number, units, [], context) == units
+    assert reads["weight_cost"] <= 3 * number**2
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])

@@ -15,6 +15,7 @@ from rich.console import Console
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.methods import METHODS
+from ptlf.report.figures.cost import freeze_events, mean_line
 from ptlf.report.page import page
 from ptlf.report.runs import read_comparison, unsteady
 from ptlf.report.tables import show_results, show_runs
@@ -161,7 +162,6 @@ def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"training__epochs": 7}, "their epochs differ (training.epochs: 7 and 6)"),
         ({"stream__classes": 4}, "their streams differ (classes: 4 and None)"),
         ({"tasks": 4}, "their eval_splits differ"),
     ],
@@ -173,6 +173,51 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, change: dict, reason
     ]
     with pytest.raises(UserError, match=re.escape(reason)):
         read_comparison(folders)
+
+
+def test_runs_of_different_epochs_stand_side_by_side_and_the_page_says_so(tmp_path: Path) -> None:
+    words = "trained for 4 or 6 epochs of a task"
+    made_up.write(tmp_path / "a", made_up.results("digits/simsiam/lump"))
+    made_up.write(tmp_path / "b", made_up.results("digits/simsiam/ptlf"))
+    assert words not in html([tmp_path])
+    made_up.write(tmp_path / "c", made_up.results("digits/simsiam/ptlf", training__epochs=4))
+    text = html([tmp_path])
+    assert words in text and "4 or 6 epochs each" in text
+    groups = read_comparison([tmp_path]).groups
+    assert [group.label for group in groups] == ["lump", "ptlf (epochs 6)", "ptlf (epochs 4)"]
+
+
+def test_the_epochs_of_a_shorter_run_stand_in_their_task(tmp_path: Path) -> None:
+    for epochs in (4, 6):
+        made_up.write(tmp_path / f"{epochs}", made_up.results(training__epochs=epochs))
+    shorter, _ = read_comparison([tmp_path]).groups
+    assert {(place - 1) // 6 + 1 for place, _ in mean_line(shorter, "seconds", 1.0, 6)} == {1, 2, 3}
+    assert [place for place, _ in mean_line(shorter, "seconds", 1.0, 6)][:5] == [1, 2, 3, 4, 7]
+    events = [6 * (one["task"] - 1) + event["epoch"] for one in shorter.first["freezing"] for event in one["events"]]
+    assert list(freeze_events(shorter, 6)) == events
+
+
+@pytest.mark.parametrize(
+    ("names", "sums", "reason"),
+    [
+        (("cats", "dogs"), ("1", "2"), "number 1 of those that arrived: cats and dogs"),
+        (("day", "day"), ("1", "2"), "number 1 of those that arrived: day has others in each"),
+        (("cats", "dogs"), (None, "2"), "number 1 of those that arrived: cats and dogs"),
+        (("cats", "dogs"), ("1", "1"), ""),
+        (("day", "day"), (None, "2"), ""),
+    ],
+)
+def test_tasks_of_different_images_are_refused(tmp_path: Path, names: tuple, sums: tuple, reason: str) -> None:
+    for folder, name, checksum in zip("ba", names, sums, strict=True):
+        made = made_up.results(seed=ord(folder), tasks=2) | {"tasks": ["first", name], "arrived": 1}
+        made |= {"arrived_sha256": [checksum]} if checksum else {}
+        made_up.write(tmp_path / folder, made)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    if reason:
+        with pytest.raises(UserError, match=re.escape(f"their tasks are of different images ({reason})")):
+            read_comparison(folders)
+    else:
+        assert len(read_comparison(folders).groups) == 1
 
 
 def test_other_probe_settings_are_refused(two: list[Path]) -> None:
@@ -365,6 +410,15 @@ def test_eight_runs_of_twenty_tasks_stay_small() -> None:
     text = made_up.page_of_eight()
     assert len(text.encode()) < 5e6
     assert len(rows(text)) == 8
+
+
+def test_seeds_are_grouped_where_settings_that_change_no_result_differ(tmp_path: Path) -> None:
+    changes: list[dict] = [{}, {"checkpoint__keep": 1}, {"evaluation__batch": 64, "evaluation__gallery": False}]
+    for seed, change in enumerate(changes):
+        made_up.write(tmp_path / f"{seed}", made_up.results(seed=seed, **change))
+    made_up.write(tmp_path / "3", made_up.results(seed=3, memory__size=9))
+    groups = {len(group.runs): group.label for group in read_comparison([tmp_path]).groups}
+    assert groups == {3: "ptlf (size 64)", 1: "ptlf (size 9)"}
 
 
 def test_the_same_seed_again_is_no_further_seed(tmp_path: Path) -> None:

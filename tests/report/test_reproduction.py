@@ -96,8 +96,10 @@ def test_differences_need_two_seeds_in_common() -> None:
     for runs, accuracies in zip(made.values(), ((80.0, 81.0, 82.0), (82.0, 83.1, 83.9)), strict=True):
         for run, accuracy in zip(runs, accuracies, strict=True):
             run["probes"]["knn_task"]["accuracy"] = accuracy
-            per_task = {"train_seconds": accuracy, "correlation_seconds": 1.0, "rebuild_seconds": 0.5}
-            run["cost"]["per_task"] = [{"task": task, **per_task} for task in (1, 2, 3)]
+            columns = run["cost"]["per_epoch"]
+            epochs = len(columns["task"]) // 3  # of each of three tasks
+            seconds = {"seconds": accuracy / epochs, "correlation_seconds": 1.0, "rebuild_seconds": 0.5}
+            columns |= {key: [value] * (3 * epochs) for key, value in seconds.items()}
     ((title, rows),) = differences(made).items()
     assert title == "Split CIFAR-10, SimSiam"
     by_name = dict(zip(DIFFERENCES, rows["PTLF"], strict=True))

@@ -29,6 +29,7 @@ from ptlf.freezing import POLICIES
 from ptlf.learner import OF_LEARN
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
+from ptlf.report.runs import read_comparison
 from ptlf.run import loop
 from ptlf.run.config import Config
 from ptlf.run.folder import lock_of_run
@@ -867,6 +868,15 @@ def test_a_run_that_began_with_a_file_goes_on_without_it(tmp_path: Path, own: bo
     assert [entry["task"] for entry in results["freezing"]] == [1, 2]
     encoders = [load_file(tmp_path / name / "encoder.safetensors") for name in ("first", "whole")]
     assert same(*encoders)
+
+
+def test_runs_that_learnt_other_images_are_not_compared(root: Path, tmp_path: Path) -> None:
+    for folder, seed, day in (("a", 0, "day1"), ("b", 1, "day1"), ("c", 0, "day2")):
+        learnt(tmp_path / folder, config(seed=seed), [day])
+    (both,) = read_comparison([tmp_path / "a", tmp_path / "b"]).groups
+    assert len(both.runs) == 2
+    with pytest.raises(UserError, match=r"number 1 of those that arrived: day2 and day1"):
+        read_comparison([tmp_path / "a", tmp_path / "c"])
 
 
 @pytest.mark.parametrize("name", OF_LEARN)

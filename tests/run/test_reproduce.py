@@ -18,9 +18,10 @@ from ptlf.cli import main, make_parser
 from ptlf.core.settings import as_dict
 from ptlf.report.live import Live
 from ptlf.run import reproduce
+from ptlf.run.alike import settings_of
 from ptlf.run.paper import FIGURES, TABLES, Cell, Table
 from ptlf.run.recipes import resolve_config
-from ptlf.run.reproduce import SCALES, Estimate, kept_runs, make_plan, scale_settings, settings_of
+from ptlf.run.reproduce import SCALES, Estimate, kept_runs, make_plan, scale_settings
 from ptlf.run.results import write_json
 
 QUICK = [
@@ -76,7 +77,7 @@ def kept_like(**dotted: object) -> dict:
 
 def test_runs_are_found_by_their_settings(tmp_path: Path) -> None:
     """The machine and what is written beside the results do not matter; keys that a record lacks have their default."""
-    wanted = settings_of(tiny_config("digits/simsiam/lump"))
+    wanted = settings_of(kept_like())
     old = kept_like(device="cuda", data_root="/elsewhere", stream__resident=False, evaluation__gallery=False, seed=3)
     del old["freezing"]["save_memory"], old["distributed"], old["checkpoint"]
     same = keep(tmp_path / "same" / "deeper", old | {"recipe": "another/recipe/name"})
@@ -92,7 +93,7 @@ def test_runs_are_found_by_their_settings(tmp_path: Path) -> None:
     assert {seed: [one.folder for one in some] for seed, some in found[wanted].items()} == {3: [same]}
     lacking = kept_like()
     lacking["freezing"] = {key: value for key, value in lacking["freezing"].items() if key != "final"}
-    assert settings_of(tiny_config("digits/simsiam/lump", freezing__final=0.5)) not in kept_runs(
+    assert settings_of(kept_like(freezing__final=0.5)) not in kept_runs(
         [keep(tmp_path / "final", lacking)], ["conftest:tiny_encoder"]
     )
 
@@ -107,6 +108,11 @@ def test_of_runs_with_the_same_seed_the_recipe_s_own_is_taken(tmp_path: Path) ->
     plan = make_plan([TINY], "paper", [0, 1], tmp_path / "runs", QUICK, [tmp_path])
     assert {seed: found.folder.name for seed, found in plan.found[LUMP.key].items()} == {0: "b", 5: "d"}
     assert len(plan.missing) == 3
+
+
+def test_a_seed_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    plan = make_plan([TINY], "paper", [0, 0], tmp_path / "runs", QUICK, [tmp_path])
+    assert sorted(run.name for run in plan.missing) == sorted(cell.name for cell in reproduce.wanted([TINY]).values())
 
 
 def test_cheapest_first(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
     groups = [group for group in comparison.groups if group.runs[0].epochs]
     if not groups:
         return None
-    epochs = groups[0].config["training"]["epochs"]
+    epochs = comparison.epochs[-1]
     tasks = max(len(group.first["tasks"]) for group in groups)
     left, height = 46.0, 120.0
     drawing = Drawing(width, 0, "Cost of every epoch")
@@ -44,7 +44,7 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
             corners = [[(x(place), y(value)) for place, value in steps(series)] for _, series in lines]
             drawing.area([*corners[0], *reversed(corners[1])], f"run{lines[1][0].colour}", opacity=0.14)
         for group, series in lines:
-            draw_line(drawing, group, series, x, y, stepped=stepped)
+            draw_line(drawing, group, series, x, y, epochs, stepped=stepped)
         top += height + 34
     name_tasks(drawing, x, top - 18, tasks, epochs)
     drawing.height = top - 8
@@ -66,16 +66,19 @@ def name_tasks(drawing: Drawing, x: Scale, height: float, tasks: int, epochs: in
 
 
 def mean_line(group: Group, key: str, unit: float, epochs: int) -> Series:
-    """(epoch of the stream, mean over seeds)."""
+    """(epoch of the stream, mean over seeds). `epochs` of a task are drawn, which may be more than the group has."""
     lines = [line for run in group.runs for line in run.epochs if line.get(key) is not None]
     found = means([((line["task"] - 1) * epochs + line["epoch"], line[key] / unit) for line in lines])
     return [(place, mean) for place, (mean, _) in found.items()]
 
 
-def draw_line(drawing: Drawing, group: Group, series: Series, x: Scale, y: Scale, *, stepped: bool) -> None:
+def draw_line(
+    drawing: Drawing, group: Group, series: Series, x: Scale, y: Scale, epochs: int, *, stepped: bool
+) -> None:
+    """epochs: of a task, in `series`."""
     if not series:
         return
-    role, events = f"run{group.colour}", freeze_events(group)
+    role, events = f"run{group.colour}", freeze_events(group, epochs)
     points = steps(series) if stepped else thinned(series)
     drawing.line([(x(place), y(value)) for place, value in points], role, width=1.8, dash=group.dash)
     if len(points) == 1:  # of which no line is seen
@@ -121,9 +124,9 @@ def thinned(series: Series) -> Series:
     return [(block[len(block) // 2][0], statistics.median(value for _, value in block)) for block in blocks]
 
 
-def freeze_events(group: Group) -> dict[int, str]:
+def freeze_events(group: Group, epochs: int) -> dict[int, str]:
     """What froze, in words, by epoch of the stream."""
-    epochs, found = group.config["training"]["epochs"], {}
+    found = {}
     for entry in group.first["freezing"]:
         for event in entry["events"]:
             words = f"{group.label}, task {entry['task']}, epoch {event['epoch']}: {', '.join(event['frozen'])} froze"

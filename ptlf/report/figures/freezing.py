@@ -185,7 +185,7 @@ def epoch_overlap(groups: Sequence[Group], width: float) -> Drawing:
         overlaps = [pair for run in group.runs for pair in epoch_overlaps(run).items()]
         found = means([(epoch, value) for epoch, values in overlaps for value in values])
         lines.append((group, {epoch: (mean, 0.0) for epoch, (mean, _) in found.items()}))
-    epochs = groups[0].config["training"]["epochs"]
+    epochs = max(group.config["training"]["epochs"] for group in groups)
     places = [value for value in ticks(1, epochs, 6) if value == int(value)]
     label = "Overlap of the selection between epochs"
     return line_chart(label, "epoch of a task", lines, epochs, places, (0.0, 1.0), width)

@@ -25,7 +25,7 @@ def losses(comparison: Comparison) -> list[str]:
 def loss_curves(comparison: Comparison, width: float) -> Drawing | None:
     """A panel per loss over all epochs of the stream."""
     groups = [group for group in comparison.groups if group.runs[0].epochs]
-    epochs = groups[0].config["training"]["epochs"]
+    epochs = comparison.epochs[-1]
     tasks = max(len(group.first["tasks"]) for group in groups)
     left, height = 52.0, 120.0
     drawing = Drawing(width, 0, "Losses of every epoch")
@@ -42,7 +42,7 @@ def loss_curves(comparison: Comparison, width: float) -> Drawing | None:
         shade_tasks(drawing, x, y, tasks, epochs)
         grid_y(drawing, y, x.start, x.end, most=4)
         for group, series in lines:
-            draw_line(drawing, group, series, x, y, stepped=False)
+            draw_line(drawing, group, series, x, y, epochs, stepped=False)
         top += height + 34
     name_tasks(drawing, x, top - 18, tasks, epochs)
     drawing.height = top - 8

@@ -1,0 +1,88 @@
+"""Which settings may differ between two runs: of one run that goes on, of one configuration, or to be compared."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ptlf.core.errors import UserError
+from ptlf.core.reading import flatten
+from ptlf.core.words import shown
+
+Json = dict[str, Any]
+# Settings that may change while a run goes: what it comes to is the same, but for rounding.
+MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint"}
+MAY_CHANGE |= {"freezing.ratios"}
+# Runs that differ in these alone are of one configuration. What a run is tested by stands beside its figures.
+NOT_LEARNT = MAY_CHANGE | {"seed", "recipe", "evaluation"}
+
+
+def is_learnt(name: str) -> bool:
+    """Whether the setting with this dotted key changes what a run learns."""
+    parts = name.split(".")
+    return not any(".".join(parts[:count]) in NOT_LEARNT for count in range(1, len(parts) + 1))
+
+
+def settings_of(config: Mapping[str, Any]) -> str:
+    """The configuration that runs of several seeds, on any machine, have in common, as text."""
+    return json.dumps({key: value for key, value in flatten(config).items() if is_learnt(key)}, sort_keys=True)
+
+
+def differing(
+    before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE, place: str = ""
+) -> list[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) of the settings that differ and are not among those that may."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in dict.fromkeys((*before, *now)):
+        where, old, new = f"{place}{name}", before.get(name), now.get(name)
+        if where in may or old == new:
+            continue
+        both = isinstance(old, Mapping) and isinstance(new, Mapping)
+        found += differing(old, new, may, f"{where}.") if both else [(where, old, new)]  # type: ignore[arg-type]
+    return found
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE) -> str:
+    """The first of `differing` in words; empty if there is none."""
+    found = differing(before, now, may)
+    words = ", ".join(f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in found[:3])
+    return words + (f", and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def stream_settings(config: Json) -> Json:
+    """What runs must have in common to be compared."""
+    return {key: value for key, value in config.get("stream", {}).items() if key != "resident"}
+
+
+def check_alike(configs: Sequence[Json]) -> None:
+    """Of runs that are to be compared, before they are made. Their seconds are, so the epochs must be the same."""
+    first, *others = configs
+    for other in others:
+        if found := difference(stream_settings(first), stream_settings(other)):
+            raise UserError(f"the runs are of different streams ({found}) and cannot be compared")
+        epochs = [config.get("training", {}).get("epochs") for config in (first, other)]
+        if epochs[0] != epochs[1]:
+            both = f"the runs are of different epochs (training.epochs: {epochs[0]} and {epochs[1]})"
+            raise UserError(f"{both} and their seconds cannot be compared; give all the same --training.epochs")
+
+
+def other_images(mine: Json, theirs: Json) -> str:
+    """Of two records: the first task that arrived in both and has other images, in words; empty if there is none."""
+    pairs = zip(arrived_tasks(mine), arrived_tasks(theirs), strict=False)
+    for number, ((name, checksum), (their_name, their_checksum)) in enumerate(pairs, start=1):
+        known = checksum and their_checksum  # not in records of older versions
+        if checksum != their_checksum if known else name != their_name:
+            same = f"{name} has others in each" if name == their_name else f"{name} and {their_name}"
+            return f"number {number} of those that arrived: {same}"
+    return ""
+
+
+def arrived_tasks(results: Json) -> list[tuple[str, str | None]]:
+    """Name and checksum of the tasks that `ptlf learn` brought. Streams of a name and settings have the same images."""
+    count = results.get("arrived", 0)
+    names = [str(name) for name in results["tasks"][-count:]] if count else []
+    return list(zip(names, results.get("arrived_sha256") or [None] * count, strict=True))
+
+
+def difference(mine: Json, theirs: Json) -> str:
+    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    return ", ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in keys[:3])

@@ -1,0 +1,37 @@
+"""What the callbacks of trainers share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ptlf.integrations.plan import FreezingPlan
+
+
+def linear() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(2, 4)
+
+
+def convolution() -> tuple[nn.Module, torch.Tensor]:
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)
+    return nn.Sequential(*layers), torch.zeros(2, 3, 4, 4)
+
+
+@pytest.mark.parametrize("make", [linear, convolution])
+def test_after_an_interrupted_training_the_next_one_thaws_what_was_frozen(make):
+    """A trainer that an exception leaves does not call `end`."""
+    model, x = make()
+    plan = FreezingPlan({0: 1, 5: 0}, example=x)
+
+    def begin() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan.begin(model, [optimizer], None, lambda batch: model(batch).sum(), lambda: [x])
+
+    begin()
+    assert plan.at(0) == ["0"]
+    begin()
+    assert plan.at(0) == ["0"]
+    plan.at(5)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    plan.end()
