@@ -13,7 +13,7 @@ from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson, worsened
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.alike import difference, is_learnt, other_images, settings_of, stream_settings
+from ptlf.run.alike import counts, difference, other_images, settings_of, stream_settings
 from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
@@ -329,7 +329,7 @@ def name_groups(groups: list[Group]) -> None:
         flat = [flatten(twin.config) for twin in twins]
         # Keys that only some have belong to a section whose name differs, which says it all.
         keys = [key for key in flat[0] if all(key in one for one in flat) and len({str(one[key]) for one in flat}) > 1]
-        keys = sorted((key for key in keys if key != "seed"), key=lambda key: not is_learnt(key))
+        keys = sorted((key for key in keys if key != "seed"), key=lambda key: not counts(key))
         for twin, values in zip(twins, flat, strict=True):
             names = [key.removesuffix(".name").split(".")[-1] for key in keys[:2]]  # objective.name is the objective
             settings = ", ".join(f"{name} {values.get(key)}" for name, key in zip(names, keys, strict=False))
@@ -340,8 +340,8 @@ def name_groups(groups: list[Group]) -> None:
 
 
 def same_label(groups: list[Group]) -> list[list[Group]]:
-    counts = Counter(group.label for group in groups)
-    return [[group for group in groups if group.label == label] for label, count in counts.items() if count > 1]
+    labels = Counter(group.label for group in groups)
+    return [[group for group in groups if group.label == label] for label, count in labels.items() if count > 1]
 
 
 def policy_of(config: Json) -> str:

@@ -12,19 +12,19 @@ Json = dict[str, Any]
 # Settings that may change while a run goes: what it comes to is the same, but for rounding.
 MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint"}
 MAY_CHANGE |= {"freezing.ratios"}
-# Runs that differ in these alone are of one configuration. What a run is tested by stands beside its figures.
-NOT_LEARNT = MAY_CHANGE | {"seed", "recipe", "evaluation"}
+# Runs that differ in these alone are of one configuration: they learn the same, and are tested on the same.
+BESIDE = MAY_CHANGE - {"evaluation.tasks"} | {"seed", "recipe", "evaluation.gallery"}
 
 
-def is_learnt(name: str) -> bool:
-    """Whether the setting with this dotted key changes what a run learns."""
+def counts(name: str) -> bool:
+    """Whether the setting with this dotted key changes what a run learns or is tested on."""
     parts = name.split(".")
-    return not any(".".join(parts[:count]) in NOT_LEARNT for count in range(1, len(parts) + 1))
+    return not any(".".join(parts[:count]) in BESIDE for count in range(1, len(parts) + 1))
 
 
 def settings_of(config: Mapping[str, Any]) -> str:
     """The configuration that runs of several seeds, on any machine, have in common, as text."""
-    return json.dumps({key: value for key, value in flatten(config).items() if is_learnt(key)}, sort_keys=True)
+    return json.dumps({key: value for key, value in flatten(config).items() if counts(key)}, sort_keys=True)
 
 
 def differing(

@@ -10,7 +10,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.run import bench
-from ptlf.run.alike import NOT_LEARNT, changes, settings_of
+from ptlf.run.alike import BESIDE, changes, settings_of
 from ptlf.run.build import choose_device, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.folder import texts
@@ -176,7 +176,7 @@ def check_folders(runs: Sequence[Planned]) -> None:
             continue
         with settings_from(path, texts(as_dict(run.config))):
             there = from_dict(read_yaml(path))
-        if changed := changes(as_dict(there), as_dict(run.config), NOT_LEARNT):
+        if changed := changes(as_dict(there), as_dict(run.config), BESIDE):
             way_out = "choose another --runs, or remove that folder"
             raise UserError(f"{run.folder} holds a run with other settings ({changed}); {way_out}")
 

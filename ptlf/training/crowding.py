@@ -11,7 +11,7 @@ IDLE = (3, 4)  # numbers of the kinds in which no process runs: idle, and waitin
 KINDS = 8  # those after them are counted in the first two as well
 SECONDS = 5.0  # over which the cores are looked at
 LOOKS = 12  # at the start of a run
-LEAST = 0.25  # cores that the threads lack, from which on it is told
+LEAST = 0.5  # cores that the threads lack, from which on it is told
 
 
 class CpuTime(NamedTuple):

@@ -421,6 +421,13 @@ def test_seeds_are_grouped_where_settings_that_change_no_result_differ(tmp_path:
     assert groups == {3: "ptlf (size 64)", 1: "ptlf (size 9)"}
 
 
+def test_seeds_that_were_tested_on_other_tasks_stand_apart(tmp_path: Path) -> None:
+    for seed, tasks in enumerate(("all", "all", "last:1")):
+        made_up.write(tmp_path / f"{seed}", made_up.results(seed=seed, evaluation__tasks=tasks))
+    groups = {len(group.runs): group.label for group in read_comparison([tmp_path]).groups}
+    assert groups == {2: "ptlf (tasks all)", 1: "ptlf (tasks last:1)"}
+
+
 def test_the_same_seed_again_is_no_further_seed(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         made_up.write(tmp_path / folder, made_up.results("digits/simsiam/lump", seed=0))
