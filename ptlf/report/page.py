@@ -126,7 +126,8 @@ def title_of_page(comparison: Comparison, stream: str) -> str:
     others = [group.label for group in comparison.groups if group is not base]
     if not others or len(comparison.groups) == 1:
         return comparison.groups[0].label
-    names = " and ".join(others) if len(others) < 3 else f"{len(others)} runs"
+    kind = "configurations" if any(len(group.runs) > 1 for group in comparison.groups) else "runs"
+    names = " and ".join(others) if len(others) < 3 else f"{len(others)} {kind}"
     return f"{names} against {base.label} on {stream}" if base else f"{names} on {stream}"
 
 

@@ -421,6 +421,14 @@ def test_seeds_are_grouped_where_settings_that_change_no_result_differ(tmp_path:
     assert groups == {3: "ptlf (size 64)", 1: "ptlf (size 9)"}
 
 
+def test_the_title_counts_configurations_where_there_are_seeds(tmp_path: Path) -> None:
+    for method in ("lump", "finetune", "si", "ptlf"):
+        made_up.write(tmp_path / method, made_up.results(f"digits/simsiam/{method}", seed=0))
+    assert "<h1>3 runs against lump" in html([tmp_path])
+    made_up.write(tmp_path / "again", made_up.results("digits/simsiam/si", seed=1))
+    assert "<h1>3 configurations against lump" in html([tmp_path])
+
+
 def test_seeds_that_were_tested_on_other_tasks_stand_apart(tmp_path: Path) -> None:
     for seed, tasks in enumerate(("all", "all", "last:1")):
         made_up.write(tmp_path / f"{seed}", made_up.results(seed=seed, evaluation__tasks=tasks))
