@@ -136,7 +136,7 @@ def ratio_part(comparison: Comparison) -> Part:
     if not groups:
         part.notes.append("No run computed correlation ratios; a run with `--freezing.policy correlation` does.")
     supervised = {group.first.get("uses_labels", False) for group in groups}
-    if len(supervised) == 1:
+    if len(supervised) == 1 and comparison.probes:  # else there are no labels
         missing = "self-supervised" if supervised == {True} else "supervised"
         part.notes.append(f"A {missing} run with `--freezing.policy correlation` would stand beside it here.")
     several = [group for group in freezing.written(comparison, "events") if len(freezing.tasks_of(group)) > 1]

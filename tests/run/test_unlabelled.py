@@ -181,6 +181,7 @@ def test_the_headline_without_labels_says_what_is_known(world: Path, capsys) -> 
     assert ("Fewer than before training" in header) == (int(after) < int(before))
     assert f"<code>ptlf evaluate {world / 'run'} --stream.labelled FOLDER</code>" in header
     assert 'id="answer"' not in page and "better to the right" not in page
+    assert "A supervised run" not in page
     table = page[page.index('<table class="features">') :].split("</table>")[0]
     assert "task 1, monday" in table and "task 2, tuesday" in table
     for entry in (*results["features"], *results["untrained_features"]):
