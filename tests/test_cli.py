@@ -127,14 +127,15 @@ def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypat
     assert "--size is of --noise images" in refused(capsys, "bench", "run", "--size", "16")
     photograph = tmp_path / "0001.jpg"
     photograph.write_text("a photograph")
+    monkeypatch.chdir(tmp_path)
     for words, told in {
         ("report", str(tmp_path), "--out"): "must name a page, such as report.html, not",
         ("reproduce", "all", "--write"): "must name a file that ends with .md, not",
         ("bench", "freezing", "--json"): "must name a file that ends with .json, not",
     }.items():
         with pytest.raises(SystemExit):
-            main([*words, str(photograph)])
-        assert f"argument {words[-1]}: {told} '{photograph}'" in capsys.readouterr().err
+            main([*words, photograph.name])
+        assert f"argument {words[-1]}: {told} '{photograph.name}'" in capsys.readouterr().err
     assert photograph.read_text() == "a photograph"
     frontier = ["frontier", "digits/simsiam/lump", "--out", str(tmp_path / "f"), "--plan"]
     pack = ["data", "pack", str(tmp_path), "--name", "x", "--size", "8"]
