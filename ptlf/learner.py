@@ -367,7 +367,7 @@ class Learner:
         values, told = fit_settings(as_dict(self.config), self.free, sizes, first.size)
         self.config = from_dict(values)
         if told and said:
-            said(f"{told}, now only: they hold for later tasks too, and one with more images takes as much longer")
+            said(f"{told}; they hold for all later tasks, and cannot be changed then")
 
     def _start(self) -> nn.Module | None:
         """A copy of the module that was given, with the weights that training began with."""

@@ -32,16 +32,16 @@ def write_whole(path: Path, data: bytes | str | Iterable[bytes | memoryview]) ->
     with whole_file(path) as part, open(part, "wb") as file:
         for piece in pieces:
             file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write, renamed to it after the block; removed if the block raises."""
+    """A file beside `path` to write, on the disk and renamed to it after the block; removed if the block raises."""
     part = path.with_name(f".{path.name}.part")
     try:
         yield part
+        with open(part, "r+b") as file:
+            os.fsync(file.fileno())
         os.replace(part, path)
         sync_folder(path.parent)
     except OSError as error:

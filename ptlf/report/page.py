@@ -169,7 +169,7 @@ def unlabelled(group: Group) -> dict[str, Any]:
         total = sum(map(len, pictures["looks"]["after"]["neighbours"]))
         before, after = (same_class(pictures, moment) for moment in MOMENTS)
         near = f"Of the nearest images below, {after} of {total} are of the same task; {group.start}: {before}."
-        near += " Fewer than before training: it does not tell the tasks apart better." if after < before else ""
+        near += " Fewer than before training." if after < before else ""
     command = f"ptlf evaluate {shlex.quote(str(group.runs[0].folder))} --stream.labelled FOLDER"
     return {"group": group, "rows": rows, "words": [features, near], "command": command}
 

@@ -12,8 +12,9 @@ Json = dict[str, Any]
 # Settings that may change while a run goes: what it comes to is the same, but for rounding.
 MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint"}
 MAY_CHANGE |= {"freezing.ratios"}
+NO_EFFECT = MAY_CHANGE - {"evaluation.tasks"}  # on the figures of a finished run, which is not tested again
 # Runs that differ in these alone are of one configuration: they learn the same, and are tested on the same.
-BESIDE = MAY_CHANGE - {"evaluation.tasks"} | {"seed", "recipe", "evaluation.gallery"}
+BESIDE = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
 
 
 def counts(name: str) -> bool:

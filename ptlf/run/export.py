@@ -25,8 +25,9 @@ from ptlf.core.errors import UserError
 from ptlf.core.files import write_error, write_whole
 from ptlf.core.reading import damaged, read_json, read_text
 from ptlf.core.words import shown
+from ptlf.encoders.weights import KEY
 from ptlf.run.folder import ENCODER, encoder_bytes
-from ptlf.run.inference import KEY, MODEL, SHAPES, LoadedEncoder, load_encoder
+from ptlf.run.inference import MODEL, SHAPES, LoadedEncoder, load_encoder
 from ptlf.run.results import AGAIN, Json, read_results, to_json
 
 Model = Callable[[Tensor], np.ndarray]  # images (N, 3, V, V) to features (N, feature_dim)

@@ -18,7 +18,7 @@ from ptlf.core.reading import damaged
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
-from ptlf.run.alike import MAY_CHANGE, changes
+from ptlf.run.alike import NO_EFFECT, changes
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import AGAIN, read_results
 from ptlf.stream.arrivals import TASKS, arrived_names, is_arrival, missing
@@ -111,8 +111,7 @@ def finished(folder: Path, config: Config) -> bool:
         return False
     with settings_from(folder / "config.yaml", texts(as_dict(config))):
         there = from_dict(read_yaml(folder / "config.yaml"))
-    may = MAY_CHANGE - {"evaluation.tasks"}  # a finished run is not tested again
-    if changed := changes(as_dict(there), as_dict(config), may):
+    if changed := changes(as_dict(there), as_dict(config), NO_EFFECT):
         raise UserError(f"{folder} holds a run with other settings ({changed}); choose another --out")
     return has_finished(folder)
 

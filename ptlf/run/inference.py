@@ -19,7 +19,7 @@ from ptlf.core.randomness import seeded
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.encoders import as_encoder, read_tensors
-from ptlf.encoders.weights import KEY as KEY
+from ptlf.encoders.weights import KEY
 from ptlf.evaluation.prober import testing
 from ptlf.methods import METHODS, Method
 from ptlf.run.build import choose_device, make_encoder, make_stream, views_for

@@ -19,10 +19,11 @@ from ptlf.core.randomness import seeded
 from ptlf.core.reading import DAMAGE, check, damaged, reason
 from ptlf.core.settings import as_dict
 from ptlf.core.words import shown
+from ptlf.encoders.weights import KEY
 from ptlf.run.alike import changes
 from ptlf.run.config import from_dict, read_yaml, to_yaml
 from ptlf.run.folder import ENCODER, START, claimed, save_encoder
-from ptlf.run.inference import KEY, card_of
+from ptlf.run.inference import card_of
 from ptlf.run.looks import Looks
 from ptlf.run.results import append_line, keep_lines, write_json
 from ptlf.run.start import fill_memory, save_start

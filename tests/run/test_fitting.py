@@ -223,7 +223,7 @@ def test_learning_chooses_with_the_first_task_only(root: Path, tmp_path: Path, c
     assert main(["learn", str(run), str(pictures / "day2"), *small, "--encoder", "resnet18-mini"]) == 0
     told = capsys.readouterr().out
     assert "chosen for 40 images of 8 px on 2 CPU cores: --training.batch 16; each can" in told
-    assert "now only: they hold for later tasks too" in told
+    assert "with a value of your own; they hold for all later tasks, and cannot be changed then" in told
     stored = yaml.safe_load((run / "config.yaml").read_text())
     assert (stored["training"]["batch"], stored["training"]["epochs"]) == (16, 1)
     assert main(["learn", str(run), str(pictures / "day0")]) == 0  # smaller than a batch
