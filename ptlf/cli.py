@@ -332,7 +332,7 @@ def add_export(verb: Verb) -> None:
     add("folder", "a run's folder", Path, metavar="RUN")
     add("--to", "FILE.onnx, FILE.pt2 (torch.export), or a folder as on the Hugging Face hub", Path, required=True)
     add("--license", "of the encoder, for the folder's model card, as mit or cc-by-4.0", dest="licence")
-    add("--overwrite", "replace what is there", bool)
+    add("--overwrite", "replace an earlier export", bool)
     add("--trust-code", TRUST, bool)
 
 
