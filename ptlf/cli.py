@@ -275,6 +275,7 @@ def add_reproduce(verb: Verb) -> None:
     add("--seeds", "each run with each of them; others that are there count too", int, nargs="+", default=[0])
     add("--runs", "a folder below this for each run (default: runs/reproduce/SCALE)", Path, metavar="DIR")
     add("--plan", PLAN, bool)
+    add("--show", "train nothing: print the tables, or draw the figures, from the runs that are there", bool)
     add(
         "--write",
         "train nothing: write this Markdown page from the runs that are there",

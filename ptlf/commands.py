@@ -230,6 +230,7 @@ def reproduce(
     seeds: list[int],
     runs: Path | None,
     plan: bool,
+    show: bool,
     write: Path | None,
     pictures: Path | None,
     overrides: Words,
@@ -253,14 +254,17 @@ def reproduce(
         tell(small)
     for pack, lacking in sorted(planned.left_out.items()):
         root = fetch.data_root(lacking[0].config.data_root)
-        tell(f"{pack} is not in {root}: `ptlf data get {pack}` brings it; until then its cells are empty")
+        left = f"{len(lacking)} run{'s' * (len(lacking) > 1)} of it cannot be made"
+        tell(f"{pack} is not in {root}: `ptlf data get {pack}` brings it; until then {left}")
     if plan:
         for folder in planned.of_other_seeds():
             tell(f"there, of another seed: {folder}")
         left_out = {pack: len(runs) for pack, runs in planned.left_out.items()}
         return show_plan(planned.there(), planned.missing, left_out)
     failed, watch = [], tell_count(len(planned.there()), planned.missing)
-    for run, results in reproduction.train_missing(planned, watch):
+    if planned.missing and scale == "paper" and not show:
+        tell("--plan says how long that takes on this machine; --show prints what is there")
+    for run, results in () if show else reproduction.train_missing(planned, watch):
         if isinstance(results, UserError):
             failed.append(run.name)
             tell(f"{run.name}: failed: {results}")

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from ptlf.run.paper import METHODS, TABLES
+from ptlf.report.reproduction import DIFFERENCES, differences, figure
+from ptlf.run.paper import METHODS, OBJECTIVES, TABLES
 from ptlf.run.recipes import EXPECTED
+from ptlf.run.reproduce import make_plan
 
 ROOT = Path(__file__).parent.parent
 README, RECIPES, SAVINGS, PRETRAINED, BENCHMARKS = (
@@ -21,7 +23,7 @@ README, RECIPES, SAVINGS, PRETRAINED, BENCHMARKS = (
 )
 FULL = [f"split-cifar10/simsiam/{method}" for method in ("lump", "ptlf", "ptlf-cost", "ptlf-deep")]
 ROWS = dict(zip(FULL, ("LUMP, here", "PTLF, here", "(`ptlf-cost`)", "(`ptlf-deep`"), strict=True))
-MEASURED = "kept for backward, tasks 2-5"  # of README's table
+MEASURED = {"simsiam": "| SimSiam | seeds |", "barlow_twins": "| Barlow Twins | seeds |"}  # heads of README's tables
 SCORES = [("knn_task", "accuracy"), ("knn_task", "forgetting"), ("knn_class", "accuracy")]
 
 
@@ -75,23 +77,44 @@ def test_accuracies_of_the_full_protocol(recipe: str) -> None:
     assert row_with(RECIPES, "tasks' last epochs", ROWS[recipe])[:3] == means(seeds)
 
 
-def test_the_table_of_readme() -> None:
-    """Has every method of Split CIFAR-10 with SimSiam that was run, ours beside the paper's."""
-    methods = {
-        "PTLF with the cost-aware order (`ptlf-cost`)": "ptlf-cost",
-        "the same, deeper (`ptlf-deep`)": "ptlf-deep",
-    }
-    rows = table_rows(README, MEASURED)
-    names = {row: methods.get(row, row.lower()) for row in rows}
-    folders = (ROOT / "results").glob("split-cifar10-simsiam-*-seed*")
-    assert set(names.values()) == {folder.name.removeprefix("split-cifar10-simsiam-")[:-6] for folder in folders}
-    for row, method in names.items():
-        runs = kept(f"split-cifar10-simsiam-{method}-seed*")
-        cell = TABLES["main"].cell(f"SimSiam, {METHODS[method]}", "Split CIFAR-10")
+@pytest.mark.parametrize("objective", MEASURED)
+def test_the_tables_of_readme(objective: str) -> None:
+    """Have every method of Split CIFAR-10 that was run, ours beside the paper's."""
+    rows = table_rows(README, MEASURED[objective])
+    named = {row: found[1] if (found := re.search(r"`(.*)`", row)) else row.split(" (")[0].lower() for row in rows}
+    start = f"split-cifar10-{objective}-"
+    folders = (ROOT / "results").glob(f"{start}*-seed*")
+    assert set(named.values()) == {folder.name.removeprefix(start)[:-6] for folder in folders}
+    base = kept(f"{start}lump-seed*")
+    for row, method in named.items():
+        runs = kept(f"{start}{method}-seed*")
+        cell = TABLES["main"].cell(f"{OBJECTIVES[objective]}, {METHODS[method]}", "Split CIFAR-10")
         assert cell is not None
         paper = [f"{cell.paper[key]:.2f}" if key in cell.paper else "" for key in ("accuracy", "forgetting")]
         accuracy, forgetting, classes = means(runs)
         assert rows[row][:6] == [str(len(runs)), accuracy, paper[0], forgetting, paper[1], classes], row
+        costs = [numbers(words) for words in rows[row][6:]]
+        if method == "lump":
+            assert costs == [[f"{training(runs):.0f}"], [f"{kept_later(runs) / 2**20:.0f}"]]
+        elif len(runs) == len(base):
+            assert costs == [[f"{of(runs) / of(base):.2f}"] for of in (training, kept_later)], row
+            mixed = any(run["commit"] != other["commit"] for run, other in zip(runs, base, strict=True))
+            assert ("†" in rows[row][6]) == mixed, row
+
+
+def test_the_sentences_of_readme() -> None:
+    """On costs over a whole run, and on `knn_class` with Barlow Twins by seed."""
+    said, cells = in_one_line(README), TABLES["cost"]
+    found = make_plan([TABLES["main"]], "paper", [0], Path("none"), [], [ROOT / "results"]).results()
+    cell = cells.cell("SimSiam, PTLF", "Split CIFAR-10")
+    assert cell is not None
+    costs = [figure(cells, cell, measure, found) for measure in ("time", "flops")]
+    time, flops = (f"{cost.mean:.2f}x" for cost in costs if cost)
+    assert f"takes {time} of LUMP's time and {flops} of its backward FLOPs" in said
+    assert f"the paper has {cell.paper['time']:.2f}x and {cell.paper['flops']:.2f}x" in said
+    lost = differences(found)["Split CIFAR-10, Barlow Twins"]["PTLF"][list(DIFFERENCES).index("knn_class, points")]
+    assert lost.both is not None and lost.said == "worse"
+    assert f"{-lost.both.mean:.2f} points of `knn_class` below LUMP (± {lost.both.half:.2f}, by seed)" in said
 
 
 @pytest.mark.parametrize("recipe", [name for name in EXPECTED if name.startswith("split-")])
@@ -146,9 +169,6 @@ def test_costs_of_the_full_protocol(recipe: str) -> None:
     cells = row_with(RECIPES, "tasks' last epochs", ROWS[recipe])
     assert [numbers(cells[place]) for place in (3, 5, 6)] == [times, last, middle]
     assert numbers(cells[4]) == [f"{recorded_seconds(mine):.0f}"]
-    words = {"LUMP, here": "LUMP", "PTLF, here": "PTLF"}.get(ROWS[recipe])
-    cells = table_rows(README, MEASURED)[words] if words else row_with(README, MEASURED, ROWS[recipe])
-    assert [numbers(cell) for cell in cells[6:]] == [times[-1:], middle]
 
 
 def test_the_paper_s_figures() -> None:
@@ -190,8 +210,8 @@ def test_the_example_of_one_machine() -> None:
         "kept for backward, last epoch, MiB": lambda run: f"{run['cost']['kept_bytes'] / 2**20:.1f}",
         "backward FLOPs, 10^12": lambda run: f"{run['cost']['backward_flops'] / 1e12:.3f}",
     }
-    for (name, cells), (start, figure) in zip(rows.items(), wanted.items(), strict=True):
-        assert name.startswith(start) and cells == [figure(run) for run in runs]
+    for (name, cells), (start, shown) in zip(rows.items(), wanted.items(), strict=True):
+        assert name.startswith(start) and cells == [shown(run) for run in runs]
     for probe in ("knn_task", "knn_class"):
         (name,) = [name for name in rows if f"`{probe}`" in name]
         assert f"random encoder: {runs[0]['probes'][probe]['untrained_accuracy']:.2f}" in name

@@ -62,6 +62,20 @@ def interval(values: Sequence[float]) -> Interval | None:
     return Interval(statistics.fmean(values), half, len(values))
 
 
+def difference_to(mine: Interval, mean: float, spread: float | None, count: int) -> Interval:
+    """`mine` minus the mean of `count` other values, of which only the standard deviation, `spread`, is known: Welch's
+    t interval, with degrees of freedom rounded down. A single value of mine is taken to spread as the others do."""
+    half = None
+    if spread is not None:
+        theirs, degrees = spread**2 / count, float(count - 1)
+        own = spread**2 / mine.count
+        if mine.half is not None:
+            own = (mine.half / quantile(mine.count - 1)) ** 2
+            degrees = (own + theirs) ** 2 / (own**2 / (mine.count - 1) + theirs**2 / (count - 1))
+        half = quantile(int(degrees)) * math.sqrt(own + theirs)
+    return Interval(mine.mean - mean, half, mine.count)
+
+
 def mean_ratio(values: Sequence[float]) -> Ratio | None:
     """Of positive values."""
     found = interval([math.log(value) for value in values])

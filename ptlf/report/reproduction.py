@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
-from ptlf.report.paired import Interval, Ratio, interval, mean_ratio, verdict
+from ptlf.report.paired import Interval, Ratio, difference_to, interval, mean_ratio, verdict
 from ptlf.report.runs import LEARNING_SECONDS, RunRecord, at, later_kept, later_seconds
 from ptlf.report.tables import new_table, note
-from ptlf.run.paper import ADDED, METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
-from ptlf.run.results import Json, epoch_lines
+from ptlf.run.paper import ADDED, METHODS, OBJECTIVES, RUNS, STREAMS, TABLES, Cell, Table
+from ptlf.run.results import STEADY, Json, epoch_lines
 
 Key = tuple[str, tuple[str, ...]]  # `Cell.key`
 Found = Mapping[Key, Sequence[Json]]  # the results of every seed of a run
@@ -109,6 +109,24 @@ def ours(found: Interval | Ratio | None, measure: str, mark: str = "") -> list[s
     return [mean if found.half is None else f"{mean} ±{found.half:.2f}"]
 
 
+def printed(cell: Cell, measure: str) -> str:
+    """The paper's value and its standard deviation."""
+    spread = cell.spread.get(measure)
+    return number(cell.paper.get(measure), measure) + (f" (sd {spread:.2f})" if spread is not None else "")
+
+
+def from_paper(cell: Cell, measure: str, mine: Interval | Ratio | None) -> str:
+    """Ours minus the paper's; ‡ where it is told from chance."""
+    theirs = cell.paper.get(measure)
+    if mine is None or theirs is None:
+        return ""
+    if isinstance(mine, Ratio):
+        return number(mine.mean - theirs, measure, sign=True)
+    both = difference_to(mine, theirs, cell.spread.get(measure), RUNS)
+    shown = number(both.mean, measure, sign=True)
+    return shown if both.half is None else f"{shown} ±{both.half:.2f}" + "‡" * both.excludes_zero
+
+
 def show_table(console: Console, table: Table, found: Found) -> None:
     """As in the paper, a row per method and a column per stream and measure; where the console is too narrow for that,
     a table per stream."""
@@ -136,11 +154,9 @@ def drawn(table: Table, columns: Sequence[str], found: Found) -> RichTable:
             cell = table.cell(row, stream)
             for measure in table.measures:
                 mine = figure(table, cell, measure, found) if cell else None
-                theirs = cell.paper.get(measure) if cell else None
                 lines["ours"].append("\n".join(ours(mine, measure, dagger(cell, measure, found) if cell else "")))
-                lines["paper"].append(number(theirs, measure))
-                both = mine.mean - theirs if mine and theirs is not None else None
-                lines["diff."].append(number(both, measure, sign=True))
+                lines["paper"].append(number(cell.paper.get(measure), measure) if cell else "")
+                lines["diff."].append(from_paper(cell, measure, mine) if cell else "")
         shown.add_section()
         known = {name: cells for name, cells in lines.items() if any(cells)} or {"ours": lines["ours"]}
         for place, (name, cells) in enumerate(known.items()):
@@ -223,10 +239,11 @@ def any_mixed(rows: Mapping[str, Sequence[Difference]]) -> bool:
 HEAD = """# The paper's tables, and ours
 
 Made by `ptlf reproduce all --write docs/reproduction.md` from the runs in [results](../results), which a test checks.
-`ptlf reproduce TABLE` makes the runs that are missing. An empty cell was not run. ± is half the width of a 95 % t
-interval over the seeds; a single seed has none. A ratio is the geometric mean of the ratios by seed, with the 95 % t
-interval of their logarithms in brackets. Seconds are of the whole training (steps, correlations, rebuilds), the mean
-over the seeds. Rows without a value of the paper are ours.
+`ptlf reproduce TABLE` makes the runs that are missing. An empty cell was not run: {filled} of the paper's {printed}
+values have one of ours beside them. ± is half the width of a 95 % t interval over the seeds; a single seed has none. A
+ratio is the geometric mean of the ratios by seed, with the 95 % t interval of their logarithms in brackets. Seconds are
+those of steps, correlations and rebuilds, where {steady}; the
+mean over the seeds. Rows without a value of the paper are ours.
 """
 PAIRED = """## Differences to LUMP, by seed
 
@@ -273,7 +290,10 @@ def document(found: Found, remarks: Remarks) -> str:
     unknown = set(remarks) - {cell.name for table in TABLES.values() for cell in table.cells}
     if unknown:
         raise UserError(f"results/remarks.yaml speaks of runs that no table has: {', '.join(sorted(unknown))}")
-    sections = [HEAD, *(section(name, table, found, remarks) for name, table in TABLES.items())]
+    cells = [(table, cell, measure) for table in TABLES.values() for cell in table.cells for measure in cell.paper]
+    filled = sum(figure(*cell, found) is not None for cell in cells)
+    head = HEAD.format(filled=filled, printed=len(cells), steady=STEADY)
+    sections = [head, *(section(name, table, found, remarks) for name, table in TABLES.items())]
     sections += [paired_section(found), FIGURES]
     return "\n".join(sections)
 
@@ -290,12 +310,13 @@ def section(name: str, table: Table, found: Found, remarks: Remarks) -> str:
     rows, told = [], {}
     for cell in table.cells:
         runs, row = found.get(cell.key, ()), [cell.row, cell.column]
+        if cell.baseline and set(table.measures) <= COSTS.keys():
+            runs = [run for run, _ in pairs(cell, table.measures[-1], found)]  # seeds that the baseline has too
         for measure in table.measures:
-            mine, theirs = figure(table, cell, measure, found), cell.paper.get(measure)
+            mine = figure(table, cell, measure, found)
             row.append(" ".join(ours(mine, measure, dagger(cell, measure, found))))
             if measure in compared:
-                both = mine.mean - theirs if mine and theirs is not None else None
-                row += [number(theirs, measure), number(both, measure, sign=True)]
+                row += [printed(cell, measure), from_paper(cell, measure, mine)]
         rows.append([*row, *made_with(runs)])
         if cell.name in remarks:
             told[f"{cell.row}, {cell.column}"] = remarks[cell.name]
@@ -309,7 +330,7 @@ def section(name: str, table: Table, found: Found, remarks: Remarks) -> str:
 def made_with(runs: Sequence[Json]) -> list[str]:
     if not runs:
         return [""] * 4
-    seconds = [value for run in runs if (value := at(run, LEARNING_SECONDS)) is not None]
+    seconds = [value for run in runs if (value := COSTS["time"](run)) is not None]
     return [
         ", ".join(str(run["seed"]) for run in runs),
         ", ".join(dict.fromkeys(map(commit, runs))),

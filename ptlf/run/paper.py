@@ -31,6 +31,7 @@ METHODS = {
 }
 QUALITY, COST = ("accuracy", "forgetting"), ("time", "memory", "flops")
 ADDED = ("just learned", "knn_class")  # measures that the paper does not have
+RUNS = 3  # behind each value of the main table
 BARLOW, CIFAR10, CIFAR100 = "barlow_twins", "split-cifar10", "split-cifar100"
 
 
@@ -39,6 +40,7 @@ class Cell:
     """A run of the paper: `settings`, as on the command line, hold on top of the recipe.
 
     paper: the values printed, by measure: accuracy in %, forgetting in points, costs as ratios.
+    spread: the standard deviations printed beside them, over `RUNS` runs.
     baseline: the recipe that costs are relative to; empty for the baseline itself and where no costs are shown.
     """
 
@@ -48,6 +50,7 @@ class Cell:
     paper: Mapping[str, float] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
     baseline: str = ""
+    spread: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, tuple[str, ...]]:
@@ -106,6 +109,29 @@ MAIN: Mapping[str, Mapping[str, Pairs]] = {
         "multitask": ((95.48, None), (87.16, None), (82.42, None)),
     },
 }
+# What stands after ± there: the paper does not say what it is, probably standard deviations over the three runs.
+SPREADS: Mapping[str, Mapping[str, Pairs]] = {
+    "simsiam": {
+        "finetune": ((0.12, 0.08), (0.78, 0.78), (0.20, 0.56)),
+        "pnn": ((0.22, None), (1.0, None), (1.35, None)),
+        "si": ((0.06, 0.21), (1.3, 1.3), (0.42, 0.64)),
+        "der": ((0.3, 0.26), (0.30, 0.09), (1.44, 2.06)),
+        "cassle": ((0.24, 0.23), (0.84, 1.12), (1.74, 1.24)),
+        "lump": ((0.40, 0.53), (1.35, 1.52), (2.39, 1.04)),
+        "ptlf": ((0.44, 0.23), (1.24, 1.13), (2.51, 1.14)),
+        "multitask": ((0.08, None), (0.38, None), (0.49, None)),
+    },
+    "barlow_twins": {
+        "finetune": ((0.32, 0.56), (0.54, 1.01), (1.23, 0.66)),
+        "pnn": ((0.33, None), (2.98, None), (2.59, None)),
+        "si": ((0.08, 0.22), (0.63, 0.67), (1.48, 0.89)),
+        "der": ((0.30, 0.26), (0.53, 0.29), (1.47, 0.44)),
+        "cassle": ((0.34, 0.14), (0.75, 0.44), (0.65, 0.45)),
+        "lump": ((0.30, 0.18), (1.04, 0.83), (0.89, 1.00)),
+        "ptlf": ((0.41, 0.23), (0.88, 0.84), (1.02, 0.62)),
+        "multitask": ((0.14, None), (0.52, None), (0.74, None)),
+    },
+}
 OURS = ("pfr", "ptlf-cost", "ptlf-deep")  # methods that the paper's tables do not have
 
 # Time, memory and backward FLOPs relative to LUMP. The baselines' are the same on all streams, for both objectives.
@@ -125,8 +151,9 @@ def main_cells() -> Iterator[Cell]:
         for method in (*rows, *OURS):
             for place, stream in enumerate(SPLIT):
                 paper = values(QUALITY, rows[method][place]) if method in rows else {}
-                recipe = f"{stream}/{objective}/{method}"
-                yield Cell(f"{OBJECTIVES[objective]}, {METHODS[method]}", STREAMS[stream], recipe, paper)
+                spread = values(QUALITY, SPREADS[objective][method][place]) if method in rows else {}
+                row, recipe = f"{OBJECTIVES[objective]}, {METHODS[method]}", f"{stream}/{objective}/{method}"
+                yield Cell(row, STREAMS[stream], recipe, paper, spread=spread)
 
 
 def cost_cells() -> Iterator[Cell]:
@@ -185,9 +212,14 @@ def supervised_cells() -> Iterator[Cell]:
 
 KNN = (
     "Accuracy is that of `knn_task` in %: k nearest neighbours among the task's own training images, where k is the "
-    "number of tasks seen so far, as in LUMP's code. Forgetting is counted from a task's best accuracy, in points; "
-    "'just learned' counts it from the accuracy right after the task, as LUMP's code does. The paper's formula can be "
-    "read as either. `knn_class` is the accuracy among all classes."
+    "number of tasks seen so far, as in LUMP's code. Forgetting is counted from a task's best accuracy before the last "
+    "task, in points; 'just learned' counts it from the accuracy right after the task, as LUMP's code does. The "
+    "paper's formula can be read as either. `knn_class` is the accuracy among all classes."
+)
+CHANCE = (
+    f"The paper's ± is taken for the standard deviation of its {RUNS} runs. The ± of a difference is half the width of "
+    "its 95 % t interval (Welch's); a single run of ours is taken to spread as the paper's do. ‡ the interval excludes "
+    "zero: more than chance."
 )
 COSTS = (
     f"Time: seconds of all steps, correlations and rebuilds, where {STEADY}; memory: bytes kept for backward, mean "
@@ -195,7 +227,7 @@ COSTS = (
     "also counts weights and replay memory."
 )
 TABLES: Mapping[str, Table] = {
-    "main": Table("Accuracy and forgetting", (*QUALITY, *ADDED), tuple(main_cells()), notes=[KNN]),
+    "main": Table("Accuracy and forgetting", (*QUALITY, *ADDED), tuple(main_cells()), notes=[KNN, CHANCE]),
     "cost": Table("Cost relative to LUMP", COST, tuple(cost_cells()), notes=[COSTS]),
     "imagenet100": Table(
         "ImageNet-100, linear probe",

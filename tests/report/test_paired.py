@@ -20,6 +20,7 @@ from ptlf.report.paired import (
     compared,
     cost_ratio,
     difference,
+    difference_to,
     interval,
     quantile,
     ratio,
@@ -47,6 +48,30 @@ def test_interval_of_paired_differences(count: int) -> None:
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((wanted.low, wanted.high), rel=1e-3)
     assert found.count == count
     assert found.excludes_zero == (wanted.low > 0 or wanted.high < 0)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_difference_to_printed_values_is_welch_s(count: int) -> None:
+    """Degrees of freedom are rounded down, so the interval is no narrower than that of scipy."""
+    values = np.random.default_rng(count).normal(90, 1, count)
+    mine = interval(values.tolist())
+    assert mine is not None
+    found = difference_to(mine, 89.0, 0.7, 3)
+    told = stats.ttest_ind_from_stats(values.mean(), values.std(ddof=1), count, 89.0, 0.7, 3, equal_var=False)
+    error = (values.mean() - 89) / told.statistic
+    variances = values.var(ddof=1) / count, 0.7**2 / 3
+    degrees = sum(variances) ** 2 / (variances[0] ** 2 / (count - 1) + variances[1] ** 2 / 2)
+    assert found.mean == pytest.approx(values.mean() - 89)
+    assert found.half == pytest.approx(stats.t.ppf(0.975, int(degrees)) * error, rel=1e-3)
+    assert found.half >= stats.t.ppf(0.975, degrees) * error * 0.999
+
+
+def test_a_single_value_is_taken_to_spread_as_the_printed_ones() -> None:
+    (one,) = [found for found in [interval([93.95])] if found]
+    found = difference_to(one, 91.04, 0.24, 3)
+    assert found.half == pytest.approx(stats.t.ppf(0.975, 2) * 0.24 * (1 + 1 / 3) ** 0.5, rel=1e-3)
+    assert found.excludes_zero
+    assert difference_to(one, 91.04, None, 3).half is None
 
 
 def test_only_seeds_that_both_have_count() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import json
 import math
 import re
@@ -20,7 +21,7 @@ from ptlf.cli import make_parser
 from ptlf.core.errors import UserError
 from ptlf.report.figures.paper import later_entries, task_overlaps, updated_units, write_paper_figures
 from ptlf.report.reproduction import DIFFERENCES, differences, document, figure, number, ours, section, show_table
-from ptlf.report.runs import Group, RunRecord
+from ptlf.report.runs import LEARNING_SECONDS, Group, RunRecord
 from ptlf.run.paper import FIGURES, TABLES, Cell, Table
 from ptlf.run.reproduce import make_plan, project_results, remarks
 
@@ -166,12 +167,27 @@ def test_the_document_has_every_cell_and_the_runs_values() -> None:
     assert sum(len(table.cells) for table in TABLES.values()) < len(rows)
     results = json.loads((ROOT / "results" / "split-cifar10-simsiam-si-seed0" / "results.json").read_text())
     line = next(line for line in rows if line.startswith("| SimSiam, SI | Split CIFAR-10 |"))
-    probe = results["probes"]["knn_task"]
-    wanted = ["", "SimSiam, SI", "Split CIFAR-10", f"{probe['accuracy']:.2f}", "92.75"]
-    assert [cell.strip() for cell in line.split("|")][:5] == wanted
-    assert f"| 0 | {results['commit'][:7]} | NVIDIA H200 | {results['cost']['learning_seconds']:.0f} |" in line
+    accuracy = results["probes"]["knn_task"]["accuracy"]
+    wanted = ["SimSiam, SI", "Split CIFAR-10", f"{accuracy:.2f}", "92.75 (sd 0.06)", f"{accuracy - 92.75:+.2f} ±0.30"]
+    assert [cell.strip().replace("−", "-") for cell in line.split("|")][1:6] == wanted
+    seconds = RunRecord(Path(), results).compared(LEARNING_SECONDS)
+    assert f"| 0 | {results['commit'][:7]} | NVIDIA H200 | {seconds:.0f} |" in line
+    told = next(line for line in rows if line.startswith("| SimSiam, CaSSLe | Split CIFAR-10 |"))
+    assert told.count("‡") == 2
+    filled = sum(bool(cell) for table in tables(text) for cell in table)
+    printed = sum(len(cell.paper) for table in TABLES.values() for cell in table.cells)
+    assert f"{filled} of the paper's {printed} values" in " ".join(text.split())
     with pytest.raises(UserError, match="no table has: nothing"):
         document({}, {"nothing": "said"})
+
+
+def tables(text: str) -> list[list[str]]:
+    """The cells under "difference", table by table."""
+    found = []
+    for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines.splitlines())
+        found.append([row[place] for row in rows for place, name in enumerate(head) if name == "difference"])
+    return found
 
 
 def figure_runs() -> dict:
@@ -218,18 +234,18 @@ def test_overlap_between_epochs_by_task() -> None:
 
 
 def test_remarks_are_of_runs_that_are_kept() -> None:
-    """Numbers with two decimals in a remark are a run's or the paper's."""
+    """Numbers with two decimals in a remark are the paper's, or of a run, or a mean over seeds, LUMP's included."""
     cells = {cell.name: cell for table in TABLES.values() for cell in table.cells}
-    plan = make_plan(TABLES.values(), "paper", [0], ROOT / "runs" / "none", [], [ROOT / "results"])
+    found = make_plan(TABLES.values(), "paper", [0], ROOT / "runs" / "none", [], [ROOT / "results"]).results()
     for name, text in remarks(ROOT / "results").items():
-        runs = plan.found[cells[name].key].values()
-        assert runs, name
-        probes = [probe for run in runs for probe in run.results["probes"].values()]
-        known = {
-            f"{probe[key]:.2f}" for probe in probes for key in ("accuracy", "forgetting") if probe[key] is not None
-        }
-        known |= {f"{value:.2f}" for value in cells[name].paper.values()}
-        assert set(re.findall(r"\d+\.\d\d\b", text)) <= known, name
+        cell = cells[name]
+        assert found[cell.key], name
+        known = {*cell.paper.values(), *cell.spread.values()}
+        for runs in (found[cell.key], found[f"{cell.recipe.rpartition('/')[0]}/lump", ()]):
+            for probe, key in itertools.product(("knn_task", "knn_class"), ("accuracy", "forgetting")):
+                values = [run["probes"][probe][key] for run in runs]
+                known |= set() if None in values else {*values, statistics.fmean(values)}
+        assert set(re.findall(r"\d+\.\d\d\b", text)) <= {f"{value:.2f}" for value in known}, name
 
 
 def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp_path: Path) -> None:

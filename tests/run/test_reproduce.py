@@ -44,6 +44,9 @@ def test_the_main_table_is_the_paper_s() -> None:
     # Sums over the table as printed.
     assert sum(paper["accuracy"] for paper in printed) == pytest.approx(3816.99)
     assert sum(paper.get("forgetting", 0.0) for paper in printed) == pytest.approx(178.94)
+    cells = TABLES["main"].cells
+    assert all(cell.spread.keys() == cell.paper.keys() for cell in cells)
+    assert sum(sum(cell.spread.values()) for cell in cells) == pytest.approx(63.64)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -156,12 +159,13 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     shown = capsys.readouterr()
     assert trained(shown.out) == 1
     runs = [f"run 1 of 2: {LUMP.recipe}, seed 0\n", f"run 2 of 2: {PTLF} 0.7, seed 0\n"]
-    assert shown.out.startswith(f"2 runs: 2 to run\n{runs[0]}")
+    hint = "--plan says how long that takes on this machine; --show prints what is there\n"
+    assert shown.out.startswith(f"2 runs: 2 to run\n{hint}{runs[0]}")
     assert runs[1] in shown.out
     assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in shown.err
     assert main(words) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith(f"2 runs: 1 there, 1 goes on\n{runs[1]}")
+    assert shown.out.startswith(f"2 runs: 1 there, 1 goes on\n{hint}{runs[1]}")
     assert "going on with task 1" in shown.out
     assert trained(shown.out) == 1
     accuracies = {}
@@ -184,6 +188,10 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     assert trained(again) == 0
     assert again == "2 runs: 2 there\n" + shown.out[shown.out.index("Tiny") :]
     assert [path.stat().st_mtime_ns for path in before] == stamps
+
+    assert main([*words, "--show", "--seeds", "0", "1"]) == 0
+    assert capsys.readouterr().out == "4 runs: 2 there, 2 to run\n" + shown.out[shown.out.index("Tiny") :]
+    assert sorted((tmp_path / "runs").rglob("results.json"), key=str) == before
 
     assert main([*words, "--plan", "--seeds", "1"]) == 0
     plan = capsys.readouterr().out
