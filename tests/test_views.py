@@ -415,8 +415,12 @@ def test_the_protocols_settings() -> None:
         assert (first.brightness, first.contrast, first.saturation, first.hue) == (0.4, 0.4, 0.4, 0.1)
     assert [view.blur for view in V.named_views("cassle-barlow", 224)] == [1.0, 0.1]
     assert [view.solarise for view in V.named_views("cassle-barlow", 224)] == [0.0, 0.2]
-    assert V.named_views("memory", 64)[0].mean == (0.4802, 0.4480, 0.3975)
-    assert V.named_views("memory", 32)[0].mean == (0.4914, 0.4822, 0.4465)
+    for size in (32, 64, 224):  # a fresh view of a memory image is normalised as the views are
+        (fresh,), (view, _) = V.named_views("memory", size), V.named_views("lump", size)
+        assert (fresh.mean, fresh.std) == (view.mean, view.std) == (V.CIFAR_MEAN, V.CIFAR_STD)
+    (tiny,) = V.named_views("memory-tinyimagenet", 64)
+    assert (tiny.mean, tiny.std) == ((0.4802, 0.4480, 0.3975), (0.2770, 0.2691, 0.2821))
+    assert dataclasses.replace(tiny, mean=V.CIFAR_MEAN, std=V.CIFAR_STD) == V.named_views("memory", 64)[0]
 
 
 # ---------------------------------------------------------------- evaluation, errors

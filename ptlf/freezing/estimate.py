@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
-from ptlf.freezing.kept import kept_bytes
+from ptlf.freezing.kept import count_flops, kept_bytes
 from ptlf.freezing.units import tensors_in, unchanged
 
 Loss = Callable[[Any], Tensor]  # of the module's output
@@ -131,9 +130,7 @@ def _run(
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not (backward and total[0].requires_grad and trained):
             return kept, 0
-        with FlopCounterMode(display=False) as counter:
-            torch.autograd.grad(total[0], trained, allow_unused=True)
-        return kept, counter.get_total_flops()
+        return kept, count_flops(lambda: torch.autograd.grad(total[0], trained, allow_unused=True))
     finally:
         torch.clear_autocast_cache()
 

@@ -105,8 +105,7 @@ def flops(part: Part, given: Tensor, output: Tensor, repeats: int) -> tuple[int,
     """FLOPs of the weight and of the input gradient: each multiplies every weight once per output position (of a
     transposed convolution, once per input position).
 
-    Counted here because torch.utils.flop_counter (2.13) counts the weight gradient of a grouped convolution `groups`
-    times.
+    From shapes, because by unit; `kept.count_flops` counts a whole backward by the same rule.
     """
     if isinstance(part, Projection):
         product = 2 * part.rows * given.numel()

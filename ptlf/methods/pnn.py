@@ -42,13 +42,13 @@ class PNN(Method):
 
     def begin_task(self, index: int, model: Model) -> None:
         super().begin_task(index, model)
-        for module in model.modules():  # the encoder, and a copy of it that the objective may keep
+        assert isinstance(model.encoder, Columns)
+        model.encoder.begin(index)
+        for module in model.objective.modules():
+            # A moving average goes on as a copy of the encoder, norms' statistics included: its older columns would
+            # follow the encoder's, which no longer move, and rounding has moved the columns that had not begun.
             if isinstance(module, Columns):
-                module.begin(index)
-                if module is not model.encoder:  # a moving average has moved, by rounding, what had not begun
-                    for parts in ("columns", "laterals"):
-                        fresh = getattr(model.encoder, parts)[index].state_dict()
-                        getattr(module, parts)[index].load_state_dict(fresh)
+                module.load_state_dict(model.encoder.state_dict())
 
 
 class Columns(nn.Module):

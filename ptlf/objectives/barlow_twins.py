@@ -17,8 +17,7 @@ class BarlowTwinsConfig(ObjectiveConfig):
     name: str = "barlow_twins"
     projection: int = key(2048, "width of the projector", least=1)
     redundancy: float = key(5e-3, "weight of the off-diagonal terms (the paper's lambda)", least=0)
-    scale: float = key(1.0, "factor on the whole loss", above=0)
-    distill_scale: float = key(0.1, "factor on the loss against an earlier model (CaSSLe)", above=0)
+    scale: float = key(1.0, "factor on the whole loss, and on that against an earlier model (CaSSLe)", above=0)
 
 
 class BarlowTwins(Objective):
@@ -37,7 +36,7 @@ class BarlowTwins(Objective):
         return self.config.scale * self.decorrelate(*projected)
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        return self.config.distill_scale * mean_over_views(self.decorrelate, predicted, old)
+        return self.config.scale * mean_over_views(self.decorrelate, predicted, old)
 
     def decorrelate(self, z1: Tensor, z2: Tensor) -> Tensor:
         return cross_correlation_loss(z1, z2, self.config.redundancy)

@@ -15,6 +15,33 @@ MAY_CHANGE |= {"freezing.ratios"}
 NO_EFFECT = MAY_CHANGE - {"evaluation.tasks"}  # on the figures of a finished run, which is not tested again
 # Runs that differ in these alone are of one configuration: they learn the same, and are tested on the same.
 BESIDE = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
+# Methods that did not read `objective.distill_scale`, which is no more.
+WITHOUT_DISTILLING = {"finetune", "lump", "si", "der", "pnn", "pfr", "multitask"}
+
+
+def current(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings as this version says them; what it cannot say is left, for others to refuse.
+
+    `objective.distill_scale` of Barlow Twins is `objective.scale` now: left out where it was that, or had no effect.
+    `views.memory` of Split Tiny-ImageNet has a name of its own, since its statistics no longer follow from 64 px.
+    """
+    if not isinstance(config, Mapping):
+        return config
+    objective, method, stream = (
+        {"name": part} if isinstance(part, str) else part if isinstance(part, Mapping) else {}
+        for part in (config.get(section) for section in ("objective", "method", "stream"))
+    )
+    if objective.get("name") == "barlow_twins" and "distill_scale" in objective:
+        same = objective["distill_scale"] == objective.get("scale", 1.0)
+        if same or method.get("name") in WITHOUT_DISTILLING:
+            left = {key: value for key, value in objective.items() if key != "distill_scale"}
+            config = {**config, "objective": left}
+    views = config.get("views", {})
+    if stream.get("name") != "split-tinyimagenet" or not isinstance(views, Mapping):
+        return config
+    if views.get("memory", "memory") == "memory" and views.get("size") in (None, 64):
+        return {**config, "views": {**views, "memory": "memory-tinyimagenet"}}
+    return config
 
 
 def counts(name: str) -> bool:
@@ -25,7 +52,7 @@ def counts(name: str) -> bool:
 
 def settings_of(config: Mapping[str, Any]) -> str:
     """The configuration that runs of several seeds, on any machine, have in common, as text."""
-    return json.dumps({key: value for key, value in flatten(config).items() if counts(key)}, sort_keys=True)
+    return json.dumps({key: value for key, value in flatten(current(config)).items() if counts(key)}, sort_keys=True)
 
 
 def differing(

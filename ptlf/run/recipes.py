@@ -130,7 +130,8 @@ def recipe(name: str) -> Settings:
         raise unknown("recipe", name, names())
     stream, objective, word = name.split("/")
     variant = VARIANTS.get(word, {"method": word})
-    method, protocol = variant["method"], STREAMS.find(stream).protocol
+    method, entry = variant["method"], STREAMS.find(stream)
+    protocol = entry.protocol
     if protocol not in PROTOCOLS:
         raise unknown("protocol", protocol, PROTOCOLS)
     chosen = {"stream": {"name": stream}, "objective": {"name": objective}, "method": {"name": method}}
@@ -140,7 +141,7 @@ def recipe(name: str) -> Settings:
         for place in dict.fromkeys((protocol, stream))
     ]
     freezing = {"freezing": {key: value for key, value in variant.items() if key != "method"}}
-    return merge(Config, PROTOCOLS[protocol], {"recipe": name, **chosen}, *presets, freezing)
+    return merge(Config, PROTOCOLS[protocol], entry.presets, {"recipe": name, **chosen}, *presets, freezing)
 
 
 def name_of(config: Settings) -> str:

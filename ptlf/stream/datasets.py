@@ -1,8 +1,8 @@
 """Open a stream: from packed files, or the digits embedded in scikit-learn."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class StreamEntry:
     protocol: str = "lump"  # the settings its recipes start from
     own: bool = False  # images of the user's: what fits them and the machine is chosen, see run/fitting.py
     arriving: bool = False  # has no tasks of its own: `ptlf learn` brings them
+    presets: Mapping[str, Any] = field(default_factory=dict, hash=False)  # settings of its recipes, over the protocol's
 
 
 def from_function(make: Callable[[], Dataset], about: str = "", **more: Any) -> StreamEntry:

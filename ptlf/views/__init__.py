@@ -3,13 +3,23 @@
 from collections.abc import Callable
 
 from ptlf.core.errors import unknown
-from ptlf.views.named import ViewsConfig, cassle_barlow, cassle_moco, digits, lump, memory, supervised
+from ptlf.views.named import (
+    ViewsConfig,
+    cassle_barlow,
+    cassle_moco,
+    digits,
+    lump,
+    memory,
+    memory_tinyimagenet,
+    supervised,
+)
 from ptlf.views.operations import apply_view, make_views, normalise
 from ptlf.views.view import CIFAR_MEAN, CIFAR_STD, UNIFORMS_PER_VIEW, View, draw
 
 VIEWS: dict[str, Callable[[int], tuple[View, ...]]] = {
     "lump": lump,
     "memory": memory,
+    "memory-tinyimagenet": memory_tinyimagenet,
     "supervised": supervised,
     "cassle-barlow": cassle_barlow,
     "cassle-moco": cassle_moco,

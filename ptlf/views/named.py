@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ptlf.core.settings import key
-from ptlf.views.view import CIFAR_MEAN, CIFAR_STD, View
+from ptlf.views.view import View
 
 TINY_MEAN, TINY_STD = (0.4802, 0.4480, 0.3975), (0.2770, 0.2691, 0.2821)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.228, 0.224, 0.225)  # .228 as in CaSSLe's code, not .229
@@ -28,9 +28,13 @@ def lump(size: int) -> tuple[View, ...]:
 
 
 def memory(size: int) -> tuple[View, ...]:
-    """LUMP's fresh view of a stored image. As in LUMP, 64 px images are normalised with Tiny-ImageNet's statistics."""
-    mean, std = (TINY_MEAN, TINY_STD) if size == 64 else (CIFAR_MEAN, CIFAR_STD)
-    return (View(crop_scale=(0.08, 1.0), interpolation="bicubic", mean=mean, std=std),)
+    """LUMP's fresh view of a stored image."""
+    return (View(crop_scale=(0.08, 1.0), interpolation="bicubic"),)
+
+
+def memory_tinyimagenet(size: int) -> tuple[View, ...]:
+    """LUMP's fresh view of a Tiny-ImageNet image: as in its code, normalised with other statistics than its views."""
+    return tuple(replace(view, mean=TINY_MEAN, std=TINY_STD) for view in memory(size))
 
 
 def supervised(size: int) -> tuple[View, ...]:

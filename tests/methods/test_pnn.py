@@ -49,6 +49,30 @@ def test_lateral_connections_by_hand() -> None:
         assert made.feature_slice(2) == slice(16, 32)
 
 
+@pytest.mark.parametrize("objective", ["byol", "mocov2plus"])
+def test_a_moving_average_starts_each_task_as_the_encoder_and_keeps_its_old_columns(tiny, objective: str) -> None:
+    run = Run(tiny(f"digits/{objective}/finetune", method__name="pnn", encoder__name="conftest:tiny_resnet"))
+    teacher, begin_task, begun = run.model.objective.teacher.encoder, run.method.begin_task, []
+
+    def begin(index, model) -> None:
+        begin_task(index, model)
+        begun.append(index)
+        mine, copied = model.encoder.state_dict(), teacher.state_dict()
+        assert all(torch.equal(copied[key], value) for key, value in mine.items())
+        assert teacher.current == index and not any(p.requires_grad for p in teacher.parameters())
+
+    run.method.begin_task = begin
+    run.train()
+    assert len(begun) > 1
+    mine, copied = run.model.encoder.state_dict(), teacher.state_dict()
+    old = [key for key in mine for index in range(begun[-1]) if key.split(".")[1:2] == [str(index)]]
+    newest = [key for key in mine if key.startswith(f"columns.{begun[-1]}.")]
+    for key in old:  # but for rounding: the average of two equal weights
+        torch.testing.assert_close(copied[key], mine[key], rtol=1e-5, atol=1e-7)
+    assert any("running_mean" in key for key in old)
+    assert any(not torch.equal(copied[key], mine[key]) for key in newest)
+
+
 def test_old_columns_stay_to_the_bit_and_new_ones_train(tiny) -> None:
     run = Run(tiny("digits/simsiam/finetune", method__name="pnn", encoder__name="conftest:tiny_resnet"))
     snapshots = []

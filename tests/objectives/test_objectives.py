@@ -224,7 +224,7 @@ def test_distillation_by_hand(name: str) -> None:
         "simsiam": -cosine,
         "supervised": -cosine,
         "byol": 2 - 2 * cosine,
-        "barlow_twins": 0.1 * np.mean(crossed),
+        "barlow_twins": np.mean(crossed),
         "mocov2plus": contrastive,
         "simclr": contrastive,
         "vicreg": 25 * np.mean((p - z) ** 2),
@@ -232,6 +232,15 @@ def test_distillation_by_hand(name: str) -> None:
     assert objective.distill(list(torch.tensor(p)), list(torch.tensor(z))).item() == pytest.approx(expected, abs=1e-9)
     predicted = torch.tensor(p, requires_grad=True)
     assert torch.autograd.gradcheck(lambda v: objective.distill(list(v), list(torch.tensor(z))), (predicted,))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1])
+def test_barlow_twins_distils_at_the_scale_of_its_own_loss(scale: float) -> None:
+    """As in CaSSLe's code, whose two losses have the same factor."""
+    objective, (p, z) = make("barlow_twins", scale=scale), torch.randn(2, 8, 12)
+    plain = cross_correlation_loss(p, z, 5e-3)
+    assert objective.compare([p, z], batch()).item() == pytest.approx(scale * plain.item())
+    assert objective.distill([p, p], [z, z]).item() == pytest.approx(scale * plain.item())
 
 
 def test_heads_stay_float32_under_bf16() -> None:

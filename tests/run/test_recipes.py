@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,16 @@ from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES, Objective
+from ptlf.run import alike
 from ptlf.run.build import check_combination
 from ptlf.run.config import from_dict
 from ptlf.run.recipes import VARIANTS, conflict, name_of, names, recipe, resolve_config
+from ptlf.run.reproduce import kept_runs
+from ptlf.run.results import read_results
 from ptlf.stream import STREAMS
 from ptlf.views import named_views
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -57,7 +63,7 @@ CASSLE = {
         "optimizer": {"name": "lars", "momentum": 0.9, "weight_decay": 1e-4, "eta": 0.02},
         "epochs": 400,
     },
-    "objective": {"name": "barlow_twins", "projection": 2048, "scale": 0.1, "distill_scale": 0.1},
+    "objective": {"name": "barlow_twins", "projection": 2048, "scale": 0.1},
     "probes": {"linear": {"enabled": True, "epochs": 100, "lr": 0.1}},
 }
 
@@ -72,7 +78,8 @@ def contains(found: Any, wanted: Any) -> bool:
 def test_the_protocol_of_lump(stream: str) -> None:
     settings = settings_of(f"{stream}/simsiam/lump")
     assert contains(settings, LUMP)
-    assert settings["views"] == {"name": "lump", "memory": "memory", "size": None}
+    fresh = "memory-tinyimagenet" if stream == "split-tinyimagenet" else "memory"
+    assert settings["views"] == {"name": "lump", "memory": fresh, "size": None}
     for view in named_views("lump", 32):
         assert (view.brightness, view.contrast, view.saturation, view.hue) == (0.4, 0.4, 0.4, 0.1)
         assert (view.jitter, view.crop_scale, view.grey, view.flip) == (0.8, (0.2, 1.0), 0.2, 0.5)
@@ -86,6 +93,36 @@ def test_the_protocol_of_cassle() -> None:
         training = settings_of(f"imagenet100/{objective}/finetune")["training"]
         assert (training["lr"], training["warmup"], training["schedule"]) == (rate, 0, "cosine")
         assert training["optimizer"] == {"name": "sgd", "momentum": 0.9, "weight_decay": 1e-4}
+
+
+def test_settings_of_older_versions() -> None:
+    def old(objective: dict[str, Any], **sections: Any) -> dict[str, Any]:
+        return {"objective": {"name": "barlow_twins", **objective}, **sections}
+
+    same = from_dict(old({"scale": 1.0}, method="lump"))
+    for objective in ({"scale": 1.0, "distill_scale": 0.1}, {"distill_scale": 0.1}):  # which only CaSSLe looked at
+        assert from_dict(old(objective, method="lump")) == same
+        assert alike.settings_of(old(objective, method={"name": "lump"})).count("distill_scale") == 0
+        with pytest.raises(UserError, match=r"objective\.distill_scale"):  # it would distil ten times as strongly
+            from_dict(old(objective, method="cassle"))
+    assert from_dict(old({"scale": 0.1, "distill_scale": 0.1}, method="cassle")).objective.scale == 0.1
+
+    recipe_of_today = as_dict(resolve_config("split-tinyimagenet/simsiam/lump", None, []))
+    of_old = {**recipe_of_today, "views": {"name": "lump", "memory": "memory", "size": None}}
+    assert as_dict(from_dict(of_old)) == recipe_of_today
+    assert alike.settings_of(of_old) == alike.settings_of(recipe_of_today)
+    for sections in ({"views": {"size": 32}, "stream": "split-tinyimagenet"}, {"views": {"size": 64}}):
+        assert from_dict(sections).views.memory == "memory"
+
+
+def test_kept_runs_are_of_todays_recipes() -> None:
+    """All that `ptlf reproduce` looks for among the records, those with settings that are no more included."""
+    records = [read_results(path.parent) for path in RESULTS.glob("split-*-seed?/results.json")]
+    kept = kept_runs([RESULTS])
+    assert any("distill_scale" in record["config"]["objective"] for record in records)
+    for record in records:
+        config = resolve_config(record["config"]["recipe"], None, [])
+        assert record["seed"] in kept[alike.settings_of(as_dict(config))], record["name"]
 
 
 def test_heads_and_rates_of_the_small_network() -> None:

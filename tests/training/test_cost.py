@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptlf.encoders.resnet import BasicBlock, ResNet
@@ -86,6 +88,53 @@ def test_backward_flops_of_eight_units_at_full_size(resnet18):
         freezer.freeze([names[index] for index in indices])
         assert backward_flops(resnet18(x).square().mean()) / everything == pytest.approx(expected, abs=0.001)
         freezer.thaw()
+
+
+# Layer, shape of its input, multiply-adds of one gradient: group channels in x group channels out x groups x kernel
+# x batch x positions (of the output; of the input for a transposed convolution).
+CONVOLUTIONS = {
+    "plain": (nn.Conv2d(3, 8, 3, padding=1), (2, 3, 5, 5), 3 * 8 * 9 * 2 * 25),
+    "depthwise": (nn.Conv2d(8, 8, 7, padding=3, groups=8), (2, 8, 5, 5), 1 * 1 * 8 * 49 * 2 * 25),
+    "grouped, strided": (nn.Conv2d(8, 16, 3, stride=2, groups=4), (2, 8, 9, 9), 2 * 4 * 4 * 9 * 2 * 16),
+    "grouped, one dimension": (nn.Conv1d(8, 16, 3, groups=2), (2, 8, 20), 4 * 8 * 2 * 3 * 2 * 18),
+    "transposed": (nn.ConvTranspose2d(8, 16, 3, stride=2), (2, 8, 9, 9), 8 * 16 * 9 * 2 * 81),
+    "transposed, grouped": (nn.ConvTranspose2d(8, 16, 3, stride=2, groups=4), (2, 8, 9, 9), 2 * 4 * 4 * 9 * 2 * 81),
+    "transposed, grouped, one dimension": (nn.ConvTranspose1d(6, 9, 4, groups=3), (2, 6, 7), 2 * 3 * 3 * 4 * 2 * 7),
+}
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_backward_flops_of_convolutions_counted_by_hand(kind):
+    layer, shape, product = CONVOLUTIONS[kind]
+    for weight, images in ((True, True), (True, False), (False, True)):
+        layer.weight.requires_grad_(weight)
+        x = torch.randn(shape, requires_grad=images)
+        assert backward_flops(layer(x).sum()) == 2 * product * (weight + images)
+    layer.weight.requires_grad_(True)
+    x = torch.randn(shape)
+    assert Freezer(layer, example=x).estimate([], x).now.backward_flops == 2 * product
+
+
+def test_backward_flops_of_attention_counted_by_hand():
+    batch, heads, queries, keys, depth = 2, 3, 16, 24, 8
+    product = 2 * batch * heads * queries * keys * depth
+    q = torch.randn(batch, heads, queries, depth, requires_grad=True)
+    k, v = (torch.randn(batch, heads, keys, depth, requires_grad=True) for _ in range(2))
+    # Of a kernel that keeps no scores: these again, and the gradients of scores, query, key and value.
+    assert backward_flops(F.scaled_dot_product_attention(q, k, v).sum()) == 5 * product
+    with sdpa_kernel(SDPBackend.MATH):
+        assert backward_flops(F.scaled_dot_product_attention(q, k, v).sum()) == 4 * product
+    again = checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False)  # two products of the forward
+    assert backward_flops(again.sum()) == 7 * product
+
+
+def test_backward_flops_of_resnet18_are_those_of_torchs_counter(resnet18):
+    x = torch.randn(2, 3, 32, 32)
+    loss = resnet18(x).square().mean()
+    one_image = 2_218_131_456  # as in results/bench/freezing-cpu.json
+    with FlopCounterMode(display=False) as counter:
+        loss.backward(retain_graph=True)
+    assert backward_flops(loss) == counter.get_total_flops() == 2 * one_image
 
 
 def test_kept_bytes_counts_storages_once_and_whole():
