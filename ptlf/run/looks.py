@@ -165,10 +165,14 @@ class Looks(State):
                 self.record.add_to(self.record.future, self.prober.future(self.model.encoder, self.task - 1, phase))
 
     def look(self, moment: str) -> None:
-        """The gallery of the encoder as it is now, into gallery.json."""
-        if self.gallery and self.out:
+        """The gallery of the encoder as it is now."""
+        if self.gallery:
             with self.clock("evaluation"):
                 self.gallery.look(moment, self.model.encoder, self.phases(f"gallery {moment} training"))
+
+    def save_gallery(self) -> None:
+        if self.gallery and self.out:
+            with self.clock("evaluation"):
                 write_json(self.out / "gallery.json", self.gallery.as_dict())
 
     def check_numbers(self) -> None:

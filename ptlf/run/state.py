@@ -48,6 +48,7 @@ STATE: Json = {
         "memory_images?": dict,
         "reference?": {"*": [NUMBER]},
     },
+    "looks_sha256?": str,
     "settings?": dict,
     "threads?": COUNT,
 }
@@ -105,6 +106,7 @@ class State(Parts):
             "epoch_state": vars(self.epoch_state) if self.epoch_state else None,
             "clock": self.clock.state_dict(),
             "looks": self.gallery.looks if self.gallery else {},
+            "looks_sha256": self.gallery.sha256 if self.gallery else None,
             "record": vars(self.record),
             "settings": as_dict(self.config),
             "threads": torch.get_num_threads(),
@@ -123,7 +125,8 @@ class State(Parts):
         return [entry for made in self.begun[: task + 1] for entry in made]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Into a run as the constructor made it, with the same settings, and maybe more tasks."""
+        """Into a run as the constructor made it, with the same settings, and maybe more tasks. Looks at the gallery
+        that are there stay."""
         self.task, self.epoch = state["position"]["task"], state["position"]["epoch"]
         if self.task > len(self.stream.tasks) or self.epoch > self.config.training.epochs:
             raise ValueError(f"its position, {self.position}, is beyond the run's end")
@@ -139,7 +142,7 @@ class State(Parts):
             self.epoch_state = EpochState(**state["epoch_state"])
             self.epoch_state.losses = {k: values.to(self.device) for k, values in self.epoch_state.losses.items()}
         self.clock.load_state_dict(state["clock"])
-        if self.gallery:
+        if self.gallery and not self.gallery.looks:
             self.gallery.looks = state["looks"]
         self.record = Record(**state["record"])
         self.record.widen(len(self.stream.eval_splits))
