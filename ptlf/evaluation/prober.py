@@ -142,12 +142,16 @@ class Prober:
         return any(bank != OWN for probe in self.probes for bank in probe.rows.values())
 
     def without_split(self, task: int) -> list[Bank]:
-        """Of the bank of all classes seen, what no split has: labelled tasks without test images."""
+        """Of the bank of all classes seen, what no split has: training images of classes without test images."""
         if not self.shared:
             return []
-        covered = {split.since for split in self.stream.eval_splits if not split.always}
-        seen = enumerate(self.stream.tasks[: task + 1])
-        return [(each.images, each.train) for number, each in seen if each.classes and number not in covered]
+        found, seen = [], self.seen(task)
+        for each in self.stream.tasks[: task + 1]:
+            covered = [split.bank for split in seen if split.bank_images is each.images]
+            rest = np.setdiff1d(each.train, np.concatenate([*covered, each.train[:0]]))
+            if each.classes and len(rest):
+                found.append((each.images, rest))
+        return found
 
     def future(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
         """Accuracies on the splits whose task comes after task number `task`, by row, for forward transfer."""
