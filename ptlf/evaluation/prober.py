@@ -58,7 +58,7 @@ class Prober:
     """Tests an encoder on a stream's eval_splits. `prepare` turns stored images into the encoder's input.
 
     An encoder whose vector has a part for each task says where: `encoder.feature_slice(task)`. A split against its
-    own task's images is tested with its own part, one against all classes with the whole vector.
+    own task's images is tested with its own part, one of no task or against all classes with the whole vector.
     """
 
     def __init__(
@@ -207,9 +207,9 @@ class Prober:
 def own_accuracy(
     probe: Probe, encoder: nn.Module, split: EvalSplit, bank: Labelled, test: Labelled, seen_tasks: int
 ) -> float:
-    """Of a split against its own bank, on the part of the vectors that is its task's."""
+    """Of a split against its own bank, on the part of the vectors that is its task's, if it has one."""
     feature_slice = getattr(encoder, "feature_slice", None)
-    part = feature_slice(split.since) if callable(feature_slice) else slice(None)
+    part = feature_slice(split.since) if callable(feature_slice) and not split.always else slice(None)
     return probe.fit(bank[0][:, part], bank[1], seen_tasks)(test[0][:, part], test[1])
 
 

@@ -169,6 +169,12 @@ def exam(labelled: Dataset | None, data: Dataset) -> tuple[EvalSplit, ...]:
     return (EvalSplit(labelled.name, labelled.train, bank, labelled.test, test, since=0, always=True),)
 
 
+def alone(data: Dataset, name: str) -> Stream:
+    """A labelled set as a stream of its own, to test an encoder that did not learn it: its split is of no task."""
+    stream = split(data, StreamConfig(name=name, tasks=1), 0)
+    return replace(stream, eval_splits=tuple(replace(each, always=True) for each in stream.eval_splits))
+
+
 def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[int]:
     given, count = config.class_order, config.classes or len(names)
     if count > len(names):
