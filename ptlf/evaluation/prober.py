@@ -94,10 +94,10 @@ class Prober:
 
     def used(self, task: int) -> dict[str, dict[str, Any]]:
         """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""
-        tested, seen = self.config.tested(self.stream.eval_splits, task), self.seen(task)
+        tested, tasks = self.config.tested(self.stream.eval_splits, task), self.tasks_seen(task)
         if not tested:
             return {name: {} for probe in self.probes for name in probe.rows}
-        used = seen if self.shared else tested
+        used = self.seen(task) if self.shared else tested
         of_splits = {split: torch.from_numpy(split.bank_images.labels[split.bank]) for split in used}
         own_banks = [of_splits[split] for split in tested]
         others = [torch.from_numpy(images.labels[chosen]) for images, chosen in self.without_split(task)]
@@ -105,14 +105,14 @@ class Prober:
         found: dict[str, dict[str, Any]] = {}
         for probe in self.probes:
             for name, bank in probe.rows.items():
-                own = [probe.used(labels, len(seen)) for labels in (own_banks if bank == OWN else [all_seen])]
+                own = [probe.used(labels, tasks) for labels in (own_banks if bank == OWN else [all_seen])]
                 found[name] = {key: min(each[key] for each in own) for key in own[0]}
         return found
 
     def rows(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
         """A row of each accuracy matrix after task number `task` (from 0), with None for splits that are not tested.
         Splits that are not tested are in the bank of all classes seen nevertheless."""
-        splits, seen = self.stream.eval_splits, self.seen(task)
+        splits, seen, tasks = self.stream.eval_splits, self.seen(task), self.tasks_seen(task)
         chosen = self.config.tested(splits, task)
         rows: dict[str, Row] = {name: [None] * len(splits) for probe in self.probes for name in probe.rows}
         if not chosen:
@@ -126,15 +126,19 @@ class Prober:
         with phase("probes", len(rows) * len(exams), "scores") as advance:
             for probe in self.probes:
                 for name, bank in probe.rows.items():
-                    score = probe.fit(features, labels, len(seen)) if bank != OWN else None
+                    score = probe.fit(features, labels, tasks) if bank != OWN else None
                     for exam in exams:
-                        found = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, len(seen))
+                        found = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, tasks)
                         rows[name][splits.index(exam[0])] = found
                         advance(1)
         return rows
 
     def seen(self, task: int) -> list[EvalSplit]:
         return [split for split in self.stream.eval_splits if split.since <= task]
+
+    def tasks_seen(self, task: int) -> int:
+        """How many, after task number `task` (from 0), with or without test images."""
+        return sum(each.joined for each in self.stream.tasks[: task + 1])
 
     @property
     def shared(self) -> bool:
@@ -164,7 +168,7 @@ class Prober:
         owners = {name: probe for probe in forward for name, bank in probe.rows.items() if bank == OWN}
         exams, _ = self.examined(encoder, splits if owners else [], phase)
         return {
-            name: [own_accuracy(probe, encoder, *exam, len(self.seen(exam[0].since))) for exam in exams]
+            name: [own_accuracy(probe, encoder, *exam, self.tasks_seen(exam[0].since)) for exam in exams]
             for name, probe in owners.items()
         }
 

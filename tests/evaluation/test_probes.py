@@ -97,6 +97,22 @@ def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, pr
     assert untrained == pytest.approx([by_hand(stream, task, k=3) for task in range(TASKS)])
 
 
+def test_tasks_without_test_images_were_seen_too(stream: Stream) -> None:
+    """Also where all of them are tested on a labelled set of its own, and where all are learnt at once."""
+    last = replace(stream, eval_splits=stream.eval_splits[2:])
+    own = replace(stream, eval_splits=(replace(stream.eval_splits[2], since=0, always=True),))
+    expected = [by_hand(stream, 2, k) for k in range(1, TASKS + 1)]
+    assert expected[0] != expected[-1]
+    found = [make_prober(own).rows(nn.Flatten(), after)["knn_task"] for after in range(TASKS)]
+    assert found == [[pytest.approx(value)] for value in expected]
+    assert [make_prober(own).used(after)["knn_task"]["k"] for after in range(TASKS)] == [1, 2, 3]
+    for known in (last, last.joint(), own.joint(), stream.joint()):
+        after = len(known.tasks) - 1
+        assert make_prober(known).rows(nn.Flatten(), after)["knn_task"][-1] == pytest.approx(expected[-1])
+        assert make_prober(known).used(after)["knn_task"] == {"k": TASKS}
+    assert make_prober(last).future(nn.Flatten(), 1)["knn_task"] == [pytest.approx(expected[-1])]
+
+
 def test_no_more_neighbours_than_the_bank_holds(stream: Stream, prober: Prober) -> None:
     """However many tasks were seen."""
     bank, labels = torch.randn(4, 3), torch.tensor([0, 0, 0, 0])
