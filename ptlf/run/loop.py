@@ -95,7 +95,7 @@ class Run(Looks):
     def train_stream(self) -> None:
         if self.position == Position():
             self.fill_memory()
-            self.test_reference()
+            self.record.test_reference(self.test_reference())
             self.look_before()
             self.save_gallery()
             self.save_results()
@@ -128,11 +128,15 @@ class Run(Looks):
             self.train_epoch(indices)
             self.epoch, self.epoch_state = self.epoch + 1, None
             self.pause()
-        self.method.end_task(self.task, self.model)
-        self.test_reference()
-        self.record.features += self.measure_features(self.task)
+        if not self.ended:
+            self.method.end_task(self.task, self.model)
+            self.ended = True
+        # Nothing is recorded before all of it is there: if the run is stopped here, the test begins anew.
+        reference, features = self.test_reference(), self.measure_features(self.task)
         self.watcher.end_task(self.task, self.evaluate())
-        self.task, self.epoch = self.task + 1, 0
+        self.record.test_reference(reference)
+        self.record.features += features
+        self.task, self.epoch, self.ended = self.task + 1, 0, False
         self.save_results()
         self.pause()
 
@@ -182,13 +186,27 @@ class Run(Looks):
         # All processes stop and save at the same step.
         asked, due = processes.all_reduce_max([self.signals.asked or 0, int(due_here)])
         if asked or due:
-            with self.clock("checkpoint"):
-                self.check_numbers()
-                if self.checkpoints:
-                    self.checkpoints.save(self.position, self.state_dict())
+            self.save()
         if asked:
             self.finish_saving()
             raise Stopped(self.folder, asked, self.advice(self.folder))
+
+    def heed(self) -> None:
+        """Stop in the middle of a test or a look at the gallery, if asked to. After a task the run is saved, and tested
+        when it goes on; elsewhere nothing was learnt since the last checkpoint. Several processes finish what they do:
+        they have to stop at the same place."""
+        if self.folder and self.signals.asked and processes.world_size() == 1:
+            if self.ended:
+                self.save()
+            self.finish_saving()
+            lost = "" if self.ended else self.lost()
+            raise Stopped(self.folder, self.signals.asked, self.advice(self.folder), lost)
+
+    def save(self) -> None:
+        with self.clock("checkpoint"):
+            self.check_numbers()
+            if self.checkpoints:
+                self.checkpoints.save(self.position, self.state_dict())
 
     def advice(self, folder: Path) -> str:
         return f"go on with `{self.go_on(folder)}`"

@@ -48,6 +48,7 @@ STATE: Json = {
         "memory_images?": dict,
         "reference?": {"*": [NUMBER]},
     },
+    "ended?": bool,
     "looks_sha256?": str,
     "settings?": dict,
     "threads?": COUNT,
@@ -66,6 +67,7 @@ class State(Parts):
         super().__init__(config, out, **given)
         self.task, self.epoch = 0, 0  # finished tasks, finished epochs of the next one
         self.epoch_state: EpochState | None = None  # of the epoch that runs
+        self.ended = False  # the task that runs: it is learnt, and to be tested
         self.clock = Stopwatch(self.device)
         self.record = Record()
         self.prepared = False  # `train` has found the folder as it should be
@@ -96,6 +98,7 @@ class State(Parts):
         """All that has changed since the constructor, for a checkpoint."""
         return {
             "position": vars(self.position),
+            "ended": self.ended,
             "tasks": len(self.stream.tasks),
             "model": self.model.state_dict(),
             "method": self.method.state_dict(),
@@ -128,6 +131,7 @@ class State(Parts):
         """Into a run as the constructor made it, with the same settings, and maybe more tasks. Looks at the gallery
         that are there stay."""
         self.task, self.epoch = state["position"]["task"], state["position"]["epoch"]
+        self.ended = state.get("ended", False)
         if self.task > len(self.stream.tasks) or self.epoch > self.config.training.epochs:
             raise ValueError(f"its position, {self.position}, is beyond the run's end")
         missing, unknown = self.model.load_state_dict(state["model"], strict=False)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import StopsAt, tiny_config, tiny_encoder
+from conftest import StopsAt, StopsIn, tiny_config, tiny_encoder
 from faults import before_call, lasting, same
 from PIL import Image
 from safetensors.torch import load_file
@@ -330,6 +330,20 @@ def test_a_signal_stops_it_and_any_way_to_go_on_is_right(root: Path, tmp_path: P
     assert main(["learn", "--trust-code", str(tmp_path / "other"), str(pictures / "day3")]) == 0
     for folder in (run, tmp_path / "other"):
         check_same(folder, whole(root))
+
+
+def test_a_signal_before_the_next_task_begins_leaves_the_run_as_it_was(
+    root: Path, run: Path, capsys, monkeypatch
+) -> None:
+    before, words = files_in(run), ["learn", "--trust-code", str(run)]
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.learner.Live", lambda name: StopsIn("testing the encoder before training, features"))
+        assert main([*words, "day2"]) == 143
+    assert capsys.readouterr().err.splitlines()[-1].endswith("; day2 is not learnt; give it again")
+    assert files_in(run) == before
+    for day in ("day2", "day3"):
+        assert main([*words, day]) == 0
+    check_same(run, whole(root))
 
 
 def test_ctrl_c_before_the_run_begins_says_that_the_same_command_is_needed(
