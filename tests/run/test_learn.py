@@ -482,6 +482,14 @@ def test_what_cannot_be_learnt_leaves_the_run_as_it_was(run: Path, tmp_path, cap
     assert {path.name for path in (run / "tasks").iterdir()} == {"0001-day1"}
 
 
+def test_another_run_does_not_begin_in_its_folder(run: Path, capsys) -> None:
+    before = files_in(run)
+    assert main(["train", "--recipe", "digits/simsiam/ptlf", "--out", str(run), "--device", "cpu"]) == 2
+    way_out = "choose another --out, or remove that folder"
+    assert capsys.readouterr().err == f"ptlf: {run} already holds a run; {way_out}\n"
+    assert files_in(run) == before
+
+
 def test_another_version_a_lock_and_a_lost_checkpoint(run: Path, root: Path, capsys) -> None:
     day2, newest = str(root / "pictures" / "day2"), run / "checkpoints" / "after-task01.ckpt"
 
