@@ -47,7 +47,7 @@ from ptlf.run.environment import commit, environment
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.export import add_scores, check_card, export_run
 from ptlf.run.fitting import free_settings
-from ptlf.run.folder import finished, has_finished
+from ptlf.run.folder import check_free, finished, has_finished
 from ptlf.run.loop import Run
 from ptlf.run.paper import FIGURES, TABLES
 from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
@@ -109,6 +109,8 @@ def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True)
     first = processes.is_first()
     if resume and processes.broadcast_object(first and (finished(folder, config) if strict else has_finished(folder))):
         return tell(f"{folder}: already finished")
+    if first and not resume:
+        check_free(folder)  # before tasks that arrived there are taken for the new run's
     run = Run(config, folder)
     results = run.train(Live(name_of(as_dict(run.config))), resume=resume)
     if first:

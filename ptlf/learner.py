@@ -211,9 +211,11 @@ class Learner:
                     try:
                         run = self._build()
                         self._train(run, watcher)
-                    except BaseException:
+                    except BaseException as error:
                         if run is None or not run.prepared:
                             shutil.rmtree(accepted.path)
+                            if isinstance(error, Stopped):
+                                raise error.again(f"{task_name(incoming)} is not learnt; give it again") from None
                         raise
             finally:
                 clear(self.folder)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ if not os.path.exists("/dev/nvidiactl"):
 import torch
 from torch import nn
 
+from ptlf.core.phases import Advance
 from ptlf.core.settings import merge, nested
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.run.config import Config, from_dict
@@ -114,3 +116,20 @@ class StopsAt(Watcher):
         self.number -= 1
         if self.number == 0:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StopsIn(Watcher):
+    """Sends the process a signal after the first part of the phase with this name; nothing may be done after it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.sent = name, False
+
+    @contextmanager
+    def phase(self, name: str, of: int | None = None, unit: str = "images") -> Iterator[Advance]:
+        def advance(amount: int) -> None:
+            assert not self.sent
+            if name == self.name:
+                self.sent = True
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        yield advance

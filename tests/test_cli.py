@@ -216,6 +216,14 @@ def test_help_does_not_wait_for_torch() -> None:
             ["--recipe", "digits/simsam/lump"],
             "unknown recipe 'digits/simsam/lump'; did you mean 'digits/simsiam/lump'?",
         ),
+        *(
+            (
+                ["--recipe", f"digits/supervised/{word}"],
+                f"there is no recipe 'digits/supervised/{word}': objective 'supervised' cannot be trained with method "
+                "'lump': the method mixes images, and their labels are not mixed; use --method finetune",
+            )
+            for word in ("lump", "ptlf")
+        ),
         (["--training.epoch", "3"], "unknown key 'training.epoch'; did you mean 'training.epochs'?"),
         (["--trainng.epochs", "3"], "unknown key 'trainng'; did you mean 'training'?"),
         (["--training.epochs", "0"], "training.epochs must be at least 1, not 0"),

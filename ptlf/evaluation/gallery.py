@@ -1,8 +1,10 @@
 """Nearest neighbours of a dozen query images, and a 2D map of features, before and after training."""
 
 import base64
+import hashlib
 import io
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,14 @@ class Gallery:
             if self.labelled:
                 self.labels[places] = images.labels[chosen[places]]
         self.queries = pick_queries(self.labels, QUERIES)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the images and of which are queries: numbers in `looks` mean nothing with others."""
+        self.read()
+        found = hashlib.sha256(repr((self.pixels.shape, self.queries)).encode())
+        found.update(self.pixels.data)
+        return found.hexdigest()
 
     def look(self, moment: str, encoder: nn.Module, phase: Phase = silent) -> None:
         """moment: "before" or "after"."""

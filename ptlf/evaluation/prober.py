@@ -58,7 +58,7 @@ class Prober:
     """Tests an encoder on a stream's eval_splits. `prepare` turns stored images into the encoder's input.
 
     An encoder whose vector has a part for each task says where: `encoder.feature_slice(task)`. A split against its
-    own task's images is tested with its own part, one against all classes with the whole vector.
+    own task's images is tested with its own part, one of no task or against all classes with the whole vector.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Prober:
 
     def used(self, task: int) -> dict[str, dict[str, Any]]:
         """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""
-        tested, seen = self.config.tested(self.stream.eval_splits, task), self.seen(task)
+        tested, tasks = self.config.tested(self.stream.eval_splits, task), self.tasks_seen(task)
         if not tested:
             return {name: {} for probe in self.probes for name in probe.rows}
-        used = seen if self.shared else tested
+        used = self.seen(task) if self.shared else tested
         of_splits = {split: torch.from_numpy(split.bank_images.labels[split.bank]) for split in used}
         own_banks = [of_splits[split] for split in tested]
         others = [torch.from_numpy(images.labels[chosen]) for images, chosen in self.without_split(task)]
@@ -105,14 +105,14 @@ class Prober:
         found: dict[str, dict[str, Any]] = {}
         for probe in self.probes:
             for name, bank in probe.rows.items():
-                own = [probe.used(labels, len(seen)) for labels in (own_banks if bank == OWN else [all_seen])]
+                own = [probe.used(labels, tasks) for labels in (own_banks if bank == OWN else [all_seen])]
                 found[name] = {key: min(each[key] for each in own) for key in own[0]}
         return found
 
     def rows(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
         """A row of each accuracy matrix after task number `task` (from 0), with None for splits that are not tested.
         Splits that are not tested are in the bank of all classes seen nevertheless."""
-        splits, seen = self.stream.eval_splits, self.seen(task)
+        splits, seen, tasks = self.stream.eval_splits, self.seen(task), self.tasks_seen(task)
         chosen = self.config.tested(splits, task)
         rows: dict[str, Row] = {name: [None] * len(splits) for probe in self.probes for name in probe.rows}
         if not chosen:
@@ -126,9 +126,9 @@ class Prober:
         with phase("probes", len(rows) * len(exams), "scores") as advance:
             for probe in self.probes:
                 for name, bank in probe.rows.items():
-                    score = probe.fit(features, labels, len(seen)) if bank != OWN else None
+                    score = probe.fit(features, labels, tasks) if bank != OWN else None
                     for exam in exams:
-                        found = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, len(seen))
+                        found = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, tasks)
                         rows[name][splits.index(exam[0])] = found
                         advance(1)
         return rows
@@ -136,18 +136,26 @@ class Prober:
     def seen(self, task: int) -> list[EvalSplit]:
         return [split for split in self.stream.eval_splits if split.since <= task]
 
+    def tasks_seen(self, task: int) -> int:
+        """How many, after task number `task` (from 0), with or without test images."""
+        return sum(each.joined for each in self.stream.tasks[: task + 1])
+
     @property
     def shared(self) -> bool:
         """Whether a probe needs the bank of all classes seen."""
         return any(bank != OWN for probe in self.probes for bank in probe.rows.values())
 
     def without_split(self, task: int) -> list[Bank]:
-        """Of the bank of all classes seen, what no split has: labelled tasks without test images."""
+        """Of the bank of all classes seen, what no split has: training images of classes without test images."""
         if not self.shared:
             return []
-        covered = {split.since for split in self.stream.eval_splits if not split.always}
-        seen = enumerate(self.stream.tasks[: task + 1])
-        return [(each.images, each.train) for number, each in seen if each.classes and number not in covered]
+        found, seen = [], self.seen(task)
+        for each in self.stream.tasks[: task + 1]:
+            covered = [split.bank for split in seen if split.bank_images is each.images]
+            rest = np.setdiff1d(each.train, np.concatenate([*covered, each.train[:0]]))
+            if each.classes and len(rest):
+                found.append((each.images, rest))
+        return found
 
     def future(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
         """Accuracies on the splits whose task comes after task number `task`, by row, for forward transfer."""
@@ -160,7 +168,7 @@ class Prober:
         owners = {name: probe for probe in forward for name, bank in probe.rows.items() if bank == OWN}
         exams, _ = self.examined(encoder, splits if owners else [], phase)
         return {
-            name: [own_accuracy(probe, encoder, *exam, len(self.seen(exam[0].since))) for exam in exams]
+            name: [own_accuracy(probe, encoder, *exam, self.tasks_seen(exam[0].since)) for exam in exams]
             for name, probe in owners.items()
         }
 
@@ -203,9 +211,9 @@ class Prober:
 def own_accuracy(
     probe: Probe, encoder: nn.Module, split: EvalSplit, bank: Labelled, test: Labelled, seen_tasks: int
 ) -> float:
-    """Of a split against its own bank, on the part of the vectors that is its task's."""
+    """Of a split against its own bank, on the part of the vectors that is its task's, if it has one."""
     feature_slice = getattr(encoder, "feature_slice", None)
-    part = feature_slice(split.since) if callable(feature_slice) else slice(None)
+    part = feature_slice(split.since) if callable(feature_slice) and not split.always else slice(None)
     return probe.fit(bank[0][:, part], bank[1], seen_tasks)(test[0][:, part], test[1])
 
 

@@ -18,12 +18,11 @@ from ptlf.run.inference import load_encoder as load
 from ptlf.run.inference import rebuilt
 from ptlf.run.parts import Parts
 from ptlf.run.start import without_start
-from ptlf.stream import StreamConfig
 from ptlf.stream.folders import OnError
 from ptlf.stream.given import find_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset
-from ptlf.stream.task import split
+from ptlf.stream.task import alone
 
 
 def may_change(setting: str) -> bool:
@@ -69,8 +68,7 @@ def evaluate_labelled(
     path = find_images(labelled, data_root(config.data_root))
     size, share = encoder.card["image_size"], config.evaluation.reference_test
     data = labelled_dataset(path, size, share, encoder.fit, on_error)
-    stream = split(data, StreamConfig(name="labelled", tasks=1), 0)
-    prober = Prober(stream, config.evaluation, config.probes, encoder.normalise, encoder.device)
+    prober = Prober(alone(data, "labelled"), config.evaluation, config.probes, encoder.normalise, encoder.device)
     if chosen is not None:
         prober.choose(chosen)
     before = rebuilt(encoder.card, folder, module, config.seed).to(encoder.device)

@@ -33,15 +33,21 @@ LOGS = (".log", ".out", ".err")  # shells and schedulers open them before the ru
 def claimed(out: Path, resume: bool) -> Iterator[None]:
     """The output folder, made and locked. One that already holds a run is refused, unless that is to go on."""
     with lock_of_run(out):
-        if not resume and any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
-            if has_finished(out):
-                raise UserError(f"{out} already holds a run; choose another --out, or remove that folder")
-            advice = f"resume it with `ptlf train --resume {out}`, or choose another --out"
-            raise UserError(f"{out} already holds a run that has not finished; {advice}")
-        if not resume and any(out.glob("*/config.yaml")):
-            raise UserError(f"{out} holds other runs; choose a folder of its own as --out")
+        if not resume:
+            check_free(out)
         check_new(out)
         yield
+
+
+def check_free(out: Path) -> None:
+    """Refuse a folder that holds a run, or folders of runs."""
+    if any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
+        if has_finished(out):
+            raise UserError(f"{out} already holds a run; choose another --out, or remove that folder")
+        advice = f"resume it with `ptlf train --resume {out}`, or choose another --out"
+        raise UserError(f"{out} already holds a run that has not finished; {advice}")
+    if any(out.glob("*/config.yaml")):
+        raise UserError(f"{out} holds other runs; choose a folder of its own as --out")
 
 
 def check_new(folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.core.phases import Phase
+from ptlf.core.phases import Advance, Phase
 from ptlf.evaluation.prober import testing
 from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
@@ -114,15 +114,29 @@ class Looks(State):
         return rows
 
     def phases(self, work: str) -> Phase:
-        """The phases of a piece of work: its name stands before theirs."""
-        return lambda part, *count: self.watcher.phase(f"{work}, {part}", *count)
+        """The phases of a piece of work: its name stands before theirs. It may be left after each part that is done."""
 
-    def test_reference(self) -> None:
-        """What the encoder knew before, against a bank of its own."""
-        if self.reference:
-            phase = self.phases("testing what the encoder knew before")
-            with self.clock("evaluation"):
-                self.record.test_reference(self.reference.rows(self.model.encoder, 0, phase))
+        @contextmanager
+        def phase(part: str, *count: Any) -> Iterator[Advance]:
+            with self.watcher.phase(f"{work}, {part}", *count) as tell:
+
+                def advance(amount: int) -> None:
+                    tell(amount)
+                    self.heed()
+
+                yield advance
+
+        return phase
+
+    def heed(self) -> None:
+        """Called in the middle of a look: to leave it, raise."""
+
+    def test_reference(self) -> dict[str, list[float | None]]:
+        """What the encoder knew before, against a bank of its own; for the record."""
+        if not self.reference:
+            return {}
+        with self.clock("evaluation"):
+            return self.reference.rows(self.model.encoder, 0, self.phases("testing what the encoder knew before"))
 
     def measure_features(self, number: int) -> list[dict[str, Any]]:
         """Spread and effective rank of the features of a sample of this task's images; labels are not needed. Empty
@@ -165,10 +179,14 @@ class Looks(State):
                 self.record.add_to(self.record.future, self.prober.future(self.model.encoder, self.task - 1, phase))
 
     def look(self, moment: str) -> None:
-        """The gallery of the encoder as it is now, into gallery.json."""
-        if self.gallery and self.out:
+        """The gallery of the encoder as it is now."""
+        if self.gallery:
             with self.clock("evaluation"):
                 self.gallery.look(moment, self.model.encoder, self.phases(f"gallery {moment} training"))
+
+    def save_gallery(self) -> None:
+        if self.gallery and self.out:
+            with self.clock("evaluation"):
                 write_json(self.out / "gallery.json", self.gallery.as_dict())
 
     def check_numbers(self) -> None:

@@ -95,14 +95,16 @@ class Run(Looks):
     def train_stream(self) -> None:
         if self.position == Position():
             self.fill_memory()
-            self.test_reference()
+            self.record.test_reference(self.test_reference())
             self.look_before()
+            self.save_gallery()
             self.save_results()
         while self.task < len(self.stream.tasks):
             self.trainer.images = self.stream.tasks[self.task].images
             self.train_task(self.stream.tasks[self.task].train)
         self.freezing.freezer.thaw()
         self.look("after")
+        self.save_gallery()
 
     def fill_memory(self) -> None:
         """With images of `memory.images`, before the first task."""
@@ -126,11 +128,15 @@ class Run(Looks):
             self.train_epoch(indices)
             self.epoch, self.epoch_state = self.epoch + 1, None
             self.pause()
-        self.method.end_task(self.task, self.model)
-        self.test_reference()
-        self.record.features += self.measure_features(self.task)
+        if not self.ended:
+            self.method.end_task(self.task, self.model)
+            self.ended = True
+        # Nothing is recorded before all of it is there: if the run is stopped here, the test begins anew.
+        reference, features = self.test_reference(), self.measure_features(self.task)
         self.watcher.end_task(self.task, self.evaluate())
-        self.task, self.epoch = self.task + 1, 0
+        self.record.test_reference(reference)
+        self.record.features += features
+        self.task, self.epoch, self.ended = self.task + 1, 0, False
         self.save_results()
         self.pause()
 
@@ -180,13 +186,27 @@ class Run(Looks):
         # All processes stop and save at the same step.
         asked, due = processes.all_reduce_max([self.signals.asked or 0, int(due_here)])
         if asked or due:
-            with self.clock("checkpoint"):
-                self.check_numbers()
-                if self.checkpoints:
-                    self.checkpoints.save(self.position, self.state_dict())
+            self.save()
         if asked:
             self.finish_saving()
             raise Stopped(self.folder, asked, self.advice(self.folder))
+
+    def heed(self) -> None:
+        """Stop in the middle of a test or a look at the gallery, if asked to. After a task the run is saved, and tested
+        when it goes on; elsewhere nothing was learnt since the last checkpoint. Several processes finish what they do:
+        they have to stop at the same place."""
+        if self.folder and self.signals.asked and processes.world_size() == 1:
+            if self.ended:
+                self.save()
+            self.finish_saving()
+            lost = "" if self.ended else self.lost()
+            raise Stopped(self.folder, self.signals.asked, self.advice(self.folder), lost)
+
+    def save(self) -> None:
+        with self.clock("checkpoint"):
+            self.check_numbers()
+            if self.checkpoints:
+                self.checkpoints.save(self.position, self.state_dict())
 
     def advice(self, folder: Path) -> str:
         return f"go on with `{self.go_on(folder)}`"
@@ -217,20 +237,21 @@ class Run(Looks):
             raise
 
     def prepare_folder(self, resume: bool) -> None:
-        """The folder as a run that has come this far would have left it."""
-        if self.out:
-            self.save_config(self.out / "config.yaml")
+        """The folder as a run that has come this far would have left it. If its checkpoint is refused, its files stay
+        as they were."""
+        if self.out and not (self.out / "config.yaml").exists():
+            write_whole(self.out / "config.yaml", to_yaml(self.config))
         if self.out and self.weights:
             save_start(self.out, self.model.encoder, self.weights)
         if resume and self.resumable:
             self.load_checkpoint()
+        if self.out:
+            self.update_config(self.out / "config.yaml")
         if resume and self.out:
             keep_lines(self.out / "metrics.jsonl", self.record.per_epoch)
 
-    def save_config(self, path: Path) -> None:
-        """Of a run that is there, what may have been given anew: where it is tested, and who tracks it."""
-        if not path.exists():
-            return write_whole(path, to_yaml(self.config))
+    def update_config(self, path: Path) -> None:
+        """What may have been given anew: where the run is tested, and who tracks it."""
         stored, own = read_yaml(path), as_dict(self.config)
         changed = {name: own[name] for name in ("evaluation", "log") if own[name] != stored.get(name, [])}
         if changed:
@@ -251,21 +272,23 @@ class Run(Looks):
         grown = known < len(self.stream.tasks)
         if grown:  # here the model is still untrained
             self.look_before(known)
-        before, looks, spent = self.record, self.gallery.looks if self.gallery else {}, self.clock.seconds
+        elif self.gallery and self.gallery.sha256 != state.get("looks_sha256"):  # the looks are of other images
+            self.look("before")
+        before, spent, looked = self.record, self.clock.seconds, bool(self.gallery and self.gallery.looks)
         try:
             self.load_state_dict(state)
             self.results(), self.gallery and self.gallery.looks and self.gallery.as_dict()  # all they need is there
         except (RuntimeError, *DAMAGE) as error:
             why = reason(error)
             raise UserError(f"{last} does not fit the settings in {self.folder}/config.yaml: {why}") from error
+        self.clock.add(spent)
         if grown:
             self.record.begin(before.untrained, before.untrained_future)
             self.record.untrained_features += before.untrained_features
-            self.clock.add(spent)
-            if self.gallery:
-                self.gallery.looks = looks
             if self.task >= known:
                 self.look_ahead()
+        if looked:
+            self.save_gallery()
         self.save_results()
 
     def check_resumed(self, state: dict[str, Any]) -> None:

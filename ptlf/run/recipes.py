@@ -127,7 +127,7 @@ def conflict(objective: type[Objective], method: type[Method]) -> str | None:
 def recipe(name: str) -> Settings:
     """The recipe's settings as a nested dict, with `recipe` naming it. Members may be given as package.module:name."""
     if name.count("/") != 2 or (":" not in name and name not in names()):
-        raise unknown("recipe", name, names())
+        raise no_recipe(name)
     stream, objective, word = name.split("/")
     variant = VARIANTS.get(word, {"method": word})
     method, entry = variant["method"], STREAMS.find(stream)
@@ -142,6 +142,16 @@ def recipe(name: str) -> Settings:
     ]
     freezing = {"freezing": {key: value for key, value in variant.items() if key != "method"}}
     return merge(Config, PROTOCOLS[protocol], entry.presets, {"recipe": name, **chosen}, *presets, freezing)
+
+
+def no_recipe(name: str) -> UserError:
+    """Why objective and method, which are known, make no recipe; or which recipes there are."""
+    _, objective, word = name.split("/") if name.count("/") == 2 else ("", "", "")
+    method = VARIANTS.get(word, {"method": word})["method"]
+    if objective in OBJECTIVES and method in METHODS and (why := conflict(OBJECTIVES[objective], METHODS[method])):
+        both = f"objective {objective!r} cannot be trained with method {method!r}"
+        return UserError(f"there is no recipe {shown(name)}: {both}: {why}")
+    return unknown("recipe", name, names())
 
 
 def name_of(config: Settings) -> str:

@@ -22,12 +22,12 @@ from ptlf.methods import METHODS, Memory, Method
 from ptlf.run.build import make_encoder
 from ptlf.run.config import Config
 from ptlf.run.folder import START, save_encoder
-from ptlf.stream import Stream, StreamConfig
+from ptlf.stream import Stream
 from ptlf.stream.decode import Fit
 from ptlf.stream.given import find_images, given
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset, sample_images
-from ptlf.stream.task import split
+from ptlf.stream.task import alone
 from ptlf.views import View, draw, make_views
 
 BATCH = 256  # images per forward while the memory is filled
@@ -113,6 +113,6 @@ def make_reference(
         return None
     data = labelled_dataset(find_given(config, tests.reference), stream.size, tests.reference_test, stream.fit)
     try:
-        return Prober(split(data, StreamConfig(name="reference", tasks=1), 0), tests, config.probes, prepare, device)
+        return Prober(alone(data, "reference"), tests, config.probes, prepare, device)
     except UserError as error:
         raise UserError(f"evaluation.reference: {error}") from None

@@ -48,6 +48,8 @@ STATE: Json = {
         "memory_images?": dict,
         "reference?": {"*": [NUMBER]},
     },
+    "ended?": bool,
+    "looks_sha256?": str,
     "settings?": dict,
     "threads?": COUNT,
 }
@@ -65,6 +67,7 @@ class State(Parts):
         super().__init__(config, out, **given)
         self.task, self.epoch = 0, 0  # finished tasks, finished epochs of the next one
         self.epoch_state: EpochState | None = None  # of the epoch that runs
+        self.ended = False  # the task that runs: it is learnt, and to be tested
         self.clock = Stopwatch(self.device)
         self.record = Record()
         self.prepared = False  # `train` has found the folder as it should be
@@ -95,6 +98,7 @@ class State(Parts):
         """All that has changed since the constructor, for a checkpoint."""
         return {
             "position": vars(self.position),
+            "ended": self.ended,
             "tasks": len(self.stream.tasks),
             "model": self.model.state_dict(),
             "method": self.method.state_dict(),
@@ -105,6 +109,7 @@ class State(Parts):
             "epoch_state": vars(self.epoch_state) if self.epoch_state else None,
             "clock": self.clock.state_dict(),
             "looks": self.gallery.looks if self.gallery else {},
+            "looks_sha256": self.gallery.sha256 if self.gallery else None,
             "record": vars(self.record),
             "settings": as_dict(self.config),
             "threads": torch.get_num_threads(),
@@ -123,8 +128,10 @@ class State(Parts):
         return [entry for made in self.begun[: task + 1] for entry in made]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Into a run as the constructor made it, with the same settings, and maybe more tasks."""
+        """Into a run as the constructor made it, with the same settings, and maybe more tasks. Looks at the gallery
+        that are there stay."""
         self.task, self.epoch = state["position"]["task"], state["position"]["epoch"]
+        self.ended = state.get("ended", False)
         if self.task > len(self.stream.tasks) or self.epoch > self.config.training.epochs:
             raise ValueError(f"its position, {self.position}, is beyond the run's end")
         missing, unknown = self.model.load_state_dict(state["model"], strict=False)
@@ -139,7 +146,7 @@ class State(Parts):
             self.epoch_state = EpochState(**state["epoch_state"])
             self.epoch_state.losses = {k: values.to(self.device) for k, values in self.epoch_state.losses.items()}
         self.clock.load_state_dict(state["clock"])
-        if self.gallery:
+        if self.gallery and not self.gallery.looks:
             self.gallery.looks = state["looks"]
         self.record = Record(**state["record"])
         self.record.widen(len(self.stream.eval_splits))

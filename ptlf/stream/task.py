@@ -66,6 +66,7 @@ class Task:
     images: Images
     train: np.ndarray
     classes: tuple[int, ...] = ()
+    joined: int = 1  # how many tasks of the stream it holds
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +104,8 @@ class Stream:
     def joint(self) -> Stream:
         """All tasks' images as one task, evaluated on every split: the upper bound of continual learning."""
         train = np.sort(np.concatenate([task.train for task in self.tasks]))
-        everything = Task("all tasks", self.data.train, train, tuple(c for task in self.tasks for c in task.classes))
+        classes = tuple(c for task in self.tasks for c in task.classes)
+        everything = Task("all tasks", self.data.train, train, classes, joined=len(self.tasks))
         splits = tuple(replace(eval_split, since=0) for eval_split in self.eval_splits)
         return replace(self, tasks=(everything,), eval_splits=splits)
 
@@ -167,6 +169,12 @@ def exam(labelled: Dataset | None, data: Dataset) -> tuple[EvalSplit, ...]:
         raise UserError(f"{sizes}; pack both at one size")
     bank, test = np.arange(len(labelled.train)), np.arange(len(labelled.test))
     return (EvalSplit(labelled.name, labelled.train, bank, labelled.test, test, since=0, always=True),)
+
+
+def alone(data: Dataset, name: str) -> Stream:
+    """A labelled set as a stream of its own, to test an encoder that did not learn it: its split is of no task."""
+    stream = split(data, StreamConfig(name=name, tasks=1), 0)
+    return replace(stream, eval_splits=tuple(replace(each, always=True) for each in stream.eval_splits))
 
 
 def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[int]:

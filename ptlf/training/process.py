@@ -46,5 +46,5 @@ class StopSignals:
             raise KeyboardInterrupt
         self.asked = number
         if self.tell:  # os.write, because print is not reentrant
-            words = "finishing the step or the test under way, then saving; Ctrl-C (again) leaves at once, unsaved"
+            words = "finishing what is under way, then saving; Ctrl-C (again) leaves at once, unsaved"
             os.write(2, f"\nptlf: {words}\n".encode())

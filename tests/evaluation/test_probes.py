@@ -68,6 +68,14 @@ def test_labelled_images_without_test_images_are_in_that_bank_too(stream: Stream
     assert before == [make_prober(stream).rows(nn.Flatten(), 0)["knn_class"][0], None]
 
 
+def test_training_on_all_tasks_at_once_has_the_same_bank(stream: Stream) -> None:
+    fewer = replace(stream, eval_splits=stream.eval_splits[:2])
+    after_all, at_once = (
+        make_prober(each).rows(nn.Flatten(), len(each.tasks) - 1)["knn_class"] for each in (fewer, fewer.joint())
+    )
+    assert at_once == after_all == make_prober(stream).rows(nn.Flatten(), TASKS - 1)["knn_class"][:2]
+
+
 def by_hand(stream: Stream, task: int, k: int) -> float:
     """knn_task of the task's split."""
     split, (bank, test) = stream.eval_splits[task], (stream.data.train, stream.data.test)
@@ -87,6 +95,22 @@ def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, pr
         assert row == pytest.approx([*expected, *[None] * (TASKS - after - 1)])
     untrained = prober.rows(nn.Flatten(), TASKS)["knn_task"]
     assert untrained == pytest.approx([by_hand(stream, task, k=3) for task in range(TASKS)])
+
+
+def test_tasks_without_test_images_were_seen_too(stream: Stream) -> None:
+    """Also where all of them are tested on a labelled set of its own, and where all are learnt at once."""
+    last = replace(stream, eval_splits=stream.eval_splits[2:])
+    own = replace(stream, eval_splits=(replace(stream.eval_splits[2], since=0, always=True),))
+    expected = [by_hand(stream, 2, k) for k in range(1, TASKS + 1)]
+    assert expected[0] != expected[-1]
+    found = [make_prober(own).rows(nn.Flatten(), after)["knn_task"] for after in range(TASKS)]
+    assert found == [[pytest.approx(value)] for value in expected]
+    assert [make_prober(own).used(after)["knn_task"]["k"] for after in range(TASKS)] == [1, 2, 3]
+    for known in (last, last.joint(), own.joint(), stream.joint()):
+        after = len(known.tasks) - 1
+        assert make_prober(known).rows(nn.Flatten(), after)["knn_task"][-1] == pytest.approx(expected[-1])
+        assert make_prober(known).used(after)["knn_task"] == {"k": TASKS}
+    assert make_prober(last).future(nn.Flatten(), 1)["knn_task"] == [pytest.approx(expected[-1])]
 
 
 def test_no_more_neighbours_than_the_bank_holds(stream: Stream, prober: Prober) -> None:
@@ -134,6 +158,7 @@ def test_a_small_class_sets_the_neighbours_once_it_is_seen(stream: Stream, capsy
     bank = last.bank[stream.data.train.labels[last.bank] != CLASSES - 1]
     rare = np.concatenate([bank, np.setdiff1d(last.bank, bank)[:3]])
     splits = (*stream.eval_splits[:-1], replace(last, bank=rare))
-    prober = make_prober(replace(stream, eval_splits=splits), knn_class=KnnClassConfig(k=9))
+    tasks = (*stream.tasks[:-1], replace(stream.tasks[-1], train=rare))
+    prober = make_prober(replace(stream, tasks=tasks, eval_splits=splits), knn_class=KnnClassConfig(k=9))
     assert [prober.used(task)["knn_class"]["k"] for task in range(TASKS)] == [9, 9, 3]
     assert "the smallest class has 3 images to compare with: 3 is used" in capsys.readouterr().err

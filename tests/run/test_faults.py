@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config
+from conftest import StopsIn, tiny_config
 from faults import lasting
 from PIL import Image
 from torch import nn
@@ -24,7 +24,9 @@ from torch import nn
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation.spread import feature_spread
+from ptlf.methods.si import SI
 from ptlf.report.live import Watcher
+from ptlf.run.config import Config
 from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.stream import Dataset, Images, Stream, Task
@@ -76,7 +78,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, numb
         patch.setattr("ptlf.commands.Live", lambda name: Signals(number, 8))
         assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(folder), *QUICK]) == code
     told = capfd.readouterr().err
-    assert "finishing the step or the test under way" in told
+    assert "finishing what is under way, then saving" in told
     assert f"go on with `ptlf train --resume {folder} --trust-code`" in told  # its encoder is code of our own
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert (folder / "checkpoints" / "task02-epoch000-step00002.ckpt").exists()
@@ -86,6 +88,63 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, numb
     assert main(["train", "--trust-code", "-c", str(folder / "config.yaml"), "--out", str(tmp_path / "alone")]) == 0
     results = [json.loads((tmp_path / run / "results.json").read_text()) for run in ("run", "alone")]
     assert lasting(results[0]) == lasting(results[1])
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Labelled images of two classes."""
+    folder = tmp_path_factory.mktemp("known")
+    for label, pixels in enumerate(np.random.default_rng(0).integers(0, 255, (2, 10, 16, 16, 3), np.uint8)):
+        (folder / str(label)).mkdir()
+        for number, image in enumerate(pixels):
+            Image.fromarray(image).save(folder / str(label) / f"{number}.png")
+    return folder
+
+
+def interruptible(known: Path) -> Config:
+    """A method that does something at the end of a task, and no checkpoint between that and the test."""
+    settings = {"method__name": "si", "training__epochs": 1, "evaluation__reference": str(known)}
+    return tiny_config(**settings, evaluation__batch=64, checkpoint__every_epochs=0)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(known: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    Run(interruptible(known), folder).train()
+    return folder
+
+
+NOTHING = "without saving: this run has no checkpoint and begins anew; "
+LOOK = "without saving: what was done since the last checkpoint, after-task02.ckpt, is repeated; "
+
+
+@pytest.mark.parametrize(
+    ("place", "lost"),
+    [
+        ("testing what the encoder knew before, features", NOTHING),
+        ("testing the encoder before training, features", NOTHING),
+        ("testing the encoder before training, probes", NOTHING),
+        ("gallery before training, features", NOTHING),
+        ("testing after task 1 of 2, features", ""),
+        ("testing after task 2 of 2, probes", ""),
+        ("gallery after training, features", LOOK),
+    ],
+)
+def test_a_signal_in_a_test_is_heeded_and_the_run_goes_on_to_the_same_bits(
+    tmp_path: Path, known: Path, uninterrupted: Path, monkeypatch, place: str, lost: str
+) -> None:
+    folder, ended, end_task = tmp_path / "run", [], SI.end_task
+    monkeypatch.setattr(SI, "end_task", lambda self, *task: (ended.append(task[0]), end_task(self, *task)))
+    with pytest.raises(Stopped) as stopped:
+        Run(interruptible(known), folder).train(StopsIn(place))
+    assert str(stopped.value).startswith(f"stopped {lost}".strip().rstrip(";") + "; go on with `ptlf train --resume")
+    assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
+    Run(interruptible(known), folder).train(resume=True)
+    assert ended == [0, 1]
+    results = [json.loads((path / "results.json").read_text()) for path in (folder, uninterrupted)]
+    assert lasting(results[0]) == lasting(results[1])
+    for name in ("encoder.safetensors", "gallery.json"):
+        assert (folder / name).read_bytes() == (uninterrupted / name).read_bytes()
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, capfd, monkeypatch) -> None:

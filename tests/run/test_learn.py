@@ -8,14 +8,14 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import StopsAt, tiny_config, tiny_encoder
+from conftest import StopsAt, StopsIn, tiny_config, tiny_encoder
 from faults import before_call, lasting, same
 from PIL import Image
 from safetensors.torch import load_file
@@ -40,7 +40,7 @@ from ptlf.stream import pack
 from ptlf.stream.arrivals import Latecomers, arrivals
 from ptlf.stream.folders import PackOptions, pack_folder
 from ptlf.stream.packing import pack_images
-from ptlf.training.checkpoint import deserialise, unsealed
+from ptlf.training.checkpoint import deserialise, sealed, serialise, unsealed
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import Trainer
 
@@ -210,6 +210,57 @@ def test_tests_may_be_limited_to_some_tasks(tmp_path: Path) -> None:
     assert (other / "encoder.safetensors").read_bytes() == (one / "encoder.safetensors").read_bytes()
 
 
+def noise(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 255, (count, SIZE, SIZE, 3), dtype=np.uint8)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """The newest checkpoint of the run, changed."""
+    path = max((folder / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    stored = deserialise(unsealed(path))
+    change(stored)
+    path.write_bytes(b"".join(sealed(serialise(stored))))
+
+
+def test_the_gallery_may_become_smaller_with_a_new_task(tmp_path: Path) -> None:
+    settings = {"evaluation__gallery": True}
+    ptlf.Learner.new(config(**settings), tmp_path / "run").learn(noise(120, 0), "monday", watcher=QUIET)
+    learner = ptlf.Learner.load(tmp_path / "run", trust_code=True, evaluation={"tasks": "last:1"})
+    learner.learn(noise(20, 1), "tuesday", watcher=QUIET)
+    found = json.loads((tmp_path / "run" / "gallery.json").read_text())
+    assert found["groups"] == ["tuesday"]
+    assert [len(found["looks"][moment]["points"]) for moment in ("before", "after")] == [20, 20]
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_looks_at_other_images_are_made_again(tmp_path: Path, older: bool) -> None:
+    """After evaluation.tasks changed in the middle of a task. Checkpoints once did not say of which images they are."""
+    settings = {"evaluation__gallery": True}
+    for name in ("run", "alone"):
+        ptlf.Learner.new(config(**settings), tmp_path / name).learn(noise(40, 0), "monday", watcher=QUIET)
+    with pytest.raises(Stopped):
+        ptlf.Learner.load(tmp_path / "run", trust_code=True).learn(noise(40, 1), "tuesday", watcher=StopsAt(2))
+    if older:
+        rewritten(tmp_path / "run", lambda stored: stored.pop("looks_sha256"))
+    limited = {"evaluation": {"tasks": "last:1"}}
+    ptlf.Learner.load(tmp_path / "run", trust_code=True, **limited).learn(watcher=QUIET)
+    alone = ptlf.Learner.load(tmp_path / "alone", trust_code=True, **limited)
+    alone.learn(noise(40, 1), "tuesday", watcher=QUIET)
+    galleries = [json.loads((tmp_path / name / "gallery.json").read_text()) for name in ("run", "alone")]
+    assert galleries[0] == galleries[1]
+
+
+def test_a_checkpoint_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ptlf.Learner.new(config(evaluation__gallery=True), run).learn(noise(40, 0), "monday", watcher=QUIET)
+    rewritten(run, lambda stored: stored["model"].clear())
+    before = files_in(run)
+    with pytest.raises(UserError, match="does not fit the settings"):
+        learner = ptlf.Learner.load(run, trust_code=True, evaluation={"tasks": "last:1"})
+        learner.learn(noise(40, 1), "tuesday", watcher=QUIET)
+    assert files_in(run) == before
+
+
 class Forked:
     """`ptlf WORDS` in a process of its own, which kills itself at the count-th call of a function."""
 
@@ -279,6 +330,20 @@ def test_a_signal_stops_it_and_any_way_to_go_on_is_right(root: Path, tmp_path: P
     assert main(["learn", "--trust-code", str(tmp_path / "other"), str(pictures / "day3")]) == 0
     for folder in (run, tmp_path / "other"):
         check_same(folder, whole(root))
+
+
+def test_a_signal_before_the_next_task_begins_leaves_the_run_as_it_was(
+    root: Path, run: Path, capsys, monkeypatch
+) -> None:
+    before, words = files_in(run), ["learn", "--trust-code", str(run)]
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.learner.Live", lambda name: StopsIn("testing the encoder before training, features"))
+        assert main([*words, "day2"]) == 143
+    assert capsys.readouterr().err.splitlines()[-1].endswith("; day2 is not learnt; give it again")
+    assert files_in(run) == before
+    for day in ("day2", "day3"):
+        assert main([*words, day]) == 0
+    check_same(run, whole(root))
 
 
 def test_ctrl_c_before_the_run_begins_says_that_the_same_command_is_needed(
@@ -415,6 +480,14 @@ def test_what_cannot_be_learnt_leaves_the_run_as_it_was(run: Path, tmp_path, cap
     assert error.count("ptlf:") == 1
     assert files_in(run) == before
     assert {path.name for path in (run / "tasks").iterdir()} == {"0001-day1"}
+
+
+def test_another_run_does_not_begin_in_its_folder(run: Path, capsys) -> None:
+    before = files_in(run)
+    assert main(["train", "--recipe", "digits/simsiam/ptlf", "--out", str(run), "--device", "cpu"]) == 2
+    way_out = "choose another --out, or remove that folder"
+    assert capsys.readouterr().err == f"ptlf: {run} already holds a run; {way_out}\n"
+    assert files_in(run) == before
 
 
 def test_another_version_a_lock_and_a_lost_checkpoint(run: Path, root: Path, capsys) -> None:

@@ -136,6 +136,22 @@ def test_labels_that_come_later(
     assert f"{accuracy_by_hand(world / 'run', world / 'labelled', 5, before):.2f}" in line
 
 
+def test_columns_are_tested_all_together_on_images_of_no_task(world: Path, tmp_path: Path) -> None:
+    """Labelled images of the run's stream, those that say what the encoder knew, and those that come later."""
+    where = world / "labelled"
+    shutil.copytree(world / "data", tmp_path / "data")
+    pack_folder(where, tmp_path / "data", "later", size=16, workers=1, progress=False)
+    settings = {"stream__name": "folder", "stream__pack": "days", "stream__groups": None, "stream__labelled": "later"}
+    settings |= {"data_root": str(tmp_path / "data"), "method__name": "pnn", "encoder__name": "conftest:tiny_resnet"}
+    settings |= {"probes__knn_task": {"k": 5, "temperature": 0.1}, "evaluation__reference": str(where)}
+    results = Run(tiny_config(training__batch=40, **settings), tmp_path / "run").train()
+    expected = pytest.approx(accuracy_by_hand(tmp_path / "run", where, 5))
+    assert results["probes"]["knn_task"]["matrix"][-1] == [expected]
+    assert results["reference"]["probes"]["knn_task"]["accuracy"] == expected
+    learner = ptlf.Learner.load(tmp_path / "run", trust_code=True)
+    assert learner.evaluate(["knn_task"], where)["knn_task"]["accuracy"] == expected
+
+
 def test_other_settings_are_still_refused(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(world / "run"), "--stream.tasks", "2"]) == 2
     assert "leave out --stream.tasks" in capsys.readouterr().err
