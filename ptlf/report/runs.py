@@ -158,8 +158,8 @@ class Group:
         return {task: (before[task][0] if task in before else None, mean) for task, (mean, _) in after.items()}
 
     def falling(self) -> Iterator[str]:
-        """Signs of a collapse in a run without labels, whose accuracy does not show it."""
-        for key, title in FEATURES.items() if not self.first["probes"] else ():
+        """Signs of a collapse, with labels or without: an accuracy may hide it."""
+        for key, title in FEATURES.items():
             by_task = self.feature(key)
             if not by_task:
                 continue

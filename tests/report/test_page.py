@@ -518,8 +518,11 @@ def without_labels(ranks: list[float], untrained: list[float]) -> dict:
         ([9.0], [], ""),  # a record without the untrained encoder's
     ],
 )
-def test_features_that_fall_are_told(tmp_path: Path, capsys, ranks, untrained, told: str) -> None:
-    folder = made_up.write(tmp_path / "run", without_labels(ranks, untrained), GALLERY)
+@pytest.mark.parametrize("labels", [False, True])
+def test_features_that_fall_are_told(tmp_path: Path, capsys, ranks, untrained, told: str, labels: bool) -> None:
+    results = without_labels(ranks, untrained)
+    results["probes"] = made_up.results(tasks=len(ranks))["probes"] if labels else {}
+    folder = made_up.write(tmp_path / "run", results, GALLERY)
     text = html([folder])
     show_results(Console(width=200), json.loads((folder / "results.json").read_text()), folder)
     for shown in (text, capsys.readouterr().out):
