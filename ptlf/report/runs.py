@@ -176,7 +176,7 @@ class Group:
     @property
     def doubt(self) -> str:
         """What to say of seconds so unsteady that the machine must have been busy; empty where they are steady."""
-        share = max(unsteady(run.epochs) for run in self.runs)
+        share = max(map(unsteady, self.runs))
         if share <= UNSTEADY:
             return ""
         return f"{share:.0%} of the steps' seconds lie above the median of like epochs; was the machine busy otherwise?"
@@ -297,11 +297,13 @@ def means(pairs: Iterable[tuple[Key, float | None]]) -> dict[Key, tuple[float, f
     return {key: (statistics.fmean(found[key]), spreads[key]) for key in sorted(found)}
 
 
-def unsteady(epochs: Sequence[Json]) -> float:
-    """The share of the steps' seconds that lies above the median of like epochs: what others on the machine took."""
+def unsteady(run: RunRecord) -> float:
+    """The share of the steps' seconds that lies above the median of like epochs: what others on the machine took. The
+    wait for the compiler in the first epoch is left out, as where seconds are compared."""
     like: dict[tuple[int, int], list[float]] = {}
-    for line in epochs:
-        like.setdefault((line["task"], line["frozen"]), []).append(line["seconds"])
+    for number, line in enumerate(run.epochs):
+        seconds = line["seconds"] - (0.0 if number else compiling_seconds(run.results))
+        like.setdefault((line["task"], line["frozen"]), []).append(seconds)
     medians = {key: statistics.median(values) for key, values in like.items()}
     above = sum(max(0.0, value - medians[key]) for key, values in like.items() for value in values)
     return above / max(sum(map(sum, like.values())), 1e-9)
