@@ -155,7 +155,10 @@ def unlabelled(group: Group) -> dict[str, Any]:
     """What is known of a run without labels: a row of its features per task, and in words what came out."""
     found = {key: group.feature(key) for key in FEATURES}
     names, tasks = group.first["tasks"], sorted(found["spread"])
-    rows = [(f"task {task}, {names[task - 1]}", [found[key][task] for key in FEATURES]) for task in tasks]
+    rows = [
+        (f"task {task}, {names[task - 1]}", [(title, *found[key][task]) for key, title in FEATURES.items()])
+        for task in tasks
+    ]
     words = []
     for key, title in FEATURES.items() if tasks else ():
         before, after = found[key][tasks[-1]]

@@ -535,3 +535,14 @@ def test_features_that_fall_are_told(tmp_path: Path, capsys, ranks, untrained, t
         assert ("the effective rank of the features fell" in shown) == bool(told)
         assert told in shown
         assert "the spread of the features fell" not in shown
+
+
+def test_every_figure_of_the_features_names_its_measure_where_rows_are_stacked(tmp_path: Path) -> None:
+    text = html([made_up.write(tmp_path / "run", without_labels([5.0, 6.0], [7.0, 8.0]))])
+    (table,) = re.findall(r'<table class="features">.*?</table>', text, re.S)
+    names = [
+        f"{title}, {when}" for title in ("effective rank", "spread") for when in ("random encoder", "after the task")
+    ]
+    assert re.findall(r'data-label="([^"]+)"', table) == 2 * names
+    assert re.findall(r"<th>([^<]+)</th>", table) == names
+    assert re.findall(r"<td[^>]*>([^<]+)", table) == ["7", "5", "0.4", "0.4", "8", "6", "0.4", "0.4"]
