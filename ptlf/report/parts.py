@@ -102,8 +102,10 @@ def accuracy_part(comparison: Comparison) -> Part:
         heat_map = partial(accuracy.heat_map, probe, accuracy.heat_bounds(comparison, probe))
         if widths := accuracy.half_widths(tested, probe):
             how += f" From the number of test images, the 95 % interval of a cell is at most ±{max(widths):.1f} points."
-        if ks := sorted({words for group in tested if (words := neighbours(group.first["probes"][probe]))}):
-            how += f" {'; '.join(words.removeprefix(', ') for words in ks)}."
+        records = [group.first["probes"][probe] for group in tested]  # with the same settings, or they are refused
+        used = [row for values in records for row in values.get("used_by_task") or []]
+        if words := neighbours(records[0] | {"used_by_task": used}):
+            how += f" {words.removeprefix(', ')}."
         part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", heat_map, tested), HALF)
     for probe in comparison.known:
         how = "Accuracy in % on the images of `evaluation.reference`, before the first task (0) and after each."

@@ -344,6 +344,20 @@ def test_a_k_that_grows_with_the_tasks_is_said_where_it_matters(tmp_path: Path) 
     assert captions["Accuracy matrix, kNN among all classes"].endswith(" k = 20.")
 
 
+def test_the_k_of_all_runs_is_said_once(tmp_path: Path) -> None:
+    """A run of three tasks, one of all at once, and a record of an older version."""
+    runs = (("lump", [1, 2, 3]), ("multitask", [3]), ("si", []))
+    for method, used in runs:
+        results = made_up.results(f"digits/simsiam/{method}")
+        results["probes"]["knn_task"]["settings"]["k"] = "min(200, tasks seen)"
+        results["probes"]["knn_task"] |= {"used_by_task": [{"k": k} for k in used]} if used else {}
+        made_up.write(tmp_path / method, results)
+    captions = dict(re.findall(r"<h3>([^<]+)</h3><p>([^<]+)</p>", section(html([tmp_path]), "accuracy")))
+    how = captions["Accuracy matrix, kNN within the task"]
+    assert how.endswith(" k = 1 to 3 (number of tasks seen so far, at most 200).")
+    assert how.count("k = ") == 1
+
+
 def test_lines_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:
     part = section(html([made_up.write(tmp_path / "one", made_up.results(tasks=1))]), "accuracy")
     assert "No line of forgetting, kNN within the task: it needs forgetting_by_task" in part
