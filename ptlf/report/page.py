@@ -21,7 +21,7 @@ from ptlf.report.figures.accuracy import measured, recorded
 from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
 from ptlf.report.measures import HEADLINE_COSTS, WHOLE_RUN, Measure, probe_measures
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
-from ptlf.report.runs import FEATURES, FIRST_EPOCH, Comparison, Group, RunRecord, read_comparison
+from ptlf.report.runs import FEATURES, FIRST_EPOCH, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
 from ptlf.run.results import STEADY
 
@@ -93,6 +93,7 @@ def page(comparison: Comparison) -> str:
         tables=tables(measured(comparison, comparison.probes)),
         probes=comparison.probes,
         tested=any(g.interval(("probes", p, "accuracy")) for g in comparison.groups for p in comparison.probes),
+        older=OLDER if any("test_images" not in g.first for g in comparison.groups if g.first["probes"]) else "",
         costs=HEADLINE_COSTS,
         unlabelled=[unlabelled(group) for group in comparison.groups if not group.first["probes"]],
         paired=paired_rows(comparison),

@@ -9,7 +9,7 @@ from ptlf.report.drawing import Drawing
 from ptlf.report.figures import accuracy, cost, freezing, frontier, gallery, learning
 from ptlf.report.intervals import by_tasks_seen, neighbours
 from ptlf.report.measures import title_of
-from ptlf.report.runs import FIRST_EPOCH, Comparison, Group, policy_of
+from ptlf.report.runs import FIRST_EPOCH, OLDER, Comparison, Group, policy_of
 
 OVER_TASKS = {
     "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
@@ -111,9 +111,10 @@ def accuracy_part(comparison: Comparison) -> Part:
         how = "Accuracy in % on the images of `evaluation.reference`, before the first task (0) and after each."
         line = Picture(f"known-{probe}", partial(accuracy.known_before, comparison, probe))
         part.add(f"What it knew before, {title_of(probe)}", how.replace("`", ""), [line], HALF)
-    for group in comparison.groups:
-        if not group.first["probes"]:
-            part.notes.append(f"{group.label} was not evaluated: it needs labelled test images and evaluation.enabled.")
+    if untested := [group.label for group in comparison.groups if not group.first["probes"]]:
+        part.notes.append(
+            f"Not evaluated: {', '.join(untested)}. That needs labelled test images and evaluation.enabled."
+        )
     return part
 
 
@@ -125,6 +126,9 @@ def learning_part(comparison: Comparison) -> Part:
         part.add("Losses", how, [Picture("losses", partial(learning.loss_curves, comparison))])
     for key, (title, how) in learning.FEATURES.items():
         part.add(title, how, [Picture(key, partial(learning.over_tasks, comparison, key))], HALF)
+    older = [group.label for group in comparison.groups if "features" not in group.first]
+    if 0 < len(older) < len(comparison.groups):
+        part.notes.append(f"No effective rank and no spread of {', '.join(older)}: {OLDER}.")
     return part
 
 
@@ -180,10 +184,12 @@ def cost_part(comparison: Comparison) -> Part:
 def gallery_part(comparison: Comparison) -> Part:
     part = Part("gallery", "What the encoder learned to see")
     shown = [group for group in comparison.groups if gallery.shown_gallery(group)]
+    missing: dict[str, list[str]] = {}  # by reason
     for group in comparison.groups:
         if group not in shown:
             reason = group.runs[0].gallery_problem or "it is drawn when the run has finished"
-            part.notes.append(f"No pictures of {group.label}: {reason}.")
+            missing.setdefault(reason, []).append(group.label)
+    part.notes += [f"No pictures of {', '.join(names)}: {reason}." for reason, names in missing.items()]
     kinds = {"another class" if gallery.has_classes(group) else "another task" for group in shown}
     how = f"An image, then those with the nearest features; of {' or '.join(sorted(kinds))} where faded and underlined."
     part.add("Nearest images before and after", how, per_run("neighbours", gallery.neighbours, shown))

@@ -24,6 +24,7 @@ LEARNING_SECONDS = ("cost", "learning_seconds")
 WITH_COMPILING = (LEARNING_SECONDS, ("cost", "train_seconds"))  # the first epoch is in them
 FIRST_EPOCH = "the first epoch counted as the second"  # `STEADY` in brief
 FEATURES = {"effective_rank": "effective rank", "spread": "spread"}  # what is measured of them without labels
+OLDER = "records of older versions do not hold it"  # why a figure of some runs is missing
 FALLEN = 0.5  # times the best value: below that it is told
 UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
 
@@ -264,7 +265,7 @@ def read_run(folder: Path) -> RunRecord:
     try:
         run.gallery = check_gallery(read_json(path))
     except FileNotFoundError:
-        run.gallery_problem = "there is no gallery.json beside its results (`--evaluation.gallery true` makes one)"
+        run.gallery_problem = "there is no gallery.json beside results.json (`--evaluation.gallery true` makes one)"
     except UserError as error:
         run.gallery_problem = str(error)
     except DAMAGE as error:

@@ -311,7 +311,7 @@ def test_what_is_missing_is_named_with_what_would_fill_it(tmp_path: Path) -> Non
     results = made_up.results("digits/simsiam/lump")
     results["probes"] = {}
     text = html([made_up.write(tmp_path / "run", results)])
-    assert "was not evaluated: it needs labelled test images" in section(text, "accuracy")
+    assert "Not evaluated: digits/simsiam/lump. That needs labelled test images" in section(text, "accuracy")
     assert "<code>--freezing.policy correlation</code>" in section(text, "correlation")
     assert "No unit froze in digits/simsiam/lump (<code>freezing.policy none</code>)." in section(text, "freezing")
     assert "no gallery.json beside" in section(text, "gallery")
@@ -321,6 +321,32 @@ def test_intervals_are_explained_only_where_the_number_of_test_images_is_known(t
     changes: list[dict] = [{"test_images": [66, 66, 66]}, {}, {"probes": {}}]
     folders = [made_up.write(tmp_path / str(n), made_up.results() | change) for n, change in enumerate(changes)]
     assert ["95 % interval (Wilson)" in html([folder]) for folder in folders] == [True, False, False]
+
+
+def test_what_older_records_lack_is_said_once_and_not_drawn(tmp_path: Path) -> None:
+    """One record with the number of test images and the features, two without."""
+    for method in ("lump", "si", "der"):
+        made = made_up.results(f"digits/simsiam/{method}")
+        if method == "der":
+            features = [{"task": task, "spread": 0.4, "effective_rank": 9.0} for task in (1, 2, 3)]
+            made |= {"test_images": [66, 66, 66], "features": features}
+        made_up.write(tmp_path / method, made)
+    text = " ".join(unescape(html([tmp_path])).split())
+    assert text.count("do not hold it") == 2
+    assert "number of test images alone (records of older versions do not hold it), and" in text
+    learning = section(text, "learning")
+    assert "No effective rank and no spread of lump, si: records of older versions do not hold it." in learning
+    for key in ("effective_rank", "spread"):
+        picture = learning[learning.index(f'id="{key}"') :].split("</figure>")[0]
+        assert [name in re.findall(r">([a-z]+)</text>", picture) for name in ("lump", "si", "der")] == [
+            False,
+            False,
+            True,
+        ]
+    made = html([tmp_path / "der"])
+    assert "do not hold it" not in made
+    assert section(text, "gallery").count("No pictures of ") == 1
+    assert "No pictures of lump, der, si: there is no gallery.json" in section(text, "gallery")
 
 
 @pytest.mark.parametrize(("seeds", "dot"), [
