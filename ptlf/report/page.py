@@ -26,6 +26,7 @@ from ptlf.report.theme import colours
 from ptlf.run.results import STEADY
 
 COLUMNS = 8  # of a table
+NOISE = 0.02  # share of a cost: a smaller difference is not told in the headline
 MANY = 3  # runs beside the baseline, from which on the page says who is best at what in place of a sentence per run
 
 
@@ -135,21 +136,32 @@ def title_of_page(comparison: Comparison, stream: str) -> str:
 def headline(comparison: Comparison) -> dict[str, Any]:
     """What came out: the runs with a sentence each, or who is best at what where there are many."""
     if not comparison.probes:
-        return {"told": [], "best": []}
+        return {"told": [], "best": [], "joint": []}
     accuracy, forgetting, before = probe_measures(comparison.probes[0])
     base = comparison.baseline
     others = [group for group in comparison.groups if group is not base] or comparison.groups
     told = [group for group in others if group.values(accuracy.path)]
     if len(told) < MANY:
         lines = [(group, sure(group, base, accuracy), against(group, base, accuracy, forgetting)) for group in told]
-        return {"told": lines, "best": [], "accuracy": accuracy, "forgetting": forgetting, "before": before}
-    best = []
+        named = {"accuracy": accuracy, "forgetting": forgetting, "before": before}
+        return {"told": lines, "best": [], "joint": []} | named
+    best, joint = [], [group for group in told if group.joint]
+    ranked = [group for group in comparison.groups if group not in joint] or comparison.groups
     scores = [measure for measure in measured(comparison, comparison.probes[:1]) if not measure.cost]
     for measure in scores + recorded(comparison, HEADLINE_COSTS):
-        means = [(mean, group) for group in comparison.groups if (mean := group.mean(measure.path)) is not None]
-        first = (max if measure.rising else min)(means, key=lambda pair: pair[0])[1]
-        best.append((measure, first, standing(first, base, measure)))
-    return {"told": [], "best": best}
+        means = [(mean, group) for group in ranked if (mean := group.mean(measure.path)) is not None]
+        means.sort(key=lambda pair: pair[0], reverse=measure.rising)
+        if means and not (measure.cost and alike(means, base)):
+            best.append((measure, means[0][1], standing(means[0][1], base, measure)))
+    return {"told": [], "best": best, "joint": joint, "accuracy": accuracy}
+
+
+def alike(means: Sequence[tuple[float, Group]], base: Group | None) -> bool:
+    """Whether the least of these costs, which are sorted, is no less than the baseline's, but for noise; where it is
+    the baseline's own, or there is none, than the next one."""
+    least, *others = means
+    rival = next((mean for mean, group in others if group is base), others[0][0] if others else None)
+    return rival is not None and least[0] > (1 - NOISE) * rival
 
 
 def unlabelled(group: Group) -> dict[str, Any]:

@@ -107,6 +107,11 @@ class Group:
         return bool(self.first.get("encoder_weights"))
 
     @property
+    def joint(self) -> bool:
+        """Whether it learned all tasks at once: a bound for methods that see them one by one, none of these."""
+        return len(self.first["tasks"]) == 1 and len(self.first["eval_splits"]) > 1
+
+    @property
     def state(self) -> str:
         return self.runs[0].state
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ptlf.cli import main
 from ptlf.core.errors import UserError
+from ptlf.evaluation import summary
 from ptlf.methods import METHODS
 from ptlf.report.figures.cost import freeze_events, mean_line
 from ptlf.report.page import page
@@ -145,6 +146,53 @@ def test_the_least_cost_of_many_runs_is_relative_to_lump(tmp_path: Path) -> None
     kept = [statistics.fmean(one["kept_bytes"] for one in epoch_lines(run) if one["task"] > 1) for run in (lump, ptlf)]
     relative = ["0.25×, one seed; the first epoch counted as the second", f"{kept[1] / kept[0]:.2f}×", "0.50×"]
     assert [times for title, times in least if title != "forgetting"] == relative
+
+
+def joint() -> dict:
+    """All tasks at once, better and cheaper than any other run."""
+    made = made_up.results("digits/simsiam/multitask")
+    made["tasks"] = [", ".join(made["tasks"])]
+    for values in made["probes"].values():
+        values |= summary(values["matrix"][-1:]) | {"accuracy": 99.99}
+    made["cost"]["learning_seconds"] = 1e-3
+    return made
+
+
+@pytest.mark.parametrize("others", [("lump",), ("lump", "si", "der")])
+def test_joint_training_is_a_bound_and_wins_nothing(tmp_path: Path, others: tuple[str, ...]) -> None:
+    for method in others:
+        made_up.write(tmp_path / method, made_up.results(f"digits/simsiam/{method}"))
+    made_up.write(tmp_path / "joint", joint())
+    text = " ".join(
+        re.sub("<[^>]*>", "", re.findall('<ul class="headline">.*?</ul>', html([tmp_path]), re.S)[0]).split()
+    )
+    if len(others) == 1:
+        assert "multitask gets 99.99 % right" in text
+        assert "It learned all tasks at once: a bound for continual methods, not one of them." in text
+    else:
+        assert text.count("multitask") == 1
+        assert "multitask learned all tasks at once, a bound for continual methods and not one of them: 99.99 %" in text
+        assert "Highest accuracy" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        ({"lump": 100.0, "si": 99.0, "der": 150.0, "ptlf": 120.0}, ""),  # 1 % below the baseline's
+        ({"lump": 100.0, "si": 97.0, "der": 150.0, "ptlf": 96.5}, "ptlf"),
+        ({"lump": 100.0, "si": 101.0, "der": 150.0, "ptlf": 120.0}, ""),  # the next one has 1 % more
+        ({"lump": 100.0, "si": 103.0, "der": 150.0, "ptlf": 120.0}, "lump"),
+        ({"finetune": 99.0, "si": 100.0, "der": 150.0}, ""),  # without a baseline
+        ({"finetune": 97.0, "si": 100.0, "der": 150.0}, "finetune"),
+    ],
+)
+def test_costs_that_differ_by_noise_have_no_least(tmp_path: Path, seconds: dict[str, float], told: str) -> None:
+    for method, value in seconds.items():
+        made = made_up.results(f"digits/simsiam/{method}")
+        made["cost"]["learning_seconds"] = value
+        made_up.write(tmp_path / method, made)
+    found = re.findall(r"<li>Least training time.*?: <b[^>]*>(\w+)</b>", html([tmp_path]))
+    assert found == [told] * bool(told)
 
 
 def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:

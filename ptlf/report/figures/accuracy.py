@@ -118,11 +118,10 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     drawing.text(left, 10, "tested on the classes of task", "soft", size=TINY)
     heat_key(drawing, width, bounds)
     column_names(drawing, tasks_of_splits(group.first), left, top, cell)
-    joint = rows[-1:] == [1] and len(eval_splits) > 1 and len(group.first["tasks"]) == 1
     places = {row: top + number * tall + (gap if row else 0.0) for number, row in enumerate(rows)}
     tests = group.first.get("test_images") or []
     begin = "as given" if group.given else "untrained"
-    names = {row: begin if row == 0 else "all tasks" if joint else f"task {row}" for row in rows}
+    names = {row: begin if row == 0 else "all tasks" if group.joint else f"task {row}" for row in rows}
     for row, y in places.items():
         words = f"{names[row]}, {days[row - 1]}" if 0 < row <= len(days) else names[row]
         drawing.text(0, y + tall / 2 + 3.5, shortened(words, left - 8, TINY), "ink" if row else "soft", size=TINY)
@@ -212,7 +211,7 @@ def over_tasks(comparison: Comparison, probe: str, what: str, width: float) -> D
     tasks, lines = comparison.tasks, []
     for group in comparison.groups:
         series = by_task(group, probe, what)
-        if len(group.first["tasks"]) == 1 and series:  # all tasks at once: beside the others' end
+        if group.joint and series:  # beside the others' end
             series = {tasks: series[1]}
         lines.append((group, series))
     known = [end for _, series in lines for mean, spread in series.values() for end in (mean - spread, mean + spread)]
