@@ -99,6 +99,8 @@ def page(comparison: Comparison) -> str:
         unlabelled=[unlabelled(group) for group in comparison.groups if not group.first["probes"]],
         paired=paired_rows(comparison),
         unit=paired.unit,
+        half_of=paired.half_of,
+        over_seeds=paired.OVER_SEEDS,
         relative=relative,
         steady=STEADY,
         problems=list(problems(comparison)),

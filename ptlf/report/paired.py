@@ -19,6 +19,7 @@ QUANTILES = (
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 NORMAL = 1.959964  # the same of the normal distribution
+OVER_SEEDS = "±: half the width of the 95 % t interval over the seeds"  # beside a mean
 HOW = "mean difference to {base} with the same seed, 95 % t interval; better or worse only where it excludes zero"
 
 
@@ -60,6 +61,12 @@ def interval(values: Sequence[float]) -> Interval | None:
     if len(values) > 1:
         half = quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(statistics.fmean(values), half, len(values))
+
+
+def half_of(group: Group, measure: Measure) -> float | None:
+    """Half the width of the 95 % t interval of its mean over the seeds; None for a single one."""
+    found = interval(group.values(measure.path))
+    return found.half if found else None
 
 
 def mean_ratio(values: Sequence[float]) -> Ratio | None:

@@ -19,6 +19,8 @@ TASKS_SEEN = {  # what a k that grows with the tasks means for them
     "accuracy": " k is the number of tasks seen so far: accuracies after different tasks have different k.",
     "forgetting": " k is the number of tasks seen so far: the accuracies compared here have different k.",
 }
+# In pictures: of two seeds the t interval would be nine times as wide, and no line could be told from another.
+DEVIATION = "{} are one standard deviation over seeds, narrower than an interval."
 FULL, HALF, THIRD, PHONE = 1040.0, 500.0, 320.0, 343.0  # widths in pixels
 TWO_COLUMNS, ONE_COLUMN = 704.0, 344.0  # on paper, where a unit is 0.7 points: 7 inches and 3.5
 
@@ -73,12 +75,13 @@ def answer_part(comparison: Comparison) -> Part:
     if base:
         how += f" The dashed line is {base.label}; costs carry their ratio to it, that of time with {FIRST_EPOCH}."
     if max(seeds) > 1:
-        how += " Whiskers are one standard deviation over seeds."
+        how += f" {DEVIATION.format('Whiskers')}"
     if comparison.probes or len(comparison.groups) > 1:  # else there is nothing to compare
         part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])
     if base and len(comparison.groups) > 2:
         how = f"Costs relative to {base.label}. The dashed line joins the runs whose means no other one beats in both."
         how += " A thin line joins runs that differ in the final share of frozen units alone, in its order."
+        how += f" {DEVIATION.format('Bars')}" * (max(seeds) > 1)
         part.add("What accuracy costs", how, [Picture("frontier", partial(frontier.frontier, comparison))])
     if base is None and len(comparison.groups) > 1:
         part.notes.append("No baseline: none of these runs is LUMP without freezing; `--baseline` names another one.")
@@ -87,13 +90,15 @@ def answer_part(comparison: Comparison) -> Part:
 
 def accuracy_part(comparison: Comparison) -> Part:
     part = Part("accuracy", "What was learned, and what was kept")
+    several = any(len(group.runs) > 1 for group in comparison.groups)
     for probe in comparison.probes:
         title = title_of(probe)
         tested = [group for group in comparison.groups if probe in group.first["probes"]]
         growing = any(by_tasks_seen(group.first["probes"][probe]) for group in tested)
         for what, how in OVER_TASKS.items():
             line = Picture(f"{what}-{probe}", partial(accuracy.over_tasks, comparison, probe, what))
-            part.add(f"{what.capitalize()} over tasks, {title}", how + TASKS_SEEN[what] * growing, [line], HALF)
+            how += TASKS_SEEN[what] * growing + f" {DEVIATION.format('Bands')}" * several
+            part.add(f"{what.capitalize()} over tasks, {title}", how, [line], HALF)
             if not any(pair for group in comparison.groups for pair in accuracy.by_task(group, probe, what)):
                 needed = "one task" if what == "accuracy" else "two tasks"
                 part.notes.append(f"No line of {what}, {title}: it needs {what}_by_task of at least {needed}.")

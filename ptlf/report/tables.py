@@ -16,7 +16,6 @@ from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, ref
 from ptlf.report.runs import FEATURES, Comparison, Group, RunRecord, known_probes, policy_of
 from ptlf.run.results import STEADY, Json, ratio
 
-DEVIATION = "±: standard deviation over the seeds"
 RATIOS = "x: geometric mean of the ratios by seed"
 TIMES = f"time relative to another run: {STEADY}"
 BRACKETS = "in brackets: 95 % interval from the number of test images"
@@ -73,14 +72,14 @@ def show_runs(
     console: Console, runs: Mapping[str, Sequence[Json]], baseline: str | None = None, title: str = "What it came to"
 ) -> None:
     """Each run by name, as the results of its seeds. Up to three side by side with all figures; more of them as a list
-    with the main ones. Means over seeds, and the probes' sample standard deviation."""
+    with the main ones. Means over seeds, and the 95 % t interval of the probes'."""
     groups = {name: Group([RunRecord(Path(), results) for results in seeds], name) for name, seeds in runs.items()}
     base = groups.get(baseline or "")
     few, shown = len(groups) <= 3, list(groups.values())
     (show_side_by_side if few else show_as_list)(console, shown, base, title)
     tested = any(group.interval(("probes", probe, "accuracy")) for group in shown for probe in group.first["probes"])
     several = any(len(group.runs) > 1 for group in shown)
-    notes = [DEVIATION] * several + [RATIOS] * (several and base is not None) + [BRACKETS] * (few and tested)
+    notes = [paired.OVER_SEEDS] * several + [RATIOS] * (several and base is not None) + [BRACKETS] * (few and tested)
     if notes:
         note(console, "; ".join(notes))
     if base is not None and len(shown) > 1:
@@ -181,7 +180,7 @@ def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None
         table.add_row(policy, *shares, *cells, *[column.get(group.label, "-") for column in columns])
     console.print(table)
     if any(len(group.runs) > 1 for group in comparison.groups):
-        note(console, f"{DEVIATION}; {RATIOS}")
+        note(console, f"{paired.OVER_SEEDS}; {RATIOS}")
     note(console, "time, bytes kept: in the tasks after the first, relative to no freezing")
     if scores:
         note(console, "*: on the Pareto front; no other setting is better in one and at least as good in the other")
@@ -192,9 +191,9 @@ def note(console: Console, words: str) -> None:
 
 
 def score(measure: Measure, group: Group, *, interval: bool = True) -> str:
-    """The mean, its standard deviation over seeds, and the interval at 95 %."""
-    spread, bounds = group.spread(measure.path), group.interval(measure.path) if interval else None
-    words = measure.show(group.mean(measure.path)) + ("" if spread is None else f" ±{measure.show(spread)}")
+    """The mean, its 95 % t interval over seeds, and the interval from the number of test images."""
+    half, bounds = paired.half_of(group, measure), group.interval(measure.path) if interval else None
+    words = measure.show(group.mean(measure.path)) + ("" if half is None else f" ±{measure.show(half)}")
     return words if bounds is None else f"{words} ({bounds[0]:.1f} to {bounds[1]:.1f})"
 
 

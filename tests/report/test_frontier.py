@@ -112,7 +112,7 @@ def test_the_table_has_every_setting_its_costs_and_the_front(tmp_path: Path, see
     """Against the records, and a comparison of all pairs."""
     text, rows = shown(grid(tmp_path, seeds))
     assert max(map(len, text.splitlines())) <= 80
-    assert ("±: standard deviation over the seeds" in text) == (seeds > 1)
+    assert ("±: half the width of the 95 % t interval over the seeds" in text) == (seeds > 1)
     values: dict[tuple[str, ...], tuple[float, float, float, float]] = {}
     for policy, initial, final in GRID:
         runs = [json.loads((tmp_path / f"{policy}-{final:g}-{s}" / "results.json").read_text()) for s in range(seeds)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import made_up
 import pytest
 from rich.console import Console
+from scipy import stats
 
 from ptlf.cli import main
 from ptlf.core.errors import UserError
@@ -195,7 +196,7 @@ def test_costs_that_differ_by_noise_have_no_least(tmp_path: Path, seconds: dict[
     assert found == [told] * bool(told)
 
 
-def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
+def test_seeds_become_mean_and_interval(tmp_path: Path) -> None:
     made = [made_up.results(seed=seed) for seed in (0, 1, 2)]
     folders = [made_up.write(tmp_path / str(seed), results) for seed, results in enumerate(made)]
     accuracies = [results["probes"]["knn_task"]["accuracy"] for results in made]
@@ -203,7 +204,10 @@ def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
     (cells,) = rows(text).values()
     value, words = cells["probes.knn_task.accuracy"]
     assert value == pytest.approx(statistics.fmean(accuracies))
-    assert words == f"{statistics.fmean(accuracies):.2f} ± {statistics.stdev(accuracies):.2f}"
+    half = stats.t.ppf(0.975, 2) * stats.sem(accuracies)
+    assert words == f"{statistics.fmean(accuracies):.2f} ± {half:.2f}"
+    assert "±: half the width of the 95 % t interval over the seeds." in text
+    assert "standard deviation over the seeds" not in text
     assert "3 seeds" in text
 
 

@@ -55,7 +55,7 @@ def test_waiting_for_the_compiler_changes_seconds_and_no_ratio(names: tuple[str,
         assert (f"time relative to another run: {STEADY}" in console.file.getvalue()) == bool(base)
 
 
-def test_seeds_are_shown_as_mean_and_spread() -> None:
+def test_seeds_are_shown_as_mean_and_interval() -> None:
     seeds = [made_up.results(seed=seed) for seed in (0, 1, 2)]
     for run, accuracy, seconds in zip(seeds, (80.0, 81.0, 85.0), (10.0, 20.0, 60.0), strict=True):
         run["probes"]["knn_task"]["accuracy"] = accuracy
@@ -63,7 +63,7 @@ def test_seeds_are_shown_as_mean_and_spread() -> None:
         run["features"] = [{"task": 1, "effective_rank": 99.0, "spread": 9.0}]
         run["features"] += [{"task": 2, "effective_rank": seconds, "spread": seconds / 100}]
     found = rows(show_runs, {"ptlf": seeds})
-    assert found["knn_task accuracy, %"] == ["82.00 ±2.65"]  # the root of (4 + 1 + 9) / 2
+    assert found["knn_task accuracy, %"] == ["82.00 ±6.57"]  # 4.303 times the root of (4 + 1 + 9) / 2 / 3
     assert found["training time"] == ["30.0 s"]
     assert found["effective rank of the features, last task"] == ["30.00"]
     assert found["spread of the features, last task"] == ["0.30"]
@@ -75,7 +75,7 @@ def test_it_is_said_what_stands_behind_a_plus_minus(names: tuple[str, ...]) -> N
     show_runs(console, {name: [made_up.results()] for name in names})
     assert "±" not in console.file.getvalue()
     show_runs(console, {name: [made_up.results(seed=seed) for seed in range(2)] for name in names})
-    assert "±: standard deviation over the seeds" in console.file.getvalue()
+    assert "±: half the width of the 95 % t interval over the seeds" in console.file.getvalue()
 
 
 def test_it_is_said_what_stands_in_brackets() -> None:
