@@ -19,9 +19,9 @@ from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured, recorded
 from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
-from ptlf.report.measures import HEADLINE_COSTS, WHOLE_RUN, Measure, probe_measures
+from ptlf.report.measures import FIRST_PEAK, HEADLINE_COSTS, MEANS, WHOLE_PEAK, Measure, probe_measures
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
-from ptlf.report.runs import FEATURES, FIRST_EPOCH, OLDER, Comparison, Group, RunRecord, read_comparison
+from ptlf.report.runs import FEATURES, FIRST_EPOCH, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
 from ptlf.run.results import STEADY
 
@@ -103,6 +103,8 @@ def page(comparison: Comparison) -> str:
         over_seeds=paired.OVER_SEEDS,
         relative=relative,
         steady=STEADY,
+        means=MEANS if any(group.values(LATER_KEPT) for group in comparison.groups) else "",
+        first_peak=FIRST_PEAK if recorded(comparison, [WHOLE_PEAK]) else "",
         problems=list(problems(comparison)),
         differences=differences(comparison),
         details=[details(run, group) for group in comparison.groups for run in group.runs],
@@ -247,7 +249,7 @@ def relative(group: Group, base: Group | None, measure: Measure) -> tuple[float,
 def paired_rows(comparison: Comparison) -> list[tuple[Measure, list[tuple[Group, str]]]]:
     """A row per measure with the difference of every run that shares two seeds or more with the baseline."""
     others, base = paired.several_seeds(comparison.groups, comparison.baseline), comparison.baseline
-    measures = measured(comparison, comparison.probes) + recorded(comparison, WHOLE_RUN) if others else []
+    measures = measured(comparison, comparison.probes) + recorded(comparison, [WHOLE_PEAK]) if others else []
     return [(m, [(group, paired.words(paired.compared(group, base, m), m)) for group in others]) for m in measures]
 
 

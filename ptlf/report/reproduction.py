@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
 from ptlf.report.paired import Interval, Ratio, interval, mean_ratio, verdict
-from ptlf.report.runs import LEARNING_SECONDS, RunRecord, at, later_kept, later_seconds
+from ptlf.report.runs import LEARNING_SECONDS, RunRecord, at, later_mean, later_seconds
 from ptlf.report.tables import new_table, note
 from ptlf.run.paper import ADDED, METHODS, OBJECTIVES, STREAMS, TABLES, Cell, Table
 from ptlf.run.results import Json, epoch_lines
@@ -153,7 +153,7 @@ def seconds_of_later_tasks(results: Json) -> float | None:
 
 
 def later_mebibytes(results: Json) -> float | None:
-    kept = later_kept(epoch_lines(results))
+    kept = later_mean(epoch_lines(results), "kept_bytes")
     return None if kept is None else kept / 2**20
 
 

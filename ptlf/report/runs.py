@@ -18,7 +18,9 @@ from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 Key = TypeVar("Key", int, tuple[int, int])
-LATER_KEPT = ("cost", "later_kept_bytes")  # computed from the epochs: `RunRecord.later_kept`
+# Computed from the epochs: `RunRecord.later`.
+LATER_KEPT = ("cost", "later_kept_bytes")
+LATER_PEAK = ("cost", "later_peak_memory_bytes")
 LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")  # of an epoch
 LEARNING_SECONDS = ("cost", "learning_seconds")
 WITH_COMPILING = (LEARNING_SECONDS, ("cost", "train_seconds"))  # the first epoch is in them
@@ -49,12 +51,13 @@ class RunRecord:
         return epoch_lines(self.results)
 
     @cached_property
-    def later_kept(self) -> float | None:
-        return later_kept(self.epochs)
+    def later(self) -> dict[tuple[str, ...], float | None]:
+        keys = {LATER_KEPT: "kept_bytes", LATER_PEAK: "peak_memory_bytes"}
+        return {path: later_mean(self.epochs, key) for path, key in keys.items()}
 
     def value(self, path: Sequence[str]) -> float | None:
         """The number at this path of the record, if it is there."""
-        return self.later_kept if tuple(path) == LATER_KEPT else at(self.results, path)
+        return self.later[tuple(path)] if tuple(path) in (LATER_KEPT, LATER_PEAK) else at(self.results, path)
 
     def compared(self, path: Sequence[str]) -> float | None:
         """The number as it is compared with another run's: seconds without the wait for the compiler."""
@@ -110,6 +113,11 @@ class Group:
     def joint(self) -> bool:
         """Whether it learned all tasks at once: a bound for methods that see them one by one, none of these."""
         return len(self.first["tasks"]) == 1 and len(self.first["eval_splits"]) > 1
+
+    @property
+    def freezes(self) -> bool:
+        """Whether any unit froze."""
+        return any(entry["events"] for run in self.runs for entry in run.results["freezing"])
 
     @property
     def state(self) -> str:
@@ -218,9 +226,9 @@ def at(results: Any, path: Sequence[str]) -> float | None:
     return reduce(lambda value, key: (value or {}).get(key), path, results)
 
 
-def later_kept(epochs: Sequence[Json]) -> float | None:
-    """Bytes kept for backward, mean over the epochs of the tasks after the first, in which nothing freezes."""
-    later = [line["kept_bytes"] for line in epochs if line["task"] > 1]
+def later_mean(epochs: Sequence[Json], key: str) -> float | None:
+    """Of a cost, the mean over the epochs of the tasks after the first, in which nothing freezes."""
+    later = [value for line in epochs if line["task"] > 1 and (value := line.get(key)) is not None]
     return statistics.fmean(later) if later else None
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ptlf.core.words import clipped
 from ptlf.report import measures, paired, pareto
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
 from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
-from ptlf.report.runs import FEATURES, Comparison, Group, RunRecord, known_probes, policy_of
+from ptlf.report.runs import FEATURES, LATER_KEPT, Comparison, Group, RunRecord, known_probes, policy_of
 from ptlf.run.results import STEADY, Json, ratio
 
 RATIOS = "x: geometric mean of the ratios by seed"
@@ -84,12 +84,24 @@ def show_runs(
         note(console, "; ".join(notes))
     if base is not None and len(shown) > 1:
         note(console, TIMES)
+    for words in cost_notes(shown, few):
+        note(console, words)
     for group in groups.values():
         for warning in (*group.worse(), *group.falling()):
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
         if group.doubt:
             console.print(f"{group.label}: {group.doubt}", soft_wrap=True)
     show_differences(console, list(groups.values()), base)
+
+
+def cost_notes(groups: Sequence[Group], few: bool) -> Iterator[str]:
+    """What the epochs behind a figure are; `few` runs are shown with all figures."""
+    if not few and any(group.values(LATER_KEPT) for group in groups):
+        yield f"kept, GPU memory: means {measures.MEANS}"
+    if few and any(group.freezes for group in groups):
+        yield measures.LAST_EPOCH
+        if any(group.values(measures.WHOLE_PEAK.path) for group in groups):
+            yield measures.FIRST_PEAK
 
 
 def show_differences(console: Console, groups: Sequence[Group], base: Group | None) -> None:

@@ -32,6 +32,7 @@ def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
     assert found["kept for backward, mean"] == ["80.0 MiB", "64.0 MiB  0.80x"]
     assert found["kept for backward, last epoch"] == ["80.0 MiB", "60.0 MiB  0.75x"]
     assert found["evaluation"] == ["2.0 s", "2.0 s"]
+    assert found["kept for backward, mean after the first task"] == ["80.0 MiB", "48.0 MiB  0.60x"]
     assert "peak GPU memory, last epoch" not in found
     accuracies = [run["probes"]["knn_class"]["untrained_accuracy"] for run in (lump, ptlf)]
     assert found["knn_class random encoder, %"] == [f"{value:.2f}" for value in accuracies]
@@ -92,7 +93,23 @@ def test_costs_in_a_list_are_relative_to_the_baseline() -> None:
     runs = {"a/lump": [lump], "a/ptlf": [ptlf], "a/third": [ptlf], "a/fourth": [lump]}
     found = rows(show_runs, runs, "a/lump")
     assert found["lump"][4:] == ["100.0 s", "80.0 MiB", "4.000 T"]
-    assert found["ptlf"][4:] == ["0.25x", "0.75x", "0.50x"]
+    assert found["ptlf"][4:] == ["0.25x", "0.60x", "0.50x"]
+
+
+@pytest.mark.parametrize("names", [("a/lump", "a/ptlf"), ("a/lump", "a/ptlf", "a/third", "a/fourth")])
+def test_it_is_said_of_which_epochs_bytes_are(names: tuple[str, ...]) -> None:
+    """Side by side and as a list; of the peak it is said why it does not fall."""
+    lump, ptlf = made_up.pair()
+    runs = {name: [lump if name == "a/lump" else made_up.on_gpu(ptlf, 100, 63)] for name in names}
+    console = Console(width=200, file=io.StringIO())
+    show_runs(console, runs, "a/lump")
+    few, text = len(names) == 2, console.file.getvalue()
+    assert ("last epoch: the one with the most units frozen" in text) == few
+    assert ("the peak of a whole run is that of its first epochs" in text) == few
+    assert ("kept, GPU memory: means over the epochs after the first task" in text) == (not few)
+    console = Console(width=200, file=io.StringIO())
+    show_runs(console, {"a/lump": [lump]})
+    assert "the most units frozen" not in console.file.getvalue()
 
 
 def test_a_list_names_its_runs_in_full(capsys) -> None:
