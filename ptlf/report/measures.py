@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ptlf.report.intervals import BEFORE, RANDOM
-from ptlf.report.runs import LATER_KEPT, LATER_PEAK
+from ptlf.report.runs import LATER_KEPT, LATER_PEAK, STEADY_SECONDS
 
 if TYPE_CHECKING:
     from ptlf.report.runs import Group
@@ -120,12 +120,25 @@ COSTS = [
     cost("backward FLOPs", "backward_flops", "T", 3, "FLOPs", "backward, T", epoch="backward_flops"),
 ]
 MAIN_COSTS = [measure for measure in COSTS if measure.short]
+COMPILING = " without compiling"  # in titles
 (WHOLE_PEAK,) = [measure for measure in COSTS if measure.path[-1] == "peak_memory_bytes"]
 HEADLINE_COSTS = [*MAIN_COSTS[:2], WHOLE_PEAK, MAIN_COSTS[-1]]
 # Beside figures of some epochs only.
 MEANS = "over the epochs after the first task, in which nothing freezes"
 LAST_EPOCH = "last epoch: the one with the most units frozen"
 FIRST_PEAK = "the peak of a whole run is that of its first epochs, with nothing frozen yet: freezing does not lower it"
+
+
+def steady(costs: Sequence[Measure], groups: Sequence[Group]) -> list[Measure]:
+    """Where runs stand beside each other, seconds of training are without the wait for the compiler, as in ratios."""
+    if len(groups) < 2:
+        return list(costs)
+    return [
+        replace(m, title=m.title + COMPILING, path=STEADY_SECONDS[m.path], below=m.below and "no compiling, s")
+        if m.path in STEADY_SECONDS
+        else m
+        for m in costs
+    ]
 
 
 def column(title: str, key: str, unit: str, digits: int, cost: bool = False, scale: float = 0.0) -> Measure:

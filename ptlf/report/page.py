@@ -19,9 +19,9 @@ from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured, recorded
 from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
-from ptlf.report.measures import FIRST_PEAK, HEADLINE_COSTS, MEANS, WHOLE_PEAK, Measure, probe_measures
+from ptlf.report.measures import COSTS, FIRST_PEAK, HEADLINE_COSTS, MEANS, WHOLE_PEAK, Measure, probe_measures, steady
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
-from ptlf.report.runs import FEATURES, FIRST_EPOCH, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
+from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
 from ptlf.run.results import STEADY
 
@@ -95,7 +95,7 @@ def page(comparison: Comparison) -> str:
         probes=comparison.probes,
         tested=any(g.interval(("probes", p, "accuracy")) for g in comparison.groups for p in comparison.probes),
         older=OLDER if any("test_images" not in g.first for g in comparison.groups if g.first["probes"]) else "",
-        costs=HEADLINE_COSTS,
+        costs=steady(HEADLINE_COSTS, comparison.groups),
         unlabelled=[unlabelled(group) for group in comparison.groups if not group.first["probes"]],
         paired=paired_rows(comparison),
         unit=paired.unit,
@@ -103,6 +103,7 @@ def page(comparison: Comparison) -> str:
         over_seeds=paired.OVER_SEEDS,
         relative=relative,
         steady=STEADY,
+        dagger=paired.DAGGER if any(paired.dagger(g, comparison.baseline, COSTS[0]) for g in comparison.groups) else "",
         means=MEANS if any(group.values(LATER_KEPT) for group in comparison.groups) else "",
         first_peak=FIRST_PEAK if recorded(comparison, [WHOLE_PEAK]) else "",
         problems=list(problems(comparison)),
@@ -152,7 +153,7 @@ def headline(comparison: Comparison) -> dict[str, Any]:
     best, joint = [], [group for group in told if group.joint]
     ranked = [group for group in comparison.groups if group not in joint] or comparison.groups
     scores = [measure for measure in measured(comparison, comparison.probes[:1]) if not measure.cost]
-    for measure in scores + recorded(comparison, HEADLINE_COSTS):
+    for measure in scores + recorded(comparison, steady(HEADLINE_COSTS, comparison.groups)):
         means = [(mean, group) for group in ranked if (mean := group.mean(measure.path)) is not None]
         means.sort(key=lambda pair: pair[0], reverse=measure.rising)
         if means and not (measure.cost and alike(means, base)):
@@ -234,23 +235,25 @@ def standing(group: Group, base: Group | None, measure: Measure) -> str:
     return f"; {said} than {base.label} by seed" if said else f"; {found.count} seeds do not tell it from {base.label}"
 
 
-def relative(group: Group, base: Group | None, measure: Measure) -> tuple[float, str] | None:
-    """A cost's ratio to the baseline's. Of seconds also how sure it is and what is compared; other costs depend little
-    on the seed."""
+def relative(group: Group, base: Group | None, measure: Measure) -> tuple[str, str] | None:
+    """A cost's ratio to the baseline's. Of seconds also how sure it is; other costs depend little on the seed."""
     found = paired.ratio(group, base, measure)
-    if found is None or measure.unit != "s":
-        return None if found is None else (found.mean, "")
+    if found is None:
+        return None
+    times = f"{found.mean:.2f}×{paired.dagger(group, base, measure)}"
+    if measure.unit != "s":
+        return times, ""
     seeds = "one seed" if found.count else "no seed in common"
     if found.ends is not None:
         seeds = "95 %: {:.2f} to {:.2f}, {} seeds".format(*found.ends, found.count)
-    return found.mean, f"{seeds}; {FIRST_EPOCH}"
+    return times, seeds
 
 
 def paired_rows(comparison: Comparison) -> list[tuple[Measure, list[tuple[Group, str]]]]:
     """A row per measure with the difference of every run that shares two seeds or more with the baseline."""
     others, base = paired.several_seeds(comparison.groups, comparison.baseline), comparison.baseline
     measures = measured(comparison, comparison.probes) + recorded(comparison, [WHOLE_PEAK]) if others else []
-    return [(m, [(group, paired.words(paired.compared(group, base, m), m)) for group in others]) for m in measures]
+    return [(m, [(group, paired.by_seed_words(group, base, m)) for group in others]) for m in measures]
 
 
 def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:

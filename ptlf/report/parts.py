@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ptlf.report import paired
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures import accuracy, cost, freezing, frontier, gallery, learning
 from ptlf.report.intervals import by_tasks_seen, neighbours
-from ptlf.report.measures import title_of
-from ptlf.report.runs import FIRST_EPOCH, OLDER, Comparison, Group, policy_of
+from ptlf.report.measures import COSTS, title_of
+from ptlf.report.runs import OLDER, Comparison, Group, policy_of
 
 OVER_TASKS = {
     "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
@@ -73,7 +74,9 @@ def answer_part(comparison: Comparison) -> Part:
     better = "accuracy is better to the right, forgetting and every cost" if comparison.probes else "a cost is better"
     how = f"Each dot is {dot}: {better} to the left."
     if base:
-        how += f" The dashed line is {base.label}; costs carry their ratio to it, that of time with {FIRST_EPOCH}."
+        how += f" The dashed line is {base.label}; costs carry their ratio to it."
+    marked = any(paired.dagger(group, base, COSTS[0]) for group in comparison.groups)
+    how += f" {paired.DAGGER}" * marked
     if max(seeds) > 1:
         how += f" {DEVIATION.format('Whiskers')}"
     if comparison.probes or len(comparison.groups) > 1:  # else there is nothing to compare
@@ -82,6 +85,7 @@ def answer_part(comparison: Comparison) -> Part:
         how = f"Costs relative to {base.label}. The dashed line joins the runs whose means no other one beats in both."
         how += " A thin line joins runs that differ in the final share of frozen units alone, in its order."
         how += f" {DEVIATION.format('Bars')}" * (max(seeds) > 1)
+        how += " Some times are of runs of different commits: compare them with care." * marked
         part.add("What accuracy costs", how, [Picture("frontier", partial(frontier.frontier, comparison))])
     if base is None and len(comparison.groups) > 1:
         part.notes.append("No baseline: none of these runs is LUMP without freezing; `--baseline` names another one.")

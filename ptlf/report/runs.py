@@ -18,13 +18,17 @@ from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 Key = TypeVar("Key", int, tuple[int, int])
-# Computed from the epochs: `RunRecord.later`.
 LATER_KEPT = ("cost", "later_kept_bytes")
 LATER_PEAK = ("cost", "later_peak_memory_bytes")
+# Computed: means over the epochs after the first task, of a column each.
+LATER_MEANS: dict[tuple[str, ...], str] = {LATER_KEPT: "kept_bytes", LATER_PEAK: "peak_memory_bytes"}
 LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")  # of an epoch
 LEARNING_SECONDS = ("cost", "learning_seconds")
-WITH_COMPILING = (LEARNING_SECONDS, ("cost", "train_seconds"))  # the first epoch is in them
-FIRST_EPOCH = "the first epoch counted as the second"  # `STEADY` in brief
+# Computed: seconds of the record without the wait for the compiler, as they stand beside other runs'.
+STEADY_SECONDS: dict[tuple[str, ...], tuple[str, ...]] = {
+    LEARNING_SECONDS: ("cost", "steady_learning_seconds"),
+    ("cost", "train_seconds"): ("cost", "steady_train_seconds"),
+}
 FEATURES = {"effective_rank": "effective rank", "spread": "spread"}  # what is measured of them without labels
 OLDER = "records of older versions do not hold it"  # why a figure of some runs is missing
 FALLEN = 0.5  # times the best value: below that it is told
@@ -50,19 +54,16 @@ class RunRecord:
     def epochs(self) -> list[Json]:
         return epoch_lines(self.results)
 
-    @cached_property
-    def later(self) -> dict[tuple[str, ...], float | None]:
-        keys = {LATER_KEPT: "kept_bytes", LATER_PEAK: "peak_memory_bytes"}
-        return {path: later_mean(self.epochs, key) for path, key in keys.items()}
-
     def value(self, path: Sequence[str]) -> float | None:
-        """The number at this path of the record, if it is there."""
-        return self.later[tuple(path)] if tuple(path) in (LATER_KEPT, LATER_PEAK) else at(self.results, path)
-
-    def compared(self, path: Sequence[str]) -> float | None:
-        """The number as it is compared with another run's: seconds without the wait for the compiler."""
-        value = self.value(path)
-        return value if value is None or tuple(path) not in WITH_COMPILING else value - compiling_seconds(self.results)
+        """The number at this path of the record, or computed from it, if it is there."""
+        path = tuple(path)
+        if path in LATER_MEANS:
+            return later_mean(self.epochs, LATER_MEANS[path])
+        if path not in STEADY_SECONDS.values():
+            return at(self.results, path)
+        (whole,) = (whole for whole, steady in STEADY_SECONDS.items() if steady == path)
+        value = at(self.results, whole)
+        return None if value is None else value - compiling_seconds(self.results)
 
     @property
     def state(self) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from ptlf.core.words import clipped
 from ptlf.report import measures, paired, pareto
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
+from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, steady, title_of
 from ptlf.report.runs import FEATURES, LATER_KEPT, Comparison, Group, RunRecord, known_probes, policy_of
 from ptlf.run.results import STEADY, Json, ratio
 
@@ -82,8 +82,10 @@ def show_runs(
     notes = [paired.OVER_SEEDS] * several + [RATIOS] * (several and base is not None) + [BRACKETS] * (few and tested)
     if notes:
         note(console, "; ".join(notes))
-    if base is not None and len(shown) > 1:
-        note(console, TIMES)
+    if len(shown) > 1:
+        note(console, f"time without compiling: {STEADY}")
+    if any(paired.dagger(group, base, COSTS[0]) for group in shown):
+        note(console, paired.DAGGER)
     for words in cost_notes(shown, few):
         note(console, words)
     for group in groups.values():
@@ -111,12 +113,12 @@ def show_differences(console: Console, groups: Sequence[Group], base: Group | No
         return
     probes = dict.fromkeys(probe for group in groups for probe in group.first["probes"])
     rows = {f"{probe} {m.short}": m for probe in probes for m in probe_measures(probe)[:2]}
-    rows |= {m.title: m for m in MAIN_COSTS if any(group.values(m.path) for group in groups)}
+    rows |= {m.title: m for m in steady(MAIN_COSTS, groups) if any(group.values(m.path) for group in groups)}
     _, short = shortened([group.label for group in groups])
     names = {group.label: name for group, name in zip(groups, short, strict=True)}
     table = new_table(f"By seed: {paired.HOW.format(base=names[base.label])}", [""], [names[g.label] for g in others])
     for name, measure in rows.items():
-        cells = [paired.words(paired.compared(group, base, measure), measure) for group in others]
+        cells = [paired.by_seed_words(group, base, measure) for group in others]
         table.add_row(f"{name}, {paired.unit(measure)}", *cells)
     console.print(table)
 
@@ -145,8 +147,10 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
             cells = [percent(statistics.fmean(values) if values else None) for values in last]
             table.add_row(f"{title} of the features, last task", *cells)
     table.add_section()
-    for measure in COSTS:
-        cells = [beside(measure.words(group.mean(measure.path)), times(measure, group, base)) for group in groups]
+    for measure in steady(COSTS, groups):
+        cells = [
+            f"{measure.words(group.mean(measure.path))}  {times(measure, group, base)}".rstrip() for group in groups
+        ]
         if set(cells) != {"-"}:
             table.add_row(measure.indent + measure.title, *cells)
     console.print(table)
@@ -158,13 +162,12 @@ def show_as_list(console: Console, groups: Sequence[Group], base: Group | None, 
     title = f"{title}: {common}" + (f"; costs relative to {base.label}" if base else "")
     probes = list(dict.fromkeys(probe for group in groups for probe in group.first["probes"]))[:2]
     scores = [measure for probe in probes for measure in probe_measures(probe)[:2]]
-    costs = [measure for measure in MAIN_COSTS if any(group.values(measure.path) for group in groups)]
+    costs = [m for m in steady(MAIN_COSTS, groups) if any(group.values(m.path) for group in groups)]
     headings = [heading for probe in probes for heading in (probe.replace("_", "\n") + ", %", "for-\ngets")]
     headings += [measure.short.replace(" ", "\n") for measure in costs]
     table = new_table(title, ["run"], headings, padding=(0, 1 if console.width >= 100 else 0))
     for name, group in zip(names, groups, strict=True):
-        ratios = [(measure, times(measure, group, base)) for measure in costs]
-        cells = [measure.words(group.mean(measure.path)) if x is None else f"{x:.2f}x" for measure, x in ratios]
+        cells = [times(measure, group, base) or measure.words(group.mean(measure.path)) for measure in costs]
         table.add_row(name, *[score(measure, group, interval=False) for measure in scores], *cells)
     console.print(table)
     for probe in probes:
@@ -209,9 +212,10 @@ def score(measure: Measure, group: Group, *, interval: bool = True) -> str:
     return words if bounds is None else f"{words} ({bounds[0]:.1f} to {bounds[1]:.1f})"
 
 
-def times(measure: Measure, group: Group, base: Group | None) -> float | None:
+def times(measure: Measure, group: Group, base: Group | None) -> str:
+    """A cost's ratio to the baseline's; empty where there is none."""
     found = paired.ratio(group, base, measure)
-    return found.mean if found else None
+    return f"{found.mean:.2f}x{paired.dagger(group, base, measure)}" if found else ""
 
 
 def beside(words: str, ratio: float | None) -> str:

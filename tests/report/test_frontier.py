@@ -152,7 +152,6 @@ def test_without_labels_or_later_tasks_there_is_no_front(tmp_path: Path) -> None
     assert rows["none", "", ""] == ["1.00x", "1.00x"]
     for group in comparison.groups:
         group.runs[0].__dict__["epochs"] = [line for line in group.runs[0].epochs if line["task"] == 1]
-        del group.runs[0].__dict__["later"]
     assert shown(comparison)[1]["none", "", ""] == ["-", "-"]
 
 

@@ -87,7 +87,8 @@ def test_the_table_holds_the_numbers_of_results_json(two: list[Path]) -> None:
         assert len(cells) == 7
         for measure, (value, words) in cells.items():
             kept = measure == "cost.later_kept_bytes"
-            assert value == (mean_after_the_first_task(results, "kept_bytes") if kept else look_up(results, measure))
+            recorded = measure.replace("steady_", "")  # nothing was compiled
+            assert value == (mean_after_the_first_task(results, "kept_bytes") if kept else look_up(results, recorded))
             unit = {"later_kept_bytes": 2**20, "backward_flops": 1e12}.get(measure.split(".")[-1], 1)
             digits = len(words.split(".")[-1])
             assert float(words.replace(",", "").replace("−", "-")) == pytest.approx(
@@ -120,29 +121,50 @@ def test_costs_are_relative_to_lump(two: list[Path]) -> None:
     ratio = f"<b>{costs[1]['learning_seconds'] / costs[0]['learning_seconds']:.2f}×</b>"
     inverse = f"<b>{costs[0]['learning_seconds'] / costs[1]['learning_seconds']:.2f}×</b>"
     for text, expected in ((html(two[::-1]), ratio), (html(two, "ptlf"), inverse)):  # whatever the order
-        assert f": training time {expected}" in " ".join(text.split())
+        assert f": training time without compiling {expected}" in " ".join(text.split())
         assert f" {expected}</span>" in text
     with pytest.raises(UserError, match="unknown baseline 'lumb'; did you mean 'lump'"):
         html(two, "lumb")
 
 
-def test_waiting_for_the_compiler_changes_seconds_and_no_ratio(tmp_path: Path) -> None:
-    """Ratios of headline, table and picture, with 60 s more in LUMP's first epoch and with none; the page says so."""
+def test_seconds_and_ratios_leave_the_wait_for_the_compiler_out(tmp_path: Path) -> None:
+    """In headline, table and picture, with 60 s more in LUMP's first epoch and with none; the page says so. A run
+    alone has its whole seconds."""
     pages = []
     for wait in (0.0, 60.0):
         lump, ptlf = made_up.pair()
         runs = {"lump": made_up.wait_for_compiler(lump, wait), "ptlf": ptlf}
         folders = [made_up.write(tmp_path / f"{wait}" / name, run) for name, run in runs.items()]
         pages.append(" ".join(html(folders).split()))
-    for text, seconds in zip(pages, (100.0, 160.0), strict=True):
-        assert rows(text)["lump"]["cost.learning_seconds"] == (seconds, f"{seconds:.1f}")
-        said = "training time <b>0.25×</b> (one seed; the first epoch counted as the second)"
-        assert said in text
-        assert re.search(r'data-measure="cost.learning_seconds" data-value="25.0"><span>25.0 <b>0.25×</b>', text)
+    for text in pages:
+        assert rows(text)["lump"]["cost.steady_learning_seconds"] == (pytest.approx(100.0), "100.0")
+        assert "training time without compiling <b>0.25×</b> (one seed)" in text
+        assert re.search(r'data-measure="cost.steady_learning_seconds" data-value="25.0"><span>25.0 <b>0.25×</b>', text)
         picture = section(text, "answer").split('<div class="desk">')[1].split("</div>")[0]
         assert re.findall(r">([^<]*×)<", picture) == ["0.25×", "0.60×", "0.50×"]
-        assert text.count("that of time with the first epoch counted as the second.") == 1
-        assert f" Where times of two runs are compared, {STEADY}." in unescape(text)
+        assert f" Without compiling: {STEADY}." in unescape(text)
+    (alone,) = rows(html([folders[0]])).values()
+    assert alone["cost.learning_seconds"] == (160.0, "160.0")
+    assert "compiling" not in html([folders[0]])
+
+
+def test_seconds_of_different_commits_are_marked(tmp_path: Path) -> None:
+    """In headline, table, picture and differences by seed, for the run of another commit only, and explained."""
+    for method, commit in {"lump": "a", "si": "a", "ptlf": "b"}.items():
+        for seed in (0, 1):
+            made_up.write(tmp_path / f"{method}-{seed}", made_up.results(f"digits/simsiam/{method}", seed=seed))
+            path = tmp_path / f"{method}-{seed}" / "results.json"
+            path.write_text(path.read_text().replace("c0ffee", commit))
+    text = " ".join(html([tmp_path]).split())
+    cells = re.findall(r'data-measure="([^"]+)"[^>]*><span>(?:(?!</td>).)*?<b>[^<]*×(†?)</b>', section(text, "answer"))
+    assert [measure for measure, mark in cells if mark] == ["cost.steady_learning_seconds"]
+    headline = text.split('<ul class="headline">')[1].split("</ul>")[0]
+    assert re.findall(r"([a-z ]+) <b>[^<]*×†</b>", headline) == [" training time without compiling"]
+    assert section(text, "answer").count("×†</text>") == 2  # at both widths
+    differences = text.split('<table class="paired">')[1].split("</table>")[0]
+    assert re.findall(r'data-label="(\w+)">[^<]*†</td>', differences) == ["ptlf"]
+    assert text.count("† runs of different commits; compare with care.") == 4
+    assert "†" not in html([tmp_path / "lump-0", tmp_path / "si-0"])
 
 
 def test_the_least_cost_of_many_runs_is_relative_to_lump(tmp_path: Path) -> None:
@@ -151,7 +173,7 @@ def test_the_least_cost_of_many_runs_is_relative_to_lump(tmp_path: Path) -> None
     folders = [made_up.write(tmp_path / str(number), run) for number, run in enumerate((lump, ptlf, *others))]
     least = re.findall(r"<li>Least (.*?): .*?, <b>.*?</b> \((.*?)\)</li>", " ".join(html(folders).split()))
     kept = [mean_after_the_first_task(run, "kept_bytes") for run in (lump, ptlf)]
-    relative = ["0.25×, one seed; the first epoch counted as the second", f"{kept[1] / kept[0]:.2f}×", "0.50×"]
+    relative = ["0.25×, one seed", f"{kept[1] / kept[0]:.2f}×", "0.50×"]
     assert [times for title, times in least if title != "forgetting"] == relative
 
 

@@ -27,7 +27,7 @@ def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
     lump, ptlf = made_up.pair()
     runs = {"lump": [lump], "ptlf": [ptlf]}
     found = rows(show_runs, runs, "lump")
-    assert found["training time"] == ["100.0 s", "25.0 s  0.25x"]
+    assert found["training time without compiling"] == ["100.0 s", "25.0 s  0.25x"]
     assert found["backward FLOPs"] == ["4.000 T", "2.000 T  0.50x"]
     assert found["kept for backward, mean"] == ["80.0 MiB", "64.0 MiB  0.80x"]
     assert found["kept for backward, last epoch"] == ["80.0 MiB", "60.0 MiB  0.75x"]
@@ -36,24 +36,37 @@ def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
     assert "peak GPU memory, last epoch" not in found
     accuracies = [run["probes"]["knn_class"]["untrained_accuracy"] for run in (lump, ptlf)]
     assert found["knn_class random encoder, %"] == [f"{value:.2f}" for value in accuracies]
-    assert rows(show_runs, runs, "ptlf")["training time"] == ["100.0 s  4.00x", "25.0 s"]
-    assert rows(show_runs, runs)["training time"] == ["100.0 s", "25.0 s"]
+    assert rows(show_runs, runs, "ptlf")["training time without compiling"] == ["100.0 s  4.00x", "25.0 s"]
+    assert rows(show_runs, runs)["training time without compiling"] == ["100.0 s", "25.0 s"]
 
 
 @pytest.mark.parametrize("names", [("a/lump", "a/ptlf"), ("a/lump", "a/ptlf", "a/third", "a/fourth")])
-def test_waiting_for_the_compiler_changes_seconds_and_no_ratio(names: tuple[str, ...]) -> None:
-    """Side by side and as a list; and it is said."""
+def test_seconds_and_ratios_leave_the_wait_for_the_compiler_out(names: tuple[str, ...]) -> None:
+    """Side by side and as a list; and it is said. A run alone has its whole seconds."""
     lump, ptlf = made_up.pair()
     runs = {name: [made_up.wait_for_compiler(lump, 60.0) if name == "a/lump" else ptlf] for name in names}
     found = rows(show_runs, runs, "a/lump")
     if len(names) == 2:
-        assert found["training time"] == ["2.7 min", "25.0 s  0.25x"]
+        assert found["training time without compiling"] == ["100.0 s", "25.0 s  0.25x"]
     else:
-        assert (found["lump"][4], found["ptlf"][4]) == ("2.7 min", "0.25x")
-    for base in ("a/lump", None):
+        assert (found["lump"][4], found["ptlf"][4]) == ("100.0 s", "0.25x")
+    for shown in (runs, {"a/lump": runs["a/lump"]}):
         console = Console(width=160, file=io.StringIO())
-        show_runs(console, runs, base)
-        assert (f"time relative to another run: {STEADY}" in console.file.getvalue()) == bool(base)
+        show_runs(console, shown, "a/lump")
+        assert (f"time without compiling: {STEADY}" in console.file.getvalue()) == (len(shown) > 1)
+    assert rows(show_runs, {"a/lump": runs["a/lump"]})["training time"] == ["2.7 min"]
+
+
+@pytest.mark.parametrize("names", [("a/lump", "a/ptlf"), ("a/lump", "a/ptlf", "a/third", "a/fourth")])
+def test_seconds_of_different_commits_are_marked(names: tuple[str, ...]) -> None:
+    lump, ptlf = made_up.pair()
+    for commit in ("c0ffee", "another"):
+        runs = {name: [lump if name == "a/lump" else ptlf | {"commit": commit}] for name in names}
+        console = Console(width=160, file=io.StringIO())
+        show_runs(console, runs, "a/lump")
+        text, mark = console.file.getvalue(), "†" * (commit == "another")
+        assert text.count(f"0.25x{mark} ") == len(names) - 1
+        assert ("† runs of different commits; compare with care." in text) == bool(mark)
 
 
 def test_seeds_are_shown_as_mean_and_interval() -> None:

@@ -7,7 +7,7 @@ from ptlf.report import paired
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import SMALL, TINY, Scale, Series, legend, line_chart, padded, shortened, words_width
 from ptlf.report.intervals import half_width
-from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
+from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, reference_measures, steady, title_of
 from ptlf.report.runs import Comparison, Group, known_probes, means
 from ptlf.report.theme import STEPS, heat_step
 from ptlf.run.results import Json
@@ -21,7 +21,8 @@ def measured(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:
     """The accuracies of these probes, what was known before, and the main costs, as far as a run has them."""
     known = [probe for probe in comparison.known if probe in probes] or comparison.known[:1]
     measures = [measure for probe in probes for measure in probe_measures(probe)[:2]]
-    measures += [measure for probe in known for measure in reference_measures(probe)[1:]] + MAIN_COSTS
+    measures += [measure for probe in known for measure in reference_measures(probe)[1:]]
+    measures += steady(MAIN_COSTS, comparison.groups)
     return recorded(comparison, measures)
 
 
@@ -60,7 +61,9 @@ def answer_panel(
     found = [(group, mean, spread) for group, mean, spread in groups if mean is not None]
     base = comparison.baseline.mean(measure.path) if comparison.baseline else None
     ratios = [paired.ratio(group, comparison.baseline, measure) for group, _, _ in found]
-    words = [measure.show(f[1]) if x is None else f"{x.mean:.2f}×" for f, x in zip(found, ratios, strict=True)]
+    marks = [paired.dagger(group, comparison.baseline, measure) for group, _, _ in found]
+    shown = zip(found, ratios, marks, strict=True)
+    words = [measure.show(mean) if x is None else f"{x.mean:.2f}×{mark}" for (_, mean, _), x, mark in shown]
     room = max(map(words_width, words)) + 14
     most = 100.0 if measure.unit == "%" else math.inf  # no whisker above it
     reach = [value for _, mean, spread in found for value in (mean - spread, min(mean + spread, most))]
