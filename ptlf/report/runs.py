@@ -121,6 +121,11 @@ class Group:
         return any(entry["events"] for run in self.runs for entry in run.results["freezing"])
 
     @property
+    def freezes_later(self) -> bool:
+        """Whether units froze, and none in the first epoch: its peak is then the run's."""
+        return self.freezes and not any(run.epochs[0]["frozen"] for run in self.runs if run.epochs)
+
+    @property
     def state(self) -> str:
         return self.runs[0].state
 

@@ -102,8 +102,8 @@ def cost_notes(groups: Sequence[Group], few: bool) -> Iterator[str]:
         yield f"kept, GPU memory: means {measures.MEANS}"
     if few and any(group.freezes for group in groups):
         yield measures.LAST_EPOCH
-        if any(group.values(measures.WHOLE_PEAK.path) for group in groups):
-            yield measures.FIRST_PEAK
+    if few and any(group.freezes_later and group.values(measures.WHOLE_PEAK.path) for group in groups):
+        yield measures.FIRST_PEAK
 
 
 def show_differences(console: Console, groups: Sequence[Group], base: Group | None) -> None:

@@ -196,6 +196,8 @@ def test_bytes_are_means_after_the_first_task_and_the_peak_is_explained(tmp_path
     if not others:
         assert "peak GPU memory, whole run <b>1.00×</b>" in text
     assert why not in " ".join(html([tmp_path / "lump"]).split())
+    ptlf["cost"]["per_epoch"]["frozen"][0] = 1  # a memory of given images lets the first task freeze, too
+    assert why not in " ".join(html([made_up.write(tmp_path / "frozen" / "at first", ptlf)]).split())
 
 
 def joint() -> dict:
