@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SCALES = {"MiB": 2**20, "T": 1e12, "G": 1e9}  # of the recorded value; 1 for other units
 WITHIN, AMONG = "within the task", "among all classes"
-LATER = "mean after the first task"
+LATER = "mean after task 1"
 PROBES = {"knn": "kNN", "linear": "linear", "ridge": "ridge"}
 
 
@@ -120,7 +120,7 @@ COSTS = [
     cost("backward FLOPs", "backward_flops", "T", 3, "FLOPs", "backward, T", epoch="backward_flops"),
 ]
 MAIN_COSTS = [measure for measure in COSTS if measure.short]
-COMPILING = " without compiling"  # in titles
+COMPILING = " without compiling"  # in titles, which are short: three runs stand beside them in 80 columns
 (WHOLE_PEAK,) = [measure for measure in COSTS if measure.path[-1] == "peak_memory_bytes"]
 HEADLINE_COSTS = [*MAIN_COSTS[:2], WHOLE_PEAK, MAIN_COSTS[-1]]
 # Beside figures of some epochs only.

@@ -240,7 +240,7 @@ def test_the_memory_of_the_headline_is_that_of_the_run(tmp_path: Path) -> None:
         epochs = made_up.results(f"digits/simsiam/{method}", **FINAL.get(method, {}))["cost"]["per_epoch"]
         kept.append(np.mean([b for b, task in zip(epochs["kept_bytes"], epochs["task"], strict=True) if task > 1]))
     said = headline(tmp_path, 1)
-    assert f"kept for backward, mean after the first task {kept[0] / kept[1]:.2f}×; " in said
+    assert f"kept for backward, mean after task 1 {kept[0] / kept[1]:.2f}×; " in said
     assert "peak GPU memory, whole run 0.90×; " in said
     assert "last epoch" not in said
 

@@ -32,7 +32,7 @@ def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
     assert found["kept for backward, mean"] == ["80.0 MiB", "64.0 MiB  0.80x"]
     assert found["kept for backward, last epoch"] == ["80.0 MiB", "60.0 MiB  0.75x"]
     assert found["evaluation"] == ["2.0 s", "2.0 s"]
-    assert found["kept for backward, mean after the first task"] == ["80.0 MiB", "48.0 MiB  0.60x"]
+    assert found["kept for backward, mean after task 1"] == ["80.0 MiB", "48.0 MiB  0.60x"]
     assert "peak GPU memory, last epoch" not in found
     accuracies = [run["probes"]["knn_class"]["untrained_accuracy"] for run in (lump, ptlf)]
     assert found["knn_class random encoder, %"] == [f"{value:.2f}" for value in accuracies]
