@@ -19,13 +19,14 @@ from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured, recorded
 from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
-from ptlf.report.measures import HEADLINE_COSTS, WHOLE_RUN, Measure, probe_measures
+from ptlf.report.measures import COSTS, FIRST_PEAK, HEADLINE_COSTS, MEANS, WHOLE_PEAK, Measure, probe_measures, steady
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
-from ptlf.report.runs import FEATURES, FIRST_EPOCH, Comparison, Group, RunRecord, read_comparison
+from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
 from ptlf.run.results import STEADY
 
 COLUMNS = 8  # of a table
+NOISE = 0.02  # share of a cost: a smaller difference is not told in the headline
 MANY = 3  # runs beside the baseline, from which on the page says who is best at what in place of a sentence per run
 
 
@@ -93,12 +94,18 @@ def page(comparison: Comparison) -> str:
         tables=tables(measured(comparison, comparison.probes)),
         probes=comparison.probes,
         tested=any(g.interval(("probes", p, "accuracy")) for g in comparison.groups for p in comparison.probes),
-        costs=HEADLINE_COSTS,
+        older=OLDER if any("test_images" not in g.first for g in comparison.groups if g.first["probes"]) else "",
+        costs=steady(HEADLINE_COSTS, comparison.groups),
         unlabelled=[unlabelled(group) for group in comparison.groups if not group.first["probes"]],
         paired=paired_rows(comparison),
         unit=paired.unit,
+        half_of=paired.half_of,
+        over_seeds=paired.OVER_SEEDS,
         relative=relative,
         steady=STEADY,
+        dagger=paired.DAGGER if any(paired.dagger(g, comparison.baseline, COSTS[0]) for g in comparison.groups) else "",
+        means=MEANS if any(group.values(LATER_KEPT) for group in comparison.groups) else "",
+        first_peak=FIRST_PEAK if recorded(comparison, [WHOLE_PEAK]) else "",
         problems=list(problems(comparison)),
         differences=differences(comparison),
         details=[details(run, group) for group in comparison.groups for run in group.runs],
@@ -134,28 +141,42 @@ def title_of_page(comparison: Comparison, stream: str) -> str:
 def headline(comparison: Comparison) -> dict[str, Any]:
     """What came out: the runs with a sentence each, or who is best at what where there are many."""
     if not comparison.probes:
-        return {"told": [], "best": []}
+        return {"told": [], "best": [], "joint": []}
     accuracy, forgetting, before = probe_measures(comparison.probes[0])
     base = comparison.baseline
     others = [group for group in comparison.groups if group is not base] or comparison.groups
     told = [group for group in others if group.values(accuracy.path)]
     if len(told) < MANY:
         lines = [(group, sure(group, base, accuracy), against(group, base, accuracy, forgetting)) for group in told]
-        return {"told": lines, "best": [], "accuracy": accuracy, "forgetting": forgetting, "before": before}
-    best = []
+        named = {"accuracy": accuracy, "forgetting": forgetting, "before": before}
+        return {"told": lines, "best": [], "joint": []} | named
+    best, joint = [], [group for group in told if group.joint]
+    ranked = [group for group in comparison.groups if group not in joint] or comparison.groups
     scores = [measure for measure in measured(comparison, comparison.probes[:1]) if not measure.cost]
-    for measure in scores + recorded(comparison, HEADLINE_COSTS):
-        means = [(mean, group) for group in comparison.groups if (mean := group.mean(measure.path)) is not None]
-        first = (max if measure.rising else min)(means, key=lambda pair: pair[0])[1]
-        best.append((measure, first, standing(first, base, measure)))
-    return {"told": [], "best": best}
+    for measure in scores + recorded(comparison, steady(HEADLINE_COSTS, comparison.groups)):
+        means = [(mean, group) for group in ranked if (mean := group.mean(measure.path)) is not None]
+        means.sort(key=lambda pair: pair[0], reverse=measure.rising)
+        if means and not (measure.cost and alike(means, base)):
+            best.append((measure, means[0][1], standing(means[0][1], base, measure)))
+    return {"told": [], "best": best, "joint": joint, "accuracy": accuracy}
+
+
+def alike(means: Sequence[tuple[float, Group]], base: Group | None) -> bool:
+    """Whether the least of these costs, which are sorted, is no less than the baseline's, but for noise; where it is
+    the baseline's own, or there is none, than the next one."""
+    least, *others = means
+    rival = next((mean for mean, group in others if group is base), others[0][0] if others else None)
+    return rival is not None and least[0] > (1 - NOISE) * rival
 
 
 def unlabelled(group: Group) -> dict[str, Any]:
     """What is known of a run without labels: a row of its features per task, and in words what came out."""
     found = {key: group.feature(key) for key in FEATURES}
     names, tasks = group.first["tasks"], sorted(found["spread"])
-    rows = [(f"task {task}, {names[task - 1]}", [found[key][task] for key in FEATURES]) for task in tasks]
+    rows = [
+        (f"task {task}, {names[task - 1]}", [(title, *found[key][task]) for key, title in FEATURES.items()])
+        for task in tasks
+    ]
     words = []
     for key, title in FEATURES.items() if tasks else ():
         before, after = found[key][tasks[-1]]
@@ -214,23 +235,25 @@ def standing(group: Group, base: Group | None, measure: Measure) -> str:
     return f"; {said} than {base.label} by seed" if said else f"; {found.count} seeds do not tell it from {base.label}"
 
 
-def relative(group: Group, base: Group | None, measure: Measure) -> tuple[float, str] | None:
-    """A cost's ratio to the baseline's. Of seconds also how sure it is and what is compared; other costs depend little
-    on the seed."""
+def relative(group: Group, base: Group | None, measure: Measure) -> tuple[str, str] | None:
+    """A cost's ratio to the baseline's. Of seconds also how sure it is; other costs depend little on the seed."""
     found = paired.ratio(group, base, measure)
-    if found is None or measure.unit != "s":
-        return None if found is None else (found.mean, "")
+    if found is None:
+        return None
+    times = f"{found.mean:.2f}×{paired.dagger(group, base, measure)}"
+    if measure.unit != "s":
+        return times, ""
     seeds = "one seed" if found.count else "no seed in common"
     if found.ends is not None:
         seeds = "95 %: {:.2f} to {:.2f}, {} seeds".format(*found.ends, found.count)
-    return found.mean, f"{seeds}; {FIRST_EPOCH}"
+    return times, seeds
 
 
 def paired_rows(comparison: Comparison) -> list[tuple[Measure, list[tuple[Group, str]]]]:
     """A row per measure with the difference of every run that shares two seeds or more with the baseline."""
     others, base = paired.several_seeds(comparison.groups, comparison.baseline), comparison.baseline
-    measures = measured(comparison, comparison.probes) + recorded(comparison, WHOLE_RUN) if others else []
-    return [(m, [(group, paired.words(paired.compared(group, base, m), m)) for group in others]) for m in measures]
+    measures = measured(comparison, comparison.probes) + recorded(comparison, [WHOLE_PEAK]) if others else []
+    return [(m, [(group, paired.by_seed_words(group, base, m)) for group in others]) for m in measures]
 
 
 def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:

@@ -1,16 +1,17 @@
 """Methods compared by seed: the mean difference to the baseline's run of the same seed, and its 95 % t interval.
 
 "Better" and "worse" are said only where the interval excludes zero. Ratios of costs have a geometric mean, and the
-t interval of their logarithms, so that its ends are positive. Seconds are compared without the wait for the compiler.
+t interval of their logarithms, so that its ends are positive.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ptlf.report.measures import Measure
 from ptlf.report.runs import Group, RunRecord
+from ptlf.run.results import Json
 
 # 97.5 % quantiles of Student's t, from 1 degree of freedom on.
 QUANTILES = (
@@ -19,6 +20,8 @@ QUANTILES = (
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 NORMAL = 1.959964  # the same of the normal distribution
+OVER_SEEDS = "±: half the width of the 95 % t interval over the seeds"  # beside a mean
+DAGGER = "† runs of different commits; compare with care."
 HOW = "mean difference to {base} with the same seed, 95 % t interval; better or worse only where it excludes zero"
 
 
@@ -76,6 +79,12 @@ def difference_to(mine: Interval, mean: float, spread: float | None, count: int)
     return Interval(mine.mean - mean, half, mine.count)
 
 
+def half_of(group: Group, measure: Measure) -> float | None:
+    """Half the width of the 95 % t interval of its mean over the seeds; None for a single one."""
+    found = interval(group.values(measure.path))
+    return found.half if found else None
+
+
 def mean_ratio(values: Sequence[float]) -> Ratio | None:
     """Of positive values."""
     found = interval([math.log(value) for value in values])
@@ -100,14 +109,14 @@ def compared(group: Group, base: Group | None, measure: Measure) -> Interval | N
     """None for the baseline itself and where there is no seed in common."""
     if base is None or base is group:
         return None
-    return difference(*(by_seed(one.runs, lambda run: run.compared(measure.path)) for one in (group, base)))
+    return difference(*(by_seed(one.runs, lambda run: run.value(measure.path)) for one in (group, base)))
 
 
 def ratio(group: Group, base: Group | None, measure: Measure) -> Ratio | None:
     """Of a cost to the baseline's; None for the baseline itself."""
     if not measure.cost or base is None or base is group:
         return None
-    return cost_ratio(*(by_seed(one.runs, lambda run: run.compared(measure.path)) for one in (group, base)))
+    return cost_ratio(*(by_seed(one.runs, lambda run: run.value(measure.path)) for one in (group, base)))
 
 
 def cost_ratio(mine: Mapping[int, float], base: Mapping[int, float]) -> Ratio | None:
@@ -118,6 +127,20 @@ def cost_ratio(mine: Mapping[int, float], base: Mapping[int, float]) -> Ratio | 
     if not mine or not any(base.values()):
         return None
     return Ratio(statistics.fmean(mine.values()) / statistics.fmean(base.values()), None, 0)
+
+
+def mixed(pairs: Iterable[tuple[Json, Json]]) -> bool:
+    """Whether any run and its baseline are of different commits."""
+    return any(run.get("commit") != base.get("commit") for run, base in pairs)
+
+
+def dagger(group: Group, base: Group | None, measure: Measure) -> str:
+    """Stands beside seconds that are compared with those of runs of different commits; `DAGGER` explains it."""
+    if base is None or base is group or measure.unit != "s":
+        return ""
+    pairs = [(run.results, other.results) for run in group.runs for other in base.runs]
+    seeds = [(run, other) for run, other in pairs if run.get("seed") == other.get("seed")]
+    return "†" * mixed(seeds or pairs)
 
 
 def verdict(found: Interval | None, rising: bool) -> str:
@@ -135,6 +158,12 @@ def words(found: Interval | None, measure: Measure) -> str:
     if found.half is not None:
         shown += f" ± {measure.show(found.half, found.mean)}"
     return f"{shown} {verdict(found, measure.rising)}".rstrip()
+
+
+def by_seed_words(group: Group, base: Group | None, measure: Measure) -> str:
+    """As in "-30.8 ± 3.8 better", marked where the seconds are of different commits."""
+    found = compared(group, base, measure)
+    return words(found, measure) + (dagger(group, base, measure) if found else "")
 
 
 def unit(measure: Measure) -> str:

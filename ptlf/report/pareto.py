@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ptlf.report.paired import by_seed, cost_ratio
-from ptlf.report.runs import Comparison, Group, RunRecord, later_seconds, policy_of
+from ptlf.report.runs import LATER_KEPT, Comparison, Group, RunRecord, later_seconds, policy_of
 from ptlf.run.alike import settings_of
 
 LATER: Mapping[str, Callable[[RunRecord], float | None]] = {
     "seconds": lambda run: later_seconds(run.epochs),
-    "bytes": lambda run: run.later_kept,
+    "bytes": lambda run: run.value(LATER_KEPT),
 }
 COSTS = {"seconds": "training time of the later tasks", "bytes": "bytes kept for backward in the later tasks"}
 

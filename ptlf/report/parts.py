@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ptlf.report import paired
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures import accuracy, cost, freezing, frontier, gallery, learning
 from ptlf.report.intervals import by_tasks_seen, neighbours
-from ptlf.report.measures import title_of
-from ptlf.report.runs import FIRST_EPOCH, Comparison, Group, policy_of
+from ptlf.report.measures import COSTS, title_of
+from ptlf.report.runs import OLDER, Comparison, Group, policy_of
 
 OVER_TASKS = {
     "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
@@ -19,6 +20,8 @@ TASKS_SEEN = {  # what a k that grows with the tasks means for them
     "accuracy": " k is the number of tasks seen so far: accuracies after different tasks have different k.",
     "forgetting": " k is the number of tasks seen so far: the accuracies compared here have different k.",
 }
+# In pictures: of two seeds the t interval would be nine times as wide, and no line could be told from another.
+DEVIATION = "{} are one standard deviation over seeds, narrower than an interval."
 FULL, HALF, THIRD, PHONE = 1040.0, 500.0, 320.0, 343.0  # widths in pixels
 TWO_COLUMNS, ONE_COLUMN = 704.0, 344.0  # on paper, where a unit is 0.7 points: 7 inches and 3.5
 
@@ -71,14 +74,18 @@ def answer_part(comparison: Comparison) -> Part:
     better = "accuracy is better to the right, forgetting and every cost" if comparison.probes else "a cost is better"
     how = f"Each dot is {dot}: {better} to the left."
     if base:
-        how += f" The dashed line is {base.label}; costs carry their ratio to it, that of time with {FIRST_EPOCH}."
+        how += f" The dashed line is {base.label}; costs carry their ratio to it."
+    marked = any(paired.dagger(group, base, COSTS[0]) for group in comparison.groups)
+    how += f" {paired.DAGGER}" * marked
     if max(seeds) > 1:
-        how += " Whiskers are one standard deviation over seeds."
+        how += f" {DEVIATION.format('Whiskers')}"
     if comparison.probes or len(comparison.groups) > 1:  # else there is nothing to compare
         part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])
     if base and len(comparison.groups) > 2:
         how = f"Costs relative to {base.label}. The dashed line joins the runs whose means no other one beats in both."
         how += " A thin line joins runs that differ in the final share of frozen units alone, in its order."
+        how += f" {DEVIATION.format('Bars')}" * (max(seeds) > 1)
+        how += " Some times are of runs of different commits: compare them with care." * marked
         part.add("What accuracy costs", how, [Picture("frontier", partial(frontier.frontier, comparison))])
     if base is None and len(comparison.groups) > 1:
         part.notes.append("No baseline: none of these runs is LUMP without freezing; `--baseline` names another one.")
@@ -87,13 +94,15 @@ def answer_part(comparison: Comparison) -> Part:
 
 def accuracy_part(comparison: Comparison) -> Part:
     part = Part("accuracy", "What was learned, and what was kept")
+    several = any(len(group.runs) > 1 for group in comparison.groups)
     for probe in comparison.probes:
         title = title_of(probe)
         tested = [group for group in comparison.groups if probe in group.first["probes"]]
         growing = any(by_tasks_seen(group.first["probes"][probe]) for group in tested)
         for what, how in OVER_TASKS.items():
             line = Picture(f"{what}-{probe}", partial(accuracy.over_tasks, comparison, probe, what))
-            part.add(f"{what.capitalize()} over tasks, {title}", how + TASKS_SEEN[what] * growing, [line], HALF)
+            how += TASKS_SEEN[what] * growing + f" {DEVIATION.format('Bands')}" * several
+            part.add(f"{what.capitalize()} over tasks, {title}", how, [line], HALF)
             if not any(pair for group in comparison.groups for pair in accuracy.by_task(group, probe, what)):
                 needed = "one task" if what == "accuracy" else "two tasks"
                 part.notes.append(f"No line of {what}, {title}: it needs {what}_by_task of at least {needed}.")
@@ -102,16 +111,19 @@ def accuracy_part(comparison: Comparison) -> Part:
         heat_map = partial(accuracy.heat_map, probe, accuracy.heat_bounds(comparison, probe))
         if widths := accuracy.half_widths(tested, probe):
             how += f" From the number of test images, the 95 % interval of a cell is at most ±{max(widths):.1f} points."
-        if ks := sorted({words for group in tested if (words := neighbours(group.first["probes"][probe]))}):
-            how += f" {'; '.join(words.removeprefix(', ') for words in ks)}."
+        records = [group.first["probes"][probe] for group in tested]  # with the same settings, or they are refused
+        used = [row for values in records for row in values.get("used_by_task") or []]
+        if words := neighbours(records[0] | {"used_by_task": used}):
+            how += f" {words.removeprefix(', ')}."
         part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", heat_map, tested), HALF)
     for probe in comparison.known:
         how = "Accuracy in % on the images of `evaluation.reference`, before the first task (0) and after each."
         line = Picture(f"known-{probe}", partial(accuracy.known_before, comparison, probe))
         part.add(f"What it knew before, {title_of(probe)}", how.replace("`", ""), [line], HALF)
-    for group in comparison.groups:
-        if not group.first["probes"]:
-            part.notes.append(f"{group.label} was not evaluated: it needs labelled test images and evaluation.enabled.")
+    if untested := [group.label for group in comparison.groups if not group.first["probes"]]:
+        part.notes.append(
+            f"Not evaluated: {', '.join(untested)}. That needs labelled test images and evaluation.enabled."
+        )
     return part
 
 
@@ -123,6 +135,9 @@ def learning_part(comparison: Comparison) -> Part:
         part.add("Losses", how, [Picture("losses", partial(learning.loss_curves, comparison))])
     for key, (title, how) in learning.FEATURES.items():
         part.add(title, how, [Picture(key, partial(learning.over_tasks, comparison, key))], HALF)
+    older = [group.label for group in comparison.groups if "features" not in group.first]
+    if 0 < len(older) < len(comparison.groups):
+        part.notes.append(f"No effective rank and no spread of {', '.join(older)}: {OLDER}.")
     return part
 
 
@@ -178,10 +193,12 @@ def cost_part(comparison: Comparison) -> Part:
 def gallery_part(comparison: Comparison) -> Part:
     part = Part("gallery", "What the encoder learned to see")
     shown = [group for group in comparison.groups if gallery.shown_gallery(group)]
+    missing: dict[str, list[str]] = {}  # by reason
     for group in comparison.groups:
         if group not in shown:
             reason = group.runs[0].gallery_problem or "it is drawn when the run has finished"
-            part.notes.append(f"No pictures of {group.label}: {reason}.")
+            missing.setdefault(reason, []).append(group.label)
+    part.notes += [f"No pictures of {', '.join(names)}: {reason}." for reason, names in missing.items()]
     kinds = {"another class" if gallery.has_classes(group) else "another task" for group in shown}
     how = f"An image, then those with the nearest features; of {' or '.join(sorted(kinds))} where faded and underlined."
     part.add("Nearest images before and after", how, per_run("neighbours", gallery.neighbours, shown))

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
-from ptlf.report.paired import Interval, Ratio, difference_to, interval, mean_ratio, verdict
-from ptlf.report.runs import LEARNING_SECONDS, RunRecord, at, later_kept, later_seconds
+from ptlf.report.paired import DAGGER, Interval, Ratio, difference_to, interval, mean_ratio, mixed, verdict
+from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, RunRecord, at, later_mean, later_seconds
 from ptlf.report.tables import new_table, note
 from ptlf.run.paper import ADDED, METHODS, OBJECTIVES, RUNS, STREAMS, TABLES, Cell, Table
 from ptlf.run.results import STEADY, Json, epoch_lines
@@ -20,13 +20,12 @@ Found = Mapping[Key, Sequence[Json]]  # the results of every seed of a run
 Remarks = Mapping[str, str]  # by `Cell.name`
 Value = Callable[[Json], float | None]
 MINUS = "−"
-DAGGER = "† runs of different commits; compare with care."
 RATIOS = "Ratios: geometric mean over seeds; in brackets the 95 % t interval of their logarithms."
 WIDEST = 1000  # columns, more than any table has
 
 
 COSTS: Mapping[str, Value] = {
-    "time": lambda run: RunRecord(Path(), run).compared(LEARNING_SECONDS),
+    "time": lambda run: RunRecord(Path(), run).value(STEADY_SECONDS[LEARNING_SECONDS]),
     "memory": lambda run: at(run, ("cost", "mean_kept_bytes")),
     "flops": lambda run: at(run, ("cost", "backward_flops")),
 }
@@ -65,11 +64,6 @@ def matched(runs: Sequence[Json], bases: Sequence[Json], *, same_device: bool) -
     seeds = {base["seed"]: base for base in bases}
     both = [(run, seeds[run["seed"]]) for run in runs if run["seed"] in seeds]
     return [(run, base) for run, base in both if not same_device or device(run) == device(base)]
-
-
-def mixed(compared: Iterable[tuple[Json, Json]]) -> bool:
-    """Whether any run and its baseline are of different commits."""
-    return any(run.get("commit") != base.get("commit") for run, base in compared)
 
 
 def dagger(cell: Cell, measure: str, found: Found) -> str:
@@ -169,7 +163,7 @@ def seconds_of_later_tasks(results: Json) -> float | None:
 
 
 def later_mebibytes(results: Json) -> float | None:
-    kept = later_kept(epoch_lines(results))
+    kept = later_mean(epoch_lines(results), "kept_bytes")
     return None if kept is None else kept / 2**20
 
 

@@ -18,12 +18,19 @@ from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 Key = TypeVar("Key", int, tuple[int, int])
-LATER_KEPT = ("cost", "later_kept_bytes")  # computed from the epochs: `RunRecord.later_kept`
+LATER_KEPT = ("cost", "later_kept_bytes")
+LATER_PEAK = ("cost", "later_peak_memory_bytes")
+# Computed: means over the epochs after the first task, of a column each.
+LATER_MEANS: dict[tuple[str, ...], str] = {LATER_KEPT: "kept_bytes", LATER_PEAK: "peak_memory_bytes"}
 LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")  # of an epoch
 LEARNING_SECONDS = ("cost", "learning_seconds")
-WITH_COMPILING = (LEARNING_SECONDS, ("cost", "train_seconds"))  # the first epoch is in them
-FIRST_EPOCH = "the first epoch counted as the second"  # `STEADY` in brief
+# Computed: seconds of the record without the wait for the compiler, as they stand beside other runs'.
+STEADY_SECONDS: dict[tuple[str, ...], tuple[str, ...]] = {
+    LEARNING_SECONDS: ("cost", "steady_learning_seconds"),
+    ("cost", "train_seconds"): ("cost", "steady_train_seconds"),
+}
 FEATURES = {"effective_rank": "effective rank", "spread": "spread"}  # what is measured of them without labels
+OLDER = "records of older versions do not hold it"  # why a figure of some runs is missing
 FALLEN = 0.5  # times the best value: below that it is told
 UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
 
@@ -47,18 +54,16 @@ class RunRecord:
     def epochs(self) -> list[Json]:
         return epoch_lines(self.results)
 
-    @cached_property
-    def later_kept(self) -> float | None:
-        return later_kept(self.epochs)
-
     def value(self, path: Sequence[str]) -> float | None:
-        """The number at this path of the record, if it is there."""
-        return self.later_kept if tuple(path) == LATER_KEPT else at(self.results, path)
-
-    def compared(self, path: Sequence[str]) -> float | None:
-        """The number as it is compared with another run's: seconds without the wait for the compiler."""
-        value = self.value(path)
-        return value if value is None or tuple(path) not in WITH_COMPILING else value - compiling_seconds(self.results)
+        """The number at this path of the record, or computed from it, if it is there."""
+        path = tuple(path)
+        if path in LATER_MEANS:
+            return later_mean(self.epochs, LATER_MEANS[path])
+        if path not in STEADY_SECONDS.values():
+            return at(self.results, path)
+        (whole,) = (whole for whole, steady in STEADY_SECONDS.items() if steady == path)
+        value = at(self.results, whole)
+        return None if value is None else value - compiling_seconds(self.results)
 
     @property
     def state(self) -> str:
@@ -104,6 +109,21 @@ class Group:
     def given(self) -> bool:
         """Whether it began with weights from a file."""
         return bool(self.first.get("encoder_weights"))
+
+    @property
+    def joint(self) -> bool:
+        """Whether it learned all tasks at once: a bound for methods that see them one by one, none of these."""
+        return len(self.first["tasks"]) == 1 and len(self.first["eval_splits"]) > 1
+
+    @property
+    def freezes(self) -> bool:
+        """Whether any unit froze."""
+        return any(entry["events"] for run in self.runs for entry in run.results["freezing"])
+
+    @property
+    def freezes_later(self) -> bool:
+        """Whether units froze, and none in the first epoch: its peak is then the run's."""
+        return self.freezes and not any(run.epochs[0]["frozen"] for run in self.runs if run.epochs)
 
     @property
     def state(self) -> str:
@@ -158,8 +178,8 @@ class Group:
         return {task: (before[task][0] if task in before else None, mean) for task, (mean, _) in after.items()}
 
     def falling(self) -> Iterator[str]:
-        """Signs of a collapse in a run without labels, whose accuracy does not show it."""
-        for key, title in FEATURES.items() if not self.first["probes"] else ():
+        """Signs of a collapse, with labels or without: an accuracy may hide it."""
+        for key, title in FEATURES.items():
             by_task = self.feature(key)
             if not by_task:
                 continue
@@ -176,7 +196,7 @@ class Group:
     @property
     def doubt(self) -> str:
         """What to say of seconds so unsteady that the machine must have been busy; empty where they are steady."""
-        share = max(unsteady(run.epochs) for run in self.runs)
+        share = max(map(unsteady, self.runs))
         if share <= UNSTEADY:
             return ""
         return f"{share:.0%} of the steps' seconds lie above the median of like epochs; was the machine busy otherwise?"
@@ -212,9 +232,9 @@ def at(results: Any, path: Sequence[str]) -> float | None:
     return reduce(lambda value, key: (value or {}).get(key), path, results)
 
 
-def later_kept(epochs: Sequence[Json]) -> float | None:
-    """Bytes kept for backward, mean over the epochs of the tasks after the first, in which nothing freezes."""
-    later = [line["kept_bytes"] for line in epochs if line["task"] > 1]
+def later_mean(epochs: Sequence[Json], key: str) -> float | None:
+    """Of a cost, the mean over the epochs of the tasks after the first, in which nothing freezes."""
+    later = [value for line in epochs if line["task"] > 1 and (value := line.get(key)) is not None]
     return statistics.fmean(later) if later else None
 
 
@@ -264,7 +284,7 @@ def read_run(folder: Path) -> RunRecord:
     try:
         run.gallery = check_gallery(read_json(path))
     except FileNotFoundError:
-        run.gallery_problem = "there is no gallery.json beside its results (`--evaluation.gallery true` makes one)"
+        run.gallery_problem = "there is no gallery.json beside results.json (`--evaluation.gallery true` makes one)"
     except UserError as error:
         run.gallery_problem = str(error)
     except DAMAGE as error:
@@ -297,11 +317,13 @@ def means(pairs: Iterable[tuple[Key, float | None]]) -> dict[Key, tuple[float, f
     return {key: (statistics.fmean(found[key]), spreads[key]) for key in sorted(found)}
 
 
-def unsteady(epochs: Sequence[Json]) -> float:
-    """The share of the steps' seconds that lies above the median of like epochs: what others on the machine took."""
+def unsteady(run: RunRecord) -> float:
+    """The share of the steps' seconds that lies above the median of like epochs: what others on the machine took. The
+    wait for the compiler in the first epoch is left out, as where seconds are compared."""
     like: dict[tuple[int, int], list[float]] = {}
-    for line in epochs:
-        like.setdefault((line["task"], line["frozen"]), []).append(line["seconds"])
+    for number, line in enumerate(run.epochs):
+        seconds = line["seconds"] - (0.0 if number else compiling_seconds(run.results))
+        like.setdefault((line["task"], line["frozen"]), []).append(seconds)
     medians = {key: statistics.median(values) for key, values in like.items()}
     above = sum(max(0.0, value - medians[key]) for key, values in like.items() for value in values)
     return above / max(sum(map(sum, like.values())), 1e-9)

@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ from rich.table import Table
 from ptlf.core.words import clipped
 from ptlf.report import measures, paired, pareto
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
-from ptlf.report.runs import FEATURES, Comparison, Group, RunRecord, known_probes, policy_of
+from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, steady, title_of
+from ptlf.report.runs import FEATURES, LATER_KEPT, Comparison, Group, RunRecord, known_probes, policy_of
 from ptlf.run.results import STEADY, Json, ratio
 
-DEVIATION = "±: standard deviation over the seeds"
 RATIOS = "x: geometric mean of the ratios by seed"
 TIMES = f"time relative to another run: {STEADY}"
 BRACKETS = "in brackets: 95 % interval from the number of test images"
@@ -73,24 +72,38 @@ def show_runs(
     console: Console, runs: Mapping[str, Sequence[Json]], baseline: str | None = None, title: str = "What it came to"
 ) -> None:
     """Each run by name, as the results of its seeds. Up to three side by side with all figures; more of them as a list
-    with the main ones. Means over seeds, and the probes' sample standard deviation."""
+    with the main ones. Means over seeds, and the 95 % t interval of the probes'."""
     groups = {name: Group([RunRecord(Path(), results) for results in seeds], name) for name, seeds in runs.items()}
     base = groups.get(baseline or "")
     few, shown = len(groups) <= 3, list(groups.values())
     (show_side_by_side if few else show_as_list)(console, shown, base, title)
     tested = any(group.interval(("probes", probe, "accuracy")) for group in shown for probe in group.first["probes"])
     several = any(len(group.runs) > 1 for group in shown)
-    notes = [DEVIATION] * several + [RATIOS] * (several and base is not None) + [BRACKETS] * (few and tested)
+    notes = [paired.OVER_SEEDS] * several + [RATIOS] * (several and base is not None) + [BRACKETS] * (few and tested)
     if notes:
         note(console, "; ".join(notes))
-    if base is not None and len(shown) > 1:
-        note(console, TIMES)
+    if len(shown) > 1:
+        note(console, f"time without compiling: {STEADY}")
+    if any(paired.dagger(group, base, COSTS[0]) for group in shown):
+        note(console, paired.DAGGER)
+    for words in cost_notes(shown, few):
+        note(console, words)
     for group in groups.values():
         for warning in (*group.worse(), *group.falling()):
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
         if group.doubt:
             console.print(f"{group.label}: {group.doubt}", soft_wrap=True)
     show_differences(console, list(groups.values()), base)
+
+
+def cost_notes(groups: Sequence[Group], few: bool) -> Iterator[str]:
+    """What the epochs behind a figure are; `few` runs are shown with all figures."""
+    if not few and any(group.values(LATER_KEPT) for group in groups):
+        yield f"kept, GPU memory: means {measures.MEANS}"
+    if few and any(group.freezes for group in groups):
+        yield measures.LAST_EPOCH
+    if few and any(group.freezes_later and group.values(measures.WHOLE_PEAK.path) for group in groups):
+        yield measures.FIRST_PEAK
 
 
 def show_differences(console: Console, groups: Sequence[Group], base: Group | None) -> None:
@@ -100,12 +113,12 @@ def show_differences(console: Console, groups: Sequence[Group], base: Group | No
         return
     probes = dict.fromkeys(probe for group in groups for probe in group.first["probes"])
     rows = {f"{probe} {m.short}": m for probe in probes for m in probe_measures(probe)[:2]}
-    rows |= {m.title: m for m in MAIN_COSTS if any(group.values(m.path) for group in groups)}
+    rows |= {m.title: m for m in steady(MAIN_COSTS, groups) if any(group.values(m.path) for group in groups)}
     _, short = shortened([group.label for group in groups])
     names = {group.label: name for group, name in zip(groups, short, strict=True)}
     table = new_table(f"By seed: {paired.HOW.format(base=names[base.label])}", [""], [names[g.label] for g in others])
     for name, measure in rows.items():
-        cells = [paired.words(paired.compared(group, base, measure), measure) for group in others]
+        cells = [paired.by_seed_words(group, base, measure) for group in others]
         table.add_row(f"{name}, {paired.unit(measure)}", *cells)
     console.print(table)
 
@@ -134,8 +147,10 @@ def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | N
             cells = [percent(statistics.fmean(values) if values else None) for values in last]
             table.add_row(f"{title} of the features, last task", *cells)
     table.add_section()
-    for measure in COSTS:
-        cells = [beside(measure.words(group.mean(measure.path)), times(measure, group, base)) for group in groups]
+    for measure in steady(COSTS, groups):
+        cells = [
+            f"{measure.words(group.mean(measure.path))}  {times(measure, group, base)}".rstrip() for group in groups
+        ]
         if set(cells) != {"-"}:
             table.add_row(measure.indent + measure.title, *cells)
     console.print(table)
@@ -147,13 +162,12 @@ def show_as_list(console: Console, groups: Sequence[Group], base: Group | None, 
     title = f"{title}: {common}" + (f"; costs relative to {base.label}" if base else "")
     probes = list(dict.fromkeys(probe for group in groups for probe in group.first["probes"]))[:2]
     scores = [measure for probe in probes for measure in probe_measures(probe)[:2]]
-    costs = [measure for measure in MAIN_COSTS if any(group.values(measure.path) for group in groups)]
+    costs = [m for m in steady(MAIN_COSTS, groups) if any(group.values(m.path) for group in groups)]
     headings = [heading for probe in probes for heading in (probe.replace("_", "\n") + ", %", "for-\ngets")]
     headings += [measure.short.replace(" ", "\n") for measure in costs]
     table = new_table(title, ["run"], headings, padding=(0, 1 if console.width >= 100 else 0))
     for name, group in zip(names, groups, strict=True):
-        ratios = [(measure, times(measure, group, base)) for measure in costs]
-        cells = [measure.words(group.mean(measure.path)) if x is None else f"{x:.2f}x" for measure, x in ratios]
+        cells = [times(measure, group, base) or measure.words(group.mean(measure.path)) for measure in costs]
         table.add_row(name, *[score(measure, group, interval=False) for measure in scores], *cells)
     console.print(table)
     for probe in probes:
@@ -181,7 +195,7 @@ def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None
         table.add_row(policy, *shares, *cells, *[column.get(group.label, "-") for column in columns])
     console.print(table)
     if any(len(group.runs) > 1 for group in comparison.groups):
-        note(console, f"{DEVIATION}; {RATIOS}")
+        note(console, f"{paired.OVER_SEEDS}; {RATIOS}")
     note(console, "time, bytes kept: in the tasks after the first, relative to no freezing")
     if scores:
         note(console, "*: on the Pareto front; no other setting is better in one and at least as good in the other")
@@ -192,15 +206,16 @@ def note(console: Console, words: str) -> None:
 
 
 def score(measure: Measure, group: Group, *, interval: bool = True) -> str:
-    """The mean, its standard deviation over seeds, and the interval at 95 %."""
-    spread, bounds = group.spread(measure.path), group.interval(measure.path) if interval else None
-    words = measure.show(group.mean(measure.path)) + ("" if spread is None else f" ±{measure.show(spread)}")
+    """The mean, its 95 % t interval over seeds, and the interval from the number of test images."""
+    half, bounds = paired.half_of(group, measure), group.interval(measure.path) if interval else None
+    words = measure.show(group.mean(measure.path)) + ("" if half is None else f" ±{measure.show(half)}")
     return words if bounds is None else f"{words} ({bounds[0]:.1f} to {bounds[1]:.1f})"
 
 
-def times(measure: Measure, group: Group, base: Group | None) -> float | None:
+def times(measure: Measure, group: Group, base: Group | None) -> str:
+    """A cost's ratio to the baseline's; empty where there is none."""
     found = paired.ratio(group, base, measure)
-    return found.mean if found else None
+    return f"{found.mean:.2f}x{paired.dagger(group, base, measure)}" if found else ""
 
 
 def beside(words: str, ratio: float | None) -> str:

@@ -11,13 +11,16 @@ from pathlib import Path
 import made_up
 import pytest
 from rich.console import Console
+from scipy import stats
 
 from ptlf.cli import main
 from ptlf.core.errors import UserError
+from ptlf.evaluation import summary
 from ptlf.methods import METHODS
 from ptlf.report.figures.cost import freeze_events, mean_line
+from ptlf.report.measures import MEANS
 from ptlf.report.page import page
-from ptlf.report.runs import read_comparison, unsteady
+from ptlf.report.runs import RunRecord, read_comparison, unsteady
 from ptlf.report.tables import show_results, show_runs
 from ptlf.run.recipes import VARIANTS
 from ptlf.run.results import STEADY, epoch_lines, to_columns
@@ -61,6 +64,10 @@ def look_up(results: dict, path: str) -> float:
     return value  # type: ignore[return-value]
 
 
+def mean_after_the_first_task(results: dict, key: str) -> float:
+    return statistics.fmean(line[key] for line in epoch_lines(results) if line["task"] > 1)
+
+
 def rows(text: str) -> dict[str, dict[str, tuple[float, str]]]:
     """By run and measure: the number behind the cell and the words in it."""
     found: dict[str, dict[str, tuple[float, str]]] = {}
@@ -79,8 +86,10 @@ def test_the_table_holds_the_numbers_of_results_json(two: list[Path]) -> None:
         cells = found[folder.name]
         assert len(cells) == 7
         for measure, (value, words) in cells.items():
-            assert value == look_up(results, measure)
-            unit = {"kept_bytes": 2**20, "backward_flops": 1e12}.get(measure.split(".")[-1], 1)
+            kept = measure == "cost.later_kept_bytes"
+            recorded = measure.replace("steady_", "")  # nothing was compiled
+            assert value == (mean_after_the_first_task(results, "kept_bytes") if kept else look_up(results, recorded))
+            unit = {"later_kept_bytes": 2**20, "backward_flops": 1e12}.get(measure.split(".")[-1], 1)
             digits = len(words.split(".")[-1])
             assert float(words.replace(",", "").replace("−", "-")) == pytest.approx(
                 value / unit, abs=0.51 * 10**-digits
@@ -112,29 +121,50 @@ def test_costs_are_relative_to_lump(two: list[Path]) -> None:
     ratio = f"<b>{costs[1]['learning_seconds'] / costs[0]['learning_seconds']:.2f}×</b>"
     inverse = f"<b>{costs[0]['learning_seconds'] / costs[1]['learning_seconds']:.2f}×</b>"
     for text, expected in ((html(two[::-1]), ratio), (html(two, "ptlf"), inverse)):  # whatever the order
-        assert f": training time {expected}" in " ".join(text.split())
+        assert f": training time without compiling {expected}" in " ".join(text.split())
         assert f" {expected}</span>" in text
     with pytest.raises(UserError, match="unknown baseline 'lumb'; did you mean 'lump'"):
         html(two, "lumb")
 
 
-def test_waiting_for_the_compiler_changes_seconds_and_no_ratio(tmp_path: Path) -> None:
-    """Ratios of headline, table and picture, with 60 s more in LUMP's first epoch and with none; the page says so."""
+def test_seconds_and_ratios_leave_the_wait_for_the_compiler_out(tmp_path: Path) -> None:
+    """In headline, table and picture, with 60 s more in LUMP's first epoch and with none; the page says so. A run
+    alone has its whole seconds."""
     pages = []
     for wait in (0.0, 60.0):
         lump, ptlf = made_up.pair()
         runs = {"lump": made_up.wait_for_compiler(lump, wait), "ptlf": ptlf}
         folders = [made_up.write(tmp_path / f"{wait}" / name, run) for name, run in runs.items()]
         pages.append(" ".join(html(folders).split()))
-    for text, seconds in zip(pages, (100.0, 160.0), strict=True):
-        assert rows(text)["lump"]["cost.learning_seconds"] == (seconds, f"{seconds:.1f}")
-        said = "training time <b>0.25×</b> (one seed; the first epoch counted as the second)"
-        assert said in text
-        assert re.search(r'data-measure="cost.learning_seconds" data-value="25.0"><span>25.0 <b>0.25×</b>', text)
+    for text in pages:
+        assert rows(text)["lump"]["cost.steady_learning_seconds"] == (pytest.approx(100.0), "100.0")
+        assert "training time without compiling <b>0.25×</b> (one seed)" in text
+        assert re.search(r'data-measure="cost.steady_learning_seconds" data-value="25.0"><span>25.0 <b>0.25×</b>', text)
         picture = section(text, "answer").split('<div class="desk">')[1].split("</div>")[0]
-        assert re.findall(r">([^<]*×)<", picture) == ["0.25×", "0.75×", "0.50×"]
-        assert text.count("that of time with the first epoch counted as the second.") == 1
-        assert f" Where times of two runs are compared, {STEADY}." in unescape(text)
+        assert re.findall(r">([^<]*×)<", picture) == ["0.25×", "0.60×", "0.50×"]
+        assert f" Without compiling: {STEADY}." in unescape(text)
+    (alone,) = rows(html([folders[0]])).values()
+    assert alone["cost.learning_seconds"] == (160.0, "160.0")
+    assert "compiling" not in html([folders[0]])
+
+
+def test_seconds_of_different_commits_are_marked(tmp_path: Path) -> None:
+    """In headline, table, picture and differences by seed, for the run of another commit only, and explained."""
+    for method, commit in {"lump": "a", "si": "a", "ptlf": "b"}.items():
+        for seed in (0, 1):
+            made_up.write(tmp_path / f"{method}-{seed}", made_up.results(f"digits/simsiam/{method}", seed=seed))
+            path = tmp_path / f"{method}-{seed}" / "results.json"
+            path.write_text(path.read_text().replace("c0ffee", commit))
+    text = " ".join(html([tmp_path]).split())
+    cells = re.findall(r'data-measure="([^"]+)"[^>]*><span>(?:(?!</td>).)*?<b>[^<]*×(†?)</b>', section(text, "answer"))
+    assert [measure for measure, mark in cells if mark] == ["cost.steady_learning_seconds"]
+    headline = text.split('<ul class="headline">')[1].split("</ul>")[0]
+    assert re.findall(r"([a-z ]+) <b>[^<]*×†</b>", headline) == [" training time without compiling"]
+    assert section(text, "answer").count("×†</text>") == 2  # at both widths
+    differences = text.split('<table class="paired">')[1].split("</table>")[0]
+    assert re.findall(r'data-label="(\w+)">[^<]*†</td>', differences) == ["ptlf"]
+    assert text.count("† runs of different commits; compare with care.") == 4
+    assert "†" not in html([tmp_path / "lump-0", tmp_path / "si-0"])
 
 
 def test_the_least_cost_of_many_runs_is_relative_to_lump(tmp_path: Path) -> None:
@@ -142,12 +172,82 @@ def test_the_least_cost_of_many_runs_is_relative_to_lump(tmp_path: Path) -> None
     others = [made_up.results(f"digits/simsiam/{method}") | {"cost": lump["cost"]} for method in ("si", "der")]
     folders = [made_up.write(tmp_path / str(number), run) for number, run in enumerate((lump, ptlf, *others))]
     least = re.findall(r"<li>Least (.*?): .*?, <b>.*?</b> \((.*?)\)</li>", " ".join(html(folders).split()))
-    kept = [statistics.fmean(one["kept_bytes"] for one in epoch_lines(run) if one["task"] > 1) for run in (lump, ptlf)]
-    relative = ["0.25×, one seed; the first epoch counted as the second", f"{kept[1] / kept[0]:.2f}×", "0.50×"]
+    kept = [mean_after_the_first_task(run, "kept_bytes") for run in (lump, ptlf)]
+    relative = ["0.25×, one seed", f"{kept[1] / kept[0]:.2f}×", "0.50×"]
     assert [times for title, times in least if title != "forgetting"] == relative
 
 
-def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [(), ("si", "der")])
+def test_bytes_are_means_after_the_first_task_and_the_peak_is_explained(tmp_path: Path, others: tuple) -> None:
+    """What is shown as a result is no state of one epoch."""
+    lump, ptlf = made_up.pair()
+    why = "The peak of a whole run is that of its first epochs, with nothing frozen yet: freezing does not lower it."
+    runs = {"lump": made_up.on_gpu(lump, 100, 90), "ptlf": made_up.on_gpu(ptlf, 100, 63)}
+    ptlf["cost"]["per_epoch"]["kept_bytes"][-1] = ptlf["cost"]["kept_bytes"] = 2**20  # the last epoch alone
+    runs |= {method: made_up.results(f"digits/simsiam/{method}") for method in others}
+    for name, run in runs.items():
+        made_up.write(tmp_path / name, run)
+    text = " ".join(html([tmp_path]).split())
+    assert "last epoch" not in text and "last peak" not in text
+    cells = {measure.split(".")[-1]: words for measure, (_, words) in rows(text)["ptlf"].items()}
+    assert (cells["later_kept_bytes"], cells["later_peak_memory_bytes"]) == ("44.1", "63")  # 48 in 11 of 12 epochs
+    assert f"Means of bytes: {MEANS}." in text
+    assert text.count(why) == (1 if others else 2)  # below the table, and in the headline beside the run's peak
+    if not others:
+        assert "peak GPU memory, whole run <b>1.00×</b>" in text
+    assert why not in " ".join(html([tmp_path / "lump"]).split())
+    ptlf["cost"]["per_epoch"]["frozen"][0] = 1  # a memory of given images lets the first task freeze, too
+    assert why not in " ".join(html([made_up.write(tmp_path / "frozen" / "at first", ptlf)]).split())
+
+
+def joint() -> dict:
+    """All tasks at once, better and cheaper than any other run."""
+    made = made_up.results("digits/simsiam/multitask")
+    made["tasks"] = [", ".join(made["tasks"])]
+    for values in made["probes"].values():
+        values |= summary(values["matrix"][-1:]) | {"accuracy": 99.99}
+    made["cost"]["learning_seconds"] = 1e-3
+    return made
+
+
+@pytest.mark.parametrize("others", [("lump",), ("lump", "si", "der")])
+def test_joint_training_is_a_bound_and_wins_nothing(tmp_path: Path, others: tuple[str, ...]) -> None:
+    for method in others:
+        made_up.write(tmp_path / method, made_up.results(f"digits/simsiam/{method}"))
+    made_up.write(tmp_path / "joint", joint())
+    text = " ".join(
+        re.sub("<[^>]*>", "", re.findall('<ul class="headline">.*?</ul>', html([tmp_path]), re.S)[0]).split()
+    )
+    if len(others) == 1:
+        assert "multitask gets 99.99 % right" in text
+        assert "It learned all tasks at once: a bound for continual methods, not one of them." in text
+    else:
+        assert text.count("multitask") == 1
+        assert "multitask learned all tasks at once, a bound for continual methods and not one of them: 99.99 %" in text
+        assert "Highest accuracy" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        ({"lump": 100.0, "si": 99.0, "der": 150.0, "ptlf": 120.0}, ""),  # 1 % below the baseline's
+        ({"lump": 100.0, "si": 97.0, "der": 150.0, "ptlf": 96.5}, "ptlf"),
+        ({"lump": 100.0, "si": 101.0, "der": 150.0, "ptlf": 120.0}, ""),  # the next one has 1 % more
+        ({"lump": 100.0, "si": 103.0, "der": 150.0, "ptlf": 120.0}, "lump"),
+        ({"finetune": 99.0, "si": 100.0, "der": 150.0}, ""),  # without a baseline
+        ({"finetune": 97.0, "si": 100.0, "der": 150.0}, "finetune"),
+    ],
+)
+def test_costs_that_differ_by_noise_have_no_least(tmp_path: Path, seconds: dict[str, float], told: str) -> None:
+    for method, value in seconds.items():
+        made = made_up.results(f"digits/simsiam/{method}")
+        made["cost"]["learning_seconds"] = value
+        made_up.write(tmp_path / method, made)
+    found = re.findall(r"<li>Least training time.*?: <b[^>]*>(\w+)</b>", html([tmp_path]))
+    assert found == [told] * bool(told)
+
+
+def test_seeds_become_mean_and_interval(tmp_path: Path) -> None:
     made = [made_up.results(seed=seed) for seed in (0, 1, 2)]
     folders = [made_up.write(tmp_path / str(seed), results) for seed, results in enumerate(made)]
     accuracies = [results["probes"]["knn_task"]["accuracy"] for results in made]
@@ -155,7 +255,10 @@ def test_seeds_become_mean_and_spread(tmp_path: Path) -> None:
     (cells,) = rows(text).values()
     value, words = cells["probes.knn_task.accuracy"]
     assert value == pytest.approx(statistics.fmean(accuracies))
-    assert words == f"{statistics.fmean(accuracies):.2f} ± {statistics.stdev(accuracies):.2f}"
+    half = stats.t.ppf(0.975, 2) * stats.sem(accuracies)
+    assert words == f"{statistics.fmean(accuracies):.2f} ± {half:.2f}"
+    assert "±: half the width of the 95 % t interval over the seeds." in text
+    assert "standard deviation over the seeds" not in text
     assert "3 seeds" in text
 
 
@@ -311,7 +414,7 @@ def test_what_is_missing_is_named_with_what_would_fill_it(tmp_path: Path) -> Non
     results = made_up.results("digits/simsiam/lump")
     results["probes"] = {}
     text = html([made_up.write(tmp_path / "run", results)])
-    assert "was not evaluated: it needs labelled test images" in section(text, "accuracy")
+    assert "Not evaluated: digits/simsiam/lump. That needs labelled test images" in section(text, "accuracy")
     assert "<code>--freezing.policy correlation</code>" in section(text, "correlation")
     assert "No unit froze in digits/simsiam/lump (<code>freezing.policy none</code>)." in section(text, "freezing")
     assert "no gallery.json beside" in section(text, "gallery")
@@ -321,6 +424,32 @@ def test_intervals_are_explained_only_where_the_number_of_test_images_is_known(t
     changes: list[dict] = [{"test_images": [66, 66, 66]}, {}, {"probes": {}}]
     folders = [made_up.write(tmp_path / str(n), made_up.results() | change) for n, change in enumerate(changes)]
     assert ["95 % interval (Wilson)" in html([folder]) for folder in folders] == [True, False, False]
+
+
+def test_what_older_records_lack_is_said_once_and_not_drawn(tmp_path: Path) -> None:
+    """One record with the number of test images and the features, two without."""
+    for method in ("lump", "si", "der"):
+        made = made_up.results(f"digits/simsiam/{method}")
+        if method == "der":
+            features = [{"task": task, "spread": 0.4, "effective_rank": 9.0} for task in (1, 2, 3)]
+            made |= {"test_images": [66, 66, 66], "features": features}
+        made_up.write(tmp_path / method, made)
+    text = " ".join(unescape(html([tmp_path])).split())
+    assert text.count("do not hold it") == 2
+    assert "number of test images alone (records of older versions do not hold it), and" in text
+    learning = section(text, "learning")
+    assert "No effective rank and no spread of lump, si: records of older versions do not hold it." in learning
+    for key in ("effective_rank", "spread"):
+        picture = learning[learning.index(f'id="{key}"') :].split("</figure>")[0]
+        assert [name in re.findall(r">([a-z]+)</text>", picture) for name in ("lump", "si", "der")] == [
+            False,
+            False,
+            True,
+        ]
+    made = html([tmp_path / "der"])
+    assert "do not hold it" not in made
+    assert section(text, "gallery").count("No pictures of ") == 1
+    assert "No pictures of lump, der, si: there is no gallery.json" in section(text, "gallery")
 
 
 @pytest.mark.parametrize(("seeds", "dot"), [
@@ -342,6 +471,20 @@ def test_a_k_that_grows_with_the_tasks_is_said_where_it_matters(tmp_path: Path) 
     assert growing == {title for title in captions if title.endswith("kNN within the task")}
     assert len(growing) == 3
     assert captions["Accuracy matrix, kNN among all classes"].endswith(" k = 20.")
+
+
+def test_the_k_of_all_runs_is_said_once(tmp_path: Path) -> None:
+    """A run of three tasks, one of all at once, and a record of an older version."""
+    runs = (("lump", [1, 2, 3]), ("multitask", [3]), ("si", []))
+    for method, used in runs:
+        results = made_up.results(f"digits/simsiam/{method}")
+        results["probes"]["knn_task"]["settings"]["k"] = "min(200, tasks seen)"
+        results["probes"]["knn_task"] |= {"used_by_task": [{"k": k} for k in used]} if used else {}
+        made_up.write(tmp_path / method, results)
+    captions = dict(re.findall(r"<h3>([^<]+)</h3><p>([^<]+)</p>", section(html([tmp_path]), "accuracy")))
+    how = captions["Accuracy matrix, kNN within the task"]
+    assert how.endswith(" k = 1 to 3 (number of tasks seen so far, at most 200).")
+    assert how.count("k = ") == 1
 
 
 def test_lines_that_cannot_be_drawn_are_named(tmp_path: Path) -> None:
@@ -448,10 +591,16 @@ def test_seconds_of_a_busy_machine_are_doubted(two: list[Path], capsys: pytest.C
     seconds = made["cost"]["per_epoch"]["seconds"]
     seconds[3] += sum(seconds)
     (two[0] / "results.json").write_text(json.dumps(made))
-    assert unsteady(epoch_lines(made)) == pytest.approx(0.5, abs=0.06)
+    assert unsteady(RunRecord(Path(), made)) == pytest.approx(0.5, abs=0.06)
     assert "seconds lie above the median of like epochs" in html(two)
     show_runs(Console(), {"one": [made]})
     assert "one: 5" in capsys.readouterr().out
+
+
+def test_waiting_for_the_compiler_is_no_busy_machine() -> None:
+    """80 s in the first epoch, of about 100 s in all."""
+    made, waiting = made_up.results(), made_up.wait_for_compiler(made_up.results(), 80.0)
+    assert unsteady(RunRecord(Path(), waiting)) == pytest.approx(unsteady(RunRecord(Path(), made)))
 
 
 def test_seconds_of_different_machines_are_doubted(two: list[Path]) -> None:
@@ -518,11 +667,25 @@ def without_labels(ranks: list[float], untrained: list[float]) -> dict:
         ([9.0], [], ""),  # a record without the untrained encoder's
     ],
 )
-def test_features_that_fall_are_told(tmp_path: Path, capsys, ranks, untrained, told: str) -> None:
-    folder = made_up.write(tmp_path / "run", without_labels(ranks, untrained), GALLERY)
+@pytest.mark.parametrize("labels", [False, True])
+def test_features_that_fall_are_told(tmp_path: Path, capsys, ranks, untrained, told: str, labels: bool) -> None:
+    results = without_labels(ranks, untrained)
+    results["probes"] = made_up.results(tasks=len(ranks))["probes"] if labels else {}
+    folder = made_up.write(tmp_path / "run", results, GALLERY)
     text = html([folder])
     show_results(Console(width=200), json.loads((folder / "results.json").read_text()), folder)
     for shown in (text, capsys.readouterr().out):
         assert ("the effective rank of the features fell" in shown) == bool(told)
         assert told in shown
         assert "the spread of the features fell" not in shown
+
+
+def test_every_figure_of_the_features_names_its_measure_where_rows_are_stacked(tmp_path: Path) -> None:
+    text = html([made_up.write(tmp_path / "run", without_labels([5.0, 6.0], [7.0, 8.0]))])
+    (table,) = re.findall(r'<table class="features">.*?</table>', text, re.S)
+    names = [
+        f"{title}, {when}" for title in ("effective rank", "spread") for when in ("random encoder", "after the task")
+    ]
+    assert re.findall(r'data-label="([^"]+)"', table) == 2 * names
+    assert re.findall(r"<th>([^<]+)</th>", table) == names
+    assert re.findall(r"<td[^>]*>([^<]+)", table) == ["7", "5", "0.4", "0.4", "8", "6", "0.4", "0.4"]

@@ -21,7 +21,7 @@ from ptlf.cli import make_parser
 from ptlf.core.errors import UserError
 from ptlf.report.figures.paper import later_entries, task_overlaps, updated_units, write_paper_figures
 from ptlf.report.reproduction import DIFFERENCES, differences, document, figure, number, ours, section, show_table
-from ptlf.report.runs import LEARNING_SECONDS, Group, RunRecord
+from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, Group, RunRecord
 from ptlf.run.paper import FIGURES, TABLES, Cell, Table
 from ptlf.run.reproduce import make_plan, project_results, remarks
 
@@ -170,7 +170,7 @@ def test_the_document_has_every_cell_and_the_runs_values() -> None:
     accuracy = results["probes"]["knn_task"]["accuracy"]
     wanted = ["SimSiam, SI", "Split CIFAR-10", f"{accuracy:.2f}", "92.75 (sd 0.06)", f"{accuracy - 92.75:+.2f} ±0.30"]
     assert [cell.strip().replace("−", "-") for cell in line.split("|")][1:6] == wanted
-    seconds = RunRecord(Path(), results).compared(LEARNING_SECONDS)
+    seconds = RunRecord(Path(), results).value(STEADY_SECONDS[LEARNING_SECONDS])
     assert f"| 0 | {results['commit'][:7]} | NVIDIA H200 | {seconds:.0f} |" in line
     told = next(line for line in rows if line.startswith("| SimSiam, CaSSLe | Split CIFAR-10 |"))
     assert told.count("‡") == 2

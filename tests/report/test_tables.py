@@ -27,35 +27,49 @@ def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
     lump, ptlf = made_up.pair()
     runs = {"lump": [lump], "ptlf": [ptlf]}
     found = rows(show_runs, runs, "lump")
-    assert found["training time"] == ["100.0 s", "25.0 s  0.25x"]
+    assert found["training time without compiling"] == ["100.0 s", "25.0 s  0.25x"]
     assert found["backward FLOPs"] == ["4.000 T", "2.000 T  0.50x"]
     assert found["kept for backward, mean"] == ["80.0 MiB", "64.0 MiB  0.80x"]
     assert found["kept for backward, last epoch"] == ["80.0 MiB", "60.0 MiB  0.75x"]
     assert found["evaluation"] == ["2.0 s", "2.0 s"]
+    assert found["kept for backward, mean after task 1"] == ["80.0 MiB", "48.0 MiB  0.60x"]
     assert "peak GPU memory, last epoch" not in found
     accuracies = [run["probes"]["knn_class"]["untrained_accuracy"] for run in (lump, ptlf)]
     assert found["knn_class random encoder, %"] == [f"{value:.2f}" for value in accuracies]
-    assert rows(show_runs, runs, "ptlf")["training time"] == ["100.0 s  4.00x", "25.0 s"]
-    assert rows(show_runs, runs)["training time"] == ["100.0 s", "25.0 s"]
+    assert rows(show_runs, runs, "ptlf")["training time without compiling"] == ["100.0 s  4.00x", "25.0 s"]
+    assert rows(show_runs, runs)["training time without compiling"] == ["100.0 s", "25.0 s"]
 
 
 @pytest.mark.parametrize("names", [("a/lump", "a/ptlf"), ("a/lump", "a/ptlf", "a/third", "a/fourth")])
-def test_waiting_for_the_compiler_changes_seconds_and_no_ratio(names: tuple[str, ...]) -> None:
-    """Side by side and as a list; and it is said."""
+def test_seconds_and_ratios_leave_the_wait_for_the_compiler_out(names: tuple[str, ...]) -> None:
+    """Side by side and as a list; and it is said. A run alone has its whole seconds."""
     lump, ptlf = made_up.pair()
     runs = {name: [made_up.wait_for_compiler(lump, 60.0) if name == "a/lump" else ptlf] for name in names}
     found = rows(show_runs, runs, "a/lump")
     if len(names) == 2:
-        assert found["training time"] == ["2.7 min", "25.0 s  0.25x"]
+        assert found["training time without compiling"] == ["100.0 s", "25.0 s  0.25x"]
     else:
-        assert (found["lump"][4], found["ptlf"][4]) == ("2.7 min", "0.25x")
-    for base in ("a/lump", None):
+        assert (found["lump"][4], found["ptlf"][4]) == ("100.0 s", "0.25x")
+    for shown in (runs, {"a/lump": runs["a/lump"]}):
         console = Console(width=160, file=io.StringIO())
-        show_runs(console, runs, base)
-        assert (f"time relative to another run: {STEADY}" in console.file.getvalue()) == bool(base)
+        show_runs(console, shown, "a/lump")
+        assert (f"time without compiling: {STEADY}" in console.file.getvalue()) == (len(shown) > 1)
+    assert rows(show_runs, {"a/lump": runs["a/lump"]})["training time"] == ["2.7 min"]
 
 
-def test_seeds_are_shown_as_mean_and_spread() -> None:
+@pytest.mark.parametrize("names", [("a/lump", "a/ptlf"), ("a/lump", "a/ptlf", "a/third", "a/fourth")])
+def test_seconds_of_different_commits_are_marked(names: tuple[str, ...]) -> None:
+    lump, ptlf = made_up.pair()
+    for commit in ("c0ffee", "another"):
+        runs = {name: [lump if name == "a/lump" else ptlf | {"commit": commit}] for name in names}
+        console = Console(width=160, file=io.StringIO())
+        show_runs(console, runs, "a/lump")
+        text, mark = console.file.getvalue(), "†" * (commit == "another")
+        assert text.count(f"0.25x{mark} ") == len(names) - 1
+        assert ("† runs of different commits; compare with care." in text) == bool(mark)
+
+
+def test_seeds_are_shown_as_mean_and_interval() -> None:
     seeds = [made_up.results(seed=seed) for seed in (0, 1, 2)]
     for run, accuracy, seconds in zip(seeds, (80.0, 81.0, 85.0), (10.0, 20.0, 60.0), strict=True):
         run["probes"]["knn_task"]["accuracy"] = accuracy
@@ -63,7 +77,7 @@ def test_seeds_are_shown_as_mean_and_spread() -> None:
         run["features"] = [{"task": 1, "effective_rank": 99.0, "spread": 9.0}]
         run["features"] += [{"task": 2, "effective_rank": seconds, "spread": seconds / 100}]
     found = rows(show_runs, {"ptlf": seeds})
-    assert found["knn_task accuracy, %"] == ["82.00 ±2.65"]  # the root of (4 + 1 + 9) / 2
+    assert found["knn_task accuracy, %"] == ["82.00 ±6.57"]  # 4.303 times the root of (4 + 1 + 9) / 2 / 3
     assert found["training time"] == ["30.0 s"]
     assert found["effective rank of the features, last task"] == ["30.00"]
     assert found["spread of the features, last task"] == ["0.30"]
@@ -75,7 +89,7 @@ def test_it_is_said_what_stands_behind_a_plus_minus(names: tuple[str, ...]) -> N
     show_runs(console, {name: [made_up.results()] for name in names})
     assert "±" not in console.file.getvalue()
     show_runs(console, {name: [made_up.results(seed=seed) for seed in range(2)] for name in names})
-    assert "±: standard deviation over the seeds" in console.file.getvalue()
+    assert "±: half the width of the 95 % t interval over the seeds" in console.file.getvalue()
 
 
 def test_it_is_said_what_stands_in_brackets() -> None:
@@ -92,7 +106,23 @@ def test_costs_in_a_list_are_relative_to_the_baseline() -> None:
     runs = {"a/lump": [lump], "a/ptlf": [ptlf], "a/third": [ptlf], "a/fourth": [lump]}
     found = rows(show_runs, runs, "a/lump")
     assert found["lump"][4:] == ["100.0 s", "80.0 MiB", "4.000 T"]
-    assert found["ptlf"][4:] == ["0.25x", "0.75x", "0.50x"]
+    assert found["ptlf"][4:] == ["0.25x", "0.60x", "0.50x"]
+
+
+@pytest.mark.parametrize("names", [("a/lump", "a/ptlf"), ("a/lump", "a/ptlf", "a/third", "a/fourth")])
+def test_it_is_said_of_which_epochs_bytes_are(names: tuple[str, ...]) -> None:
+    """Side by side and as a list; of the peak it is said why it does not fall."""
+    lump, ptlf = made_up.pair()
+    runs = {name: [lump if name == "a/lump" else made_up.on_gpu(ptlf, 100, 63)] for name in names}
+    console = Console(width=200, file=io.StringIO())
+    show_runs(console, runs, "a/lump")
+    few, text = len(names) == 2, console.file.getvalue()
+    assert ("last epoch: the one with the most units frozen" in text) == few
+    assert ("the peak of a whole run is that of its first epochs" in text) == few
+    assert ("kept, GPU memory: means over the epochs after the first task" in text) == (not few)
+    console = Console(width=200, file=io.StringIO())
+    show_runs(console, {"a/lump": [lump]})
+    assert "the most units frozen" not in console.file.getvalue()
 
 
 def test_a_list_names_its_runs_in_full(capsys) -> None:

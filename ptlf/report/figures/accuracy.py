@@ -7,7 +7,7 @@ from ptlf.report import paired
 from ptlf.report.drawing import Drawing
 from ptlf.report.figures.axes import SMALL, TINY, Scale, Series, legend, line_chart, padded, shortened, words_width
 from ptlf.report.intervals import half_width
-from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, reference_measures, title_of
+from ptlf.report.measures import MAIN_COSTS, Measure, probe_measures, reference_measures, steady, title_of
 from ptlf.report.runs import Comparison, Group, known_probes, means
 from ptlf.report.theme import STEPS, heat_step
 from ptlf.run.results import Json
@@ -21,7 +21,8 @@ def measured(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:
     """The accuracies of these probes, what was known before, and the main costs, as far as a run has them."""
     known = [probe for probe in comparison.known if probe in probes] or comparison.known[:1]
     measures = [measure for probe in probes for measure in probe_measures(probe)[:2]]
-    measures += [measure for probe in known for measure in reference_measures(probe)[1:]] + MAIN_COSTS
+    measures += [measure for probe in known for measure in reference_measures(probe)[1:]]
+    measures += steady(MAIN_COSTS, comparison.groups)
     return recorded(comparison, measures)
 
 
@@ -60,7 +61,9 @@ def answer_panel(
     found = [(group, mean, spread) for group, mean, spread in groups if mean is not None]
     base = comparison.baseline.mean(measure.path) if comparison.baseline else None
     ratios = [paired.ratio(group, comparison.baseline, measure) for group, _, _ in found]
-    words = [measure.show(f[1]) if x is None else f"{x.mean:.2f}×" for f, x in zip(found, ratios, strict=True)]
+    marks = [paired.dagger(group, comparison.baseline, measure) for group, _, _ in found]
+    shown = zip(found, ratios, marks, strict=True)
+    words = [measure.show(mean) if x is None else f"{x.mean:.2f}×{mark}" for (_, mean, _), x, mark in shown]
     room = max(map(words_width, words)) + 14
     most = 100.0 if measure.unit == "%" else math.inf  # no whisker above it
     reach = [value for _, mean, spread in found for value in (mean - spread, min(mean + spread, most))]
@@ -118,11 +121,10 @@ def heat_map(probe: str, bounds: Bounds, group: Group, width: float) -> Drawing:
     drawing.text(left, 10, "tested on the classes of task", "soft", size=TINY)
     heat_key(drawing, width, bounds)
     column_names(drawing, tasks_of_splits(group.first), left, top, cell)
-    joint = rows[-1:] == [1] and len(eval_splits) > 1 and len(group.first["tasks"]) == 1
     places = {row: top + number * tall + (gap if row else 0.0) for number, row in enumerate(rows)}
     tests = group.first.get("test_images") or []
     begin = "as given" if group.given else "untrained"
-    names = {row: begin if row == 0 else "all tasks" if joint else f"task {row}" for row in rows}
+    names = {row: begin if row == 0 else "all tasks" if group.joint else f"task {row}" for row in rows}
     for row, y in places.items():
         words = f"{names[row]}, {days[row - 1]}" if 0 < row <= len(days) else names[row]
         drawing.text(0, y + tall / 2 + 3.5, shortened(words, left - 8, TINY), "ink" if row else "soft", size=TINY)
@@ -212,7 +214,7 @@ def over_tasks(comparison: Comparison, probe: str, what: str, width: float) -> D
     tasks, lines = comparison.tasks, []
     for group in comparison.groups:
         series = by_task(group, probe, what)
-        if len(group.first["tasks"]) == 1 and series:  # all tasks at once: beside the others' end
+        if group.joint and series:  # beside the others' end
             series = {tasks: series[1]}
         lines.append((group, series))
     known = [end for _, series in lines for mean, spread in series.values() for end in (mean - spread, mean + spread)]

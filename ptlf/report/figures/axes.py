@@ -112,9 +112,10 @@ def line_chart(
     first: int = 1,
 ) -> Drawing:
     """A line per run from `first` to `last`, with a band of one standard deviation where there are seeds. `places` are
-    named on the axis, and `below` says what they are; `ends` are the least and the greatest value shown."""
+    named on the axis, and `below` says what they are; `ends` are the least and the greatest value shown. The legend
+    names the runs that have a line."""
     drawing, left, height = Drawing(width, 0, label), 40.0, 190.0
-    top = legend(drawing, left, 10, width - left, [group for group, _ in lines]) + 8
+    top = legend(drawing, left, 10, width - left, [group for group, series in lines if series]) + 8
     y = Scale(*ends, top + height, top)
     x = Scale(first, last, left + 12, width - 12) if last > first else Scale(first - 1, first + 1, left, width)
     highest = 100.0 if ends[1] < 101 else math.inf  # nothing but the air above 100 %
