@@ -43,7 +43,7 @@ class Percentage(TextColumn):
 class Live(Watcher):
     """One bar: of the phase that the run is in, or of all steps of the stream, with loss, views per second, units
     frozen and time left. Without a terminal, lines: every phase that is new, the first and the last epoch of a task,
-    and of the others one every ten seconds."""
+    and in long phases and of other epochs one every ten seconds."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.name, self.clock = name, clock
@@ -58,7 +58,7 @@ class Live(Watcher):
             disable=cannot_move(console) or not (console.is_terminal or console.is_jupyter),
         )
         self.bar = self.progress.add_task(name, visible=False, figures="")
-        self.begun = False
+        self.begun, self.last_line = False, clock()
         self.told: set[str] = set()  # phases
 
     def begin(self, about: Sequence[str], tasks: int, epochs: int, units: int, frozen: int, done: int) -> None:
@@ -74,6 +74,7 @@ class Live(Watcher):
         counted = f" {of:,} {unit}" if of else ""
         if name not in self.told:
             self.told.add(name)
+            self.last_line = self.clock()
             self.line(f"{name}{':' * bool(counted)}{counted}")
         self.progress.update(self.bar, visible=False)
         shown = self.progress.add_task(name, total=of, figures=counted.strip())
@@ -83,7 +84,11 @@ class Live(Watcher):
         def advance(amount: int) -> None:
             nonlocal done
             done += amount
-            self.progress.update(shown, advance=amount, figures=f"{done:,} of {of or done:,} {unit}")
+            figures, now = f"{done:,} of {of or done:,} {unit}", self.clock()
+            self.progress.update(shown, advance=amount, figures=figures)
+            if now - self.last_line >= EVERY:
+                self.last_line = now
+                self.line(f"{name}: {figures}")
 
         try:
             yield advance
