@@ -44,6 +44,20 @@ def current(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+# Settings that records of older versions do not have, with the value that does what these versions did.
+ADDED: Mapping[str, Any] = {
+    "encoder.weights": None,
+    "encoder.width": None,
+    "evaluation.reference": None,
+    "evaluation.reference_test": 0.2,
+    "evaluation.tasks": "all",
+    "freezing.stream_final": None,
+    "freezing.thaw": "all",
+    "memory.images": None,
+    "training.clip": None,
+}
+
+
 def counts(name: str) -> bool:
     """Whether the setting with this dotted key changes what a run learns or is tested on."""
     parts = name.split(".")
@@ -52,7 +66,8 @@ def counts(name: str) -> bool:
 
 def settings_of(config: Mapping[str, Any]) -> str:
     """The configuration that runs of several seeds, on any machine, have in common, as text."""
-    return json.dumps({key: value for key, value in flatten(current(config)).items() if counts(key)}, sort_keys=True)
+    whole = {**ADDED, **flatten(current(config))}
+    return json.dumps({key: value for key, value in whole.items() if counts(key)}, sort_keys=True)
 
 
 def differing(

@@ -125,6 +125,18 @@ def test_kept_runs_are_of_todays_recipes() -> None:
         assert record["seed"] in kept[alike.settings_of(as_dict(config))], record["name"]
 
 
+def test_records_of_older_versions_are_grouped_with_todays() -> None:
+    """`alike.ADDED` names every setting that has come since; whoever adds one adds it there too."""
+    paths = list(RESULTS.rglob("results.json"))
+    assert len(paths) > 40
+    for path in paths:
+        config = read_results(path.parent)["config"]
+        assert alike.settings_of(config) == alike.settings_of(as_dict(from_dict(config))), path
+    lump = [read_results(RESULTS / f"split-cifar10-barlow_twins-lump-seed{seed}")["config"] for seed in (0, 1)]
+    assert "clip" not in lump[0]["training"] and "clip" in lump[1]["training"]
+    assert alike.settings_of(lump[0]) == alike.settings_of(lump[1])
+
+
 def test_heads_and_rates_of_the_small_network() -> None:
     for objective, expected in {
         "simsiam": {"objective": {"projection": 256, "bottleneck": 64}, "training": {"lr": 0.3}},
