@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 from PIL import Image
 
 from ptlf.cli import main, make_parser
+from ptlf.report.paired import interval
 from ptlf.run.recipes import resolve_config
 from ptlf.run.sweep import plan, plan_frontier
 
@@ -105,7 +105,8 @@ def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> Non
     for method in ("finetune", "lump"):
         files = [tmp_path / f"digits-simsiam-{method}-seed{seed}" / "results.json" for seed in (0, 1)]
         values = [json.loads(file.read_text())["probes"]["knn_class"]["accuracy"] for file in files]
-        assert f"{statistics.fmean(values):.2f} ±{statistics.stdev(values):.2f}" in line
+        found = interval(values)
+        assert found is not None and f"{found.mean:.2f} ±{found.half:.2f}" in line
     assert "seed 1" not in shown.partition("report:")[0]
     steps = next(line for line in shown.splitlines() if "backward FLOPs" in line)
     assert steps.split("│")[2].count("x") == 1  # relative to lump, though that was named last

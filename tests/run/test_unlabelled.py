@@ -302,4 +302,4 @@ def test_rows_are_of_the_tasks_that_were_learnt(tmp_path: Path, capsys) -> None:
         assert tested == [[False, False], [True, False], [True, False], [True, True]]
     show_results(console := Console(width=120, record=True), results, "run")
     table = console.export_text()
-    assert "task 1" not in table and all(words in table for words in ("task 2, l2", "task 3, t3", "task 4, l4"))
+    assert "task 1, t1" not in table and all(words in table for words in ("task 2, l2", "task 3, t3", "task 4, l4"))
