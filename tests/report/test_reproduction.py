@@ -248,6 +248,15 @@ def test_remarks_are_of_runs_that_are_kept() -> None:
         assert set(re.findall(r"\d+\.\d\d\b", text)) <= {f"{value:.2f}" for value in known}, name
 
 
+def test_the_remark_on_der_s_weight() -> None:
+    """Effective ranks after the last task, one decimal each."""
+    names = {"0": "from {} without replay", "0.1": "to {} at 0.1", "0.4": "and {} at 0.4"}
+    runs = {name: json.loads((ROOT / "results" / "der-weight" / name / "results.json").read_text()) for name in names}
+    said = [words.format(f"{runs[name]['features'][-1]['effective_rank']:.1f}") for name, words in names.items()]
+    assert " ".join(said) in remarks(ROOT / "results")["split-cifar10/simsiam/der"]
+    assert [run["config"]["method"]["alpha"] for run in runs.values()] == [0.0, 0.1, 0.4]
+
+
 def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp_path: Path) -> None:
     """And what the document says of them is what they show."""
     text = (ROOT / "docs" / "reproduction.md").read_text()
