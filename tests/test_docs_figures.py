@@ -115,6 +115,10 @@ def test_the_sentences_of_readme() -> None:
     lost = differences(found)["Split CIFAR-10, Barlow Twins"]["PTLF"][list(DIFFERENCES).index("knn_class, points")]
     assert lost.both is not None and lost.said == "worse"
     assert f"{-lost.both.mean:.2f} points of `knn_class` below LUMP (± {lost.both.half:.2f}, by seed)" in said
+    scores = [name.endswith("points") for name in DIFFERENCES]
+    rows = [row for table in differences(found).values() for row in table.values()]
+    told = [cell.said for row in rows for cell, score in zip(row, scores, strict=True) if score]
+    assert f"the one interval of {len(told)} that excludes zero" in said and sum(map(bool, told)) == 1
 
 
 @pytest.mark.parametrize("recipe", [name for name in EXPECTED if name.startswith("split-")])

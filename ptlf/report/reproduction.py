@@ -110,7 +110,7 @@ def printed(cell: Cell, measure: str) -> str:
 
 
 def from_paper(cell: Cell, measure: str, mine: Interval | Ratio | None) -> str:
-    """Ours minus the paper's; ‡ where it is told from chance."""
+    """Ours minus the paper's; ‡ where its interval excludes zero."""
     theirs = cell.paper.get(measure)
     if mine is None or theirs is None:
         return ""
@@ -335,7 +335,16 @@ def made_with(runs: Sequence[Json]) -> list[str]:
 
 def paired_section(found: Found) -> str:
     tables = differences(found)
-    text = PAIRED + f"{DAGGER}\n" * any(map(any_mixed, tables.values()))
+    said = [
+        bool(cell.said)
+        for rows in tables.values()
+        for cells in rows.values()
+        for cell, measure in zip(cells, DIFFERENCES, strict=True)
+        if measure.endswith("points")
+    ]
+    told = f"that exclude zero: {sum(said)} of {len(said)}; one in twenty would by chance."
+    text = f"{PAIRED}Intervals of accuracies and forgetting {told}\n"
+    text += f"{DAGGER}\n" * any(map(any_mixed, tables.values()))
     for title, rows in tables.items():
         text += f"\n**{title}**\n\n"
         shown = []

@@ -219,7 +219,7 @@ KNN = (
 CHANCE = (
     f"The paper's ± is taken for the standard deviation of its {RUNS} runs. The ± of a difference is half the width of "
     "its 95 % t interval (Welch's); a single run of ours is taken to spread as the paper's do. ‡ the interval excludes "
-    "zero: more than chance."
+    "zero. One in twenty does so by chance, and at a single run it rests on the paper's spread alone."
 )
 COSTS = (
     f"Time: seconds of all steps, correlations and rebuilds, where {STEADY}; memory: bytes kept for backward, mean "

@@ -255,6 +255,8 @@ def test_the_remark_on_der_s_weight() -> None:
     said = [words.format(f"{runs[name]['features'][-1]['effective_rank']:.1f}") for name, words in names.items()]
     assert " ".join(said) in remarks(ROOT / "results")["split-cifar10/simsiam/der"]
     assert [run["config"]["method"]["alpha"] for run in runs.values()] == [0.0, 0.1, 0.4]
+    scores = [f"{run['probes']['knn_class']['accuracy']:.1f}" for run in runs.values()]
+    assert "from {} to {} and {}".format(*scores) in remarks(ROOT / "results")["split-cifar10/simsiam/der"]
 
 
 def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp_path: Path) -> None:
