@@ -261,9 +261,8 @@ def reproduce(
     if plan:
         for folder in planned.of_other_seeds():
             tell(f"there, of another seed: {folder}")
-        left_out = {pack: len(runs) for pack, runs in planned.left_out.items()}
-        return show_plan(planned.there(), planned.missing, left_out)
-    failed, watch = [], tell_count(len(planned.there()), planned.missing)
+        return show_plan(planned.there(), planned.missing, cannot_be_made(planned))
+    failed, watch = [], tell_count(len(planned.there()), planned.missing, cannot_be_made(planned))
     if planned.missing and scale == "paper" and not show:
         tell("--plan says how long that takes on this machine; --show prints what is there")
     for run, results in () if show else reproduction.train_missing(planned, watch):
@@ -271,8 +270,11 @@ def reproduce(
             failed.append(run.name)
             tell(f"{run.name}: failed: {results}")
     if table == "figures":
+        without = [cell.row for cell in FIGURES.cells if not planned.results().get(cell.key)]
         drawn = write_paper_figures(planned.results(), pictures or runs / "figures")
-        tell(f"{drawn} files in {pictures or runs / 'figures'}")
+        tell(f"{drawn} files in {pictures or runs / 'figures'}" if drawn else "no figure can be drawn")
+        if without:
+            tell(f"without runs of: {', '.join(without)}")
     for one in tables if table != "figures" else []:
         show_table(console, one, planned.results())
     show_differences(console, planned.results())
@@ -282,8 +284,16 @@ def reproduce(
         raise UserError(f"{len(failed)} runs failed, as told above: {', '.join(failed)}; the same command tries again")
 
 
-def show_plan(there: Sequence[Path], missing: Sequence[sweeps.Planned], left_out: Mapping[str, int] = {}) -> None:
-    """What is there and what is missing, with its estimated time here. left_out: how many runs wait for a data set."""
+def cannot_be_made(planned: reproduction.Plan) -> str:
+    """How many runs wait for data sets, and for which."""
+    if not planned.left_out:
+        return ""
+    count, sets = sum(map(len, planned.left_out.values())), ", ".join(sorted(planned.left_out))
+    return f", {count} cannot be made without the data: {sets} (`ptlf data get NAME`)"
+
+
+def show_plan(there: Sequence[Path], missing: Sequence[sweeps.Planned], left_out: str = "") -> None:
+    """What is there and what is missing, with its estimated time here. left_out: `cannot_be_made`."""
     for folder in there:
         tell(f"there: {folder}")
     estimate = reproduction.Estimate(tell=tell)
@@ -292,10 +302,7 @@ def show_plan(there: Sequence[Path], missing: Sequence[sweeps.Planned], left_out
         tell(f"to run: {run.name}, {at_least(some)}{', begun' * run.begun}, in {run.folder}")
     words = sweeps.count(len(there), missing)
     words += f", {at_least(sum(seconds))}" if missing else ""
-    if left_out:
-        sets = ", ".join(sorted(left_out))
-        words += f", {sum(left_out.values())} cannot be made without the data: {sets} (`ptlf data get NAME`)"
-    tell(words)
+    tell(words + left_out)
     if missing:
         tell("from a step of LUMP (with labels: Finetune) timed now on this machine; other work on it makes it longer;")
         tell("left out: testing, correlations, what other methods, such as PNN, add to a step, and what freezing saves")
@@ -324,9 +331,9 @@ def frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrides: Wo
     write_page(folders, out / "report.html", baseline)
 
 
-def tell_count(there: int, missing: Sequence[sweeps.Planned]) -> sweeps.Watch:
+def tell_count(there: int, missing: Sequence[sweeps.Planned], left_out: str = "") -> sweeps.Watch:
     """Tells how many runs are there and how many are left. What is returned tells with each which one it is."""
-    tell(sweeps.count(there, missing))
+    tell(sweeps.count(there, missing) + left_out)
     return sweeps.numbered(there, missing, Live, tell)
 
 

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from ptlf import __version__
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
-from ptlf.core.reading import DAMAGE, flatten, reason
+from ptlf.core.reading import DAMAGE, reason
 from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured, recorded
@@ -23,6 +23,7 @@ from ptlf.report.measures import COSTS, FIRST_PEAK, HEADLINE_COSTS, MEANS, WHOLE
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
 from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
+from ptlf.run.alike import that_count
 from ptlf.run.results import STEADY
 
 COLUMNS = 8  # of a table
@@ -298,9 +299,9 @@ def tables(measures: Sequence[Measure]) -> list[Sequence[Measure]]:
 
 
 def differences(comparison: Comparison) -> dict[str, list[str]]:
-    """The settings in which the runs differ, with each run's value; the rest they share."""
-    flat = [flatten(group.config) for group in comparison.groups]
-    keys = [key for key in dict.fromkeys(k for one in flat for k in one) if key not in ("seed", "recipe")]
+    """The settings in which the runs differ, with each run's value; the rest they share, or has no effect."""
+    flat = [that_count(group.config) for group in comparison.groups]
+    keys = dict.fromkeys(key for one in flat for key in one)
     spoken = {"None": "null", "True": "true", "False": "false"}  # as in config.yaml
     rows = {key: [spoken.get(value := str(one.get(key, "-")), value) for one in flat] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}

@@ -9,10 +9,23 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
+from ptlf.report.figures.paper_text import SMALL_RUNS, full_figures
 from ptlf.report.paired import DAGGER, Interval, Ratio, difference_to, interval, mean_ratio, mixed, verdict
 from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, RunRecord, at, later_mean, later_seconds
 from ptlf.report.tables import new_table, note
-from ptlf.run.paper import ADDED, METHODS, OBJECTIVES, RUNS, STREAMS, TABLES, Cell, Table
+from ptlf.run.paper import (
+    ADDED,
+    ELSEWHERE,
+    METHODS,
+    OBJECTIVES,
+    QUALITY,
+    RUNS,
+    SPLIT,
+    STREAMS,
+    TABLES,
+    Cell,
+    Table,
+)
 from ptlf.run.results import STEADY, Json, epoch_lines
 
 Key = tuple[str, tuple[str, ...]]  # `Cell.key`
@@ -234,7 +247,8 @@ HEAD = """# The paper's tables, and ours
 
 Made by `ptlf reproduce all --write docs/reproduction.md` from the runs in [results](../results), which a test checks.
 `ptlf reproduce TABLE` makes the runs that are missing. An empty cell was not run: {filled} of the paper's {printed}
-values have one of ours beside them. ± is half the width of a 95 % t interval over the seeds; a single seed has none. A
+values have one of ours beside them (a run that stands in several tables counts once, costs that are 1 by definition do
+not count). ± is half the width of a 95 % t interval over the seeds; a single seed has none. A
 ratio is the geometric mean of the ratios by seed, with the 95 % t interval of their logarithms in brackets. Seconds are
 those of steps, correlations and rebuilds, where {steady}; the
 mean over the seeds. Rows without a value of the paper are ours.
@@ -247,49 +261,50 @@ steps, correlations and rebuilds; kept is the mean over their epochs of what is 
 """
 
 
-FIGURES = """## The paper's figures: `ptlf reproduce figures`
-
-Drawn from small runs, kept in [results/figures](../results/figures): 100 images per class of CIFAR-10, ResNet-18 with 8
-channels, 10 epochs per task, on a CPU. They show what is drawn and how it is read; for what the full protocol gives,
-the same command takes `--scale paper`. These runs and pictures were made by
-
-```sh
-# needs CIFAR-10
-ptlf reproduce figures --scale smoke --runs runs/figures --pictures docs/pictures --encoder.name resnet18 \\
-  --encoder.width 8 --views.size 32 --stream.per_class 100 --training.epochs 10 --training.batch 25 \\
-  --memory.size 128 --freezing.batches 4 --probes.knn_class.k 20
-```
-
-**Task-correlation ratio by unit**, for consecutive tasks: PTLF with SimSiam beside supervised learning with the same
-freezing. Units are counted from the input. The paper draws them for LUMP, without freezing, and finds the ratios of
-supervised learning lower and more varied. These runs do not show that: with labels the ratio is the higher one in 72 of
-80 places (a unit in a task), and the ratios without labels vary more.
-
-![A panel per pair of tasks, ratios of 20 units, self-supervised and supervised.](pictures/paper-correlation.png)
-
-**Overlap of the selected units between epochs**, by task, where ratios are computed anew in every epoch in which a unit
-freezes. The paper has more than 0.8, the dashed line; here 0.83, 0.75, 0.85, 0.81 in tasks 2 to 5.
-
-![A bar per task: the share of a selection that the next one keeps.](pictures/paper-overlap.png)
-
-**Units that are updated in each task**, at final freeze ratios of 0.3 and 0.5: filled dots train to the task's end,
-hollow ones are frozen by then. In the first task nothing freezes.
-
-![Units down, tasks across, a panel per ratio.](pictures/paper-units.png)
-"""
-
-
 def document(found: Found, remarks: Remarks) -> str:
     """docs/reproduction.md."""
     unknown = set(remarks) - {cell.name for table in TABLES.values() for cell in table.cells}
     if unknown:
         raise UserError(f"results/remarks.yaml speaks of runs that no table has: {', '.join(sorted(unknown))}")
-    cells = [(table, cell, measure) for table in TABLES.values() for cell in table.cells for measure in cell.paper]
-    filled = sum(figure(*cell, found) is not None for cell in cells)
-    head = HEAD.format(filled=filled, printed=len(cells), steady=STEADY)
-    sections = [head, *(section(name, table, found, remarks) for name, table in TABLES.items())]
-    sections += [paired_section(found), FIGURES]
+    values = {
+        (cell.key, table.probe, measure): figure(table, cell, measure, found)
+        for table in TABLES.values()
+        for cell in table.cells
+        for measure in cell.paper
+        if measure not in COSTS or cell.baseline  # else 1 by definition
+    }
+    filled = sum(value is not None for value in values.values())
+    head = HEAD.format(filled=filled, printed=len(values), steady=STEADY)
+    told: set[str] = set()
+    sections = [head, *(section(name, table, found, remarks, told) for name, table in TABLES.items())]
+    sections += [elsewhere(found), paired_section(found), full_figures(found), SMALL_RUNS]
     return "\n".join(sections)
+
+
+SAME_ROWS = """## The paper's rows in another work
+
+InfoUCL (IEEE Transactions on Multimedia, 2024), which builds on LUMP's public code, prints the paper's values of
+Finetune, PNN, SI, DER, LUMP and Multitask on Split CIFAR-100 and Split Tiny-ImageNet to the hundredth, with both
+objectives ([its README](https://github.com/learninginvision/InfoUCL)). Two works do not get the same hundredths by
+running anew: these rows of the paper are most likely LUMP's own, taken over, and what they were run with is for LUMP's
+paper to say. InfoUCL's CaSSLe is a run of its own. Its configurations have the weight 1 and its loss is the negative
+cosine, as here; its predictor has 512 hidden units, and forgetting is counted from the best accuracy.
+Accuracy / forgetting:
+
+"""
+
+
+def elsewhere(found: Found) -> str:
+    """CaSSLe: ours, the paper's, and that of another work."""
+    table, rows = TABLES["main"], []
+    for objective, streams in ELSEWHERE.items():
+        for stream, pair in zip(SPLIT[1:], streams, strict=True):
+            cell = table.cell(f"{OBJECTIVES[objective]}, {METHODS['cassle']}", STREAMS[stream])
+            assert cell is not None
+            mine = [found_ for measure in QUALITY if (found_ := figure(table, cell, measure, found))]
+            three = [one.mean for one in mine], [cell.paper[measure] for measure in QUALITY], pair
+            rows.append([cell.row, cell.column, *(" / ".join(number(value, "") for value in some) for some in three)])
+    return SAME_ROWS + markdown(["", "stream", "ours", "the paper's", "InfoUCL's"], rows)
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -297,11 +312,12 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in lines)
 
 
-def section(name: str, table: Table, found: Found, remarks: Remarks) -> str:
+def section(name: str, table: Table, found: Found, remarks: Remarks, told: set[str]) -> str:
+    """A table with its remarks. told: runs whose remark stands in an earlier section; those of this one are added."""
     compared = [measure for measure in table.measures if measure not in ADDED]
     headings = ["", "stream", *(words for measure in compared for words in (measure, "paper", "difference"))]
     headings += [measure for measure in table.measures if measure in ADDED]
-    rows, told = [], {}
+    rows, said, above = [], [], []
     for cell in table.cells:
         runs, row = found.get(cell.key, ()), [cell.row, cell.column]
         if cell.baseline and set(table.measures) <= COSTS.keys():
@@ -313,11 +329,16 @@ def section(name: str, table: Table, found: Found, remarks: Remarks) -> str:
                 row += [printed(cell, measure), from_paper(cell, measure, mine)]
         rows.append([*row, *made_with(runs)])
         if cell.name in remarks:
-            told[f"{cell.row}, {cell.column}"] = remarks[cell.name]
+            where = f"{cell.row}, {cell.column}"
+            above += [where] * (cell.name in told)
+            said += [] if cell.name in told else [f"- {where}: {remarks[cell.name]}\n"]
+            told.add(cell.name)
     text = f"## {table.title}: `ptlf reproduce {name}`\n\n" + " ".join(notes(table, found)) + "\n\n"
     text += markdown([*headings, "seeds", "commit", "device", "seconds"], rows)
-    if told:
-        text += "\n" + "".join(f"- {where}: {words}\n" for where, words in told.items())
+    if said:
+        text += "\n" + "".join(said)
+    if above:
+        text += f"\nRemarks on {'; '.join(above)}: above.\n"
     return text
 
 

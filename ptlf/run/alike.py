@@ -64,10 +64,15 @@ def counts(name: str) -> bool:
     return not any(".".join(parts[:count]) in BESIDE for count in range(1, len(parts) + 1))
 
 
+def that_count(config: Mapping[str, Any]) -> Json:
+    """The settings that runs of several seeds, on any machine, have in common, by dotted key. One that a record of an
+    older version does not have has the value that does what that version did."""
+    return {key: value for key, value in {**ADDED, **flatten(current(config))}.items() if counts(key)}
+
+
 def settings_of(config: Mapping[str, Any]) -> str:
-    """The configuration that runs of several seeds, on any machine, have in common, as text."""
-    whole = {**ADDED, **flatten(current(config))}
-    return json.dumps({key: value for key, value in whole.items() if counts(key)}, sort_keys=True)
+    """`that_count` as text."""
+    return json.dumps(that_count(config), sort_keys=True)
 
 
 def differing(

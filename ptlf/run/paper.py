@@ -109,6 +109,12 @@ MAIN: Mapping[str, Mapping[str, Pairs]] = {
         "multitask": ((95.48, None), (87.16, None), (82.42, None)),
     },
 }
+# What another work prints for CaSSLe on the last two streams: runs of its own in LUMP's public code (InfoUCL, IEEE
+# Transactions on Multimedia, 2024; the table in its repository's README, learninginvision/InfoUCL).
+ELSEWHERE: Mapping[str, Pairs] = {
+    "simsiam": ((82.99, 1.48), (78.42, 2.50)),
+    "barlow_twins": ((75.89, 4.58), (71.86, 2.83)),
+}
 # What stands after ± there: the paper does not say what it is, probably standard deviations over the three runs.
 SPREADS: Mapping[str, Mapping[str, Pairs]] = {
     "simsiam": {

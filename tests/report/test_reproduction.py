@@ -22,7 +22,7 @@ from ptlf.core.errors import UserError
 from ptlf.report.figures.paper import later_entries, task_overlaps, updated_units, write_paper_figures
 from ptlf.report.reproduction import DIFFERENCES, differences, document, figure, number, ours, section, show_table
 from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, Group, RunRecord
-from ptlf.run.paper import FIGURES, TABLES, Cell, Table
+from ptlf.run.paper import COST, ELSEWHERE, FIGURES, TABLES, Cell, Table
 from ptlf.run.reproduce import make_plan, project_results, remarks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -74,12 +74,12 @@ def test_seconds_of_different_commits_carry_a_dagger() -> None:
     made = found()
     console = Console(width=80, file=io.StringIO())
     show_table(console, TABLE, made)
-    text = section("some", TABLE, made, {})
+    text = section("some", TABLE, made, {}, set())
     assert "†" not in text + console.file.getvalue()
     made[LUMP.key][0]["commit"] = "decade"  # of a seed that PTLF does not have
-    assert "†" not in section("some", TABLE, made, {})
+    assert "†" not in section("some", TABLE, made, {}, set())
     made[LUMP.key][1]["commit"] = "decade"
-    changed = section("some", TABLE, made, {})
+    changed = section("some", TABLE, made, {}, set())
     line = next(line for line in changed.splitlines() if line.startswith("| PTLF"))
     assert [cell.strip() for cell in line.split("|")][6:10] == ["0.75x†", "", "", "0.75x"]  # time, not memory
     assert changed.count("†") == 2
@@ -88,7 +88,7 @@ def test_seconds_of_different_commits_carry_a_dagger() -> None:
     assert "0.75x†" in console.file.getvalue()
     assert "† runs of different commits; compare with care" in console.file.getvalue()
     made[PTLF.key][0]["environment"]["device_name"] = "another"  # whose seconds are not compared
-    assert "†" not in section("some", TABLE, made, {})
+    assert "†" not in section("some", TABLE, made, {}, set())
 
 
 def test_differences_need_two_seeds_in_common() -> None:
@@ -174,20 +174,18 @@ def test_the_document_has_every_cell_and_the_runs_values() -> None:
     assert f"| 0 | {results['commit'][:7]} | NVIDIA H200 | {seconds:.0f} |" in line
     told = next(line for line in rows if line.startswith("| SimSiam, CaSSLe | Split CIFAR-10 |"))
     assert told.count("‡") == 2
-    filled = sum(bool(cell) for table in tables(text) for cell in table)
-    printed = sum(len(cell.paper) for table in TABLES.values() for cell in table.cells)
-    assert f"{filled} of the paper's {printed} values" in " ".join(text.split())
+    found = make_plan(TABLES.values(), "paper", [0], ROOT / "runs" / "none", [], [ROOT / "results"]).results()
+    cells = [(table, cell) for table in TABLES.values() for cell in table.cells]
+    values = set()
+    for table, cell in cells:
+        values |= {(cell.name, table.probe, what) for what in cell.paper if what not in COST or cell.baseline}
+    recipes = {cell.name: cell.key for _, cell in cells}
+    filled = sum(bool(found[recipes[name]]) for name, _, _ in values)
+    assert f"{filled} of the paper's {len(values)} values" in " ".join(text.split())
+    assert text.count(remarks(ROOT / "results")["split-cifar10/simsiam/der"]) == 1, "a remark is told once"
+    assert "Remarks on SimSiam, PNN, Split CIFAR-10; SimSiam, SI, Split CIFAR-10; " in text
     with pytest.raises(UserError, match="no table has: nothing"):
         document({}, {"nothing": "said"})
-
-
-def tables(text: str) -> list[list[str]]:
-    """The cells under "difference", table by table."""
-    found = []
-    for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in lines.splitlines())
-        found.append([row[place] for row in rows for place, name in enumerate(head) if name == "difference"])
-    return found
 
 
 def figure_runs() -> dict:
@@ -207,8 +205,16 @@ def test_figures_of_the_paper_as_files(tmp_path: Path) -> None:
         assert Image.open(tmp_path / f"{name}.png").width > 500
     svg = (tmp_path / "paper-correlation.svg").read_text()
     assert [f"task {task - 1} to {task}" in svg for task in (1, 2, 3, 4, 5)] == [False, True, True, True, True]
-    del made[FIGURES.cells[1].key]
-    assert write_paper_figures(made, tmp_path / "without") == 4
+    assert "self-supervised and supervised" in svg
+    alone = {FIGURES.cells[0].key: made[FIGURES.cells[0].key] * 3}
+    assert write_paper_figures(alone, tmp_path / "alone") == 4, "ratios and units of PTLF alone"
+    one = (tmp_path / "alone" / "paper-correlation.svg").read_text()
+    assert "and supervised" not in one
+    units, tasks = 20, 4
+    assert one.count("<circle") >= 4 * units * tasks > svg.count("<circle"), "every seed, and their mean"
+    assert "final ratio 0.4" in (tmp_path / "alone" / "paper-units.svg").read_text()
+    assert write_paper_figures({}, tmp_path / "none") == 0
+    assert not (tmp_path / "none").exists()
 
 
 def test_filled_units_are_those_not_frozen_at_the_end_of_a_task() -> None:
@@ -230,7 +236,8 @@ def test_overlap_between_epochs_by_task() -> None:
     entry["ratios_by_epoch"] = {"4": {"b": 0.5, "c": 0.6, "d": 0.1}, "2": {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.6}}
     group = Group([RunRecord(Path(), results)], "", 1)
     assert list(later_entries(group)) == [2]
-    assert task_overlaps(group) == {2: pytest.approx((1.0 + 0.5) / 2)}
+    # By chance: of two units drawn among four one is kept in two draws; with one frozen, it and a third of the other.
+    assert task_overlaps(group) == {2: pytest.approx(((1.0 + 0.5) / 2, (0.5 + (1 + 1 / 3) / 2) / 2))}
 
 
 def test_remarks_are_of_runs_that_are_kept() -> None:
@@ -241,6 +248,8 @@ def test_remarks_are_of_runs_that_are_kept() -> None:
         cell = cells[name]
         assert found[cell.key], name
         known = {*cell.paper.values(), *cell.spread.values()}
+        if name.endswith("/cassle"):
+            known |= {value for streams in ELSEWHERE.values() for pair in streams for value in pair if value}
         for runs in (found[cell.key], found[f"{cell.recipe.rpartition('/')[0]}/lump", ()]):
             for probe, key in itertools.product(("knn_task", "knn_class"), ("accuracy", "forgetting")):
                 values = [run["probes"][probe][key] for run in runs]
@@ -273,5 +282,45 @@ def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp
     assert f"in {above} of {len(pairs)} places" in " ".join(text.split())
     assert statistics.stdev(one for one, _ in pairs) > statistics.stdev(other for _, other in pairs)
     overlaps = task_overlaps(Group([RunRecord(Path(), run) for run in runs[FIGURES.cells[2].key]]))
-    said = ", ".join(f"{overlaps[task]:.2f}" for task in sorted(overlaps))
+    said = ", ".join(f"{overlaps[task][0]:.2f}" for task in sorted(overlaps))
     assert f"here {said} in tasks 2 to 5" in " ".join(text.split())
+    (chance,) = {f"{chance:.2f}" for _, chance in overlaps.values()}
+    assert f"drawn at random it would be {chance}." in " ".join(text.split())
+
+
+def test_what_is_said_of_the_choice_at_the_full_protocol() -> None:
+    """Counted another way: ratios and frozen units straight from the files."""
+    said = " ".join((ROOT / "docs" / "reproduction.md").read_text().split())
+    files = sorted((ROOT / "results").glob("split-*-seed*/results.json"))
+    runs = {file.parent.name: json.loads(file.read_text()) for file in files}
+    stem, first, total = 0, 0, 0
+    for name, run in runs.items():
+        if re.search(r"-ptlf-seed\d$", name):
+            orders = [entry["order"] for entry in run["freezing"]]
+            total += len(orders)
+            stem += sum("stem.conv" in order for order in orders)
+            first += sum(order[0] == "stem.conv" for order in orders)
+            assert not any("stages.1.0.shortcut.0" in order for order in orders)
+    assert f"at the end of {stem} of {total} tasks, and the first to freeze in {first} of them" in said
+    deep = [run for name, run in runs.items() if re.search(r"-ptlf-(cost|deep)-seed\d$", name)]
+    orders = [(entry["order"], run["units"]) for run in deep for entry in run["freezing"]]
+    assert all(units.index(unit) == place for order, units in orders for place, unit in enumerate(order))
+    assert f"In {len(orders)} of the {len(orders)} such tasks of `ptlf-cost` and `ptlf-deep`" in said
+    full = [runs[f"split-cifar10-simsiam-ptlf-seed{seed}"] for seed in range(3)]
+    ratios = [pair for run in full for entry in run["freezing"] for pair in entry["ratios"].items()]
+    last = [ratio for unit, ratio in ratios if unit.startswith("stages.3")]
+    rest = [ratio for unit, ratio in ratios if not unit.startswith("stages.3")]
+    assert f"between {min(last):.3f} and {max(last):.3f}, in the 15 units before it between {min(rest):.3f} and" in said
+    chosen = {(seed, e["task"]): set(e["order"]) for seed, run in enumerate(full) for e in run["freezing"]}
+    both = [len(chosen[a, task] & chosen[b, task]) / 8 for task in range(2, 6) for a, b in [(0, 1), (0, 2), (1, 2)]]
+    row = [len(chosen[seed, task] & chosen[seed, task + 1]) / 8 for seed in range(3) for task in range(2, 5)]
+    shares = [f"{100 * statistics.fmean(values):.0f} %" for values in (both, row)]
+    assert "two seeds share {} in the mean, and consecutive tasks of a run {};".format(*shares) in said
+
+
+def test_the_same_rows_in_another_work() -> None:
+    said = (ROOT / "docs" / "reproduction.md").read_text()
+    run = json.loads((ROOT / "results" / "split-cifar100-simsiam-cassle-seed0" / "results.json").read_text())
+    ours = "{accuracy:.2f} / {forgetting:.2f}".format(**run["probes"]["knn_task"])
+    assert f"| SimSiam, CaSSLe | Split CIFAR-100 | {ours} | 81.58 / 5.02 | 82.99 / 1.48 |" in said
+    assert "| Barlow Twins, CaSSLe | Split Tiny-ImageNet | | 71.76 / 2.88 | 71.86 / 2.83 |" in said

@@ -14,8 +14,10 @@ Series = list[tuple[float, float]]
 
 
 def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
-    """A panel per cost over all epochs of the stream; a triangle where units froze."""
-    groups = [group for group in comparison.groups if group.runs[0].epochs]
+    """A panel per cost over all epochs of the stream; a triangle where units froze. Runs on all tasks at once are left
+    out beside others: an epoch of theirs is the whole stream, and the others would lie at the bottom."""
+    known = [group for group in comparison.groups if group.runs[0].epochs]
+    groups = [group for group in known if not group.joint] or known
     if not groups:
         return None
     epochs = comparison.epochs[-1]
@@ -31,13 +33,15 @@ def per_epoch(comparison: Comparison, width: float) -> Drawing | None:
             continue
         unit = "G" if unit == "T" and highest < SCALES["T"] else unit
         lines = [(group, mean_line(group, key, SCALES.get(unit, 1), epochs)) for group in groups]
-        known = [value for _, series in lines for _, value in (series if stepped else thinned(series))]
+        values = [value for _, series in lines for _, value in (series if stepped else thinned(series))]
         # Bytes are the most that is kept at once; the others add up.
-        title = f"{measure.title.split(',')[0]}, {unit}" + " per epoch" * (unit in ("s", "G", "T"))
-        if not stepped and (size := block_size(max(len(series) for _, series in lines))) > 1:
-            title += f" (medians of {size})"
+        title, size = f"{measure.title.split(',')[0]}, {unit}", block_size(max(len(series) for _, series in lines))
+        if not stepped and size > 1:
+            title += f" (medians of {size} epochs)"
+        elif unit in ("s", "G", "T"):
+            title += " per epoch"
         drawing.text(left, top - 6, title, "ink", size=TINY + 1.5, bold=True)
-        y = Scale(*padded(known, zero=True, least=1e-9), top + height, top)
+        y = Scale(*padded(values, zero=True, least=1e-9), top + height, top)
         shade_tasks(drawing, x, y, tasks, epochs)
         grid_y(drawing, y, x.start, x.end, most=4)
         if len(lines) == 2 and comparison.baseline and stepped and all(series for _, series in lines):

@@ -50,5 +50,9 @@ def frontier(comparison: Comparison, width: float) -> Drawing | None:
                 drawing.line([(at[0], y(point.value - point.spread)), (at[0], y(point.value + point.spread))], role)
             words = f"{point.group.label}: {measure.show(point.value)} {measure.unit}, {point.cost:.2f}×"
             drawing.mark(*at, role, size=5.0, look=point.group.marker, title=words)
-    drawing.height = top + -(-len(panels) // columns) * (tall + gap) - 26
+    bottom = top + -(-len(panels) // columns) * (tall + gap) - 26
+    if any(point.spread for _, _, found in panels for point in found):
+        bottom += 14
+        drawing.text(0, bottom - 4, "bars: one standard deviation over seeds", "soft", size=TINY)
+    drawing.height = bottom
     return drawing

@@ -19,21 +19,22 @@ SHOWN = 5  # tasks, of a stream with more
 
 
 def write_paper_figures(found: Mapping[tuple[str, tuple[str, ...]], Sequence[Json]], out: Path) -> int:
-    """Each figure whose runs are `found` as SVG and PNG. How many files."""
+    """Each figure whose runs are `found` as SVG and PNG. How many files. At the full protocol, where the other runs are
+    missing, PTLF's alone show the ratios, and the units at its final ratio."""
     groups = {}
     for place, cell in enumerate(FIGURES.cells, start=1):
         if runs := found.get(cell.key):
             groups[cell.row] = Group([RunRecord(Path(), results) for results in runs], cell.row, place)
-    makers: dict[str, tuple[list[str], Callable[[Sequence[Group]], Drawing]]] = {
-        "paper-correlation": (["self-supervised", "supervised"], correlation),
-        "paper-overlap": (["per-epoch"], epoch_overlap),
-        "paper-units": (["ratio 0.3", "ratio 0.5"], updated_units),
+    makers: dict[str, tuple[list[list[str]], Callable[[Sequence[Group]], Drawing]]] = {  # the first rows that are there
+        "paper-correlation": ([["self-supervised", "supervised"], ["self-supervised"]], correlation),
+        "paper-overlap": ([["per-epoch"]], epoch_overlap),
+        "paper-units": ([["ratio 0.3", "ratio 0.5"], ["self-supervised"]], updated_units),
     }
-    out.mkdir(parents=True, exist_ok=True)
     drawn = 0
-    for name, (needed, draw) in makers.items():
-        if all(row in groups for row in needed):
-            drawing, theme = draw([groups[row] for row in needed]), colours(False, 20)
+    for name, (choices, draw) in makers.items():
+        if rows := next((rows for rows in choices if groups.keys() >= set(rows)), None):
+            drawing, theme = draw([groups[row] for row in rows]), colours(False, 20)
+            out.mkdir(parents=True, exist_ok=True)
             write_whole(out / f"{name}.svg", to_svg(drawing, theme))
             write_whole(out / f"{name}.png", to_png(drawing, theme))
             drawn += 2
@@ -60,9 +61,10 @@ def later_entries(group: Group) -> dict[int, list[Json]]:
 
 
 def correlation(groups: Sequence[Group]) -> Drawing:
-    """A panel per pair of consecutive tasks; across, the units from the input on; up, the ratio, mean over seeds."""
+    """A panel per pair of consecutive tasks; across, the units from the input on; up, the ratio, mean over seeds, which
+    small dots show one by one."""
     tasks = sorted(set.intersection(*(set(later_entries(group)) for group in groups)))
-    drawing = Drawing(WIDTH, 0, "Task-correlation ratio of every unit, self-supervised and supervised")
+    drawing = Drawing(WIDTH, 0, f"Task-correlation ratio of every unit, {' and '.join(g.label for g in groups)}")
     top, left, gap, height = legend(drawing, 0, 10, WIDTH, groups) + 22, 34.0, 14.0, 170.0
     panel = (WIDTH - left - gap * (len(tasks) - 1)) / len(tasks)
     low = ratio_low(groups)
@@ -80,6 +82,7 @@ def correlation(groups: Sequence[Group]) -> Drawing:
             x = unit_place(unit - 1, count, start, panel)
             drawing.text(x, top + height + 15, str(unit), "soft", size=TINY, anchor="middle")
         drawing.text(start + panel / 2, top + height + 15, "unit", "soft", size=TINY, anchor="middle")
+    drawing.text(0, top - 8, "ratio", "soft", size=TINY)
     return finished(drawing, top + height + 32, groups)
 
 
@@ -91,44 +94,54 @@ def ratio_line(drawing: Drawing, group: Group, task: int, y: Scale, start: float
     units, role, points = group.first["units"], f"run{group.colour}", []
     for number, unit in enumerate(units):
         if values := [entry["ratios"][unit] for entry in later_entries(group)[task] if unit in entry["ratios"]]:
-            points.append((unit_place(number, len(units), start, panel), y(statistics.fmean(values))))
+            across = unit_place(number, len(units), start, panel)
+            points.append((across, y(statistics.fmean(values))))
+            for value in values if len(values) > 1 else ():
+                drawing.mark(across, y(value), "page", stroke=role, width=0.7, size=1.5)
     drawing.line(points, role, width=1.6, dash=group.dash)
     for point in points:
         drawing.mark(*point, role, size=2.6, look=group.marker)
 
 
-def task_overlaps(group: Group) -> dict[int, float]:
+def task_overlaps(group: Group) -> dict[int, tuple[float, float]]:
     """By task: how much of a selection that of the next epoch also holds, mean over the epochs at which ratios were
-    computed, and over seeds. Every selection is filled up to the task's last size with the units of highest ratio."""
-    found: dict[int, float] = {}
+    computed, and over seeds; and what it would be by chance. Every selection is filled up to the task's last size with
+    the units of highest ratio. Those frozen by then are in both; chance draws the others among the rest."""
+    found: dict[int, tuple[float, float]] = {}
+    count = len(group.first["units"])
     for task, seeds in later_entries(group).items():
-        values = []
+        values, chances = [], []
         for entry in seeds:
             size, previous = len(entry["order"]), top_units(entry["ratios"], [], len(entry["order"]))
             for epoch, ratios in sorted((int(e), r) for e, r in entry.get("ratios_by_epoch", {}).items()):
                 frozen = [unit for event in entry["events"] if event["epoch"] < epoch for unit in event["frozen"]]
                 now = top_units(ratios, frozen, size)
                 values.append(overlap(previous, now))
+                free = size - len(frozen)
+                chances.append((len(frozen) + free * free / (count - len(frozen))) / size)
                 previous = now
         if values:
-            found[task] = statistics.fmean(values)
+            found[task] = statistics.fmean(values), statistics.fmean(chances)
     return found
 
 
 def epoch_overlap(groups: Sequence[Group]) -> Drawing:
-    """A bar per task; the line at 0.8 is what the paper says all of them exceed."""
+    """A bar per task, with a line where chance would be; the line at 0.8 is what the paper says all of them exceed."""
     (group,) = groups
     overlaps = task_overlaps(group)
     wide = WIDTH / 2
     drawing = Drawing(wide, 0, "Overlap of the selected units between epochs, by task")
-    left, top, height = 34.0, 14.0, 170.0
+    left, top, height = 34.0, 44.0, 170.0
     y = Scale(0.0, 1.0, top + height, top)
+    drawing.text(0, 12, "share of the selected units that the next selection keeps;", "soft", size=TINY)
+    drawing.text(0, 26, "white lines: what chance would keep; dashed: the paper's 0.8", "soft", size=TINY)
     grid_y(drawing, y, left, wide)
     room = (wide - left) / max(len(overlaps), 1)
-    for place, (task, value) in enumerate(overlaps.items()):
+    for place, (task, (value, chance)) in enumerate(overlaps.items()):
         middle = left + room * (place + 0.5)
         drawing.rect(middle - room * 0.28, y(value), room * 0.56, top + height - y(value), f"run{group.colour}")
         drawing.text(middle, y(0.0) - 8, f"{value:.2f}", "page", size=SMALL, anchor="middle", bold=True)
+        drawing.line([(middle - room * 0.28, y(chance)), (middle + room * 0.28, y(chance))], "page", width=1.6)
         drawing.text(middle, top + height + 16, f"task {task}", "soft", size=SMALL, anchor="middle")
     drawing.line([(left, y(0.8)), (wide, y(0.8))], "bad", dash="4 3")
     return finished(drawing, top + height + 32, groups)
