@@ -112,6 +112,17 @@ def test_the_sentences_of_readme() -> None:
     time, flops = (f"{cost.mean:.2f}x" for cost in costs if cost)
     assert f"takes {time} of LUMP's time and {flops} of its backward FLOPs" in said
     assert f"the paper has {cell.paper['time']:.2f}x and {cell.paper['flops']:.2f}x" in said
+    untrained = [
+        [run["probes"][probe]["untrained_accuracy"] for run in kept("split-cifar10-simsiam-lump-seed*")]
+        for probe in ("knn_task", "knn_class")
+    ]
+    assert "A random encoder has {:.1f} and {:.1f} %.".format(*map(statistics.fmean, untrained)) in said
+    pairs = [
+        [kept(f"split-cifar10-barlow_twins-{name}-seed{seed}")[0] for name in ("ptlf-deep", "lump")]
+        for seed in range(3)
+    ]
+    (same,) = [training([mine]) / training([base]) for mine, base in pairs if mine["commit"] == base["commit"]]
+    assert f"with Barlow Twins the one seed at the same commit has {same:.2f}x" in said
     lost = differences(found)["Split CIFAR-10, Barlow Twins"]["PTLF"][list(DIFFERENCES).index("knn_class, points")]
     assert lost.both is not None and lost.said == "worse"
     assert f"{-lost.both.mean:.2f} points of `knn_class` below LUMP (± {lost.both.half:.2f}, by seed)" in said

@@ -24,7 +24,8 @@ def frontier(comparison: Comparison, width: float) -> Drawing | None:
         return None
     columns, left, tall, gap = 2 if width > 600 else 1, 40.0, 200.0, 66.0
     drawing = Drawing(width, 0, "Accuracy and forgetting against time and memory, with the Pareto front")
-    top = legend(drawing, 0, 10, width, comparison.groups) + 30
+    drawn = {point.group.label for _, _, found in panels for point in found}
+    top = legend(drawing, 0, 10, width, [group for group in comparison.groups if group.label in drawn]) + 30
     wide = (width - (columns - 1) * 24) / columns
     for place, (kind, measure, found) in enumerate(panels):
         x0, y0 = place % columns * (wide + 24) + left, top + place // columns * (tall + gap)
