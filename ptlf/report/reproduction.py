@@ -317,7 +317,7 @@ def section(name: str, table: Table, found: Found, remarks: Remarks, told: set[s
     compared = [measure for measure in table.measures if measure not in ADDED]
     headings = ["", "stream", *(words for measure in compared for words in (measure, "paper", "difference"))]
     headings += [measure for measure in table.measures if measure in ADDED]
-    rows, said, above = [], [], []
+    rows, said, above = [], [], False
     for cell in table.cells:
         runs, row = found.get(cell.key, ()), [cell.row, cell.column]
         if cell.baseline and set(table.measures) <= COSTS.keys():
@@ -330,7 +330,7 @@ def section(name: str, table: Table, found: Found, remarks: Remarks, told: set[s
         rows.append([*row, *made_with(runs)])
         if cell.name in remarks:
             where = f"{cell.row}, {cell.column}"
-            above += [where] * (cell.name in told)
+            above |= cell.name in told
             said += [] if cell.name in told else [f"- {where}: {remarks[cell.name]}\n"]
             told.add(cell.name)
     text = f"## {table.title}: `ptlf reproduce {name}`\n\n" + " ".join(notes(table, found)) + "\n\n"
@@ -338,7 +338,7 @@ def section(name: str, table: Table, found: Found, remarks: Remarks, told: set[s
     if said:
         text += "\n" + "".join(said)
     if above:
-        text += f"\nRemarks on {'; '.join(above)}: above.\n"
+        text += "\nRemarks on runs that stand in a table above are there.\n"
     return text
 
 
