@@ -190,7 +190,8 @@ class Looks(State):
                 write_json(self.out / "gallery.json", self.gallery.as_dict())
 
     def check_numbers(self) -> None:
-        """Nothing goes on, and nothing is saved, with losses or weights that are not finite."""
+        """Nothing goes on, and nothing is saved, with losses or weights that are not finite, nor with losses that no
+        record may hold."""
         bad = self.epoch_state.first_bad() if self.epoch_state else None
         if bad is None and are_finite([self.model, self.method]):
             return

@@ -29,6 +29,7 @@ from ptlf.report.live import Watcher
 from ptlf.run.config import Config
 from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
+from ptlf.run.results import read_lines, read_results
 from ptlf.stream import Dataset, Images, Stream, Task
 from ptlf.training.checkpoint import deserialise, unsealed
 from ptlf.training.process import Stopped, StopSignals
@@ -320,6 +321,18 @@ def test_bad_numbers_stop_the_run_and_are_never_saved(tiny, tmp_path, step: int,
         weights = deserialise(unsealed(path))["model"].values()
         assert all(tensor.isfinite().all() for tensor in weights)
     assert Run(config, tmp_path / "run").train(resume=True)["status"] == "finished"
+
+
+def test_a_loss_too_large_for_a_record_stops_the_run(tiny, tmp_path) -> None:
+    run = Run(tiny(evaluation__gallery=False), tmp_path / "run")
+    losses = run.method.losses
+    run.method.losses = lambda *given: {name: loss + 1e35 for name, loss in losses(*given).items()}
+    with pytest.raises(
+        UserError, match=r"the loss became 1\.0+\d*e\+35 in task 1, epoch 1, step 1; there is no checkpoint"
+    ):
+        run.train()
+    assert read_results(tmp_path / "run")["status"] == "failed"  # and is not called damaged
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[1] == 0
 
 
 def test_features_that_are_spread_or_not() -> None:
