@@ -17,6 +17,7 @@ from ptlf.evaluation.prober import testing
 from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
+from ptlf.freezing.subspace import NotFinite
 from ptlf.run.results import write_json
 from ptlf.run.state import State
 from ptlf.run.watcher import Watcher
@@ -28,7 +29,7 @@ SAMPLE = 512  # images of a task whose features are measured after it
 
 @dataclass
 class Looking:
-    """`with looking():` charges the time to correlation, and tells of it."""
+    """`with looking():` charges the time to correlation, and tells of it, also of numbers that it cannot be made of."""
 
     clock: Stopwatch
     watcher: Watcher
@@ -37,7 +38,11 @@ class Looking:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         with self.clock("correlation"), self.watcher.phase(self.place):
-            yield
+            try:
+                yield
+            except NotFinite as error:
+                advice = "try a lower --training.lr or --training.precision fp32"
+                raise UserError(f"{error}, in the {self.place}; {advice}") from error
 
 
 class Correlated(Ratios):

@@ -335,6 +335,16 @@ def test_a_loss_too_large_for_a_record_stops_the_run(tiny, tmp_path) -> None:
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[1] == 0
 
 
+def test_a_gradient_that_is_not_finite_ends_the_correlation_in_one_sentence(tiny, tmp_path) -> None:
+    run = Run(tiny("digits/simsiam/ptlf", training__epochs=1, evaluation__gallery=False), tmp_path / "run")
+    run.trainer.sample_gradients = lambda indices, generator, weights: [w * float("nan") for w in weights]
+    place = "in the correlation of task 2 with those before; try a lower --training.lr or --training.precision fp32"
+    with pytest.raises(UserError, match=f"^the new task's gradient for unit '0' is not finite, {place}") as told:
+        run.train()
+    assert "after-task01.ckpt" in told.value.__notes__[0]
+    assert read_results(tmp_path / "run")["status"] == "failed"
+
+
 def test_features_that_are_spread_or_not() -> None:
     torch.manual_seed(0)
     images = torch.randn(512, 3, 4, 4)
