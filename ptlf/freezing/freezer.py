@@ -212,8 +212,9 @@ class Freezer:
 
     def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
         """Freeze exactly the units in `state`. Load weights and optimizer first."""
+        units = select(self.units, state["frozen"])  # first: a state that does not fit changes nothing
         self.thaw()
-        self.freeze(state["frozen"])
+        self.freeze(units)
 
     def __str__(self) -> str:
         """A line per unit."""
