@@ -38,7 +38,14 @@ STATE: Json = {
     "position": dict.fromkeys(("task", "epoch", "step"), COUNT),
     "optimizer": NAMED,
     "optimizer_groups?": [dict],
-    "freezing": {"active": bool, "frozen?": [str], "log": [FROZEN], "savings": NAMED, "ratios?": {"*": NUMBER}},
+    "freezing": {
+        "active": bool,
+        "frozen?": [str],
+        "log": [FROZEN],
+        "savings": NAMED,
+        "ratios?": {"*": NUMBER},
+        "stays?": [str],
+    },
     "clock": {"*": NUMBER},
     "looks": {"*": {"neighbours": [[COUNT]], "points": [[NUMBER]]}},
     "record": {
