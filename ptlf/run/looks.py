@@ -93,12 +93,19 @@ class Looks(State):
                 None,
                 settings.threshold,
                 units=units,
-                gradient_fn=partial(self.trainer.sample_gradients, indices, self.random["correlation"]),
+                gradient_fn=partial(self.sample_gradients, indices),
                 batches=settings.batches,
                 keep=[self.model],
                 combine=processes.all_reduce_mean_,
             )
         return Correlated(correlation, looking, self.freezing.entry, all_units=settings.ratios == "all")
+
+    def sample_gradients(self, indices: np.ndarray, weights: Sequence[Tensor]) -> list[Tensor | None]:
+        """On a batch of the new task. The run may be left before it in a task's first epoch: after a later one what was
+        learnt may not be saved, and cannot be any more, since the batches before have been drawn."""
+        if self.epoch == 0:
+            self.heed()
+        return self.trainer.sample_gradients(indices, self.random["correlation"], weights)
 
     def cost_of_step(self, indices: np.ndarray) -> StepCost:
         """Measured after an epoch of such steps: compilation and algorithm search are then paid for."""

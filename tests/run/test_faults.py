@@ -33,6 +33,7 @@ from ptlf.run.results import read_lines, read_results
 from ptlf.stream import Dataset, Images, Stream, Task
 from ptlf.training.checkpoint import deserialise, unsealed
 from ptlf.training.process import Stopped, StopSignals
+from ptlf.training.trainer import Trainer
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2",
@@ -146,6 +147,37 @@ def test_a_signal_in_a_test_is_heeded_and_the_run_goes_on_to_the_same_bits(
     assert lasting(results[0]) == lasting(results[1])
     for name in ("encoder.safetensors", "gallery.json"):
         assert (folder / name).read_bytes() == (uninterrupted / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("update", "call", "lost"),
+    [
+        ("one-shot", 2, "without saving: what was done since the last checkpoint, after-task01.ckpt, is repeated"),
+        ("per-epoch", 5, ""),  # in a later epoch: the run goes on to its first step, and saves itself
+    ],
+)
+def test_a_signal_in_a_correlation_loses_nothing_learnt(
+    tiny, tmp_path, monkeypatch, update: str, call: int, lost: str
+) -> None:
+    small = {"freezing__batches": 3, "freezing__final": 0.67, "stream__per_class": 64, "evaluation__gallery": False}
+    config = tiny("digits/simsiam/ptlf", freezing__update=update, checkpoint__every_epochs=0, **small)
+    alone, calls, sample = Run(config, tmp_path / "alone").train(), [], Trainer.sample_gradients
+
+    def signals(*given):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sample(*given)
+
+    monkeypatch.setattr(Trainer, "sample_gradients", signals)
+    with pytest.raises(Stopped) as stopped:
+        Run(config, tmp_path / "run").train()
+    assert str(stopped.value).startswith(f"stopped {lost}".strip() + "; go on with `ptlf train --resume")
+    assert len(calls) == (call if lost else 6)
+    assert read_results(tmp_path / "run")["status"] == "stopped"
+    assert lasting(Run(config, tmp_path / "run").train(resume=True)) == lasting(alone)
+    weights = [(tmp_path / name / "encoder.safetensors").read_bytes() for name in ("run", "alone")]
+    assert weights[0] == weights[1]
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, capfd, monkeypatch) -> None:
