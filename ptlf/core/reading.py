@@ -144,6 +144,11 @@ def check(value: Any, shape: Any, where: str = "") -> None:
         shape(value, place)
 
 
+def recordable(value: float) -> bool:
+    """Whether a record may hold the number: finite, and not larger than what readers take."""
+    return abs(value) <= LARGEST
+
+
 def check_type(value: Any, kinds: tuple[type, ...], place: str) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join(dict.fromkeys(SPOKEN.get(kind, kind.__name__) for kind in kinds))

@@ -21,6 +21,7 @@ QUERIES, NEIGHBOURS = 12, 5
 TILE, SPRITE_BYTES = 48, 110_000  # pixels; bytes before base64, which adds a third
 BATCH = 64  # images per forward, at most: it shows progress on a CPU too
 POOL, POINTS = 2000, 600  # candidates for neighbours; how many of them are on the map
+SAME = 1e-6  # how much features of length 1 may differ by rounding alone
 UNLABELLED_POOL = 300  # of a stream without labels, where looking at images is all that evaluation does
 
 
@@ -140,11 +141,12 @@ def pick_queries(labels: np.ndarray, count: int) -> list[int]:
 
 
 def flat_map(features: np.ndarray) -> list[list[float]]:
-    """t-SNE with a fixed seed, scaled to the unit square, rounded to three digits. Empty for fewer than 8 features."""
+    """t-SNE with a fixed seed, scaled to the unit square, rounded to three digits. Empty for fewer than 8 features, and
+    for features that are not finite or all the same, as those of black images: there t-SNE divides by 0 and crashes."""
     from sklearn.manifold import TSNE  # slow to import
 
     count = len(features)
-    if count < 8:
+    if count < 8 or not np.isfinite(features).all() or np.ptp(features, axis=0).max() < SAME:
         return []
     settings = {"init": "pca", "learning_rate": "auto", "max_iter": 500, "random_state": 0, "n_jobs": 1}
     points = TSNE(2, perplexity=min(30, count / 4), **settings).fit_transform(features.astype(np.float64))

@@ -48,8 +48,8 @@ class Freezer:
         default they use the running statistics.
     save_memory: save only what backward needs. False: plain PyTorch, which saves as much as if nothing were frozen.
 
-    Units are chosen by name or prefix ("layer1"), compiled regular expression, number (the first n), function of a
-    unit, or several of these: see `select`.
+    Units are chosen by name or prefix ("layer1"), module (`model.layer1`), compiled regular expression, number (the
+    first n), function of a unit, or several of these: see `select`.
 
     A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output, and the norm passes it
     on. Weights that `load_state_dict` loads into a frozen module count at once, also in compiled or captured code.
@@ -212,8 +212,9 @@ class Freezer:
 
     def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
         """Freeze exactly the units in `state`. Load weights and optimizer first."""
+        units = select(self.units, state["frozen"])  # first: a state that does not fit changes nothing
         self.thaw()
-        self.freeze(state["frozen"])
+        self.freeze(units)
 
     def __str__(self) -> str:
         """A line per unit."""

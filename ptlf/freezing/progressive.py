@@ -1,6 +1,7 @@
 """Progressive freezing over a task's epochs: how much (schedule), which (policy), made so (freezer), written down."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -168,14 +169,15 @@ class ProgressiveFreezing:
         stores."""
         self.settle()
         savings = {name: vars(saving) for name, saving in (self.context.savings or {}).items()}
-        state = {"active": self.active, "ratios": self.context.ratios, "savings": savings, "log": self.log}
-        return {**self.freezer.state_dict(), **state}
+        state = {"active": self.active, "ratios": self.context.ratios, "savings": savings, "stays": list(self.stays)}
+        return {**self.freezer.state_dict(), **state, "log": deepcopy(self.log)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load weights and optimizer first."""
         self.freezer.load_state_dict(state)
         self._pending = None
-        self.active, self.context.ratios, self._log = state["active"], state["ratios"], list(state["log"])
+        self.active, self.context.ratios, self._log = state["active"], state["ratios"], deepcopy(list(state["log"]))
+        self.stays = list(state.get("stays", []))  # older states have none
         if self.active and self._log:
             self.schedule = self.schedule_of(self.entry["task"] - 1)
         if state["savings"]:  # as they were, should they have been timed

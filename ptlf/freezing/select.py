@@ -1,20 +1,22 @@
-"""Which units are meant: by name or prefix, regular expression, number, function, or several of these."""
+"""Which units are meant: by name or prefix, module, regular expression, number, function, or several of these."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from torch import nn
+
 from ptlf.core.errors import unknown
 from ptlf.freezing.units import Unit
 
-Selector = str | re.Pattern[str] | int | Unit | Callable[[Unit], bool] | Iterable["Selector"]
+Selector = str | nn.Module | re.Pattern[str] | int | Unit | Callable[[Unit], bool] | Iterable["Selector"]
 
 
 def select(units: Sequence[Unit], wanted: Selector) -> list[Unit]:
     """The units that are meant, in their own order.
 
     wanted: a unit's name, or a module path that units lie in ("layer1" means "layer1.0.conv1" and its like, not
-    "layer10"); a compiled regular expression, searched for in the names; n for the first n units; a function of a unit;
-    or an iterable of such. A text or expression that means no unit is an error.
+    "layer10"); the module itself; a compiled regular expression, searched for in the names; n for the first n units; a
+    function of a unit; or an iterable of such. A text, module or expression that means no unit is an error.
     """
     chosen = set(_names(units, wanted))
     return [unit for unit in units if unit.name in chosen]
@@ -38,11 +40,17 @@ def _names(units: Sequence[Unit], wanted: Selector) -> list[str]:
         if not 0 <= wanted <= len(names):
             raise ValueError(f"there are {len(names)} units, so the first {wanted} cannot be chosen")
         return names[:wanted]
+    if isinstance(wanted, nn.Module):  # it is callable too
+        inside = set(wanted.modules())
+        found = [unit.name for unit in units if unit.layer in inside]
+        if not found:
+            raise ValueError(f"no unit lies in this {type(wanted).__name__}; the units are {', '.join(names)}")
+        return found
     if callable(wanted):
         return [unit.name for unit in units if wanted(unit)]
     if isinstance(wanted, Iterable):
         return [name for item in wanted for name in _names(units, item)]
-    kinds = "a name, a prefix, a compiled expression, a number, a function, or several of these"
+    kinds = "a name, a prefix, a module, a compiled expression, a number, a function, or several of these"
     raise TypeError(f"units are chosen by {kinds}, not by a {type(wanted).__name__}")
 
 

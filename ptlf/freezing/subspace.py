@@ -19,6 +19,10 @@ from ptlf.freezing.units import Convolution, Unit
 COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image needs more
 
 
+class NotFinite(ValueError):
+    """A gradient or an input has a NaN or infinity; which, and of which unit."""
+
+
 class Inputs:
     """The inputs of one product: the columns of R while they are at most m / 2, then R R^T."""
 
@@ -110,7 +114,7 @@ def check_finite(tensors: Sequence[tuple[str, Tensor]], message: str) -> None:
     finite = torch.stack([tensor.isfinite().all() for _, tensor in tensors]).tolist() if tensors else []
     for (name, _), fine in zip(tensors, finite, strict=True):
         if not fine:
-            raise ValueError(message.format(name))
+            raise NotFinite(message.format(name))
 
 
 def empty_gram(part: Part) -> Tensor:

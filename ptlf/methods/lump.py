@@ -14,7 +14,8 @@ from ptlf.methods.method import Method, MethodConfig
 @dataclass
 class LumpConfig(MethodConfig):
     name: str = "lump"
-    alpha: float = key(0.4, "mixing weight lam ~ Beta(alpha, alpha), one per step", above=0)
+    # Below about 0.003 both gamma draws underflow, and lam is 0.5.
+    alpha: float = key(0.4, "mixing weight lam ~ Beta(alpha, alpha), one per step", least=0.01)
     mix_first_task: bool = key(True, "mix in a task without a past too, from its second step on, as public code does")
 
 

@@ -6,7 +6,7 @@ An objective sees float32 features, one tensor (B, feature_dim) per view, and th
 the encoder's; what moves without a gradient moves in `after_step`.
 
 Where several processes share a run, each has its share of the batch. A loss that is a mean over images needs to know
-nothing of it; one that compares images, or takes statistics over them, asks for the `whole` batch first.
+nothing of it; one that compares images, or takes statistics over them, takes `all_gather_rows` of its vectors first.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -57,7 +57,8 @@ class MomentumTeacher(Teacher):
 
 
 class PreviousModel(Teacher):
-    """Encoder and projector as the last task left them. Their norms use batch statistics; nothing ever moves."""
+    """Encoder and projector as the last task left them. Their norms use batch statistics and leave their running ones
+    alone; weights never move. Other buffers that a forward in train mode changes, as those of a spectral norm, do."""
 
     def __init__(self, encoder: nn.Module, projector: nn.Module) -> None:
         super().__init__(encoder, projector)

@@ -17,6 +17,7 @@ from ptlf.evaluation.prober import testing
 from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.policy import Ratios
+from ptlf.freezing.subspace import NotFinite
 from ptlf.run.results import write_json
 from ptlf.run.state import State
 from ptlf.run.watcher import Watcher
@@ -28,7 +29,7 @@ SAMPLE = 512  # images of a task whose features are measured after it
 
 @dataclass
 class Looking:
-    """`with looking():` charges the time to correlation, and tells of it."""
+    """`with looking():` charges the time to correlation, and tells of it, also of numbers that it cannot be made of."""
 
     clock: Stopwatch
     watcher: Watcher
@@ -37,7 +38,11 @@ class Looking:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         with self.clock("correlation"), self.watcher.phase(self.place):
-            yield
+            try:
+                yield
+            except NotFinite as error:
+                advice = "try a lower --training.lr or --training.precision fp32"
+                raise UserError(f"{error}, in the {self.place}; {advice}") from error
 
 
 class Correlated(Ratios):
@@ -88,12 +93,19 @@ class Looks(State):
                 None,
                 settings.threshold,
                 units=units,
-                gradient_fn=partial(self.trainer.sample_gradients, indices, self.random["correlation"]),
+                gradient_fn=partial(self.sample_gradients, indices),
                 batches=settings.batches,
                 keep=[self.model],
                 combine=processes.all_reduce_mean_,
             )
         return Correlated(correlation, looking, self.freezing.entry, all_units=settings.ratios == "all")
+
+    def sample_gradients(self, indices: np.ndarray, weights: Sequence[Tensor]) -> list[Tensor | None]:
+        """On a batch of the new task. The run may be left before it in a task's first epoch: after a later one what was
+        learnt may not be saved, and cannot be any more, since the batches before have been drawn."""
+        if self.epoch == 0:
+            self.heed()
+        return self.trainer.sample_gradients(indices, self.random["correlation"], weights)
 
     def cost_of_step(self, indices: np.ndarray) -> StepCost:
         """Measured after an epoch of such steps: compilation and algorithm search are then paid for."""
@@ -190,7 +202,8 @@ class Looks(State):
                 write_json(self.out / "gallery.json", self.gallery.as_dict())
 
     def check_numbers(self) -> None:
-        """Nothing goes on, and nothing is saved, with losses or weights that are not finite."""
+        """Nothing goes on, and nothing is saved, with losses or weights that are not finite, nor with losses that no
+        record may hold."""
         bad = self.epoch_state.first_bad() if self.epoch_state else None
         if bad is None and are_finite([self.model, self.method]):
             return

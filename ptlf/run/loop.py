@@ -192,9 +192,9 @@ class Run(Looks):
             raise Stopped(self.folder, asked, self.advice(self.folder))
 
     def heed(self) -> None:
-        """Stop in the middle of a test or a look at the gallery, if asked to. After a task the run is saved, and tested
-        when it goes on; elsewhere nothing was learnt since the last checkpoint. Several processes finish what they do:
-        they have to stop at the same place."""
+        """Stop in the middle of a test, a look at the gallery or a task's first correlation, if asked to. After a task
+        the run is saved, and tested when it goes on; elsewhere nothing was learnt since the last checkpoint. Several
+        processes finish what they do: they have to stop at the same place."""
         if self.folder and self.signals.asked and processes.world_size() == 1:
             if self.ended:
                 self.save()

@@ -1,6 +1,5 @@
 """What a run writes down as it goes, and what that comes to: the `probes` and `cost` of its results.json."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from ptlf import evaluation
+from ptlf.core.reading import recordable
 from ptlf.run.results import to_columns
 from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import EpochResult, StepCost
@@ -48,7 +48,7 @@ class Record:
         line = {
             "task": at.task + 1,
             "epoch": at.epoch + 1,
-            "loss": {name: value if math.isfinite(value) else str(value) for name, value in result.losses.items()},
+            "loss": {name: value if recordable(value) else str(value) for name, value in result.losses.items()},
             "seconds": took["training"],
             **{f"{purpose}_seconds": took[purpose] for purpose in LEARNING[1:]},
             "views_per_second": result.views / took["training"],

@@ -20,7 +20,14 @@ from ptlf.run.record import Record
 from ptlf.run.results import ACCURACY, COUNT, EPOCH, FEATURES, FROZEN, SCHEMA, Json
 from ptlf.run.watcher import Watcher
 from ptlf.stream.task import digest
-from ptlf.training.checkpoint import Checkpoints, Position, load_optimizer_state, optimizer_state
+from ptlf.training.checkpoint import (
+    Checkpoints,
+    Position,
+    group_state,
+    load_group_state,
+    load_optimizer_state,
+    optimizer_state,
+)
 from ptlf.training.cost import Stopwatch
 from ptlf.training.process import StopSignals
 from ptlf.training.trainer import EpochState, StepCost
@@ -30,7 +37,15 @@ NAMED: Json = {"*": dict}
 STATE: Json = {
     "position": dict.fromkeys(("task", "epoch", "step"), COUNT),
     "optimizer": NAMED,
-    "freezing": {"active": bool, "frozen?": [str], "log": [FROZEN], "savings": NAMED, "ratios?": {"*": NUMBER}},
+    "optimizer_groups?": [dict],
+    "freezing": {
+        "active": bool,
+        "frozen?": [str],
+        "log": [FROZEN],
+        "savings": NAMED,
+        "ratios?": {"*": NUMBER},
+        "stays?": [str],
+    },
     "clock": {"*": NUMBER},
     "looks": {"*": {"neighbours": [[COUNT]], "points": [[NUMBER]]}},
     "record": {
@@ -103,6 +118,7 @@ class State(Parts):
             "model": self.model.state_dict(),
             "method": self.method.state_dict(),
             "optimizer": optimizer_state(self.trainer.optimizer, self.parameter_names()),
+            "optimizer_groups": group_state(self.trainer.optimizer),
             "freezing": self.freezing.state_dict(),
             "random": self.random.state_dict(),
             "torch_random": global_state(self.device),
@@ -139,6 +155,7 @@ class State(Parts):
             raise RuntimeError(f"it lacks {missing[:3]} and has {unknown[:3]}")
         self.method.load_state_dict(state["method"])
         load_optimizer_state(self.trainer.optimizer, state["optimizer"], self.parameter_names())
+        load_group_state(self.trainer.optimizer, state.get("optimizer_groups", []))
         self.freezing.load_state_dict(state["freezing"])
         self.random.load_state_dict(state["random"])
         set_global_state(state["torch_random"], self.device)

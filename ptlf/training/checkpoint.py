@@ -309,7 +309,8 @@ SHAPED = {"momentum_buffer", "exp_avg", "exp_avg_sq"}  # state that has its para
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
-    """State by parameter name. Hyperparameters such as learning rates come from the settings and are left out."""
+    """State by parameter name. Hyperparameters such as learning rates come from the settings and are left out; what the
+    optimizer makes of them is in `group_state`."""
     return {names[p]: dict(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
 
 
@@ -326,6 +327,27 @@ def load_optimizer_state(
             if (shape := tuple(getattr(values[name], "shape", ()))) != tuple(parameter.shape):
                 raise ValueError(f"optimizer.{given}.{name} is {shape}, the parameter {tuple(parameter.shape)}")
         optimizer.state[parameter] = {name: like(parameter, value) for name, value in values.items()}
+
+
+def group_state(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """By parameter group, what the optimizer itself counts or adapts there: tensors, and plain values other than those
+    it was made with. The rate is set before every step."""
+
+    def changed(name: str, value: Any) -> bool:
+        return isinstance(value, Tensor) or (type(value) in SCALARS and value != optimizer.defaults.get(name))
+
+    groups = [{name: value for name, value in group.items() if name != "lr"} for group in optimizer.param_groups]
+    return [{name: value for name, value in group.items() if changed(name, value)} for group in groups]
+
+
+def load_group_state(optimizer: Optimizer, state: Sequence[Mapping[str, Any]]) -> None:
+    """Into an optimizer as it was made. Older checkpoints have none."""
+    for group, values in zip(optimizer.param_groups, state, strict=bool(state)):
+        for name, value in values.items():
+            if isinstance(old := group.get(name), Tensor):
+                old.copy_(value)  # in place: a captured step reads the tensor it saw
+            else:
+                group[name] = like(group["params"][0], value)
 
 
 def like(parameter: Tensor, value: Any) -> Any:

@@ -1,6 +1,5 @@
 """One task: epochs of steps over its images. `Trainer.step` is the whole of training, read from top to bottom."""
 
-import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from ptlf.core import processes
 from ptlf.core.batch import Batch
 from ptlf.core.errors import UserError
 from ptlf.core.randomness import Randomness
+from ptlf.core.reading import recordable
 from ptlf.core.settings import key, section
 from ptlf.freezing.units import unchanged
 from ptlf.methods import Method
@@ -78,9 +78,10 @@ class EpochState:
         return EpochResult(means, self.steps, self.views)
 
     def first_bad(self) -> tuple[int, float] | None:
-        """The first step (from 0) with a loss that is not finite, and that loss. Waits for the device."""
+        """The first step (from 0) with a loss that is not finite, or too large for a record, and that loss. Waits for
+        the device."""
         steps = enumerate(zip(*(values.tolist() for values in self.losses.values()), strict=True))
-        bad = ((step, value) for step, values in steps for value in values if not math.isfinite(value))
+        bad = ((step, value) for step, values in steps for value in values if not recordable(value))
         return next(bad, None)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ptlf.evaluation import EvaluationConfig
 from ptlf.evaluation import gallery as module
-from ptlf.evaluation.gallery import Gallery, pick_queries, spread, sprite
+from ptlf.evaluation.gallery import Gallery, flat_map, pick_queries, spread, sprite
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, Task
@@ -138,3 +138,10 @@ def test_too_few_images_have_no_map(monkeypatch: pytest.MonkeyPatch) -> None:
     gallery.look("after", encoder())
     assert gallery.as_dict()["looks"]["after"]["points"] == []
     assert len(gallery.looks["after"]["neighbours"][0]) == 5
+
+
+@pytest.mark.parametrize("value", [0.5, 0.5 + 3e-7, np.nan, np.inf])
+def test_features_that_are_equal_or_not_finite_have_no_map(value: float) -> None:
+    features = np.full((20, 4), 0.5, np.float32)
+    features[0, 0] = value
+    assert flat_map(features) == []

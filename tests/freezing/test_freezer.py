@@ -253,6 +253,14 @@ def test_state_of_the_freezer_round_trips():
     assert not second.module.stages[0][0].conv2.weight.requires_grad and second.module.stem.conv.weight.requires_grad
 
 
+def test_a_state_that_does_not_fit_changes_nothing():
+    freezer = Freezer(small())
+    freezer.freeze(SOME)
+    with pytest.raises(ValueError, match="unknown unit 'head'"):
+        freezer.load_state_dict({"frozen": ["stem.conv", "head"]})
+    assert freezer.frozen == SOME
+
+
 def test_only_the_given_units_can_freeze():
     model = small()
     units = Freezer(model).units[:2]

@@ -55,6 +55,15 @@ def test_units_are_chosen_as_people_write_them(wanted, expected):
     assert set(rest) == set(ALL) - set(expected)
 
 
+def test_a_module_chooses_the_units_in_it():
+    model = small()
+    freezer = Freezer(model)
+    assert freezer.freeze(model.stages[0]) == list(ALL[1:3])
+    assert freezer.freeze([model.stem.conv, model.stages[1][0].shortcut]) == [ALL[0], ALL[5]]
+    assert freezer.thaw(model) == [*ALL[:3], ALL[5]]
+    assert freezer.estimate(model.stages[1], images()).names == ALL[3:]
+
+
 def test_a_prefix_ends_at_a_dot():
     model = nn.Sequential()
     model.layer1, model.layer10 = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -71,6 +80,7 @@ def test_a_prefix_ends_at_a_dot():
         ("", ValueError, "unknown unit ''"),
         ("stem.bn", ValueError, "'stem.bn' is not a unit of its own: it freezes with 'stem.conv'"),
         (re.compile("attention"), ValueError, "'attention' is found in no name"),
+        (nn.Identity(), ValueError, f"no unit lies in this Identity; the units are {', '.join(ALL)}"),
         (7, ValueError, "there are 6 units"),
         (-1, ValueError, "there are 6 units"),
         (True, TypeError, "not by a bool"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from types import SimpleNamespace
 
@@ -152,6 +153,24 @@ def test_going_on_in_the_middle_of_a_task_keeps_its_schedule():
             found.append("".join(second.freezer.frozen))
         assert found == expected[task][epoch:]
         assert second.log == whole.log[:task]
+
+
+def test_a_state_of_a_task_that_has_begun_stays_as_it_was():
+    settings = {"final": 0.5, "thaw": "needed"}
+    first, second = (freezing("correlation", **settings) for _ in range(2))
+    for task in range(2):
+        frozen_by_epoch(first, task, RATIOS[0])
+    first.begin_task(2)  # what was frozen may stay so, and is thawed until the first epoch
+    state = first.state_dict()
+    expected = copy.deepcopy(state)
+    second.load_state_dict(state)
+    for plan in (first, second):
+        plan.begin_epoch(0, lambda: Ratios(lambda names: {name: RATIOS[0][name] for name in names}))
+    assert second.freezer.frozen == first.freezer.frozen == ("0", "1")
+    assert second.log == first.log != expected["log"]
+    assert state == expected
+    second.load_state_dict({name: value for name, value in state.items() if name != "stays"})  # of an older version
+    assert second.stays == []
 
 
 def test_ratios_under_way_are_waited_for_where_units_may_stay():

@@ -513,6 +513,14 @@ def test_a_damaged_gallery_costs_only_its_part(two: list[Path]) -> None:
     assert "Accuracy matrix" in text
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_without_one_of_its_maps_a_run_shows_none(two: list[Path], moment: str) -> None:
+    look = {**GALLERY["looks"][moment], "points": []}
+    (two[0] / "gallery.json").write_text(json.dumps({**GALLERY, "looks": {**GALLERY["looks"], moment: look}}))
+    text = html(two)
+    assert (text.count('id="neighbours-'), text.count('id="features-')) == (2, 1)
+
+
 def test_every_picture_is_there_with_a_sentence(two: list[Path]) -> None:
     text = html(two)
     figures = re.findall(r"<figure.*?</figure>", text, re.S)

@@ -29,9 +29,11 @@ from ptlf.report.live import Watcher
 from ptlf.run.config import Config
 from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
+from ptlf.run.results import read_lines, read_results
 from ptlf.stream import Dataset, Images, Stream, Task
 from ptlf.training.checkpoint import deserialise, unsealed
 from ptlf.training.process import Stopped, StopSignals
+from ptlf.training.trainer import Trainer
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2",
@@ -145,6 +147,37 @@ def test_a_signal_in_a_test_is_heeded_and_the_run_goes_on_to_the_same_bits(
     assert lasting(results[0]) == lasting(results[1])
     for name in ("encoder.safetensors", "gallery.json"):
         assert (folder / name).read_bytes() == (uninterrupted / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("update", "call", "lost"),
+    [
+        ("one-shot", 2, "without saving: what was done since the last checkpoint, after-task01.ckpt, is repeated"),
+        ("per-epoch", 5, ""),  # in a later epoch: the run goes on to its first step, and saves itself
+    ],
+)
+def test_a_signal_in_a_correlation_loses_nothing_learnt(
+    tiny, tmp_path, monkeypatch, update: str, call: int, lost: str
+) -> None:
+    small = {"freezing__batches": 3, "freezing__final": 0.67, "stream__per_class": 64, "evaluation__gallery": False}
+    config = tiny("digits/simsiam/ptlf", freezing__update=update, checkpoint__every_epochs=0, **small)
+    alone, calls, sample = Run(config, tmp_path / "alone").train(), [], Trainer.sample_gradients
+
+    def signals(*given):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sample(*given)
+
+    monkeypatch.setattr(Trainer, "sample_gradients", signals)
+    with pytest.raises(Stopped) as stopped:
+        Run(config, tmp_path / "run").train()
+    assert str(stopped.value).startswith(f"stopped {lost}".strip() + "; go on with `ptlf train --resume")
+    assert len(calls) == (call if lost else 6)
+    assert read_results(tmp_path / "run")["status"] == "stopped"
+    assert lasting(Run(config, tmp_path / "run").train(resume=True)) == lasting(alone)
+    weights = [(tmp_path / name / "encoder.safetensors").read_bytes() for name in ("run", "alone")]
+    assert weights[0] == weights[1]
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, capfd, monkeypatch) -> None:
@@ -320,6 +353,28 @@ def test_bad_numbers_stop_the_run_and_are_never_saved(tiny, tmp_path, step: int,
         weights = deserialise(unsealed(path))["model"].values()
         assert all(tensor.isfinite().all() for tensor in weights)
     assert Run(config, tmp_path / "run").train(resume=True)["status"] == "finished"
+
+
+def test_a_loss_too_large_for_a_record_stops_the_run(tiny, tmp_path) -> None:
+    run = Run(tiny(evaluation__gallery=False), tmp_path / "run")
+    losses = run.method.losses
+    run.method.losses = lambda *given: {name: loss + 1e35 for name, loss in losses(*given).items()}
+    with pytest.raises(
+        UserError, match=r"the loss became 1\.0+\d*e\+35 in task 1, epoch 1, step 1; there is no checkpoint"
+    ):
+        run.train()
+    assert read_results(tmp_path / "run")["status"] == "failed"  # and is not called damaged
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[1] == 0
+
+
+def test_a_gradient_that_is_not_finite_ends_the_correlation_in_one_sentence(tiny, tmp_path) -> None:
+    run = Run(tiny("digits/simsiam/ptlf", training__epochs=1, evaluation__gallery=False), tmp_path / "run")
+    run.trainer.sample_gradients = lambda indices, generator, weights: [w * float("nan") for w in weights]
+    place = "in the correlation of task 2 with those before; try a lower --training.lr or --training.precision fp32"
+    with pytest.raises(UserError, match=f"^the new task's gradient for unit '0' is not finite, {place}") as told:
+        run.train()
+    assert "after-task01.ckpt" in told.value.__notes__[0]
+    assert read_results(tmp_path / "run")["status"] == "failed"
 
 
 def test_features_that_are_spread_or_not() -> None:

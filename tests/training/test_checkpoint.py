@@ -36,6 +36,8 @@ from ptlf.training.checkpoint import (
     DamagedCheckpoint,
     Position,
     deserialise,
+    group_state,
+    load_group_state,
     load_optimizer_state,
     optimizer_state,
     parameters_of,
@@ -43,6 +45,7 @@ from ptlf.training.checkpoint import (
     serialise,
     unsealed,
 )
+from ptlf.training.optimizers import OPTIMIZERS, UpdateRule
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import EpochState
 
@@ -350,6 +353,52 @@ def test_optimizer_state_keeps_values_and_layout(momentum: float) -> None:
             if value is not None:
                 assert torch.equal(loaded, value)
                 assert loaded.stride() == parameter.stride()
+
+
+class Slowing(torch.optim.Optimizer):
+    """Counts and adapts in its parameter groups, as Schedule-Free and Prodigy do."""
+
+    def __init__(self, parameters, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99), "fused": None, "k": 0, "d": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] += 0.5
+            group["last"] = group["d"] / group["k"]
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained:
+                parameter -= group["lr"] / group["k"] * group["d"] * parameter.grad
+
+
+class SlowingRule(UpdateRule):
+    @staticmethod
+    def make(config, parameters, lr):
+        return Slowing(parameters, lr)
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_kept() -> None:
+    first, second = (Slowing(nn.Linear(2, 2).parameters(), lr) for lr in (0.1, 0.2))
+    first.step()
+    stored = deserialise(b"".join(serialise({"groups": group_state(first)})))["groups"]
+    assert stored == [{"k": 1, "d": torch.tensor(0.5), "last": torch.tensor(0.5)}]
+    read_by_a_graph = second.param_groups[0]["d"]
+    second.param_groups[0]["fused"] = True  # on another device it may be
+    load_group_state(second, stored)
+    loaded = {name: value for name, value in second.param_groups[0].items() if name != "params"}
+    assert loaded == {"lr": 0.2, "betas": (0.9, 0.99), "fused": True, "k": 1, "d": 0.5, "last": 0.5}
+    assert second.param_groups[0]["d"] is read_by_a_graph
+    load_group_state(second, [])  # of an older checkpoint
+    assert second.param_groups[0]["k"] == 1
+
+
+def test_an_optimizer_that_counts_in_its_groups_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "slowing", SlowingRule)
+    small = {"stream__per_class": 48, "training__batch": 32, "evaluation__enabled": False}
+    config = tiny(training__optimizer="slowing", **small)
+    stop_and_go_on(config, tmp_path / "stopped", 2, 3)
+    assert weights(tmp_path / "stopped") == weights_alone(config, tmp_path)
 
 
 def test_generators_go_back_to_where_they_were() -> None:

@@ -74,9 +74,9 @@ def tile(drawing: Drawing, gallery: Json, query: int, other: int, x: float, y: f
 
 
 def feature_map(group: Group, width: float) -> Drawing | None:
-    """Two maps of the same images; near means similar. Axes have no meaning of their own."""
+    """Two maps of the same images, or none; near means similar. Axes have no meaning of their own."""
     gallery = shown_gallery(group)
-    if gallery is None or not gallery["looks"]["after"]["points"]:
+    if gallery is None or not all(gallery["looks"][moment]["points"] for moment in MOMENTS):
         return None
     side = (width - 20) / 2
     drawing = Drawing(width, 0, f"Map of features before and after, {group.label}")
