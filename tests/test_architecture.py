@@ -36,7 +36,7 @@ evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation sp
 run: run alike config fitting recipes build results folder environment start parts inference embedding export
 run: record watcher state looks loop sweep bench cluster evaluate paper reproduce
 report: report checks intervals theme drawing runs measures paired pareto tables live
-report.figures: figures axes accuracy cost freezing frontier gallery learning paper
+report.figures: figures axes accuracy cost freezing frontier gallery learning paper paper_text
 report: parts page watch reproduction
 learner
 commands
