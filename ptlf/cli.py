@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Stopped as stopped:
         if process() == 0:
-            say(str(stopped.again(same_command(argv)) if verb in MANY_RUNS else stopped))
+            again = verb in MANY_RUNS or stopped.unlearnt
+            say(str(stopped.again(same_command(argv)) if again else stopped))
         return 128 + stopped.number
     except KeyboardInterrupt:
         say(f"stopped; {same_command(argv)}" if verb in MANY_RUNS else "stopped")

@@ -39,6 +39,7 @@ from ptlf.stream.arrivals import (
     Latecomers,
     accept,
     arrivals,
+    arrived_names,
     check_watched,
     checksum,
     clear,
@@ -201,9 +202,7 @@ class Learner:
                     run = self._build()
                     self._train(run, watcher)
                     if incoming is not None and run.signals.asked:  # in its last moments
-                        raise Stopped(
-                            self.folder, run.signals.asked, f"{task_name(incoming)} is not learnt; give it again"
-                        )
+                        raise Stopped(self.folder, run.signals.asked)
                 if incoming is not None:
                     if not self.exists:
                         self._fit(incoming, said)
@@ -211,12 +210,15 @@ class Learner:
                     try:
                         run = self._build()
                         self._train(run, watcher)
-                    except BaseException as error:
+                    except BaseException:
                         if run is None or not run.prepared:
                             shutil.rmtree(accepted.path)
-                            if isinstance(error, Stopped):
-                                raise error.again(f"{task_name(incoming)} is not learnt; give it again") from None
                         raise
+            except Stopped as stopped:
+                if incoming is None or incoming.name in arrived_names(self.folder):
+                    raise
+                unlearnt = f"{task_name(incoming)} is not learnt, and will be packed again"
+                raise Stopped(self.folder, stopped.number, "give it again", stopped.lost, unlearnt) from None
             finally:
                 clear(self.folder)
         return self.results
@@ -278,7 +280,7 @@ class Learner:
         try:
             results = self.learn(source, **learning)
         except Stopped as stopped:
-            raise stopped.again(advice) from None
+            raise Stopped(self.folder, stopped.number, advice, stopped.lost) from None
         if self.run is not None and self.run.signals.asked:
             raise Stopped(self.folder, self.run.signals.asked, advice)
         return results

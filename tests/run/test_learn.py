@@ -339,7 +339,10 @@ def test_a_signal_before_the_next_task_begins_leaves_the_run_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr("ptlf.learner.Live", lambda name: StopsIn("testing the encoder before training, features"))
         assert main([*words, "day2"]) == 143
-    assert capsys.readouterr().err.splitlines()[-1].endswith("; day2 is not learnt; give it again")
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.endswith(
+        f"; day2 is not learnt, and will be packed again; `ptlf {' '.join(words)} day2` goes on from here"
+    )
     assert files_in(run) == before
     for day in ("day2", "day3"):
         assert main([*words, day]) == 0
@@ -589,20 +592,27 @@ class StopsInItsLastMoments(Watcher):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stop_in_the_last_moments_of_a_task_that_is_finished_first_holds_for_the_next(
+def test_a_stop_while_a_task_is_finished_first_names_the_next_and_holds_for_it(
     root: Path, run: Path, capsys, monkeypatch
 ) -> None:
     learn = ["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]
     with monkeypatch.context() as patch:
         patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
         assert main(learn) == 143
-        patch.setattr("ptlf.learner.Live", lambda name: StopsInItsLastMoments())
-        capsys.readouterr()
-        assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]) == 143
-    assert capsys.readouterr().err.splitlines()[-1] == "ptlf: stopped; day3 is not learnt; give it again"
+        day3 = ["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]
+        waits = f"day3 is not learnt, and will be packed again; `ptlf {' '.join(day3)}` goes on from here"
+        for watcher in (StopsAt(1), StopsInItsLastMoments()):  # while day 2 is finished, and when it is
+            patch.setattr("ptlf.learner.Live", lambda name, watcher=watcher: watcher)
+            capsys.readouterr()
+            assert main(day3) == 143
+            assert capsys.readouterr().err.splitlines()[-1] == f"ptlf: stopped; {waits}"
     assert json.loads((run / "results.json").read_text())["status"] == "finished"
     assert [found.name for found in arrivals(run)] == ["0001-day1", "0002-day2"]
-    assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]) == 0
+    with pytest.raises(Stopped, match="day3 is not learnt, and will be packed again; give it again"):
+        ptlf.Learner.load(run, trust_code=True).learn(
+            "day3", watcher=StopsIn("testing the encoder before training, features")
+        )
+    assert main(day3) == 0
     check_same(run, whole(root))
 
 
