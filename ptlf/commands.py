@@ -134,13 +134,16 @@ def learn(
     overrides: Words,
     **how: Any,
 ) -> None:
-    """how: `again`, and how images are packed, for `Learner.learn`."""
+    """how: `again`, `new_only`, and how images are packed, for `Learner.learn`."""
     check_alone("learn")
     if source and overrides and not overrides[0].startswith("-"):
         one = f"`ptlf learn` takes one folder of images per call, and {shown(overrides[0])} is a second one"
         raise UserError(f"{one}; call it once for each, or give --watch DIR to learn every subfolder of DIR")
     if watch and (source or name):
         raise UserError(f"--watch takes its tasks from {watch}; leave out {'SOURCE' if source else '--name'}")
+    if watch and how["new_only"]:
+        one = f"`ptlf learn {folder} FOLDER --new-only`"
+        raise UserError(f"--watch learns a folder once; for one that has grown call {one}")
     if not watch and once:
         raise UserError("--once is for --watch DIR")
     learner = open_learner(folder, recipe, config, size, trust_code, with_log(overrides, log))

@@ -39,11 +39,13 @@ from ptlf.stream.arrivals import (
     Latecomers,
     accept,
     arrivals,
-    arrived_names,
     check_watched,
     checksum,
     clear,
+    known_images,
     pack_incoming,
+    place,
+    reduced,
     settled,
     task_name,
 )
@@ -58,7 +60,8 @@ SIZE = 32  # pixels, where neither the images nor the settings say
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
 MOST_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
-OF_LEARN = ("name", "again", "watcher", "test_fraction", "on_error", "workers", "fit")  # arguments of `Learner.learn`
+# Arguments of `Learner.learn`:
+OF_LEARN = ("name", "again", "new_only", "watcher", "test_fraction", "on_error", "workers", "fit")
 Source = Any  # a path, an array, a list of images, a data set
 
 
@@ -166,6 +169,7 @@ class Learner:
         name: str | None = None,
         *,
         again: bool = False,
+        new_only: bool = False,
         watcher: Watcher | None = None,
         **packing: Any,
     ) -> dict[str, Any]:
@@ -177,17 +181,22 @@ class Learner:
             set; an .npz; an array (N, H, W, 3) uint8, a list of images, a torch Dataset or a Hugging Face dataset of
             images or (image, label) pairs. Labels are used for testing only.
         name: of the task; default: the folder's or file's.
-        again: learn a task even though its images are exactly those of one learnt before.
+        again: learn a task even though all its images were learnt before.
+        new_only: leave out images that earlier tasks have from the same place, as a folder that has grown; if there
+            are no others, nothing is learnt.
         watcher: told what happens; default: a progress bar.
         packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`; for a new run also `fit`.
         """
         if source is None and not self.exists:
             raise UserError(f"{self.folder} holds no run; give the images of its first task")
+        if again and new_only:
+            raise UserError("--again learns what --new-only leaves out (again=True, new_only=True); give one of them")
         said = tell if watcher is None else None
         watcher = watcher or Live(name_of(as_dict(self.config)))
         with self._held():
             finished = not self.exists or self._can_go_on()
             incoming: Pack | None = None
+            accepted: Pack | None = None
             run: Run | None = None
             try:
                 if source is not None:
@@ -196,6 +205,8 @@ class Learner:
                     going = not finished and learnt and checksum(learnt[-1]) == checksum(incoming)
                     if going and not again:
                         incoming = None
+                    elif new_only:
+                        incoming = without_known(incoming, learnt)
                     elif not again:
                         refuse_twin(incoming, learnt)
                 if not finished:
@@ -215,7 +226,7 @@ class Learner:
                             shutil.rmtree(accepted.path)
                         raise
             except Stopped as stopped:
-                if incoming is None or incoming.name in arrived_names(self.folder):
+                if incoming is None or (accepted and accepted.path.exists()):
                     raise
                 unlearnt = f"{task_name(incoming)} is not learnt, and will be packed again"
                 raise Stopped(self.folder, stopped.number, "give it again", stopped.lost, unlearnt) from None
@@ -422,8 +433,26 @@ def gathered(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_twin(incoming: Pack, learnt: Sequence[Pack]) -> None:
+    """Refuse a task of which all images were learnt before; of some, say so."""
+    again = "give --again (again=True) to learn them once more"
     for number, pack in enumerate(learnt, start=1):
         if checksum(pack) == checksum(incoming):
-            place = f"task {task_name(pack)}, number {number} of those that arrived"
-            same = f"{task_name(incoming)} holds the very images of {place}"
-            raise UserError(f"{same}; give --again (again=True) to learn them once more")
+            raise UserError(f"{task_name(incoming)} holds the very images of {place(pack, number)}; {again}")
+    known, tasks = known_images(incoming, learnt)
+    before = f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before: {'; '.join(tasks)}"
+    if known.all():
+        raise UserError(f"{before}; {again}")
+    if known.any():
+        warn(f"note: {before}; they are learnt again, unless --new-only (new_only=True) is given")
+
+
+def without_known(incoming: Pack, learnt: Sequence[Pack]) -> Pack | None:
+    """Its images that are in no earlier task from the same place. None: there are none."""
+    known, _ = known_images(incoming, learnt)
+    if not known.any():
+        return incoming
+    if known.all():
+        warn(f"note: nothing new in {task_name(incoming)}: all {len(known)} images were learnt before")
+        return None
+    warn(f"note: {known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before, left out")
+    return reduced(incoming, np.flatnonzero(~known))

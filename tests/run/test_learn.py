@@ -706,6 +706,36 @@ def test_the_same_images_twice(run: Path, root: Path, capsys) -> None:
     assert json.loads((run / "results.json").read_text())["tasks"] == ["day1", "again"]
 
 
+def test_a_folder_that_has_grown(root: Path, tmp_path: Path, capsys) -> None:
+    """It is learnt again with a note, or only what is new; of names that repeat, the later ones are numbered."""
+    day, run = shutil.copytree(root / "plain" / "day1", tmp_path / "day"), tmp_path / "run"
+    words = ["learn", "--trust-code", str(run), str(day)]
+    assert main([*words, *WORDS, "--new-only"]) == 0
+    for number in range(3):
+        shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", day / "a" / f"new{number}.png")
+    capsys.readouterr()
+    assert main([*words, "--new-only"]) == 0
+    assert "note: 20 of the 23 images of day were learnt before, left out\n" in capsys.readouterr().err
+    new = [np.asarray(Image.open(day / "a" / f"new{number}.png")) for number in range(3)]
+    assert np.array_equal(arrivals(run)[1].images("train"), new)
+    before = files_in(run)
+    assert main([*words, "--new-only"]) == 0
+    assert "note: nothing new in day: all 23 images were learnt before\n" in capsys.readouterr().err
+    assert main(words) == 2
+    learnt = "task day, number 1 of those that arrived; task day-2, number 2 of those that arrived"
+    assert f"23 of the 23 images of day were learnt before: {learnt}; give --again" in capsys.readouterr().err
+    assert main([*words, "--again", "--new-only"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+    assert main([*words[:3], "--watch", str(tmp_path), "--new-only"]) == 2
+    assert f"`ptlf learn {run} FOLDER --new-only`" in capsys.readouterr().err
+    assert files_in(run) == before
+    shutil.copy(root / "plain" / "day2" / "c" / "05.png", day / "a" / "new5.png")
+    assert main(words) == 0
+    assert f"note: 23 of the 24 images of day were learnt before: {learnt}; they are" in capsys.readouterr().err
+    assert json.loads((run / "results.json").read_text())["tasks"] == ["day", "day-2", "day-3"]
+    assert [found.split("train").count for found in arrivals(run)] == [20, 3, 24]
+
+
 def test_classes_are_known_by_name_and_broken_images_may_be_skipped(run: Path, root: Path, tmp_path, capsys) -> None:
     for split, count in (("train", 6), ("test", 3)):
         for name in ("b", "z"):
