@@ -220,6 +220,7 @@ class Learner:
                     accepted, run = accept(self.folder, incoming), None
                     try:
                         run = self._build()
+                        note_small(accepted, self.config.training.batch)
                         self._train(run, watcher)
                     except BaseException:
                         if run is None or not run.prepared:
@@ -444,6 +445,13 @@ def refuse_twin(incoming: Pack, learnt: Sequence[Pack]) -> None:
         raise UserError(f"{before}; {again}")
     if known.any():
         warn(f"note: {before}; they are learnt again, unless --new-only (new_only=True) is given")
+
+
+def note_small(task: Pack, batch: int) -> None:
+    if (count := task.split("train").count) < batch:
+        fewer = f"task {task_name(task)} has {count} images, fewer than a batch of {batch}"
+        poor = f"its batches are of {count}, and their statistics are poor"
+        warn(f"ptlf: warning: {fewer}: {poor}; better put more images into one task")
 
 
 def without_known(incoming: Pack, learnt: Sequence[Pack]) -> Pack | None:

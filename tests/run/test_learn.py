@@ -706,6 +706,15 @@ def test_the_same_images_twice(run: Path, root: Path, capsys) -> None:
     assert json.loads((run / "results.json").read_text())["tasks"] == ["day1", "again"]
 
 
+def test_a_task_smaller_than_a_batch_is_warned_about(run: Path, capsys) -> None:
+    learner = ptlf.Learner.load(run, trust_code=True)
+    learner.learn(noise(8, 0), "batch", watcher=QUIET)
+    assert "fewer" not in capsys.readouterr().err
+    learner.learn(noise(3, 1), "small", watcher=QUIET)
+    told = "ptlf: warning: task small has 3 images, fewer than a batch of 8: its batches are of 3, and their"
+    assert capsys.readouterr().err.count(told) == 1
+
+
 def test_a_folder_that_has_grown(root: Path, tmp_path: Path, capsys) -> None:
     """It is learnt again with a note, or only what is new; of names that repeat, the later ones are numbered."""
     day, run = shutil.copytree(root / "plain" / "day1", tmp_path / "day"), tmp_path / "run"
