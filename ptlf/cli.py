@@ -246,7 +246,8 @@ def add_learn(verb: Verb) -> None:
     add("--fit", "for a new run: how images become squares; see `ptlf data pack --help` (default: crop)", choices=FITS)
     add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
     add("--workers", "processes that decode (default: by the number of images and cores)", positive)
-    add("--watch", "learn every subfolder of DIR, oldest first, as it appears", Path, metavar="DIR")
+    about = "learn every subfolder of DIR as it appears, first the one with the oldest image file"
+    add("--watch", about, Path, metavar="DIR")
     add("--settle", "with --watch: leave a subfolder until nothing changed for so many seconds", seconds, default=30.0)
     add("--every", "with --watch: seconds between looks", seconds, default=10.0)
     add("--once", "with --watch: learn what is there, then exit", bool)
@@ -430,7 +431,8 @@ def add_data_verbs(verb: Verb) -> None:
     pack("--size", "side of the square images in pixels", pixels, required=True)
     about = "how images become squares: crop (the centre), squash (all, distorted), pad (all, between grey bars)"
     pack("--fit", about, choices=FITS, default="crop")
-    pack("--folders", "what a folder is", choices=("classes", "tasks"), default="classes")
+    about = "what a folder is; tasks come in the order of their names, 2 before 10"
+    pack("--folders", about, choices=("classes", "tasks"), default="classes")
     pack("--test-fraction", "share of each class held out for testing", share, default=0.0)
     for add in (get, pack):
         add("--on-error", "for broken images and empty folders", choices=("refuse", "skip"), default="refuse")

@@ -244,7 +244,8 @@ class Learner:
         once: bool = False,
         **learning: Any,
     ) -> Iterator[dict[str, Any]]:
-        """Learn every subfolder, oldest first, as it appears; yields the results after each. Never ends by itself.
+        """Learn every subfolder as it appears, first the one with the oldest image file; yields the results after each.
+        Never ends by itself.
 
         A subfolder is left for later while anything in it is younger than `settle` seconds, and is learnt once: the
         run's record says from where its tasks came. One that cannot be learnt is named on stderr, and tried again when

@@ -16,7 +16,7 @@ from PIL import Image
 from ptlf.core.errors import UserError
 from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
-from ptlf.stream.disk import disk_errors, files_below, images_below
+from ptlf.stream.disk import disk_errors, files_below, images_below, not_an_image
 from ptlf.stream.folders import subfolders
 from ptlf.stream.given import is_plain_folder, own_side
 from ptlf.stream.pack import Pack, natural, open_pack, read_manifest, write_pack
@@ -259,8 +259,8 @@ def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()
     """Subfolders in which nothing has changed for `settle` seconds before `now`, oldest first. known: paths to leave
     out, whose files are not looked at.
 
-    A folder is as old as its newest file. What counts as a change is also one that leaves the file's date alone, as a
-    copy that keeps dates does.
+    A folder is as old as its oldest image: one that comes later does not change the order. What counts as a change is
+    also one that leaves the file's date alone, as a copy that keeps dates does.
     """
     check_watched(folder)
     found = []
@@ -269,13 +269,14 @@ def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()
         if str(path.resolve()) in known:
             continue
         try:
-            stats = [path.stat(), *(file.stat() for file in files_below(path))]
+            files = files_below(path)
+            stats = [path.stat(), *map(Path.stat, files)]
         except OSError:  # a file went away: somebody is at work
             continue
         changed = max(max(stat.st_mtime, stat.st_ctime) for stat in stats)
         if settle <= 0 or now - changed >= settle:
-            newest = max(stat.st_mtime for stat in stats[1:] or stats)
-            found.append((newest, natural(name), path))
+            dates = [stat.st_mtime for file, stat in zip(files, stats[1:], strict=True) if not not_an_image(file.name)]
+            found.append((min(dates, default=stats[0].st_mtime), natural(name), path))
     return [path for _, _, path in sorted(found)]
 
 

@@ -37,7 +37,7 @@ from ptlf.run.loop import Run
 from ptlf.run.watcher import Watcher
 from ptlf.stream import arrivals as arrivals_module
 from ptlf.stream import pack
-from ptlf.stream.arrivals import Latecomers, arrivals
+from ptlf.stream.arrivals import Latecomers, arrivals, settled
 from ptlf.stream.folders import PackOptions, pack_folder
 from ptlf.stream.packing import pack_images
 from ptlf.training.checkpoint import deserialise, sealed, serialise, unsealed
@@ -843,6 +843,18 @@ def test_images_that_come_while_a_folder_is_watched_are_counted_once_settled(tmp
     (line,) = watching.look(learnt, 30, now + 99)
     assert "2 images in it came later" in line
     assert [*watching.look(learnt, 30, now + 99)] == []
+
+
+def test_a_folder_is_as_old_as_its_oldest_image(tmp_path: Path) -> None:
+    for seed, day in enumerate(("monday", "thursday", "tuesday")):
+        paint(tmp_path / day, 2, seed)
+        (tmp_path / day / "notes.txt").write_text("sun")
+    dates = {"monday/00.png": 100, "tuesday/00.png": 200, "tuesday/01.png": 300, "thursday/00.png": 400}
+    dates |= {"monday/01.png": 900, "thursday/01.png": 500, "thursday/notes.txt": 1}  # one came into monday later
+    for name, date in dates.items():
+        os.utime(tmp_path / name, (date, date))
+    (tmp_path / "empty").mkdir()
+    assert [path.name for path in settled(tmp_path, 0, 1000)] == ["monday", "tuesday", "thursday", "empty"]
 
 
 def test_a_watched_folder_that_vanishes(root: Path, tmp_path: Path, monkeypatch) -> None:
