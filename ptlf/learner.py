@@ -144,6 +144,10 @@ class Learner:
         self._parts: Parts | None = None
         self.run: Run | None = None  # the latest
 
+    def __repr__(self) -> str:
+        count = len(self.tasks)
+        return f"Learner({str(self.folder)!r}, {name_of(as_dict(self.config))}, {count} task{'s' * (count != 1)})"
+
     @property
     def tasks(self) -> list[str]:
         """Names of all tasks, learnt or not."""

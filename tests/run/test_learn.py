@@ -506,7 +506,8 @@ def test_another_version_a_lock_and_a_lost_checkpoint(run: Path, root: Path, cap
         before = files_in(run)
         assert main(["learn", "--trust-code", str(run), day2]) == 2
         assert files_in(run) == before
-    assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"is in use by process {os.getpid()}" in told and "; wait for it, or choose another folder" in told
     whole_file = newest.read_bytes()
     newest.write_bytes(whole_file.replace(b"ptlf checkpoint 1 ", b"ptlf checkpoint 9 ", 1))
     assert "after-task01.ckpt is a checkpoint of another version of ptlf" in refused()
@@ -876,6 +877,7 @@ def test_from_python_with_a_module_of_ones_own(root: Path, tmp_path: Path) -> No
     out, pictures = tmp_path / "run", root / "pictures"
     learner = ptlf.Learner(module, "simsiam", "ptlf", out, size=SIZE, **settings)
     assert learner.tasks == []
+    assert repr(learner) == f"Learner('{out}', arriving/simsiam/ptlf, 0 tasks)"
     learner.learn(pictures / "day1", watcher=QUIET)
     assert all(torch.equal(one, other) for one, other in zip(start, module.parameters(), strict=True))
     with pytest.raises(UserError, match="given as a module; load it with encoder=MODULE"):
@@ -885,6 +887,7 @@ def test_from_python_with_a_module_of_ones_own(root: Path, tmp_path: Path) -> No
     again = ptlf.Learner.load(out, encoder=tiny_encoder())  # other weights: those of the run count
     results = again.learn(pictures / "day2", name="second day", watcher=QUIET)
     assert results["tasks"] == again.tasks == ["day1", "second-day"]
+    assert repr(again) == f"Learner('{out}', arriving/simsiam/ptlf, 2 tasks)"
     rest = ptlf.Learner.load(out, encoder=module)
     row = {name: found["matrix"][0] for name, found in rest.evaluate().items()}
     assert row == {name: found["matrix"][-1] for name, found in results["probes"].items()}
