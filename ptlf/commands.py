@@ -53,7 +53,7 @@ from ptlf.run.paper import FIGURES, TABLES
 from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs, write_json
 from ptlf.stream import STREAMS, fetch
-from ptlf.stream.folders import OnError, pack_folder
+from ptlf.stream.folders import OnError, pack_folder, subfolders
 from ptlf.stream.given import is_plain_folder
 from ptlf.stream.pack import Folders, Pack, list_packs, quoted, verify_pack
 from ptlf.stream.packing import pack_images
@@ -148,10 +148,14 @@ def learn(
         raise UserError("--once is for --watch DIR")
     learner = open_learner(folder, recipe, config, size, trust_code, with_log(overrides, log))
     if watch:
+        results = None
         for results in learner.watch(watch, settle=settle, every=every, once=once, **how):
             show_results(console, results, folder, brief=True)
             write_page([folder], folder / "report.html")
-        return
+        if results:
+            return show_runs(console, {results["name"]: [results]})
+        young = f"its subfolders were learnt, hold no images, or changed in the last {settle:g} s"
+        return tell(f"nothing new in {watch}: {young if subfolders(watch) else 'it has no subfolders to learn'}")
     if source is None and learner.exists and has_finished(folder):
         return tell(f"{folder}: nothing to finish; give images to learn")
     try:

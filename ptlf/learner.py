@@ -50,7 +50,7 @@ from ptlf.stream.arrivals import (
     task_name,
 )
 from ptlf.stream.disk import disk_errors, files_below
-from ptlf.stream.folders import OnError
+from ptlf.stream.folders import OnError, subfolders
 from ptlf.stream.pack import Pack, data_root
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
@@ -255,7 +255,8 @@ class Learner:
         run's record says from where its tasks came. One that cannot be learnt is named on stderr, and tried again when
         it changes. Images that come into a learnt subfolder, or lie in none, are not learnt, and counted on stderr.
 
-        every: seconds between looks. once: end when nothing is left to learn.
+        every: seconds between looks. once: end when nothing is left to learn, with an error if a subfolder with images
+            could not be learnt.
         learning: as for `learn`.
         """
         for word, value in {"settle": settle, "every": every}.items():
@@ -266,6 +267,8 @@ class Learner:
         latecomers = Latecomers(folder)
         check_watched(folder)
         check_new(self.folder)
+        if not once and not subfolders(folder):
+            warn(f"ptlf: {folder} has no subfolders yet; each that comes is learnt as a task")
         if not self._finished():
             yield self._one_of_many(None, folder, learning)
         while True:
@@ -287,7 +290,8 @@ class Learner:
                     yield results
             elif once:
                 if refused:
-                    raise UserError(f"{len(refused)} left out: {', '.join(path.name for path in refused)}")
+                    names = ", ".join(path.name for path in refused)
+                    raise UserError(f"{len(refused)} left out: {names}; repair, or move out of {folder}")
                 return
             else:
                 time.sleep(every)

@@ -256,8 +256,8 @@ def check_watched(folder: Path) -> None:
 
 
 def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()) -> list[Path]:
-    """Subfolders in which nothing has changed for `settle` seconds before `now`, oldest first. known: paths to leave
-    out, whose files are not looked at.
+    """Subfolders with images in which nothing has changed for `settle` seconds before `now`, oldest first. known: paths
+    to leave out, whose files are not looked at.
 
     A folder is as old as its oldest image: one that comes later does not change the order. What counts as a change is
     also one that leaves the file's date alone, as a copy that keeps dates does.
@@ -274,9 +274,9 @@ def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()
         except OSError:  # a file went away: somebody is at work
             continue
         changed = max(max(stat.st_mtime, stat.st_ctime) for stat in stats)
-        if settle <= 0 or now - changed >= settle:
-            dates = [stat.st_mtime for file, stat in zip(files, stats[1:], strict=True) if not not_an_image(file.name)]
-            found.append((min(dates, default=stats[0].st_mtime), natural(name), path))
+        dates = [stat.st_mtime for file, stat in zip(files, stats[1:], strict=True) if not not_an_image(file.name)]
+        if dates and (settle <= 0 or now - changed >= settle):
+            found.append((min(dates), natural(name), path))
     return [path for _, _, path in sorted(found)]
 
 

@@ -768,6 +768,7 @@ def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) ->
     inbox = tmp_path / "inbox"
     inbox.mkdir()
     assert watched(tmp_path / "run", inbox, *WORDS) == 0  # nothing there yet
+    assert capsys.readouterr().out == f"nothing new in {inbox}: it has no subfolders to learn\n"
     assert not (tmp_path / "run").exists()
     for age, day in ((1000, "day2"), (5000, "day1")):
         shutil.copytree(root / "pictures" / day, inbox / day)
@@ -781,14 +782,17 @@ def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) ->
         assert watched(tmp_path / "run", inbox, *WORDS) == 143
     assert f"`ptlf learn {tmp_path / 'run'} --watch {inbox}` goes on from here" in capsys.readouterr().err
     assert watched(tmp_path / "run", inbox) == 0
-    assert watched(tmp_path / "run", inbox) == 0
-    shutil.copytree(root / "pictures" / "day1", inbox / "copy")
+    assert "What it came to" in capsys.readouterr().out
     (inbox / "empty").mkdir()
+    assert watched(tmp_path / "run", inbox) == 0
+    told = f"nothing new in {inbox}: its subfolders were learnt, hold no images, or changed in the last 0 s\n"
+    assert capsys.readouterr().out == told
+    shutil.copytree(root / "pictures" / "day1", inbox / "copy")
     shutil.copytree(root / "pictures" / "day3", inbox / "day3")
     assert watched(tmp_path / "run", inbox) == 2
     told = capsys.readouterr().err
     assert "copy is left out: copy holds the very images of task day1" in told
-    assert "2 left out: " in told
+    assert f"1 left out: copy; repair, or move out of {inbox}\n" in told
     assert [found.name for found in arrivals(tmp_path / "run")] == ["0001-day1", "0002-day2", "0003-day3"]
     check_same(tmp_path / "run", whole(root))
     before = files_in(tmp_path / "run")
@@ -855,7 +859,7 @@ def test_a_folder_is_as_old_as_its_oldest_image(tmp_path: Path) -> None:
     for name, date in dates.items():
         os.utime(tmp_path / name, (date, date))
     (tmp_path / "empty").mkdir()
-    assert [path.name for path in settled(tmp_path, 0, 1000)] == ["monday", "tuesday", "thursday", "empty"]
+    assert [path.name for path in settled(tmp_path, 0, 1000)] == ["monday", "tuesday", "thursday"]
 
 
 def test_a_watched_folder_that_vanishes(root: Path, tmp_path: Path, monkeypatch) -> None:
