@@ -173,7 +173,6 @@ def number(text: str, least: float, most: float) -> float:
     return value
 
 
-seconds = partial(number, least=0, most=1e9)
 share = partial(number, least=0, most=1)
 positive = partial(whole, least=1, most=1_000_000)
 pixels = partial(whole, least=1, most=8192)
@@ -248,8 +247,8 @@ def add_learn(verb: Verb) -> None:
     add("--workers", "processes that decode (default: by the number of images and cores)", positive)
     about = "learn every subfolder of DIR as it appears, first the one with the oldest image file"
     add("--watch", about, Path, metavar="DIR")
-    add("--settle", "with --watch: leave a subfolder until nothing changed for so many seconds", seconds, default=30.0)
-    add("--every", "with --watch: seconds between looks", seconds, default=10.0)
+    add("--settle", "with --watch: leave a subfolder until nothing changed for so many seconds", float, default=30.0)
+    add("--every", "with --watch: seconds between looks", float, default=10.0)
     add("--once", "with --watch: learn what is there, then exit", bool)
 
 

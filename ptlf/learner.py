@@ -261,7 +261,7 @@ class Learner:
         """
         for word, value in {"settle": settle, "every": every}.items():
             if not 0 <= value <= MOST_SECONDS:
-                raise UserError(f"{word} must be a number of seconds from 0 to {MOST_SECONDS:g}, not {value}")
+                raise UserError(f"{word} must be a number of seconds from 0 to {MOST_SECONDS:g}, not {value:g}")
         folder = Path(folder)
         refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
         latecomers = Latecomers(folder)
