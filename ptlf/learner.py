@@ -145,7 +145,10 @@ class Learner:
         self.run: Run | None = None  # the latest
 
     def __repr__(self) -> str:
-        count = len(self.tasks)
+        try:
+            count = len(self.tasks)
+        except UserError as error:
+            return f"Learner({str(self.folder)!r}: {error})"
         return f"Learner({str(self.folder)!r}, {name_of(as_dict(self.config))}, {count} task{'s' * (count != 1)})"
 
     @property

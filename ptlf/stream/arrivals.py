@@ -217,7 +217,7 @@ def place(pack: Pack, number: int) -> str:
 
 
 def reduced(pack: Pack, rows: np.ndarray) -> Pack:
-    """The pack, in its place, with these training images only."""
+    """The pack, in its place, with these training images only, and the test images of their classes."""
 
     def chunks(split: str, rows: np.ndarray) -> Iterator[Chunk]:
         images, labels = pack.images(split), pack.labels(split)
@@ -225,8 +225,10 @@ def reduced(pack: Pack, rows: np.ndarray) -> Pack:
             some = rows[start : start + 256]
             yield images[some], labels[some]
 
-    wanted = {split: rows if split == "train" else np.arange(part.count) for split, part in pack.splits.items()}
-    parts = {split: (len(some), chunks(split, some)) for split, some in wanted.items()}
+    wanted = {"train": rows}
+    if "test" in pack.splits:
+        wanted["test"] = np.flatnonzero(np.isin(pack.labels("test"), pack.labels("train")[rows]))
+    parts = {split: (len(some), chunks(split, some)) for split, some in wanted.items() if len(some)}
     return write_pack(replace(pack, splits={}), parts, overwrite=True)
 
 

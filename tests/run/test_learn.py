@@ -648,7 +648,9 @@ def test_a_task_whose_folder_is_gone_is_named(run: Path, root: Path, capsys, gon
 
 
 def test_the_only_task_is_gone(run: Path, capsys) -> None:
+    learner = ptlf.Learner.load(run, trust_code=True)
     shutil.rmtree(run / "tasks")
+    assert "has no task yet" in repr(learner)
     assert main(["learn", "--trust-code", str(run), "day2"]) == 2
     assert f"there is no {run / 'tasks' / '0001-day1'}; put it back" in capsys.readouterr().err
 
@@ -739,6 +741,17 @@ def test_a_folder_that_has_grown(root: Path, tmp_path: Path, capsys) -> None:
     assert f"note: 23 of the 24 images of day were learnt before: {learnt}; they are" in capsys.readouterr().err
     assert json.loads((run / "results.json").read_text())["tasks"] == ["day", "day-2", "day-3"]
     assert [found.split("train").count for found in arrivals(run)] == [20, 3, 24]
+
+
+def test_of_a_labelled_folder_that_has_grown_only_the_new_classes_are_tested(run: Path, root: Path, tmp_path) -> None:
+    day = shutil.copytree(root / "pictures" / "day1", tmp_path / "day")
+    first = ptlf.Learner.load(run, trust_code=True)
+    first.learn(day, again=True, watcher=QUIET)
+    for number in range(3):
+        shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", day / "train" / "b" / f"new{number}.png")
+    first.learn(day, new_only=True, watcher=QUIET)
+    new = arrivals(run)[2]
+    assert {split: new.labels(split).tolist() for split in new.splits} == {"train": [1] * 3, "test": [1] * TEST}
 
 
 def test_classes_are_known_by_name_and_broken_images_may_be_skipped(run: Path, root: Path, tmp_path, capsys) -> None:
