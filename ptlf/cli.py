@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except Stopped as stopped:
         if process() == 0:
-            say(str(stopped.again(same_command(argv)) if verb in MANY_RUNS else stopped))
+            again = verb in MANY_RUNS or stopped.unlearnt
+            say(str(stopped.again(same_command(argv)) if again else stopped))
         return 128 + stopped.number
     except KeyboardInterrupt:
         say(f"stopped; {same_command(argv)}" if verb in MANY_RUNS else "stopped")
@@ -172,7 +173,6 @@ def number(text: str, least: float, most: float) -> float:
     return value
 
 
-seconds = partial(number, least=0, most=1e9)
 share = partial(number, least=0, most=1)
 positive = partial(whole, least=1, most=1_000_000)
 pixels = partial(whole, least=1, most=8192)
@@ -239,14 +239,16 @@ def add_learn(verb: Verb) -> None:
     add("--log", LOG_ABOUT, **LOG)
     add("--trust-code", TRUST, bool)
     add("--name", "of the task (default: the folder's)")
-    add("--again", "learn SOURCE even if its images are exactly those of a task learnt before", bool)
+    add("--again", "learn SOURCE even if all its images were learnt before", bool)
+    add("--new-only", "leave out images that earlier tasks have from the same SOURCE, as a folder that has grown", bool)
     add("--test-fraction", "SOURCE has a folder per class: this share of each is for testing", share, default=0.0)
     add("--fit", "for a new run: how images become squares; see `ptlf data pack --help` (default: crop)", choices=FITS)
     add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
     add("--workers", "processes that decode (default: by the number of images and cores)", positive)
-    add("--watch", "learn every subfolder of DIR, oldest first, as it appears", Path, metavar="DIR")
-    add("--settle", "with --watch: leave a subfolder until nothing changed for so many seconds", seconds, default=30.0)
-    add("--every", "with --watch: seconds between looks", seconds, default=10.0)
+    about = "learn every subfolder of DIR as it appears, first the one with the oldest image file"
+    add("--watch", about, Path, metavar="DIR")
+    add("--settle", "with --watch: leave a subfolder until nothing changed for so many seconds", float, default=30.0)
+    add("--every", "with --watch: seconds between looks", float, default=10.0)
     add("--once", "with --watch: learn what is there, then exit", bool)
 
 
@@ -428,7 +430,8 @@ def add_data_verbs(verb: Verb) -> None:
     pack("--size", "side of the square images in pixels", pixels, required=True)
     about = "how images become squares: crop (the centre), squash (all, distorted), pad (all, between grey bars)"
     pack("--fit", about, choices=FITS, default="crop")
-    pack("--folders", "what a folder is", choices=("classes", "tasks"), default="classes")
+    about = "what a folder is; tasks come in the order of their names, 2 before 10"
+    pack("--folders", about, choices=("classes", "tasks"), default="classes")
     pack("--test-fraction", "share of each class held out for testing", share, default=0.0)
     for add in (get, pack):
         add("--on-error", "for broken images and empty folders", choices=("refuse", "skip"), default="refuse")

@@ -53,9 +53,9 @@ from ptlf.run.paper import FIGURES, TABLES
 from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs, write_json
 from ptlf.stream import STREAMS, fetch
-from ptlf.stream.folders import OnError, pack_folder
+from ptlf.stream.folders import OnError, pack_folder, subfolders
 from ptlf.stream.given import is_plain_folder
-from ptlf.stream.pack import Folders, Pack, list_packs, verify_pack
+from ptlf.stream.pack import Folders, Pack, list_packs, quoted, verify_pack
 from ptlf.stream.packing import pack_images
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.process import Stopped
@@ -134,21 +134,28 @@ def learn(
     overrides: Words,
     **how: Any,
 ) -> None:
-    """how: `again`, and how images are packed, for `Learner.learn`."""
+    """how: `again`, `new_only`, and how images are packed, for `Learner.learn`."""
     check_alone("learn")
     if source and overrides and not overrides[0].startswith("-"):
         one = f"`ptlf learn` takes one folder of images per call, and {shown(overrides[0])} is a second one"
         raise UserError(f"{one}; call it once for each, or give --watch DIR to learn every subfolder of DIR")
     if watch and (source or name):
         raise UserError(f"--watch takes its tasks from {watch}; leave out {'SOURCE' if source else '--name'}")
+    if watch and how["new_only"]:
+        one = f"`ptlf learn {folder} FOLDER --new-only`"
+        raise UserError(f"--watch learns a folder once; for one that has grown call {one}")
     if not watch and once:
         raise UserError("--once is for --watch DIR")
     learner = open_learner(folder, recipe, config, size, trust_code, with_log(overrides, log))
     if watch:
+        results = None
         for results in learner.watch(watch, settle=settle, every=every, once=once, **how):
             show_results(console, results, folder, brief=True)
             write_page([folder], folder / "report.html")
-        return
+        if results:
+            return show_runs(console, {results["name"]: [results]})
+        young = f"its subfolders were learnt, hold no images, or changed in the last {settle:g} s"
+        return tell(f"nothing new in {watch}: {young if subfolders(watch) else 'it has no subfolders to learn'}")
     if source is None and learner.exists and has_finished(folder):
         return tell(f"{folder}: nothing to finish; give images to learn")
     try:
@@ -529,7 +536,10 @@ def data_get(name: str, data_root: str | None, **how: Any) -> None:
 def data_pack(source: Path, name: str, data_root: str | None, folders: Folders, **how: Any) -> None:
     root = fetch.data_root(data_root)
     if is_plain_folder(source):
-        show_pack(pack_folder(source, root, name, folders=folders, **how))
+        pack = pack_folder(source, root, name, folders=folders, **how)
+        show_pack(pack)
+        if folders == "tasks":
+            print(f"  the order of the tasks, by their names: {quoted(pack.names)}")
     elif folders == "tasks":
         raise UserError(f"--folders tasks is for a folder of image folders, and {source} is none; leave it out")
     else:

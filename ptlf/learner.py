@@ -42,12 +42,15 @@ from ptlf.stream.arrivals import (
     check_watched,
     checksum,
     clear,
+    known_images,
     pack_incoming,
+    place,
+    reduced,
     settled,
     task_name,
 )
 from ptlf.stream.disk import disk_errors, files_below
-from ptlf.stream.folders import OnError
+from ptlf.stream.folders import OnError, subfolders
 from ptlf.stream.pack import Pack, data_root
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
@@ -57,7 +60,8 @@ SIZE = 32  # pixels, where neither the images nor the settings say
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
 MOST_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
-OF_LEARN = ("name", "again", "watcher", "test_fraction", "on_error", "workers", "fit")  # arguments of `Learner.learn`
+# Arguments of `Learner.learn`:
+OF_LEARN = ("name", "again", "new_only", "watcher", "test_fraction", "on_error", "workers", "fit")
 Source = Any  # a path, an array, a list of images, a data set
 
 
@@ -140,6 +144,13 @@ class Learner:
         self._parts: Parts | None = None
         self.run: Run | None = None  # the latest
 
+    def __repr__(self) -> str:
+        try:
+            count = len(self.tasks)
+        except UserError as error:
+            return f"Learner({str(self.folder)!r}: {error})"
+        return f"Learner({str(self.folder)!r}, {name_of(as_dict(self.config))}, {count} task{'s' * (count != 1)})"
+
     @property
     def tasks(self) -> list[str]:
         """Names of all tasks, learnt or not."""
@@ -165,6 +176,7 @@ class Learner:
         name: str | None = None,
         *,
         again: bool = False,
+        new_only: bool = False,
         watcher: Watcher | None = None,
         **packing: Any,
     ) -> dict[str, Any]:
@@ -176,17 +188,22 @@ class Learner:
             set; an .npz; an array (N, H, W, 3) uint8, a list of images, a torch Dataset or a Hugging Face dataset of
             images or (image, label) pairs. Labels are used for testing only.
         name: of the task; default: the folder's or file's.
-        again: learn a task even though its images are exactly those of one learnt before.
+        again: learn a task even though all its images were learnt before.
+        new_only: leave out images that earlier tasks have from the same place, as a folder that has grown; if there
+            are no others, nothing is learnt.
         watcher: told what happens; default: a progress bar.
         packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`; for a new run also `fit`.
         """
         if source is None and not self.exists:
             raise UserError(f"{self.folder} holds no run; give the images of its first task")
+        if again and new_only:
+            raise UserError("--again learns what --new-only leaves out (again=True, new_only=True); give one of them")
         said = tell if watcher is None else None
         watcher = watcher or Live(name_of(as_dict(self.config)))
         with self._held():
             finished = not self.exists or self._can_go_on()
             incoming: Pack | None = None
+            accepted: Pack | None = None
             run: Run | None = None
             try:
                 if source is not None:
@@ -195,28 +212,32 @@ class Learner:
                     going = not finished and learnt and checksum(learnt[-1]) == checksum(incoming)
                     if going and not again:
                         incoming = None
+                    elif new_only:
+                        incoming = without_known(incoming, learnt)
                     elif not again:
                         refuse_twin(incoming, learnt)
                 if not finished:
                     run = self._build()
                     self._train(run, watcher)
                     if incoming is not None and run.signals.asked:  # in its last moments
-                        raise Stopped(
-                            self.folder, run.signals.asked, f"{task_name(incoming)} is not learnt; give it again"
-                        )
+                        raise Stopped(self.folder, run.signals.asked)
                 if incoming is not None:
                     if not self.exists:
                         self._fit(incoming, said)
                     accepted, run = accept(self.folder, incoming), None
                     try:
                         run = self._build()
+                        note_small(accepted, self.config.training.batch)
                         self._train(run, watcher)
-                    except BaseException as error:
+                    except BaseException:
                         if run is None or not run.prepared:
                             shutil.rmtree(accepted.path)
-                            if isinstance(error, Stopped):
-                                raise error.again(f"{task_name(incoming)} is not learnt; give it again") from None
                         raise
+            except Stopped as stopped:
+                if incoming is None or (accepted and accepted.path.exists()):
+                    raise
+                unlearnt = f"{task_name(incoming)} is not learnt, and will be packed again"
+                raise Stopped(self.folder, stopped.number, "give it again", stopped.lost, unlearnt) from None
             finally:
                 clear(self.folder)
         return self.results
@@ -230,23 +251,27 @@ class Learner:
         once: bool = False,
         **learning: Any,
     ) -> Iterator[dict[str, Any]]:
-        """Learn every subfolder, oldest first, as it appears; yields the results after each. Never ends by itself.
+        """Learn every subfolder as it appears, first the one with the oldest image file; yields the results after each.
+        Never ends by itself.
 
         A subfolder is left for later while anything in it is younger than `settle` seconds, and is learnt once: the
         run's record says from where its tasks came. One that cannot be learnt is named on stderr, and tried again when
         it changes. Images that come into a learnt subfolder, or lie in none, are not learnt, and counted on stderr.
 
-        every: seconds between looks. once: end when nothing is left to learn.
+        every: seconds between looks. once: end when nothing is left to learn, with an error if a subfolder with images
+            could not be learnt.
         learning: as for `learn`.
         """
         for word, value in {"settle": settle, "every": every}.items():
             if not 0 <= value <= MOST_SECONDS:
-                raise UserError(f"{word} must be a number of seconds from 0 to {MOST_SECONDS:g}, not {value}")
+                raise UserError(f"{word} must be a number of seconds from 0 to {MOST_SECONDS:g}, not {value:g}")
         folder = Path(folder)
         refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
         latecomers = Latecomers(folder)
         check_watched(folder)
         check_new(self.folder)
+        if not once and not subfolders(folder):
+            warn(f"ptlf: {folder} has no subfolders yet; each that comes is learnt as a task")
         if not self._finished():
             yield self._one_of_many(None, folder, learning)
         while True:
@@ -268,7 +293,8 @@ class Learner:
                     yield results
             elif once:
                 if refused:
-                    raise UserError(f"{len(refused)} left out: {', '.join(path.name for path in refused)}")
+                    names = ", ".join(path.name for path in refused)
+                    raise UserError(f"{len(refused)} left out: {names}; repair, or move out of {folder}")
                 return
             else:
                 time.sleep(every)
@@ -278,7 +304,7 @@ class Learner:
         try:
             results = self.learn(source, **learning)
         except Stopped as stopped:
-            raise stopped.again(advice) from None
+            raise Stopped(self.folder, stopped.number, advice, stopped.lost) from None
         if self.run is not None and self.run.signals.asked:
             raise Stopped(self.folder, self.run.signals.asked, advice)
         return results
@@ -420,8 +446,33 @@ def gathered(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_twin(incoming: Pack, learnt: Sequence[Pack]) -> None:
+    """Refuse a task of which all images were learnt before; of some, say so."""
+    again = "give --again (again=True) to learn them once more"
     for number, pack in enumerate(learnt, start=1):
         if checksum(pack) == checksum(incoming):
-            place = f"task {task_name(pack)}, number {number} of those that arrived"
-            same = f"{task_name(incoming)} holds the very images of {place}"
-            raise UserError(f"{same}; give --again (again=True) to learn them once more")
+            raise UserError(f"{task_name(incoming)} holds the very images of {place(pack, number)}; {again}")
+    known, tasks = known_images(incoming, learnt)
+    before = f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before: {'; '.join(tasks)}"
+    if known.all():
+        raise UserError(f"{before}; {again}")
+    if known.any():
+        warn(f"note: {before}; they are learnt again, unless --new-only (new_only=True) is given")
+
+
+def note_small(task: Pack, batch: int) -> None:
+    if (count := task.split("train").count) < batch:
+        fewer = f"task {task_name(task)} has {count} images, fewer than a batch of {batch}"
+        poor = f"its batches are of {count}, and their statistics are poor"
+        warn(f"ptlf: warning: {fewer}: {poor}; better put more images into one task")
+
+
+def without_known(incoming: Pack, learnt: Sequence[Pack]) -> Pack | None:
+    """Its images that are in no earlier task from the same place. None: there are none."""
+    known, _ = known_images(incoming, learnt)
+    if not known.any():
+        return incoming
+    if known.all():
+        warn(f"note: nothing new in {task_name(incoming)}: all {len(known)} images were learnt before")
+        return None
+    warn(f"note: {known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before, left out")
+    return reduced(incoming, np.flatnonzero(~known))

@@ -384,6 +384,10 @@ class TestData:
         words += ["--stream.tasks", "2", "--training.batch", "4", "--probes.knn_class.k", "2"]
         assert main(words) == 0
 
+    def test_the_order_of_tasks_is_told(self, capsys, tmp_path) -> None:
+        assert main(self.pack(tmp_path, "--folders", "tasks")) == 0
+        assert "  the order of the tasks, by their names: 'ant', 'bee'" in capsys.readouterr().out
+
     def test_a_broken_image_is_named(self, capsys, tmp_path) -> None:
         (tmp_path / "images" / "ant" / "bad.png").write_bytes(b"")
         error = refused(capsys, *self.pack(tmp_path))

@@ -101,7 +101,8 @@ def doubts(snapshot: Snapshot, quiet: float) -> Iterator[str]:
         return
     age = snapshot.age or 0.0
     if snapshot.ended:
-        yield f"process {snapshot.holder} has ended without a word; `ptlf train --resume {snapshot.folder}` goes on"
+        verb = "learn" if snapshot.results.get("arrived") else "train --resume"
+        yield f"process {snapshot.holder} has ended without a word; `ptlf {verb} {snapshot.folder}` goes on"
         return
     if age < -CLOCKS_DIFFER:
         yield f"the files are {seconds(-age)} newer than now: the clock of the machine that writes them differs"

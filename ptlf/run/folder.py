@@ -68,7 +68,7 @@ def lock_of_run(folder: Path) -> Iterator[None]:
     with ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(folder / ".lock", f"{folder} is in use", "wait for it, or choose another --out"))
+            held.enter_context(locked(folder / ".lock", f"{folder} is in use", "wait for it, or choose another folder"))
         except OSError as error:
             raise write_error(folder, error) from error
         yield

@@ -1,6 +1,7 @@
 """Tasks that arrive while a run goes on. Each is a packed set in `RUN/tasks/NUMBER-NAME`, in the order of arrival."""
 
 import functools
+import hashlib
 import os
 import re
 import shutil
@@ -13,11 +14,12 @@ import numpy as np
 from PIL import Image
 
 from ptlf.core.errors import UserError
+from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
-from ptlf.stream.disk import disk_errors, files_below, images_below
+from ptlf.stream.disk import disk_errors, files_below, images_below, not_an_image
 from ptlf.stream.folders import subfolders
 from ptlf.stream.given import is_plain_folder, own_side
-from ptlf.stream.pack import Pack, natural, open_pack, read_manifest
+from ptlf.stream.pack import Pack, natural, open_pack, read_manifest, write_pack
 from ptlf.stream.packing import pack_images
 from ptlf.stream.splits import visible
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, exam
@@ -190,9 +192,52 @@ def pack_incoming(
     return pack_images(source, target, size, labelled=labelled, test_fraction=test_fraction, **options)
 
 
+def known_images(incoming: Pack, learnt: Sequence[Pack]) -> tuple[np.ndarray, list[str]]:
+    """Which of its training images, (N,) bool, are in earlier tasks that came from the same place; and those tasks."""
+    own, tasks = digests(incoming), []
+    known = np.zeros(len(own), bool)
+    for number, pack in enumerate(learnt, start=1):
+        if pack.source == incoming.source and (pack.path / pack.split("train").images).is_file():
+            there = set(digests(pack))
+            found = np.array([digest in there for digest in own])
+            if found.any():
+                tasks.append(place(pack, number))
+            known |= found
+    return known, tasks
+
+
+def digests(pack: Pack) -> list[bytes]:
+    """Of each training image."""
+    return [hashlib.sha256(image).digest() for image in pack.images("train")]
+
+
+def place(pack: Pack, number: int) -> str:
+    """number: of the task among those that arrived, from 1."""
+    return f"task {task_name(pack)}, number {number} of those that arrived"
+
+
+def reduced(pack: Pack, rows: np.ndarray) -> Pack:
+    """The pack, in its place, with these training images only, and the test images of their classes."""
+
+    def chunks(split: str, rows: np.ndarray) -> Iterator[Chunk]:
+        images, labels = pack.images(split), pack.labels(split)
+        for start in range(0, len(rows), 256):
+            some = rows[start : start + 256]
+            yield images[some], labels[some]
+
+    wanted = {"train": rows}
+    if "test" in pack.splits:
+        wanted["test"] = np.flatnonzero(np.isin(pack.labels("test"), pack.labels("train")[rows]))
+    parts = {split: (len(some), chunks(split, some)) for split, some in wanted.items() if len(some)}
+    return write_pack(replace(pack, splits={}), parts, overwrite=True)
+
+
 def accept(folder: Path, incoming: Pack) -> Pack:
-    """The incoming pack as the run's next task."""
-    target = folder / TASKS / incoming.name
+    """The incoming pack as the run's next task. One with the name of an earlier task gets a number: monday-2."""
+    taken = {task_name(pack) for pack in arrivals(folder)}
+    ends = ("", *(f"-{number}" for number in range(2, len(taken) + 2)))
+    end = next(end for end in ends if task_name(incoming) + end not in taken)
+    target = folder / TASKS / (incoming.name + end)
     incoming.path.rename(target)
     return replace(incoming, path=target)
 
@@ -213,11 +258,11 @@ def check_watched(folder: Path) -> None:
 
 
 def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()) -> list[Path]:
-    """Subfolders in which nothing has changed for `settle` seconds before `now`, oldest first. known: paths to leave
-    out, whose files are not looked at.
+    """Subfolders with images in which nothing has changed for `settle` seconds before `now`, oldest first. known: paths
+    to leave out, whose files are not looked at.
 
-    A folder is as old as its newest file. What counts as a change is also one that leaves the file's date alone, as a
-    copy that keeps dates does.
+    A folder is as old as its oldest image: one that comes later does not change the order. What counts as a change is
+    also one that leaves the file's date alone, as a copy that keeps dates does.
     """
     check_watched(folder)
     found = []
@@ -226,13 +271,14 @@ def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()
         if str(path.resolve()) in known:
             continue
         try:
-            stats = [path.stat(), *(file.stat() for file in files_below(path))]
+            files = files_below(path)
+            stats = [path.stat(), *map(Path.stat, files)]
         except OSError:  # a file went away: somebody is at work
             continue
         changed = max(max(stat.st_mtime, stat.st_ctime) for stat in stats)
-        if settle <= 0 or now - changed >= settle:
-            newest = max(stat.st_mtime for stat in stats[1:] or stats)
-            found.append((newest, natural(name), path))
+        dates = [stat.st_mtime for file, stat in zip(files, stats[1:], strict=True) if not not_an_image(file.name)]
+        if dates and (settle <= 0 or now - changed >= settle):
+            found.append((min(dates), natural(name), path))
     return [path for _, _, path in sorted(found)]
 
 

@@ -33,6 +33,8 @@ Fit = Literal["crop", "squash", "pad"]
 FITS: tuple[Fit, ...] = get_args(Fit)
 GREY = (127, 127, 127)
 BATCH_BYTES = 4 << 20
+RAW = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".rw2")  # by some of them Pillow shows a small preview
+BRANDS = {b"heic": "HEIC", b"heix": "HEIC", b"hevc": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF", b"avif": "AVIF"}
 
 
 class BadImage(Exception):
@@ -58,11 +60,22 @@ def decode_image(content: bytes, size: int, fit: Fit = "crop") -> np.ndarray:
     except MemoryError:
         raise BadImage("too many pixels for the memory of this machine") from None
     except UnidentifiedImageError:
+        if content[4:8] == b"ftyp" and (kind := BRANDS.get(content[8:12])):
+            raise not_read(kind) from None
         raise BadImage("not an image in a known format") from None
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from None
     except Exception as error:  # Pillow can raise almost any exception on malformed bytes
         raise BadImage(f"{type(error).__name__}: {error}") from None
+
+
+def not_read(kind: str) -> BadImage:
+    return BadImage(f"{kind} is not read here, convert it to JPEG or PNG")
+
+
+def check_ending(name: str) -> None:
+    if name.lower().endswith(RAW):
+        raise not_read(f"a camera's RAW format ({Path(name).suffix})")
 
 
 def from_picture(image: Image.Image, size: int, fit: Fit = "crop") -> np.ndarray:
@@ -109,6 +122,7 @@ def decode_batch(files: Sequence[ImageFile], size: int, fit: Fit = "crop") -> De
     images, labels, problems = [], [], []
     for file in files:
         try:
+            check_ending(file.member)
             images.append(decode_image(read_bytes(file), size, fit))
             labels.append(file.label)
         except (BadImage, OSError) as problem:

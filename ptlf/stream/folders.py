@@ -17,6 +17,7 @@ from ptlf.stream.pack import Folders, Pack, check_free, check_name, natural, quo
 OnError = Literal["refuse", "skip"]
 
 SHOWN_SKIPS = 20
+SKIP = "give --on-error skip (on_error='skip')"
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,7 @@ def pack_files(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: P
             seen: set[int] = set()
             for images, labels, problems in decode(files, pack.size, pack.fit):
                 if problems and options.on_error == "refuse":
-                    file, why = problems[0]
-                    raise UserError(f"{file} cannot be packed: {why}; repair or remove it, or give --on-error skip")
+                    raise broken(problems, "packed")
                 pack.skipped.extend({"file": file, "why": why} for file, why in problems)
                 seen.update(labels.tolist())
                 yield images, labels
@@ -114,6 +114,13 @@ def pack_files(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: P
             return pack_files(*without(emptied.labels, pack, splits, before), options)
     note_skipped(made, total)
     return made
+
+
+def broken(problems: Sequence[tuple[str, str]], word: str) -> UserError:
+    """problems: names and reasons, of those images that were looked at together with the first."""
+    (file, why), more = problems[0], len(problems) - 1
+    others = f" and at least {more} more" if more else ""
+    return UserError(f"{file} cannot be {word}: {why}; repair or remove it{others}, or {SKIP}")
 
 
 class Emptied(Exception):
@@ -195,9 +202,7 @@ def list_images(tree: Path, names: Sequence[str], passed: list[Path]) -> list[Im
         raise UserError(f"{tree} has no folder {quoted(missing)}")
     listed = [images_below(tree / name, passed) for name in names]
     if [] in listed:
-        raise UserError(
-            f"{tree / names[listed.index([])]} holds no images; fill it or remove it, or give --on-error skip"
-        )
+        raise UserError(f"{tree / names[listed.index([])]} holds no images; fill it or remove it, or {SKIP}")
     return [ImageFile(label, str(file)) for label, files in enumerate(listed) for file in files]
 
 

@@ -15,9 +15,9 @@ from PIL import Image
 from ptlf.core.errors import UserError
 from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
-from ptlf.stream.decode import BATCH_BYTES, BadImage, Fit, ImageFile, decode_image, from_picture
+from ptlf.stream.decode import BATCH_BYTES, BadImage, Fit, ImageFile, check_ending, decode_image, from_picture
 from ptlf.stream.disk import note_passed
-from ptlf.stream.folders import OnError, PackOptions, note_skipped, pack_files, pack_folder, tell_skipped
+from ptlf.stream.folders import OnError, PackOptions, broken, note_skipped, pack_files, pack_folder, tell_skipped
 from ptlf.stream.given import described, folder_of_folders, given, image_files, is_plain_folder
 from ptlf.stream.pack import Pack, check_free, check_name, natural, write_pack
 from ptlf.stream.rows import CHANNELS, Classes, Given, Row, hold_out
@@ -122,8 +122,7 @@ def write_given(pack: Pack, splits: Mapping[str, Given], options: PackOptions, c
 
 def refuse_or_skip(problems: Sequence[tuple[str, str]], skipped: list[dict[str, str]], on_error: str) -> None:
     if problems and on_error == "refuse":
-        file, why = problems[0]
-        raise UserError(f"{file} cannot be used: {why}; repair or remove it, or give --on-error skip")
+        raise broken(problems, "used")
     skipped.extend({"file": file, "why": why} for file, why in problems)
 
 
@@ -173,6 +172,7 @@ def to_square(image: Any, size: int, fit: Fit = "crop") -> np.ndarray:
     """(S, S, 3) uint8 of a path, the bytes of a file, a PIL image, an array (H, W[, C]) or a tensor ([C, ]H, W)."""
     if isinstance(image, str | os.PathLike):
         try:
+            check_ending(str(image))
             return decode_image(Path(image).read_bytes(), size, fit)
         except (OSError, ValueError) as error:  # ValueError: a path with a null character
             raise BadImage(getattr(error, "strerror", None) or str(error)) from None

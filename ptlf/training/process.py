@@ -9,16 +9,18 @@ from typing import Any, Self
 
 
 class Stopped(Exception):
-    """The run was stopped by a signal, after saving a checkpoint. If it saved none, `lost` says what is lost."""
+    """The run was stopped by a signal, after saving a checkpoint. If it saved none, `lost` says what is lost.
+    `unlearnt` names a task that was given and is not in the run yet: the same call is needed again."""
 
-    def __init__(self, folder: Path, number: int, advice: str = "", lost: str = "") -> None:
+    def __init__(self, folder: Path, number: int, advice: str = "", lost: str = "", unlearnt: str = "") -> None:
         how = f"stopped without saving: {lost}" if lost else "stopped"
-        super().__init__(f"{how}; {advice or f'go on with `ptlf train --resume {folder}`'}")
-        self.folder, self.number, self.lost = folder, number, lost
+        what = f"{unlearnt}; " if unlearnt else ""
+        super().__init__(f"{how}; {what}{advice or f'go on with `ptlf train --resume {folder}`'}")
+        self.folder, self.number, self.lost, self.unlearnt = folder, number, lost, unlearnt
 
     def again(self, advice: str) -> "Stopped":
         """The same with another advice, for a command that trains several runs."""
-        return Stopped(self.folder, self.number, advice, self.lost)
+        return Stopped(self.folder, self.number, advice, self.lost, self.unlearnt)
 
 
 class StopSignals:

@@ -93,6 +93,9 @@ def test_a_dead_process_is_named(running: Path) -> None:
     assert f"process {other.pid} on {socket.gethostname()} has ended without a word" in dead
     assert f"`ptlf train --resume {running}` goes on" in dead
     assert "s left" not in dead
+    results = json.loads((running / "results.json").read_text())
+    (running / "results.json").write_text(json.dumps({**results, "arrived": 1}))
+    assert f"`ptlf learn {running}` goes on" in " ".join(shown(running).split())
     naps: list[float] = []
     with open(running / "screen", "w") as file:
         watch(running, console=Console(file=file, force_terminal=True), sleep=naps.append)

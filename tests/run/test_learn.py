@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from ptlf.run.loop import Run
 from ptlf.run.watcher import Watcher
 from ptlf.stream import arrivals as arrivals_module
 from ptlf.stream import pack
-from ptlf.stream.arrivals import Latecomers, arrivals
+from ptlf.stream.arrivals import Latecomers, arrivals, settled
 from ptlf.stream.folders import PackOptions, pack_folder
 from ptlf.stream.packing import pack_images
 from ptlf.training.checkpoint import deserialise, sealed, serialise, unsealed
@@ -339,7 +340,10 @@ def test_a_signal_before_the_next_task_begins_leaves_the_run_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr("ptlf.learner.Live", lambda name: StopsIn("testing the encoder before training, features"))
         assert main([*words, "day2"]) == 143
-    assert capsys.readouterr().err.splitlines()[-1].endswith("; day2 is not learnt; give it again")
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.endswith(
+        f"; day2 is not learnt, and will be packed again; `ptlf {' '.join(words)} day2` goes on from here"
+    )
     assert files_in(run) == before
     for day in ("day2", "day3"):
         assert main([*words, day]) == 0
@@ -503,7 +507,8 @@ def test_another_version_a_lock_and_a_lost_checkpoint(run: Path, root: Path, cap
         before = files_in(run)
         assert main(["learn", "--trust-code", str(run), day2]) == 2
         assert files_in(run) == before
-    assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"is in use by process {os.getpid()}" in told and "; wait for it, or choose another folder" in told
     whole_file = newest.read_bytes()
     newest.write_bytes(whole_file.replace(b"ptlf checkpoint 1 ", b"ptlf checkpoint 9 ", 1))
     assert "after-task01.ckpt is a checkpoint of another version of ptlf" in refused()
@@ -589,20 +594,27 @@ class StopsInItsLastMoments(Watcher):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stop_in_the_last_moments_of_a_task_that_is_finished_first_holds_for_the_next(
+def test_a_stop_while_a_task_is_finished_first_names_the_next_and_holds_for_it(
     root: Path, run: Path, capsys, monkeypatch
 ) -> None:
     learn = ["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]
     with monkeypatch.context() as patch:
         patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
         assert main(learn) == 143
-        patch.setattr("ptlf.learner.Live", lambda name: StopsInItsLastMoments())
-        capsys.readouterr()
-        assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]) == 143
-    assert capsys.readouterr().err.splitlines()[-1] == "ptlf: stopped; day3 is not learnt; give it again"
+        day3 = ["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]
+        waits = f"day3 is not learnt, and will be packed again; `ptlf {' '.join(day3)}` goes on from here"
+        for watcher in (StopsAt(1), StopsInItsLastMoments()):  # while day 2 is finished, and when it is
+            patch.setattr("ptlf.learner.Live", lambda name, watcher=watcher: watcher)
+            capsys.readouterr()
+            assert main(day3) == 143
+            assert capsys.readouterr().err.splitlines()[-1] == f"ptlf: stopped; {waits}"
     assert json.loads((run / "results.json").read_text())["status"] == "finished"
     assert [found.name for found in arrivals(run)] == ["0001-day1", "0002-day2"]
-    assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]) == 0
+    with pytest.raises(Stopped, match="day3 is not learnt, and will be packed again; give it again"):
+        ptlf.Learner.load(run, trust_code=True).learn(
+            "day3", watcher=StopsIn("testing the encoder before training, features")
+        )
+    assert main(day3) == 0
     check_same(run, whole(root))
 
 
@@ -636,7 +648,9 @@ def test_a_task_whose_folder_is_gone_is_named(run: Path, root: Path, capsys, gon
 
 
 def test_the_only_task_is_gone(run: Path, capsys) -> None:
+    learner = ptlf.Learner.load(run, trust_code=True)
     shutil.rmtree(run / "tasks")
+    assert "has no task yet" in repr(learner)
     assert main(["learn", "--trust-code", str(run), "day2"]) == 2
     assert f"there is no {run / 'tasks' / '0001-day1'}; put it back" in capsys.readouterr().err
 
@@ -671,17 +685,11 @@ def test_a_stopped_run_of_a_module_says_how_to_go_on_and_that_works(tmp_path: Pa
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf")])
 def test_seconds_that_are_none(tmp_path: Path, capsys, bad: float) -> None:
     for word in ("settle", "every"):
-        assert refused_words("learn", str(tmp_path / "run"), "--watch", str(tmp_path), f"--{word}", str(bad)) == 2
-        told = capsys.readouterr().err
-        assert f"argument --{word}: must be a number from 0 to 1e+09, not '{bad}'" in told
-        with pytest.raises(UserError, match=f"{word} must be a number of seconds from 0 to"):
+        told = f"{word} must be a number of seconds from 0 to 1e+09, not {bad}"
+        assert main(["learn", str(tmp_path / "run"), "--watch", str(tmp_path), f"--{word}", str(bad)]) == 2
+        assert capsys.readouterr().err == f"ptlf: {told}\n"
+        with pytest.raises(UserError, match=re.escape(told)):
             next(ptlf.Learner(out=tmp_path / "run").watch(tmp_path, once=True, **{word: bad}))
-
-
-def refused_words(*words: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(list(words))
-    return int(str(left.value))
 
 
 def test_the_same_images_twice(run: Path, root: Path, capsys) -> None:
@@ -694,6 +702,56 @@ def test_the_same_images_twice(run: Path, root: Path, capsys) -> None:
     assert files_in(run) == before
     assert main([*words, "--again"]) == 0
     assert json.loads((run / "results.json").read_text())["tasks"] == ["day1", "again"]
+
+
+def test_a_task_smaller_than_a_batch_is_warned_about(run: Path, capsys) -> None:
+    learner = ptlf.Learner.load(run, trust_code=True)
+    learner.learn(noise(8, 0), "batch", watcher=QUIET)
+    assert "fewer" not in capsys.readouterr().err
+    learner.learn(noise(3, 1), "small", watcher=QUIET)
+    told = "ptlf: warning: task small has 3 images, fewer than a batch of 8: its batches are of 3, and their"
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_a_folder_that_has_grown(root: Path, tmp_path: Path, capsys) -> None:
+    """It is learnt again with a note, or only what is new; of names that repeat, the later ones are numbered."""
+    day, run = shutil.copytree(root / "plain" / "day1", tmp_path / "day"), tmp_path / "run"
+    words = ["learn", "--trust-code", str(run), str(day)]
+    assert main([*words, *WORDS, "--new-only"]) == 0
+    for number in range(3):
+        shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", day / "a" / f"new{number}.png")
+    capsys.readouterr()
+    assert main([*words, "--new-only"]) == 0
+    assert "note: 20 of the 23 images of day were learnt before, left out\n" in capsys.readouterr().err
+    new = [np.asarray(Image.open(day / "a" / f"new{number}.png")) for number in range(3)]
+    assert np.array_equal(arrivals(run)[1].images("train"), new)
+    before = files_in(run)
+    assert main([*words, "--new-only"]) == 0
+    assert "note: nothing new in day: all 23 images were learnt before\n" in capsys.readouterr().err
+    assert main(words) == 2
+    learnt = "task day, number 1 of those that arrived; task day-2, number 2 of those that arrived"
+    assert f"23 of the 23 images of day were learnt before: {learnt}; give --again" in capsys.readouterr().err
+    assert main([*words, "--again", "--new-only"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+    assert main([*words[:3], "--watch", str(tmp_path), "--new-only"]) == 2
+    assert f"`ptlf learn {run} FOLDER --new-only`" in capsys.readouterr().err
+    assert files_in(run) == before
+    shutil.copy(root / "plain" / "day2" / "c" / "05.png", day / "a" / "new5.png")
+    assert main(words) == 0
+    assert f"note: 23 of the 24 images of day were learnt before: {learnt}; they are" in capsys.readouterr().err
+    assert json.loads((run / "results.json").read_text())["tasks"] == ["day", "day-2", "day-3"]
+    assert [found.split("train").count for found in arrivals(run)] == [20, 3, 24]
+
+
+def test_of_a_labelled_folder_that_has_grown_only_the_new_classes_are_tested(run: Path, root: Path, tmp_path) -> None:
+    day = shutil.copytree(root / "pictures" / "day1", tmp_path / "day")
+    first = ptlf.Learner.load(run, trust_code=True)
+    first.learn(day, again=True, watcher=QUIET)
+    for number in range(3):
+        shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", day / "train" / "b" / f"new{number}.png")
+    first.learn(day, new_only=True, watcher=QUIET)
+    new = arrivals(run)[2]
+    assert {split: new.labels(split).tolist() for split in new.splits} == {"train": [1] * 3, "test": [1] * TEST}
 
 
 def test_classes_are_known_by_name_and_broken_images_may_be_skipped(run: Path, root: Path, tmp_path, capsys) -> None:
@@ -718,6 +776,7 @@ def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) ->
     inbox = tmp_path / "inbox"
     inbox.mkdir()
     assert watched(tmp_path / "run", inbox, *WORDS) == 0  # nothing there yet
+    assert capsys.readouterr().out == f"nothing new in {inbox}: it has no subfolders to learn\n"
     assert not (tmp_path / "run").exists()
     for age, day in ((1000, "day2"), (5000, "day1")):
         shutil.copytree(root / "pictures" / day, inbox / day)
@@ -731,14 +790,17 @@ def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) ->
         assert watched(tmp_path / "run", inbox, *WORDS) == 143
     assert f"`ptlf learn {tmp_path / 'run'} --watch {inbox}` goes on from here" in capsys.readouterr().err
     assert watched(tmp_path / "run", inbox) == 0
-    assert watched(tmp_path / "run", inbox) == 0
-    shutil.copytree(root / "pictures" / "day1", inbox / "copy")
+    assert "What it came to" in capsys.readouterr().out
     (inbox / "empty").mkdir()
+    assert watched(tmp_path / "run", inbox) == 0
+    told = f"nothing new in {inbox}: its subfolders were learnt, hold no images, or changed in the last 0 s\n"
+    assert capsys.readouterr().out == told
+    shutil.copytree(root / "pictures" / "day1", inbox / "copy")
     shutil.copytree(root / "pictures" / "day3", inbox / "day3")
     assert watched(tmp_path / "run", inbox) == 2
     told = capsys.readouterr().err
     assert "copy is left out: copy holds the very images of task day1" in told
-    assert "2 left out: " in told
+    assert f"1 left out: copy; repair, or move out of {inbox}\n" in told
     assert [found.name for found in arrivals(tmp_path / "run")] == ["0001-day1", "0002-day2", "0003-day3"]
     check_same(tmp_path / "run", whole(root))
     before = files_in(tmp_path / "run")
@@ -796,6 +858,18 @@ def test_images_that_come_while_a_folder_is_watched_are_counted_once_settled(tmp
     assert [*watching.look(learnt, 30, now + 99)] == []
 
 
+def test_a_folder_is_as_old_as_its_oldest_image(tmp_path: Path) -> None:
+    for seed, day in enumerate(("monday", "thursday", "tuesday")):
+        paint(tmp_path / day, 2, seed)
+        (tmp_path / day / "notes.txt").write_text("sun")
+    dates = {"monday/00.png": 100, "tuesday/00.png": 200, "tuesday/01.png": 300, "thursday/00.png": 400}
+    dates |= {"monday/01.png": 900, "thursday/01.png": 500, "thursday/notes.txt": 1}  # one came into monday later
+    for name, date in dates.items():
+        os.utime(tmp_path / name, (date, date))
+    (tmp_path / "empty").mkdir()
+    assert [path.name for path in settled(tmp_path, 0, 1000)] == ["monday", "tuesday", "thursday"]
+
+
 def test_a_watched_folder_that_vanishes(root: Path, tmp_path: Path, monkeypatch) -> None:
     shutil.copytree(root / "pictures" / "day1", tmp_path / "inbox" / "day1")
     settings = config(encoder__name="conftest:tiny_encoder")
@@ -815,6 +889,7 @@ def test_from_python_with_a_module_of_ones_own(root: Path, tmp_path: Path) -> No
     out, pictures = tmp_path / "run", root / "pictures"
     learner = ptlf.Learner(module, "simsiam", "ptlf", out, size=SIZE, **settings)
     assert learner.tasks == []
+    assert repr(learner) == f"Learner('{out}', arriving/simsiam/ptlf, 0 tasks)"
     learner.learn(pictures / "day1", watcher=QUIET)
     assert all(torch.equal(one, other) for one, other in zip(start, module.parameters(), strict=True))
     with pytest.raises(UserError, match="given as a module; load it with encoder=MODULE"):
@@ -824,6 +899,7 @@ def test_from_python_with_a_module_of_ones_own(root: Path, tmp_path: Path) -> No
     again = ptlf.Learner.load(out, encoder=tiny_encoder())  # other weights: those of the run count
     results = again.learn(pictures / "day2", name="second day", watcher=QUIET)
     assert results["tasks"] == again.tasks == ["day1", "second-day"]
+    assert repr(again) == f"Learner('{out}', arriving/simsiam/ptlf, 2 tasks)"
     rest = ptlf.Learner.load(out, encoder=module)
     row = {name: found["matrix"][0] for name, found in rest.evaluate().items()}
     assert row == {name: found["matrix"][-1] for name, found in results["probes"].items()}
