@@ -268,6 +268,20 @@ def test_the_remark_on_der_s_weight() -> None:
     assert "from {} to {} and {}".format(*scores) in remarks(ROOT / "results")["split-cifar10/simsiam/der"]
 
 
+def test_the_remark_on_der_s_weight_on_cifar10() -> None:
+    """Effective ranks after the last task and `knn_class`, means of two seeds."""
+    ranks, classes = [], []
+    for method, alpha in (("finetune", None), ("der-0.1", 0.1), ("der-0.4", 0.4)):
+        files = sorted((ROOT / "results" / "der-weight-cifar10").glob(f"{method}-seed*/results.json"))
+        runs = [json.loads(file.read_text()) for file in files]
+        assert [run["config"]["method"].get("alpha") for run in runs] == [alpha] * 2
+        ranks.append(statistics.fmean(run["features"][-1]["effective_rank"] for run in runs))
+        classes.append(statistics.fmean(run["probes"]["knn_class"]["accuracy"] for run in runs))
+    said = "from {:.1f} without replay and {:.1f} at 0.1 to {:.1f} at 0.4 (results/der-weight-cifar10".format(*ranks)
+    assert said in remarks(ROOT / "results")["split-cifar10/simsiam/der"]
+    assert classes == sorted(classes)
+
+
 def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp_path: Path) -> None:
     """And what the document says of them is what they show."""
     text = (ROOT / "docs" / "reproduction.md").read_text()
