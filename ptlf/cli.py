@@ -301,7 +301,8 @@ def add_frontier(verb: Verb) -> None:
 def add_evaluate(verb: Verb) -> None:
     epilog = (
         "Settings of the probes may be changed: --probes.knn_class.k 50\n"
-        "--stream.labelled PACK or FOLDER tests on these labelled images, and needs none of the run's own."
+        "--stream.labelled PACK or FOLDER tests on these labelled images, and needs none of the run's own.\n"
+        "What comes out is kept in DIR/evaluations.json, and `ptlf report DIR` shows the latest."
     )
     add = verb("evaluate", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
     add("folder", "a run's folder", folder, metavar="DIR")

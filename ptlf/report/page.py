@@ -19,6 +19,7 @@ from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured, recorded
 from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
+from ptlf.report.intervals import wilson
 from ptlf.report.measures import COSTS, FIRST_PEAK, HEADLINE_COSTS, MEANS, WHOLE_PEAK, Measure, probe_measures, steady
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
 from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
@@ -97,6 +98,7 @@ def page(comparison: Comparison) -> str:
         tested=any(g.interval(("probes", p, "accuracy")) for g in comparison.groups for p in comparison.probes),
         older=OLDER if any("test_images" not in g.first for g in comparison.groups if g.first["probes"]) else "",
         costs=steady(HEADLINE_COSTS, comparison.groups),
+        later=[row for group in comparison.groups for row in later_rows(group)],
         unlabelled=[unlabelled(group) for group in comparison.groups if not group.first["probes"]],
         paired=paired_rows(comparison),
         unit=paired.unit,
@@ -193,7 +195,32 @@ def unlabelled(group: Group) -> dict[str, Any]:
         near = f"Of the nearest images below, {after} of {total} are of the same task; {group.start}: {before}."
         near += " Fewer than before training." if after < before else ""
     command = f"ptlf evaluate {shlex.quote(str(group.runs[0].folder))} --stream.labelled FOLDER"
-    return {"group": group, "rows": rows, "words": [features, near], "command": command}
+    tests = later_rows(group)
+    return {"group": group, "rows": rows, "words": [features, near], "command": command, "test": tests[:1]}
+
+
+def later_rows(group: Group) -> list[dict[str, Any]]:
+    """A row per probe of each seed's latest test on labels that came later."""
+    rows = []
+    for run in (run for run in group.runs if run.later):
+        test, seed, tasks = run.later or {}, run.results.get("seed"), len(run.results["tasks"])
+        when = {
+            "tasks": str(tasks) if test["tasks"] == tasks else f"{test['tasks']} of {tasks}",
+            "date": test["date"][:10],
+        }
+        for probe, values in test["probes"].items():
+            accuracy, before, images = (
+                values.get("accuracy"),
+                values.get("untrained_accuracy"),
+                sum(values["test_images"]),
+            )
+            if accuracy is None:
+                continue
+            figures = {"accuracy": f"{accuracy:.2f}", "interval": "{:.1f} to {:.1f}".format(*wilson(accuracy, images))}
+            figures |= {"before": "-" if before is None else f"{before:.2f}", "images": f"{images} of {test['images']}"}
+            k = [f", k = {used['k']}" for used in values.get("used_by_task") or [] if "k" in used]
+            rows.append({"group": group, "seed": seed, "probe": probe + "".join(k[:1]), **figures, **when})
+    return rows
 
 
 def sure(group: Group, base: Group | None, accuracy: Measure) -> str:

@@ -14,7 +14,7 @@ from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson, worsened
 from ptlf.report.theme import DASHES, MARKERS, RUNS
 from ptlf.run.alike import counts, difference, other_images, settings_of, stream_settings
-from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
+from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_evaluations, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 Key = TypeVar("Key", int, tuple[int, int])
@@ -41,6 +41,7 @@ class RunRecord:
     results: Json
     gallery: Json | None = None
     gallery_problem: str = ""
+    later: Json | None = None  # the latest test on labels that came later
 
     @property
     def config(self) -> Json:
@@ -280,6 +281,7 @@ def run_folders(folder: Path) -> list[Path]:
 
 def read_run(folder: Path) -> RunRecord:
     run = RunRecord(folder, read_results(folder))
+    run.later = next(reversed(read_evaluations(folder)), None)
     path = folder / "gallery.json"
     try:
         run.gallery = check_gallery(read_json(path))

@@ -3,12 +3,14 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ptlf import evaluation
+from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.evaluation import Prober
 from ptlf.run.build import make_stream
@@ -17,12 +19,14 @@ from ptlf.run.folder import START, load_encoder
 from ptlf.run.inference import load_encoder as load
 from ptlf.run.inference import rebuilt
 from ptlf.run.parts import Parts
+from ptlf.run.results import add_evaluation, read_results
 from ptlf.run.start import without_start
+from ptlf.stream import EvalSplit
 from ptlf.stream.folders import OnError
 from ptlf.stream.given import find_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset
-from ptlf.stream.task import alone
+from ptlf.stream.task import alone, digest
 
 
 def may_change(setting: str) -> bool:
@@ -60,7 +64,8 @@ def evaluate_labelled(
     module: nn.Module | None = None,
     on_error: OnError = "refuse",
 ) -> tuple[dict[str, Any], list[str]]:
-    """The probes on labelled images: a packed set or a folder per class. The run's own images are not needed.
+    """The probes on labelled images: a packed set or a folder per class. The run's own images are not needed. What came
+    out is kept in the run's folder.
 
     module: as it was before training, where the run was made with one. on_error: for broken images, refuse or skip.
     """
@@ -73,7 +78,23 @@ def evaluate_labelled(
         prober.choose(chosen)
     before = rebuilt(encoder.card, folder, module, config.seed).to(encoder.device)
     start = with_start(before, folder, config) if module is None else before
-    return summaries(prober, encoder.module, start, 0), [path.name]
+    probes = summaries(prober, encoder.module, start, 0)
+    keep(folder, prober.stream.eval_splits[0], path.name, probes)
+    return probes, [path.name]
+
+
+def keep(folder: Path, split: EvalSplit, name: str, probes: dict[str, Any]) -> None:
+    """In evaluations.json, for the run's page. A folder that cannot be written is worth a warning, not a failure."""
+    if not (folder / "results.json").exists():
+        return
+    results = read_results(folder)
+    learnt = len(results["tasks"]) - (results["status"] != "finished")  # the encoder is of before the task that is not
+    test = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": learnt, "images": name}
+    sums = digest(split.bank_images, split.bank), digest(split.test_images, split.test)
+    try:
+        add_evaluation(folder, {**test, "sha256": "-".join(sums), "probes": probes})
+    except UserError as error:
+        processes.warn(f"ptlf: warning: the test is not kept for the report: {error}")
 
 
 def with_start(encoder: nn.Module, folder: Path, config: Config) -> nn.Module | None:
