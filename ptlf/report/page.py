@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from ptlf.report.measures import COSTS, FIRST_PEAK, HEADLINE_COSTS, MEANS, WHOLE
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
 from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
-from ptlf.run.alike import that_count
+from ptlf.run.alike import arrived_tasks, that_count
 from ptlf.run.results import STEADY
 
 COLUMNS = 8  # of a table
@@ -336,7 +337,7 @@ def differences(comparison: Comparison) -> dict[str, list[str]]:
 
 def details(run: RunRecord, group: Group) -> dict[str, Any]:
     """What a run was made with."""
-    results, file = run.results, run.folder / "config.yaml"
+    results = run.results
     facts = {
         "folder": run.folder,
         "status": results["status"],
@@ -349,7 +350,24 @@ def details(run: RunRecord, group: Group) -> dict[str, Any]:
     return {
         "group": group,
         "seed": results.get("seed"),
-        "place": shlex.quote(str(file)) if file.exists() else "",
+        "commands": commands(run),
+        "arrived": results.get("arrived"),
         "facts": facts,
         "config": yaml.safe_dump(run.config, sort_keys=False),
     }
+
+
+def commands(run: RunRecord) -> list[str]:
+    """What repeats it, as long as its folder is there: tasks that arrived are learnt again from where it keeps them."""
+    file, arrived = run.folder / "config.yaml", arrived_tasks(run.results)
+    packs = sorted(run.folder.glob("tasks/[0-9]*-*"), key=lambda path: path.name.partition("-")[0].zfill(9))
+    if not file.exists() or len(packs) != len(arrived):
+        return []
+    settings, known = f"--config {shlex.quote(str(file))}", Counter(checksum for _, checksum in arrived)
+    begins = len(arrived) == len(run.results["tasks"])  # nothing was trained before
+    found = [] if begins else [f"ptlf train {settings} --out again"]
+    for pack, (name, checksum) in zip(packs, arrived, strict=True):
+        words = ["ptlf learn again", shlex.quote(str(pack)), f"--name {shlex.quote(name)}"]
+        words += [settings] * (not found) + ["--again"] * (checksum is not None and known[checksum] > 1)
+        found.append(" ".join(words))
+    return found
