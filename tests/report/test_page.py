@@ -564,6 +564,17 @@ def test_seeds_are_grouped_where_settings_that_change_no_result_differ(tmp_path:
     assert groups == {3: "ptlf (size 64)", 1: "ptlf (size 9)"}
 
 
+def test_runs_are_named_by_settings_that_count_in_full_where_two_end_alike(tmp_path: Path) -> None:
+    changes: dict[str, dict] = {"a": {}, "b": {"evaluation__batch": 64}}
+    for name, change in changes.items():
+        made_up.write(tmp_path / "folders" / name, made_up.results(**change))
+    assert {group.label for group in read_comparison([tmp_path / "folders"]).groups} == {"ptlf (a)", "ptlf (b)"}
+    for name, size in {"a": 9, "b": 8}.items():
+        made_up.write(tmp_path / "sizes" / name, made_up.results(memory__size=size, views__size=size))
+    labels = {group.label for group in read_comparison([tmp_path / "sizes"]).groups}
+    assert labels == {f"ptlf (views.size {size}, memory.size {size})" for size in (8, 9)}
+
+
 def test_the_title_counts_configurations_where_there_are_seeds(tmp_path: Path) -> None:
     for method in ("lump", "finetune", "si", "ptlf"):
         made_up.write(tmp_path / method, made_up.results(f"digits/simsiam/{method}", seed=0))
