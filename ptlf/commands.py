@@ -20,7 +20,7 @@ from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.figures.paper import write_paper_figures
-from ptlf.report.intervals import RANDOM, start_of, worsened
+from ptlf.report.intervals import RANDOM, images_of_mean, start_of, worsened
 from ptlf.report.live import Live, console, tell
 from ptlf.report.measures import duration
 from ptlf.report.page import write_report
@@ -388,8 +388,9 @@ def evaluate(
     start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, values["test_images"], start)
-    for words in filter(None, (worsened(name, values, start) for name, values in probes.items())):
-        console.print(words, style="yellow", soft_wrap=True)
+    for name, values in probes.items():
+        if words := worsened(name, values, start, images_of_mean(values["test_images"])):
+            console.print(words, style="yellow", soft_wrap=True)
     if card:
         replaced = add_scores(card, probes, eval_splits)
         tell(f"{'replaced in' if replaced else 'added to'} {card / 'README.md'}")

@@ -167,7 +167,7 @@ class Group:
         """Of each probe by which the encoder was better before training."""
         for probe in self.first["probes"]:
             means = {key: self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy")}
-            if words := worsened(probe, means, self.start):
+            if words := worsened(probe, means, self.start, images_behind(self.first, probe, "accuracy")):
                 yield words
 
     def feature(self, key: str) -> dict[int, tuple[float | None, float]]:

@@ -115,3 +115,5 @@ def test_training_that_made_it_worse_is_warned_of(tmp_path: Path) -> None:
     warning = "training made knn_class worse: 43.96 % before (random encoder), 42.72 % after"
     assert warning in told(results)
     assert warning in shown(tmp_path / "worse", results)
+    for images, warned in ((500, False), (50_000, True)):  # of which such a difference may come by chance, or not
+        assert (warning in told(results | {"test_images": [images] * 3})) == warned

@@ -145,6 +145,17 @@ def test_labels_that_come_later(
     assert f">{expected:.2f}</td>" in table and f">40 of {where.name}</td>" in table
 
 
+def test_images_of_no_task_are_tested_among_all_classes(world: Path, tmp_path: Path, capsys) -> None:
+    run = str(shutil.copytree(world / "run", tmp_path / "run"))
+    words = ["evaluate", run, "--trust-code", "--stream.labelled", str(world / "labelled")]
+    for chosen, rows in ([], ["knn_class"]), (["linear", "ridge"], ["linear", "ridge"]), (["knn_task"], ["knn_task"]):
+        assert main([*words, *(["--probe", *chosen] if chosen else [])]) == 0
+        said = capsys.readouterr()
+        assert re.findall(r"^(\w+): accuracy in %", said.out, re.M) == rows
+        assert ("probes.knn_class.k is 200" in said.err) == (rows == ["knn_class"])
+    assert "k = 2 (number of tasks seen so far" in said.out
+
+
 @pytest.mark.parametrize(
     "text", ["", "[", "{}", '[{"date": 1}]', '[{"date": "", "tasks": 1, "images": "", "sha256": ""}]']
 )
