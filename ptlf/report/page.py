@@ -243,7 +243,10 @@ def against(group: Group, base: Group | None, accuracy: Measure, forgetting: Mea
     theirs = [f"{m.show(value)} {m.unit}" for m in both if (value := base.mean(m.path)) is not None]
     if not theirs:
         return f"{base.label} was not evaluated."
-    named, found = f"{base.label} ({', '.join(theirs)})", paired.compared(group, base, accuracy)
+    found, many = paired.compared(group, base, accuracy), len(base.runs)
+    if many > (found.count if found else 1):  # else by seed, or of one
+        theirs.append(f"means of {many} seeds")
+    named = f"{base.label} ({', '.join(theirs)})"
     if found is None:
         return f"No seed in common with {named}."
     if found.half is None:

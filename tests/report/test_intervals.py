@@ -78,7 +78,7 @@ def test_every_accuracy_has_its_interval(tmp_path: Path) -> None:
     start = f"{probe['untrained_accuracy']:.2f}"
     text = shown(tmp_path, results)
     interval = f"95 % from the number of test images: {low:.1f} to {high:.1f}"
-    assert f"{probe['accuracy']:.2f} %</b> right ({interval}), the random encoder {start} %" in text
+    assert f"{probe['accuracy']:.2f} %</b> right (knn_task; {interval}), the random encoder {start} %" in text
     assert f"<small>{low:.1f} to {high:.1f}</small><small>random encoder {start}</small>" in text
     assert "(66 images, ±" in text
 
