@@ -319,7 +319,7 @@ def add_embed(verb: Verb) -> None:
     add("images", "folders of any depth, packed sets, .npz or .npy files", nargs="+", metavar="IMAGES")
     add(
         "--out",
-        "FILE.npz or FILE.parquet: names, features, labels if there are folders per class",
+        "FILE.npz (names, features, labels if there are folders per class) or FILE.parquet (name, label, features)",
         new_file,
         required=True,
     )
