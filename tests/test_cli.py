@@ -15,7 +15,7 @@ from PIL import Image
 
 from ptlf.cli import main, make_parser
 from ptlf.report.paired import interval
-from ptlf.run.recipes import resolve_config
+from ptlf.run.recipes import VARIANTS, resolve_config
 from ptlf.run.sweep import plan, plan_frontier
 
 QUICK = [
@@ -183,7 +183,13 @@ def test_list_names_everything(capsys) -> None:
         assert f"\n  {name} " in shown.replace("\n", " \n")
     assert "\n  digits/simsiam/ptlf " in shown
     assert main(["list", "methods"]) == 0
-    assert "streams:" not in capsys.readouterr().out
+    methods = capsys.readouterr().out
+    assert "streams:" not in methods and all(f"\n  {name} " in methods for name in VARIANTS)
+    assert "\n  split-cifar10/barlow_twins/ptlf-deep " in shown
+    for family in ("probes", "views", "methods"):
+        assert main(["list", family]) == 0
+        lines = capsys.readouterr().out.splitlines()[1:]
+        assert all(len(line.split()) > 1 for line in lines), family
 
 
 def test_help_of_every_command(capsys) -> None:

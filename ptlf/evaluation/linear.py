@@ -50,6 +50,8 @@ class Classifier:
 
 
 class Linear(Probe):
+    """Softmax regression by SGD, within tasks and among all classes."""
+
     Config = LinearConfig
     rows: ClassVar[Mapping[str, str]] = {"linear_task": OWN, "linear": SEEN}
 
@@ -59,6 +61,8 @@ class Linear(Probe):
 
 
 class Ridge(Probe):
+    """Ridge regression on one-hot labels, within tasks and among all classes."""
+
     Config = RidgeConfig
     rows: ClassVar[Mapping[str, str]] = {"ridge_task": OWN, "ridge": SEEN}
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from scipy import stats
 
 from ptlf.cli import main
+from ptlf.commands import with_others
 from ptlf.core.errors import UserError
 from ptlf.evaluation import summary
 from ptlf.methods import METHODS
@@ -573,6 +574,15 @@ def test_runs_are_named_by_settings_that_count_in_full_where_two_end_alike(tmp_p
         made_up.write(tmp_path / "sizes" / name, made_up.results(memory__size=size, views__size=size))
     labels = {group.label for group in read_comparison([tmp_path / "sizes"]).groups}
     assert labels == {f"ptlf (views.size {size}, memory.size {size})" for size in (8, 9)}
+
+
+def test_the_page_of_a_sweep_shows_what_earlier_ones_finished_there_if_it_compares(tmp_path: Path) -> None:
+    settings: dict[str, dict] = {"lump": {}, "ptlf": {}, "si": {"stream__groups": [[0, 1]]}, "der": {}}
+    for name, change in settings.items():
+        made_up.write(tmp_path / name, made_up.results(f"digits/simsiam/{name}", **change))
+    (tmp_path / "der" / "results.json").write_text("{")
+    lump, ptlf = tmp_path / "lump", tmp_path / "ptlf"
+    assert with_others([lump], tmp_path) == [lump, ptlf] and with_others([ptlf], tmp_path) == [ptlf, lump]
 
 
 def test_the_title_counts_configurations_where_there_are_seeds(tmp_path: Path) -> None:
