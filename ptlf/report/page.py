@@ -21,7 +21,17 @@ from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured, recorded
 from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
 from ptlf.report.intervals import wilson
-from ptlf.report.measures import COSTS, FIRST_PEAK, HEADLINE_COSTS, MEANS, WHOLE_PEAK, Measure, probe_measures, steady
+from ptlf.report.measures import (
+    COSTS,
+    FIRST_PEAK,
+    HEADLINE_COSTS,
+    MEANS,
+    WHOLE_PEAK,
+    Measure,
+    compiled,
+    probe_measures,
+    steady,
+)
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
 from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
@@ -106,7 +116,7 @@ def page(comparison: Comparison) -> str:
         half_of=paired.half_of,
         over_seeds=paired.OVER_SEEDS,
         relative=relative,
-        steady=STEADY,
+        steady=STEADY if compiled(comparison.groups) else "",
         dagger=paired.DAGGER if any(paired.dagger(g, comparison.baseline, COSTS[0]) for g in comparison.groups) else "",
         means=MEANS if any(group.values(LATER_KEPT) for group in comparison.groups) else "",
         first_peak=FIRST_PEAK if recorded(comparison, [WHOLE_PEAK]) else "",

@@ -585,6 +585,19 @@ def test_the_page_of_a_sweep_shows_what_earlier_ones_finished_there_if_it_compar
     assert with_others([lump], tmp_path) == [lump, ptlf] and with_others([ptlf], tmp_path) == [ptlf, lump]
 
 
+@pytest.mark.parametrize("engine", ["eager", "captured"])
+def test_nothing_is_said_of_compiling_where_every_step_was_eager(two: list[Path], capsys, engine: str) -> None:
+    runs = {}
+    for folder in two:
+        made = json.loads((folder / "results.json").read_text())
+        made["environment"]["engine"] = engine
+        (folder / "results.json").write_text(json.dumps(made))
+        runs[folder.name] = [made]
+    show_runs(Console(), runs)
+    for said in (html(two), capsys.readouterr().out):
+        assert ("compiling" in said) == (engine == "captured")
+
+
 def test_the_title_counts_configurations_where_there_are_seeds(tmp_path: Path) -> None:
     for method in ("lump", "finetune", "si", "ptlf"):
         made_up.write(tmp_path / method, made_up.results(f"digits/simsiam/{method}", seed=0))
