@@ -188,7 +188,7 @@ def new_page(text: str) -> Path:
     path = Path(text)
     if path.suffix not in (".html", ".htm") or path.is_dir():
         raise argparse.ArgumentTypeError(f"must name a page, such as report.html, not {shown(text)}")
-    return path
+    return new_file(text)
 
 
 def new_file(text: str, end: str = "") -> Path:

@@ -125,6 +125,9 @@ def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypat
         with pytest.raises(SystemExit):
             main([*verb, "--json", str(tmp_path / "none" / "x.json")])
         assert "argument --json: there is no folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path), "--out", str(tmp_path / "none" / "x.html")])
+    assert "argument --out: there is no folder" in capsys.readouterr().err and not (tmp_path / "none").exists()
     assert "--size is of --noise images" in refused(capsys, "bench", "run", "--size", "16")
     photograph = tmp_path / "0001.jpg"
     photograph.write_text("a photograph")

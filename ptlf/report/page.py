@@ -58,7 +58,6 @@ def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None
     comparison = read_comparison(folders, baseline)
     with consistent(folders):
         text = page(comparison)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, text)
     return sum(len(group.runs) for group in comparison.groups)
 
