@@ -188,7 +188,7 @@ def new_page(text: str) -> Path:
     path = Path(text)
     if path.suffix not in (".html", ".htm") or path.is_dir():
         raise argparse.ArgumentTypeError(f"must name a page, such as report.html, not {shown(text)}")
-    return path
+    return new_file(text)
 
 
 def new_file(text: str, end: str = "") -> Path:
@@ -303,7 +303,8 @@ def add_frontier(verb: Verb) -> None:
 def add_evaluate(verb: Verb) -> None:
     epilog = (
         "Settings of the probes may be changed: --probes.knn_class.k 50\n"
-        "--stream.labelled PACK or FOLDER tests on these labelled images, and needs none of the run's own."
+        "--stream.labelled PACK or FOLDER tests on these labelled images, and needs none of the run's own.\n"
+        "What comes out is kept in DIR/evaluations.json, and `ptlf report DIR` shows the latest."
     )
     add = verb("evaluate", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
     add("folder", "a run's folder", folder, metavar="DIR")
@@ -320,7 +321,7 @@ def add_embed(verb: Verb) -> None:
     add("images", "folders of any depth, packed sets, .npz or .npy files", nargs="+", metavar="IMAGES")
     add(
         "--out",
-        "FILE.npz or FILE.parquet: names, features, labels if there are folders per class",
+        "FILE.npz (names, features, labels if there are folders per class) or FILE.parquet (name, label, features)",
         new_file,
         required=True,
     )

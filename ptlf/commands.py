@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.figures.paper import write_paper_figures
-from ptlf.report.intervals import RANDOM, start_of, worsened
+from ptlf.report.intervals import RANDOM, images_of_mean, start_of, worsened
 from ptlf.report.live import Live, console, tell
 from ptlf.report.measures import duration
 from ptlf.report.page import write_report
@@ -50,7 +51,7 @@ from ptlf.run.fitting import free_settings
 from ptlf.run.folder import check_free, finished, has_finished
 from ptlf.run.loop import Run
 from ptlf.run.paper import FIGURES, TABLES
-from ptlf.run.recipes import EXPECTED, name_of, names, resolve_config
+from ptlf.run.recipes import EXPECTED, VARIANTS, name_of, names, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs, write_json
 from ptlf.stream import STREAMS, fetch
 from ptlf.stream.folders import OnError, pack_folder, subfolders
@@ -230,7 +231,17 @@ def sweep(
         groups.setdefault(run.config.recipe, []).append(read_results(run.folder))
     base = baseline or next((name for name, some in groups.items() if some[0].get("baseline")), None)
     show_runs(console, groups, base, f"What it came to{several}")
-    write_page([run.folder for run in runs], out / "report.html", baseline)
+    write_page(with_others([run.folder for run in runs], out), out / "report.html", baseline)
+
+
+def with_others(folders: list[Path], out: Path) -> list[Path]:
+    """The runs of a sweep, and those that earlier ones finished in the same folder, if they can be compared."""
+    found = [*folders]
+    for folder in sorted({path.parent for path in out.glob("*/results.json")} - {*folders}):
+        with suppress(UserError):
+            if has_finished(folder) and read_comparison([folders[0], folder]):
+                found.append(folder)
+    return found
 
 
 def reproduce(
@@ -395,8 +406,9 @@ def evaluate(
     start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, values["test_images"], start)
-    for words in filter(None, (worsened(name, values, start) for name, values in probes.items())):
-        console.print(words, style="yellow", soft_wrap=True)
+    for name, values in probes.items():
+        if words := worsened(name, values, start, images_of_mean(values["test_images"])):
+            console.print(words, style="yellow", soft_wrap=True)
     if card:
         replaced = add_scores(card, probes, eval_splits)
         tell(f"{'replaced in' if replaced else 'added to'} {card / 'README.md'}")
@@ -421,7 +433,7 @@ def list_members(what: str | None) -> None:
     families: dict[str, dict[str, str]] = {
         "streams": {name: entry.about for name, entry in STREAMS.items()},
         "objectives": summaries(OBJECTIVES),
-        "methods": summaries(METHODS),
+        "methods": summaries(METHODS) | {name: with_freezing(**variant) for name, variant in VARIANTS.items()},
         "policies": summaries(POLICIES),
         "encoders": {name: entry.about for name, entry in ENCODERS.items()},
         "optimizers": summaries(OPTIMIZERS),
@@ -439,9 +451,14 @@ def list_members(what: str | None) -> None:
             members = {name: about for name, about in members.items() if about}
         print(heading)
         for name, about in members.items():
-            print(f"  {name:<36}{about}".rstrip())
+            print(f"  {name:<36} {about}".rstrip())
     if what is None:
         print("A member of your own goes by PACKAGE.MODULE:ATTRIBUTE in place of a name; see CONTRIBUTING.md.")
+
+
+def with_freezing(method: str, policy: str, **settings: Any) -> str:
+    shares = "".join(f", freezing.{key} {value}" for key, value in settings.items())
+    return f"In recipes: {method} with freezing, freezing.policy {policy}{shares}"
 
 
 def summaries(family: Mapping[str, type]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from ptlf.cli import main, make_parser
 from ptlf.report.paired import interval
-from ptlf.run.recipes import resolve_config
+from ptlf.run.recipes import VARIANTS, resolve_config
 from ptlf.run.sweep import plan, plan_frontier
 
 QUICK = [
@@ -125,6 +125,9 @@ def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypat
         with pytest.raises(SystemExit):
             main([*verb, "--json", str(tmp_path / "none" / "x.json")])
         assert "argument --json: there is no folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path), "--out", str(tmp_path / "none" / "x.html")])
+    assert "argument --out: there is no folder" in capsys.readouterr().err and not (tmp_path / "none").exists()
     assert "--size is of --noise images" in refused(capsys, "bench", "run", "--size", "16")
     photograph = tmp_path / "0001.jpg"
     photograph.write_text("a photograph")
@@ -183,7 +186,13 @@ def test_list_names_everything(capsys) -> None:
         assert f"\n  {name} " in shown.replace("\n", " \n")
     assert "\n  digits/simsiam/ptlf " in shown
     assert main(["list", "methods"]) == 0
-    assert "streams:" not in capsys.readouterr().out
+    methods = capsys.readouterr().out
+    assert "streams:" not in methods and all(f"\n  {name} " in methods for name in VARIANTS)
+    assert "\n  split-cifar10/barlow_twins/ptlf-deep " in shown
+    for family in ("probes", "views", "methods"):
+        assert main(["list", family]) == 0
+        lines = capsys.readouterr().out.splitlines()[1:]
+        assert all(len(line.split()) > 1 for line in lines), family
 
 
 def test_help_of_every_command(capsys) -> None:

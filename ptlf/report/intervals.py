@@ -41,10 +41,13 @@ def start_of(results: Json) -> str:
     return GIVEN if results.get("encoder_weights") else BEFORE if results.get("own_encoder") else RANDOM
 
 
-def worsened(probe: str, values: Json, start: str) -> str:
-    """What to say if the encoder was better before training by these figures of a probe; else nothing."""
+def worsened(probe: str, values: Json, start: str, images: float | None) -> str:
+    """What to say if the encoder was better before training by these figures of a probe, on as many test images; else,
+    and where their 95 % intervals overlap, nothing."""
     before, after = values.get("untrained_accuracy"), values.get("accuracy")
     if before is None or after is None or after >= before:
+        return ""
+    if images is not None and wilson(after, images)[1] >= wilson(before, images)[0]:
         return ""
     return f"training made {probe} worse: {before:.2f} % before ({start}), {after:.2f} % after"
 

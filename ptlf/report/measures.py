@@ -129,9 +129,15 @@ LAST_EPOCH = "last epoch: the one with the most units frozen"
 FIRST_PEAK = "the peak of a whole run is that of its first epochs, with nothing frozen yet: freezing does not lower it"
 
 
+def compiled(groups: Sequence[Group]) -> bool:
+    """Whether these are several runs, and any of them waited for a compiler, or may have: older records do not say."""
+    engines = {run.results["environment"].get("engine") for group in groups for run in group.runs}
+    return len(groups) > 1 and engines != {"eager"}
+
+
 def steady(costs: Sequence[Measure], groups: Sequence[Group]) -> list[Measure]:
     """Where runs stand beside each other, seconds of training are without the wait for the compiler, as in ratios."""
-    if len(groups) < 2:
+    if not compiled(groups):
         return list(costs)
     return [
         replace(m, title=m.title + COMPILING, path=STEADY_SECONDS[m.path], below=m.below and "no compiling, s")

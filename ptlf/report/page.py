@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,22 @@ from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured, recorded
 from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
-from ptlf.report.measures import COSTS, FIRST_PEAK, HEADLINE_COSTS, MEANS, WHOLE_PEAK, Measure, probe_measures, steady
+from ptlf.report.intervals import wilson
+from ptlf.report.measures import (
+    COSTS,
+    FIRST_PEAK,
+    HEADLINE_COSTS,
+    MEANS,
+    WHOLE_PEAK,
+    Measure,
+    compiled,
+    probe_measures,
+    steady,
+)
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
 from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
-from ptlf.run.alike import that_count
+from ptlf.run.alike import arrived_tasks, that_count
 from ptlf.run.results import STEADY
 
 COLUMNS = 8  # of a table
@@ -46,7 +58,6 @@ def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None
     comparison = read_comparison(folders, baseline)
     with consistent(folders):
         text = page(comparison)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, text)
     return sum(len(group.runs) for group in comparison.groups)
 
@@ -97,13 +108,14 @@ def page(comparison: Comparison) -> str:
         tested=any(g.interval(("probes", p, "accuracy")) for g in comparison.groups for p in comparison.probes),
         older=OLDER if any("test_images" not in g.first for g in comparison.groups if g.first["probes"]) else "",
         costs=steady(HEADLINE_COSTS, comparison.groups),
+        later=[row for group in comparison.groups for row in later_rows(group)],
         unlabelled=[unlabelled(group) for group in comparison.groups if not group.first["probes"]],
         paired=paired_rows(comparison),
         unit=paired.unit,
         half_of=paired.half_of,
         over_seeds=paired.OVER_SEEDS,
         relative=relative,
-        steady=STEADY,
+        steady=STEADY if compiled(comparison.groups) else "",
         dagger=paired.DAGGER if any(paired.dagger(g, comparison.baseline, COSTS[0]) for g in comparison.groups) else "",
         means=MEANS if any(group.values(LATER_KEPT) for group in comparison.groups) else "",
         first_peak=FIRST_PEAK if recorded(comparison, [WHOLE_PEAK]) else "",
@@ -193,7 +205,32 @@ def unlabelled(group: Group) -> dict[str, Any]:
         near = f"Of the nearest images below, {after} of {total} are of the same task; {group.start}: {before}."
         near += " Fewer than before training." if after < before else ""
     command = f"ptlf evaluate {shlex.quote(str(group.runs[0].folder))} --stream.labelled FOLDER"
-    return {"group": group, "rows": rows, "words": [features, near], "command": command}
+    tests = later_rows(group)
+    return {"group": group, "rows": rows, "words": [features, near], "command": command, "test": tests[:1]}
+
+
+def later_rows(group: Group) -> list[dict[str, Any]]:
+    """A row per probe of each seed's latest test on labels that came later."""
+    rows = []
+    for run in (run for run in group.runs if run.later):
+        test, seed, tasks = run.later or {}, run.results.get("seed"), len(run.results["tasks"])
+        when = {
+            "tasks": str(tasks) if test["tasks"] == tasks else f"{test['tasks']} of {tasks}",
+            "date": test["date"][:10],
+        }
+        for probe, values in test["probes"].items():
+            accuracy, before, images = (
+                values.get("accuracy"),
+                values.get("untrained_accuracy"),
+                sum(values["test_images"]),
+            )
+            if accuracy is None:
+                continue
+            figures = {"accuracy": f"{accuracy:.2f}", "interval": "{:.1f} to {:.1f}".format(*wilson(accuracy, images))}
+            figures |= {"before": "-" if before is None else f"{before:.2f}", "images": f"{images} of {test['images']}"}
+            k = [f", k = {used['k']}" for used in values.get("used_by_task") or [] if "k" in used]
+            rows.append({"group": group, "seed": seed, "probe": probe + "".join(k[:1]), **figures, **when})
+    return rows
 
 
 def sure(group: Group, base: Group | None, accuracy: Measure) -> str:
@@ -215,7 +252,10 @@ def against(group: Group, base: Group | None, accuracy: Measure, forgetting: Mea
     theirs = [f"{m.show(value)} {m.unit}" for m in both if (value := base.mean(m.path)) is not None]
     if not theirs:
         return f"{base.label} was not evaluated."
-    named, found = f"{base.label} ({', '.join(theirs)})", paired.compared(group, base, accuracy)
+    found, many = paired.compared(group, base, accuracy), len(base.runs)
+    if many > (found.count if found else 1):  # else by seed, or of one
+        theirs.append(f"means of {many} seeds")
+    named = f"{base.label} ({', '.join(theirs)})"
     if found is None:
         return f"No seed in common with {named}."
     if found.half is None:
@@ -309,7 +349,7 @@ def differences(comparison: Comparison) -> dict[str, list[str]]:
 
 def details(run: RunRecord, group: Group) -> dict[str, Any]:
     """What a run was made with."""
-    results, file = run.results, run.folder / "config.yaml"
+    results = run.results
     facts = {
         "folder": run.folder,
         "status": results["status"],
@@ -322,7 +362,24 @@ def details(run: RunRecord, group: Group) -> dict[str, Any]:
     return {
         "group": group,
         "seed": results.get("seed"),
-        "place": shlex.quote(str(file)) if file.exists() else "",
+        "commands": commands(run),
+        "arrived": results.get("arrived"),
         "facts": facts,
         "config": yaml.safe_dump(run.config, sort_keys=False),
     }
+
+
+def commands(run: RunRecord) -> list[str]:
+    """What repeats it, as long as its folder is there: tasks that arrived are learnt again from where it keeps them."""
+    file, arrived = run.folder / "config.yaml", arrived_tasks(run.results)
+    packs = sorted(run.folder.glob("tasks/[0-9]*-*"), key=lambda path: path.name.partition("-")[0].zfill(9))
+    if not file.exists() or len(packs) != len(arrived):
+        return []
+    settings, known = f"--config {shlex.quote(str(file))}", Counter(checksum for _, checksum in arrived)
+    begins = len(arrived) == len(run.results["tasks"])  # nothing was trained before
+    found = [] if begins else [f"ptlf train {settings} --out again"]
+    for pack, (name, checksum) in zip(packs, arrived, strict=True):
+        words = ["ptlf learn again", shlex.quote(str(pack)), f"--name {shlex.quote(name)}"]
+        words += [settings] * (not found) + ["--again"] * (checksum is not None and known[checksum] > 1)
+        found.append(" ".join(words))
+    return found

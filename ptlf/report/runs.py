@@ -13,8 +13,8 @@ from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson, worsened
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.alike import counts, difference, other_images, settings_of, stream_settings
-from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_results
+from ptlf.run.alike import difference, other_images, settings_of, stream_settings, that_count
+from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_evaluations, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 Key = TypeVar("Key", int, tuple[int, int])
@@ -41,6 +41,7 @@ class RunRecord:
     results: Json
     gallery: Json | None = None
     gallery_problem: str = ""
+    later: Json | None = None  # the latest test on labels that came later
 
     @property
     def config(self) -> Json:
@@ -166,7 +167,7 @@ class Group:
         """Of each probe by which the encoder was better before training."""
         for probe in self.first["probes"]:
             means = {key: self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy")}
-            if words := worsened(probe, means, self.start):
+            if words := worsened(probe, means, self.start, images_behind(self.first, probe, "accuracy")):
                 yield words
 
     def feature(self, key: str) -> dict[int, tuple[float | None, float]]:
@@ -280,6 +281,7 @@ def run_folders(folder: Path) -> list[Path]:
 
 def read_run(folder: Path) -> RunRecord:
     run = RunRecord(folder, read_results(folder))
+    run.later = next(reversed(read_evaluations(folder)), None)
     path = folder / "gallery.json"
     try:
         run.gallery = check_gallery(read_json(path))
@@ -341,19 +343,21 @@ def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
 
 
 def name_groups(groups: list[Group]) -> None:
-    """Recipe names without what they all begin with; where two are equal, the settings that differ; then the folder."""
+    """Recipe names without what they all begin with; where two are equal, the settings that differ and count; then the
+    folder."""
     parts = [group.first["name"].split("/") for group in groups]
     while len(groups) > 1 and all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
         parts = [part[1:] for part in parts]
     for group, part in zip(groups, parts, strict=True):
         group.label = "/".join(part)
     for twins in same_label(groups):
-        flat = [flatten(twin.config) for twin in twins]
+        flat = [that_count(twin.config) for twin in twins]
         # Keys that only some have belong to a section whose name differs, which says it all.
         keys = [key for key in flat[0] if all(key in one for one in flat) and len({str(one[key]) for one in flat}) > 1]
-        keys = sorted((key for key in keys if key != "seed"), key=lambda key: not counts(key))
+        whole = [key.removesuffix(".name") for key in keys]  # objective.name is the objective
+        last = [name.split(".")[-1] for name in whole]
+        names = [word if last.count(word) == 1 else name for word, name in zip(last, whole, strict=True)][:2]
         for twin, values in zip(twins, flat, strict=True):
-            names = [key.removesuffix(".name").split(".")[-1] for key in keys[:2]]  # objective.name is the objective
             settings = ", ".join(f"{name} {values.get(key)}" for name, key in zip(names, keys, strict=False))
             twin.label += f" ({settings or twin.runs[0].folder.name})"
     for twins in same_label(groups):

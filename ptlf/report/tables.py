@@ -82,7 +82,7 @@ def show_runs(
     notes = [paired.OVER_SEEDS] * several + [RATIOS] * (several and base is not None) + [BRACKETS] * (few and tested)
     if notes:
         note(console, "; ".join(notes))
-    if len(shown) > 1:
+    if measures.compiled(shown):
         note(console, f"time without compiling: {STEADY}")
     if any(paired.dagger(group, base, COSTS[0]) for group in shown):
         note(console, paired.DAGGER)

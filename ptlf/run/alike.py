@@ -18,11 +18,14 @@ BESIDE = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
 # Methods that did not read `objective.distill_scale`, which is no more.
 WITHOUT_DISTILLING = {"finetune", "lump", "si", "der", "pnn", "pfr", "multitask"}
 
+OLDER_LINEAR = {"enabled", "epochs", "batch", "lr", "momentum", "weight_decay"}  # settings of `probes.linear`
+
 
 def current(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings as this version says them; what it cannot say is left, for others to refuse.
 
     `objective.distill_scale` of Barlow Twins is `objective.scale` now: left out where it was that, or had no effect.
+    Linear probes with all settings but `standardise` are of a version that did not standardise.
     `views.memory` of Split Tiny-ImageNet has a name of its own, since its statistics no longer follow from 64 px.
     """
     if not isinstance(config, Mapping):
@@ -36,6 +39,9 @@ def current(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if same or method.get("name") in WITHOUT_DISTILLING:
             left = {key: value for key, value in objective.items() if key != "distill_scale"}
             config = {**config, "objective": left}
+    linear = (config.get("probes") or {}).get("linear") if isinstance(config.get("probes"), Mapping) else None
+    if isinstance(linear, Mapping) and linear.get("enabled") is True and linear.keys() == OLDER_LINEAR:
+        config = {**config, "probes": {**config["probes"], "linear": {**linear, "standardise": False}}}
     views = config.get("views", {})
     if stream.get("name") != "split-tinyimagenet" or not isinstance(views, Mapping):
         return config
@@ -54,6 +60,7 @@ ADDED: Mapping[str, Any] = {
     "freezing.stream_final": None,
     "freezing.thaw": "all",
     "memory.images": None,
+    "probes.linear.standardise": True,  # of runs without this probe; see `current` for others
     "training.clip": None,
 }
 

@@ -1,7 +1,7 @@
 """Features of any number of images into one file: names, features, and labels if there are any.
 
-`.npz` holds `names`, `features` (N, D) float32 and perhaps `labels` (text); `.parquet` has the same as columns. Images
-are decoded and features written in batches; only names and labels are held in memory.
+`.npz` holds `names`, `features` (N, D) float32 and perhaps `labels` (text); `.parquet` the columns `name`, `label` and
+`features`. Images are decoded and features written in batches; only names and labels are held in memory.
 """
 
 import os

@@ -1,28 +1,33 @@
 """A finished run's encoder, tested again, or on labelled images that came later."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ptlf import evaluation
+from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.evaluation import Prober
+from ptlf.evaluation import PROBES, Prober
+from ptlf.evaluation.probe import OWN, ProbeConfig
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
 from ptlf.run.folder import START, load_encoder
 from ptlf.run.inference import load_encoder as load
 from ptlf.run.inference import rebuilt
 from ptlf.run.parts import Parts
+from ptlf.run.results import add_evaluation, read_results
 from ptlf.run.start import without_start
+from ptlf.stream import EvalSplit
 from ptlf.stream.folders import OnError
 from ptlf.stream.given import find_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset
-from ptlf.stream.task import alone
+from ptlf.stream.task import alone, digest
 
 
 def may_change(setting: str) -> bool:
@@ -39,17 +44,23 @@ def evaluate_run(
     chosen: only these probes; without it, those the settings enable. encoder: the module as it was before training,
     where the settings name none.
     """
-    plain = without_start(replace(config, evaluation=replace(config.evaluation, enabled=True)))
+    tests, probes = replace(config.evaluation, enabled=True), only(config.probes, chosen)
+    plain = without_start(replace(config, evaluation=tests, probes=probes))
     parts = Parts(plain, None, encoder, make_stream(plain, folder))
     before = copy.deepcopy(parts.model.encoder)
     load_encoder(folder, parts.model.encoder)
     if parts.prober is None:
         raise UserError(f"the run in {folder} has no labelled test images to evaluate on")
-    if chosen is not None:
-        parts.prober.choose(chosen)
     start = with_start(before, folder, config) if encoder is None else before
-    probes = summaries(parts.prober, parts.model.encoder, start, len(parts.stream.tasks))
-    return probes, [split.name for split in parts.stream.eval_splits]
+    found = summaries(parts.prober, parts.model.encoder, start, len(parts.stream.tasks))
+    return found, [split.name for split in parts.stream.eval_splits]
+
+
+def only(probes: Mapping[str, ProbeConfig], chosen: Sequence[str] | None) -> dict[str, ProbeConfig]:
+    """The settings of these probes, enabled; without a choice, all as they are."""
+    if chosen is None:
+        return dict(probes)
+    return {name: replace(probes.get(name) or PROBES.find(name).Config(), enabled=True) for name in chosen}
 
 
 def evaluate_labelled(
@@ -60,7 +71,10 @@ def evaluate_labelled(
     module: nn.Module | None = None,
     on_error: OnError = "refuse",
 ) -> tuple[dict[str, Any], list[str]]:
-    """The probes on labelled images: a packed set or a folder per class. The run's own images are not needed.
+    """The probes on labelled images: a packed set or a folder per class. The run's own images are not needed. What came
+    out is kept in the run's folder.
+
+    They are of no task: rows that test within one are left out beside others, unless `chosen` names them.
 
     module: as it was before training, where the run was made with one. on_error: for broken images, refuse or skip.
     """
@@ -68,12 +82,35 @@ def evaluate_labelled(
     path = find_images(labelled, data_root(config.data_root))
     size, share = encoder.card["image_size"], config.evaluation.reference_test
     data = labelled_dataset(path, size, share, encoder.fit, on_error)
-    prober = Prober(alone(data, "labelled"), config.evaluation, config.probes, encoder.normalise, encoder.device)
-    if chosen is not None:
-        prober.choose(chosen)
+    learnt = tasks_learnt(folder)
+    stream, probes = alone(data, "labelled", learnt or 1), only(config.probes, chosen)
+    prober = Prober(stream, config.evaluation, probes, encoder.normalise, encoder.device)
     before = rebuilt(encoder.card, folder, module, config.seed).to(encoder.device)
     start = with_start(before, folder, config) if module is None else before
-    return summaries(prober, encoder.module, start, 0), [path.name]
+    found = summaries(prober, encoder.module, start, 0)
+    among = {row: values for row, values in found.items() if values["settings"]["bank"] != OWN or row in (chosen or ())}
+    found = among or found
+    if learnt is not None:
+        keep(folder, learnt, stream.eval_splits[0], path.name, found)
+    return found, [path.name]
+
+
+def tasks_learnt(folder: Path) -> int | None:
+    """By the encoder in the folder, which is of before a task that has not ended; None where no record says it."""
+    if not (folder / "results.json").exists():
+        return None
+    results = read_results(folder)
+    return len(results["tasks"]) - (results["status"] != "finished")
+
+
+def keep(folder: Path, learnt: int, split: EvalSplit, name: str, probes: dict[str, Any]) -> None:
+    """In evaluations.json, for the run's page. A folder that cannot be written is worth a warning, not a failure."""
+    test = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": learnt, "images": name}
+    sums = digest(split.bank_images, split.bank), digest(split.test_images, split.test)
+    try:
+        add_evaluation(folder, {**test, "sha256": "-".join(sums), "probes": probes})
+    except UserError as error:
+        processes.warn(f"ptlf: warning: the test is not kept for the report: {error}")
 
 
 def with_start(encoder: nn.Module, folder: Path, config: Config) -> nn.Module | None:

@@ -345,7 +345,12 @@ def add_scores(to: Path, probes: Json, tested: Sequence[str]) -> bool:
     rows = [title, "| probe | accuracy, % | before training, % | test images | settings |", "|---|---|---|---|---|"]
     for probe, values in probes.items():
         figures = [figure(values.get(key)) for key in ("accuracy", "untrained_accuracy")]
-        settings = ", ".join(f"{key} {value}" for key, value in values["settings"].items() if key != "enabled")
+        used = (values.get("used_by_task") or [{}])[-1]
+        settings = ", ".join(
+            f"{key} {value}" if used.get(key, value) == value else f"{key} {used[key]} ({value} was set)"
+            for key, value in values["settings"].items()
+            if key != "enabled"
+        )
         rows.append(f"| {probe} | {' | '.join(figures)} | {sum(values['test_images'])} | {settings} |")
     text = read_text(to / CARD).strip().replace(UNTESTED, TESTED_LATER)
     there, test = text.split("\n\n## "), subject("\n".join(rows))

@@ -43,7 +43,7 @@ PROTOCOLS: Mapping[str, Settings] = {
         "encoder": {"name": "resnet18-imagenet"},
         "training": {"epochs": 400, "batch": 256, "optimizer": LARS, "lr": 0.4, "schedule": "cosine", "warmup": 10},
         "memory": {"size": 256},
-        "probes": {"linear": {"enabled": True}},
+        "probes": {"linear": {"enabled": True, "standardise": False}},
         "checkpoint": RARELY,
     },
     "digits": {

@@ -1,4 +1,5 @@
-"""The files of a run's record: `results.json`, written whole or not at all, and `metrics.jsonl`, a line per epoch."""
+"""The files of a run's record: `results.json`, written whole or not at all, `metrics.jsonl`, a line per epoch, and
+`evaluations.json`, tests on labels that came later."""
 
 import json
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from ptlf.core.words import shown
 
 Json = dict[str, Any]
 SCHEMA = 2
+EVALUATIONS = "evaluations.json"
 MANY = 10**6  # tasks, epochs and units are fewer
 
 
@@ -85,6 +87,11 @@ RESULTS: Json = {
     },
     **dict.fromkeys(("wall_seconds?", "host_share?"), NUMBER),
 }
+EVALUATION: Json = {
+    **dict.fromkeys(("date", "images", "sha256"), str),
+    "tasks": COUNT,
+    "probes": {"*": {**PROBE, "test_images": [(1, 10**9)]}},
+}
 # Said beside seconds of a run that are compared with those of another one: see `compiling_seconds`.
 STEADY = "a run's first epoch, in which the step is compiled, counts as its second"
 AGAIN = "take the run's folder from where it was made again, or leave it out"
@@ -140,6 +147,28 @@ def read_results(folder: Path) -> Json:
     except DAMAGE as error:
         raise damaged(path, error, AGAIN) from None
     return results
+
+
+def read_evaluations(folder: Path) -> list[Json]:
+    """The tests on labels that came later, the latest at the end. Of a damaged file there are none: nothing but what a
+    page says in addition hangs on it."""
+    try:
+        found = read_json(folder / EVALUATIONS)
+        check(found, [EVALUATION])
+        return found
+    except (FileNotFoundError, UserError, *DAMAGE):
+        return []
+
+
+def add_evaluation(folder: Path, new: Json) -> None:
+    """One of the same encoder with the same images, probes and settings is replaced."""
+    there = [one for one in read_evaluations(folder) if subject(one) != subject(new)]
+    write_json(folder / EVALUATIONS, [*there, new])
+
+
+def subject(evaluation: Json) -> list[Any]:
+    settings = {probe: values["settings"] for probe, values in evaluation["probes"].items()}
+    return [evaluation["tasks"], evaluation["sha256"], settings]
 
 
 def refuse_folder_of_runs(folder: Path) -> None:

@@ -171,10 +171,14 @@ def exam(labelled: Dataset | None, data: Dataset) -> tuple[EvalSplit, ...]:
     return (EvalSplit(labelled.name, labelled.train, bank, labelled.test, test, since=0, always=True),)
 
 
-def alone(data: Dataset, name: str) -> Stream:
-    """A labelled set as a stream of its own, to test an encoder that did not learn it: its split is of no task."""
+def alone(data: Dataset, name: str, seen: int = 1) -> Stream:
+    """A labelled set as a stream of its own, to test an encoder that did not learn it: its split is of no task.
+
+    seen: how many tasks the encoder has learnt.
+    """
     stream = split(data, StreamConfig(name=name, tasks=1), 0)
-    return replace(stream, eval_splits=tuple(replace(each, always=True) for each in stream.eval_splits))
+    splits = tuple(replace(each, always=True) for each in stream.eval_splits)
+    return replace(stream, eval_splits=splits, tasks=tuple(replace(task, joined=seen) for task in stream.tasks))
 
 
 def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[int]:

@@ -38,10 +38,12 @@ def memory_tinyimagenet(size: int) -> tuple[View, ...]:
 
 
 def supervised(size: int) -> tuple[View, ...]:
+    """Two equal views: a crop of the image with 4 px of padding, and a flip."""
     return (View(padding=4),) * 2
 
 
 def cassle_barlow(size: int) -> tuple[View, ...]:
+    """CaSSLe's views for Barlow Twins: one is always blurred, the other seldom, and sometimes solarised."""
     view = replace(LARGE, saturation=0.2)
     return replace(view, blur=1.0), replace(view, blur=0.1, solarise=0.2)
 

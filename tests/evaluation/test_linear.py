@@ -6,9 +6,12 @@ import torch
 from sklearn.linear_model import LogisticRegression, Ridge
 
 from ptlf.cli import main
+from ptlf.core.settings import as_dict
 from ptlf.evaluation.linear import LinearConfig, RidgeConfig, linear_fit, ridge_fit
+from ptlf.run.alike import current
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.loop import Run
+from ptlf.run.recipes import recipe
 
 
 def noisy_linear(count: int, seed: int, classes: int = 5, dim: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +44,7 @@ def test_linear_probe_is_as_good_as_logistic_regression(data) -> None:
 def test_linear_probe_is_sgd_whose_rate_drops_twice(data) -> None:
     """Against a loop in float64: ten epochs, at a tenth of the rate from the seventh and a hundredth from the ninth."""
     (x, y), _ = data
-    config = LinearConfig(epochs=10, batch=700, momentum=0.8, weight_decay=0.01)
+    config = LinearConfig(epochs=10, batch=700, momentum=0.8, weight_decay=0.01, standardise=False)
     fit = linear_fit(x, y, config, torch.Generator().manual_seed(5))
     inputs, targets = np.c_[x.double().numpy(), np.ones(len(x))], np.eye(5)[y.numpy()]
     weight, velocity, generator = np.zeros((25, 5)), 0.0, torch.Generator().manual_seed(5)
@@ -63,6 +66,24 @@ def test_ridge_is_sklearns_ridge(data) -> None:
     ridge = ridge_fit(x, y, RidgeConfig(penalty=0.1))
     expected = reference.predict((x_test.numpy() - mean) / deviation)
     np.testing.assert_allclose(x_test.numpy() @ ridge.weight.numpy().T + ridge.bias.numpy(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("standardise", "good"), [(True, True), (False, False)])
+def test_features_that_are_small_and_far_from_zero_count_in_full_once_standardised(data, standardise, good) -> None:
+    """As those of a random encoder, which would be underrated."""
+    (x, y), (x_test, y_test) = ((0.01 * x + 3, y) for x, y in data)
+    probe = linear_fit(x, y, LinearConfig(standardise=standardise), torch.Generator().manual_seed(0))
+    exact = LogisticRegression(C=1e6, max_iter=1000, tol=1e-8).fit(data[0][0].numpy(), y.numpy())
+    reference = 100 * exact.score(data[1][0].numpy(), y_test.numpy())
+    assert (probe.accuracy(x_test, y_test) == pytest.approx(reference, abs=0.5)) == good
+
+
+def test_a_record_of_an_older_version_says_that_its_linear_probe_did_not_standardise() -> None:
+    older = as_dict(LinearConfig(enabled=True))
+    del older["standardise"]
+    for settings, standardises in ((older, False), ({"enabled": True}, None), (older | {"enabled": False}, None)):
+        assert current({"probes": {"linear": settings}})["probes"]["linear"].get("standardise") is standardises
+    assert recipe("imagenet100/barlow_twins/lump")["probes"]["linear"]["standardise"] is False
 
 
 def test_linear_probe_repeats_and_draws_from_its_own_generator(data) -> None:

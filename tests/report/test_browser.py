@@ -93,14 +93,17 @@ def seeds(root: Path) -> str:
             costs = {"learning_seconds": 245.8 + 9 * seed, "backward_flops": (44963 + 300 * seed) * 10**12}
             memory = {"kept_bytes": (662.9 + 60 * seed) * 2**20, "last_peak_memory_bytes": (1181 + 70 * seed) * 2**20}
             made["cost"] |= costs | memory
-            made_up.write(root / f"{method}-{seed}", made, GALLERY)
+            run = made_up.write(root / f"{method}-{seed}", made, GALLERY)
+            probes = {name: values | {"test_images": [100]} for name, values in made["probes"].items()}
+            test = {"date": "2026-01-01", "tasks": 3, "images": "labelled", "sha256": "", "probes": probes}
+            (run / "evaluations.json").write_text(json.dumps([test]))
     return page(read_comparison([root]))
 
 
 @pytest.mark.parametrize("which", ["small", "many", "seeds"])
 def test_in_a_browser(tmp_path: Path, which: str) -> None:
     made = made_up.page_of_eight() if which == "many" else {"small": small, "seeds": seeds}[which](tmp_path / "runs")
-    assert ('class="paired"' in made) == (which == "seeds")
+    assert ('class="paired"' in made) == ('class="later"' in made) == (which == "seeds")
     views, console = open_page(made, tmp_path)
     assert {found["width"] for found in views} == set(WIDTHS)
     for found in views:

@@ -78,7 +78,7 @@ def test_every_accuracy_has_its_interval(tmp_path: Path) -> None:
     start = f"{probe['untrained_accuracy']:.2f}"
     text = shown(tmp_path, results)
     interval = f"95 % from the number of test images: {low:.1f} to {high:.1f}"
-    assert f"{probe['accuracy']:.2f} %</b> right ({interval}), the random encoder {start} %" in text
+    assert f"{probe['accuracy']:.2f} %</b> right (knn_task; {interval}), the random encoder {start} %" in text
     assert f"<small>{low:.1f} to {high:.1f}</small><small>random encoder {start}</small>" in text
     assert "(66 images, ±" in text
 
@@ -115,3 +115,5 @@ def test_training_that_made_it_worse_is_warned_of(tmp_path: Path) -> None:
     warning = "training made knn_class worse: 43.96 % before (random encoder), 42.72 % after"
     assert warning in told(results)
     assert warning in shown(tmp_path / "worse", results)
+    for images, warned in ((500, False), (50_000, True)):  # of which such a difference may come by chance, or not
+        assert (warning in told(results | {"test_images": [images] * 3})) == warned

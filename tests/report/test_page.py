@@ -14,6 +14,7 @@ from rich.console import Console
 from scipy import stats
 
 from ptlf.cli import main
+from ptlf.commands import with_others
 from ptlf.core.errors import UserError
 from ptlf.evaluation import summary
 from ptlf.methods import METHODS
@@ -570,6 +571,39 @@ def test_seeds_are_grouped_where_settings_that_change_no_result_differ(tmp_path:
     made_up.write(tmp_path / "3", made_up.results(seed=3, memory__size=9))
     groups = {len(group.runs): group.label for group in read_comparison([tmp_path]).groups}
     assert groups == {3: "ptlf (size 64)", 1: "ptlf (size 9)"}
+
+
+def test_runs_are_named_by_settings_that_count_in_full_where_two_end_alike(tmp_path: Path) -> None:
+    changes: dict[str, dict] = {"a": {}, "b": {"evaluation__batch": 64}}
+    for name, change in changes.items():
+        made_up.write(tmp_path / "folders" / name, made_up.results(**change))
+    assert {group.label for group in read_comparison([tmp_path / "folders"]).groups} == {"ptlf (a)", "ptlf (b)"}
+    for name, size in {"a": 9, "b": 8}.items():
+        made_up.write(tmp_path / "sizes" / name, made_up.results(memory__size=size, views__size=size))
+    labels = {group.label for group in read_comparison([tmp_path / "sizes"]).groups}
+    assert labels == {f"ptlf (views.size {size}, memory.size {size})" for size in (8, 9)}
+
+
+def test_the_page_of_a_sweep_shows_what_earlier_ones_finished_there_if_it_compares(tmp_path: Path) -> None:
+    settings: dict[str, dict] = {"lump": {}, "ptlf": {}, "si": {"stream__groups": [[0, 1]]}, "der": {}}
+    for name, change in settings.items():
+        made_up.write(tmp_path / name, made_up.results(f"digits/simsiam/{name}", **change))
+    (tmp_path / "der" / "results.json").write_text("{")
+    lump, ptlf = tmp_path / "lump", tmp_path / "ptlf"
+    assert with_others([lump], tmp_path) == [lump, ptlf] and with_others([ptlf], tmp_path) == [ptlf, lump]
+
+
+@pytest.mark.parametrize("engine", ["eager", "captured"])
+def test_nothing_is_said_of_compiling_where_every_step_was_eager(two: list[Path], capsys, engine: str) -> None:
+    runs = {}
+    for folder in two:
+        made = json.loads((folder / "results.json").read_text())
+        made["environment"]["engine"] = engine
+        (folder / "results.json").write_text(json.dumps(made))
+        runs[folder.name] = [made]
+    show_runs(Console(), runs)
+    for said in (html(two), capsys.readouterr().out):
+        assert ("compiling" in said) == (engine == "captured")
 
 
 def test_the_title_counts_configurations_where_there_are_seeds(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_the_headline_of_one_seed_has_the_interval_of_the_test_images_by_name(tm
     accuracy = scores("ptlf", "accuracy", 1)[0]
     ends = stats.binomtest(round(198 * accuracy / 100), 198).proportion_ci(method="wilson")
     said = headline(tmp_path, 1)
-    found = re.search(r"right \(95 % from the number of test images: (.*?) to (.*?)\)", said)
+    found = re.search(r"right \(knn_task; 95 % from the number of test images: (.*?) to (.*?)\)", said)
     assert found is not None
     assert [float(end) for end in found.groups()] == pytest.approx([100 * ends.low, 100 * ends.high], abs=0.4)
     assert f"One seed does not tell it from lump ({scores('lump', 'accuracy', 1)[0]:.2f} %, " in said
@@ -237,8 +237,14 @@ def test_the_headline_without_a_baseline_has_the_interval_over_seeds(tmp_path: P
         made = made_up.results("digits/simsiam/ptlf", seed=seed, **FINAL["ptlf"]) | {"test_images": [66, 66, 66]}
         made_up.write(tmp_path / str(seed), made)
     said = headline_of(tmp_path)
-    assert f"{values.mean():.2f} % right (95 % over 3 seeds: {low:.1f} to {high:.1f})" in said
+    assert f"{values.mean():.2f} % right (knn_task; 95 % over 3 seeds: {low:.1f} to {high:.1f})" in said
     assert "test images" not in said
+
+
+def test_a_mean_over_seeds_beside_one_seed_is_called_that(tmp_path: Path) -> None:
+    for method, seed in (("lump", 0), ("lump", 1), ("ptlf", 0)):
+        made_up.write(tmp_path / f"{method}{seed}", made_up.results(f"digits/simsiam/{method}", seed=seed))
+    assert re.search(r"One seed does not tell it from lump \(.* points, means of 2 seeds\)\.", headline_of(tmp_path))
 
 
 def test_no_seed_in_common_is_said(tmp_path: Path) -> None:

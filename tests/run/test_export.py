@@ -97,7 +97,8 @@ def test_a_later_test_is_added_to_the_card(run: Path, tmp_path: Path, capsys: py
     assert rest + loading + end == before
     figures = [f"{values[key]:.2f}" for key in ("accuracy", "untrained_accuracy")] + [str(sum(results["test_images"]))]
     assert [cell.strip() for cell in section.splitlines()[-1].split("|")][1:5] == ["knn_task", *figures]
-    assert f"k {values['settings']['k']}" in section
+    used, asked = values["used_by_task"][-1]["k"], values["settings"]["k"]
+    assert f"k {used} ({asked} was set)" in section and used == len(results["tasks"])
     assert text.count(title) == 1
     assert "enabled" not in section
 

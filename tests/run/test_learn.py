@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -30,7 +31,8 @@ from ptlf.freezing import POLICIES
 from ptlf.learner import OF_LEARN
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.report.runs import read_comparison
+from ptlf.report.page import commands
+from ptlf.report.runs import read_comparison, read_run
 from ptlf.run import loop
 from ptlf.run.config import Config
 from ptlf.run.folder import lock_of_run
@@ -112,7 +114,7 @@ def trained(folder: Path, settings: Config, pack: str = "all") -> Path:
     return folder
 
 
-def learnt(folder: Path, settings: Config, days: Iterator[str] | list[str] | None = None) -> Path:
+def learnt(folder: Path, settings: Config, days: Iterator[str] | list[Any] | None = None) -> Path:
     """`learn` day after day, each time from the files that the last call left."""
     for day in days or DAYS:
         learner = ptlf.Learner.load(folder, trust_code=True) if folder.exists() else ptlf.Learner.new(settings, folder)
@@ -177,6 +179,23 @@ def test_folders_without_labels_are_as_a_pack_with_a_folder_per_task(root: Path,
     assert galleries[0] == galleries[1]
     assert learner.results["tasks"] == list(DAYS)
     assert learner.results["eval_splits"] == ["day1"]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_commands_on_its_page_repeat_a_run(root: Path, tmp_path: Path, monkeypatch, before: bool) -> None:
+    """Of days that arrived alone, or after `ptlf train`; one of them came twice."""
+    run = tmp_path / "run"
+    if before:
+        Run(config(**DIGITS), run).train()
+    day = root / "pictures" / "day1"
+    learnt(run, config(), [day])
+    ptlf.Learner.load(run, trust_code=True).learn(day, "the-same", again=True, watcher=QUIET)
+    monkeypatch.chdir(tmp_path)
+    told = commands(read_run(Path("run")))
+    assert len(told) == 2 + before and "learn again run/tasks/0002-the-same --name the-same --again" in told[-1]
+    for line in told:
+        assert main([*shlex.split(line)[1:], "--trust-code"]) == 0
+    assert (tmp_path / "again" / "encoder.safetensors").read_bytes() == (run / "encoder.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("method", ["lump", "pnn"])

@@ -64,7 +64,7 @@ CASSLE = {
         "epochs": 400,
     },
     "objective": {"name": "barlow_twins", "projection": 2048, "scale": 0.1},
-    "probes": {"linear": {"enabled": True, "epochs": 100, "lr": 0.1}},
+    "probes": {"linear": {"enabled": True, "epochs": 100, "lr": 0.1, "standardise": False}},
 }
 
 

@@ -118,7 +118,7 @@ def accuracy_by_hand(run: Path, labelled: Path, k: int, module: nn.Module | None
 def test_labels_that_come_later(
     world: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = world / "labelled"
+    where, run = world / "labelled", Path(shutil.copytree(world / "run", tmp_path / "run"))
     if form != "folder":
         pack = pack_folder(where, tmp_path, "later", size=16, workers=1, progress=False)
         where = pack.path
@@ -126,14 +126,48 @@ def test_labels_that_come_later(
     given = "later" if form == "name" else str(where)
     settings = ["--probes.knn_class.k", "5", "--probes.knn_class.temperature", "0.1", "--device", "cpu"]
     settings.append("--trust-code")
-    words = ["evaluate", str(world / "run"), "--probe", "knn_class", "--stream.labelled", given]
+    words = ["evaluate", str(run), "--probe", "knn_class", "--stream.labelled", given]
     assert main([*words, *root, *settings]) == 0
     said = capsys.readouterr().out
-    expected = accuracy_by_hand(world / "run", world / "labelled", 5)
+    expected = accuracy_by_hand(run, world / "labelled", 5)
     assert f"{expected:.2f}" in said and expected > 50
-    before = Run(from_dict(read_yaml(world / "run" / "config.yaml"))).model.encoder
+    before = Run(from_dict(read_yaml(run / "config.yaml"))).model.encoder
     (line,) = [line for line in said.splitlines() if "nothing (encoder before training)" in line]
-    assert f"{accuracy_by_hand(world / 'run', world / 'labelled', 5, before):.2f}" in line
+    assert f"{accuracy_by_hand(run, world / 'labelled', 5, before):.2f}" in line
+    assert main([*words, *root, *settings]) == 0
+    (kept,) = json.loads(
+        (run / "evaluations.json").read_text()
+    )  # the second test, which is the same, replaced the first
+    assert kept["probes"]["knn_class"]["accuracy"] == pytest.approx(expected) and kept["tasks"] == 2
+    page = page_of(run)
+    assert f"gets <b>{expected:.2f} %</b> right (knn_class, k = 5;" in page and "accuracy is not known" not in page
+    table = page.partition("<h3>Labels that came later</h3>")[2].partition("</table>")[0]
+    assert f">{expected:.2f}</td>" in table and f">40 of {where.name}</td>" in table
+
+
+def test_images_of_no_task_are_tested_among_all_classes(world: Path, tmp_path: Path, capsys) -> None:
+    run = str(shutil.copytree(world / "run", tmp_path / "run"))
+    words = ["evaluate", run, "--trust-code", "--stream.labelled", str(world / "labelled")]
+    for chosen, rows in ([], ["knn_class"]), (["linear", "ridge"], ["linear", "ridge"]), (["knn_task"], ["knn_task"]):
+        assert main([*words, *(["--probe", *chosen] if chosen else [])]) == 0
+        said = capsys.readouterr()
+        assert re.findall(r"^(\w+): accuracy in %", said.out, re.M) == rows
+        assert ("probes.knn_class.k is 200" in said.err) == (rows == ["knn_class"])
+    assert "k = 2 (number of tasks seen so far" in said.out
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "{}", '[{"date": 1}]', '[{"date": "", "tasks": 1, "images": "", "sha256": ""}]']
+)
+def test_a_damaged_file_of_later_tests_breaks_no_page(world: Path, tmp_path: Path, text: str) -> None:
+    run = Path(shutil.copytree(world / "run", tmp_path / "run"))
+    (run / "evaluations.json").write_text(text)
+    assert "its accuracy is not known" in page_of(run)
+
+
+def page_of(run: Path) -> str:
+    assert main(["report", str(run)]) == 0
+    return (run / "report.html").read_text()
 
 
 def test_columns_are_tested_all_together_on_images_of_no_task(world: Path, tmp_path: Path) -> None:
