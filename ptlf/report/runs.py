@@ -178,18 +178,28 @@ class Group:
         before, after = (means([(entry["task"], entry[key]) for entry in some]) for some in entries)
         return {task: (before[task][0] if task in before else None, mean) for task, (mean, _) in after.items()}
 
+    def large_tasks(self) -> set[int]:
+        """Tasks whose features may be compared with each other's: those of few images have a low rank for that alone.
+        Older records do not say how many were measured."""
+        counts = {entry["task"]: entry.get("images") for entry in self.first.get("features") or []}
+        most = max((count for count in counts.values() if count), default=0)
+        return {task for task, count in counts.items() if count is None or 2 * count >= most}
+
     def falling(self) -> Iterator[str]:
         """Signs of a collapse, with labels or without: an accuracy may hide it."""
+        large = self.large_tasks()
         for key, title in FEATURES.items():
             by_task = self.feature(key)
             if not by_task:
                 continue
-            last, best = max(by_task), max(by_task, key=lambda task: by_task[task][1])
-            before, after = by_task[last]
-            if after < FALLEN * by_task[best][1]:
-                fell = f"from {by_task[best][1]:.3g} after task {best} to {after:.3g} after task {last}"
+            alike = {task: after for task, (_, after) in by_task.items() if task in large}
+            last, best = max(alike), max(alike, key=lambda task: alike[task])
+            newest = max(by_task)
+            before, after = by_task[newest]
+            if alike[last] < FALLEN * alike[best]:
+                fell = f"from {alike[best]:.3g} after task {best} to {alike[last]:.3g} after task {last}"
             elif before is not None and after < FALLEN * before:
-                fell = f"from {before:.3g} ({self.start}) to {after:.3g} after task {last}, on the same images"
+                fell = f"from {before:.3g} ({self.start}) to {after:.3g} after task {newest}, on the same images"
             else:
                 continue
             yield f"the {title} of the features fell {fell}: a sign that they collapse"

@@ -722,6 +722,17 @@ def test_features_that_fall_are_told(tmp_path: Path, capsys, ranks, untrained, t
         assert "the spread of the features fell" not in shown
 
 
+def test_a_task_of_few_images_is_no_collapse(tmp_path: Path) -> None:
+    """Features of five images span at most four directions, whatever the encoder."""
+    results = without_labels([30.0, 29.0, 3.0], [8.0, 8.0, 2.0])
+    for name in ("features", "untrained_features"):
+        results[name][0]["images"] = results[name][1]["images"] = 80
+    assert "a sign that they collapse" not in html([made_up.write(tmp_path / "small", results)])
+    results["features"][1]["effective_rank"] = 5.0
+    text = html([made_up.write(tmp_path / "fallen", results)])
+    assert "fell from 30 after task 1 to 5 after task 2: a sign that they collapse" in text
+
+
 def test_every_figure_of_the_features_names_its_measure_where_rows_are_stacked(tmp_path: Path) -> None:
     text = html([made_up.write(tmp_path / "run", without_labels([5.0, 6.0], [7.0, 8.0]))])
     (table,) = re.findall(r'<table class="features">.*?</table>', text, re.S)
