@@ -155,7 +155,7 @@ def learn(
             write_page([folder], folder / "report.html")
         if results:
             return show_runs(console, {results["name"]: [results]})
-        young = f"its subfolders were learnt, hold no images, or changed in the last {settle:g} s"
+        young = f"its subfolders were learnt or hold no images{f', or changed in the last {settle:g} s' * bool(settle)}"
         return tell(f"nothing new in {watch}: {young if subfolders(watch) else 'it has no subfolders to learn'}")
     if source is None and learner.exists and has_finished(folder):
         return tell(f"{folder}: nothing to finish; give images to learn")

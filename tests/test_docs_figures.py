@@ -266,6 +266,26 @@ def test_frozen_encoders(file: str, head: str, keys: list[str]) -> None:
     assert table(SAVINGS, head) == wanted
 
 
+def test_the_first_task_takes_as_long_at_both_commits() -> None:
+    """In it nothing freezes. Seconds of its steps, the first epoch counted as the second."""
+    spoken = []
+    for method in ("ptlf-deep", "lump"):
+        columns = [run["cost"]["per_epoch"] for run in kept(f"split-cifar10-simsiam-{method}-seed*")]
+        epochs = [one["seconds"][: one["task"].count(1)] for one in columns]
+        spoken.append("{:.1f}, {:.1f} and {:.1f}".format(*(sum(some[1:]) + some[1] for some in epochs)))
+    assert "({} s against {})".format(*spoken) in in_one_line(SAVINGS)
+
+
+def test_what_a_run_that_freezes_from_the_input_on_saves() -> None:
+    """In the paper's notes: counted backward FLOPs of `ptlf-cost`, relative to LUMP's."""
+    mine, base = (kept(f"split-cifar10-simsiam-{method}-seed*") for method in ("ptlf-cost", "lump"))
+    (ratio,) = {
+        f"{run['cost']['backward_flops'] / other['cost']['backward_flops']:.2f}x"
+        for run, other in zip(mine, base, strict=True)
+    }
+    assert f"a run takes {ratio} of LUMP's (`ptlf-cost` on Split CIFAR-10)" in in_one_line(ROOT / "docs/paper-notes.md")
+
+
 def test_captured_encoders() -> None:
     rows = bench("encoders-h200-captured.json")
     wanted = []

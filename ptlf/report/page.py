@@ -214,18 +214,12 @@ def later_rows(group: Group) -> list[dict[str, Any]]:
     rows = []
     for run in (run for run in group.runs if run.later):
         test, seed, tasks = run.later or {}, run.results.get("seed"), len(run.results["tasks"])
-        when = {
-            "tasks": str(tasks) if test["tasks"] == tasks else f"{test['tasks']} of {tasks}",
-            "date": test["date"][:10],
-        }
+        learnt = str(tasks) if test["tasks"] == tasks else f"{test['tasks']} of {tasks}"
+        when = {"tasks": learnt, "date": test["date"][:10]}
         for probe, values in test["probes"].items():
-            accuracy, before, images = (
-                values.get("accuracy"),
-                values.get("untrained_accuracy"),
-                sum(values["test_images"]),
-            )
-            if accuracy is None:
+            if (accuracy := values.get("accuracy")) is None:
                 continue
+            before, images = values.get("untrained_accuracy"), sum(values["test_images"])
             figures = {"accuracy": f"{accuracy:.2f}", "interval": "{:.1f} to {:.1f}".format(*wilson(accuracy, images))}
             figures |= {"before": "-" if before is None else f"{before:.2f}", "images": f"{images} of {test['images']}"}
             k = [f", k = {used['k']}" for used in values.get("used_by_task") or [] if "k" in used]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
-from ptlf.report.figures.paper_text import SMALL_RUNS, full_figures
+from ptlf.report.figures.paper_text import HEADING, SMALL_RUNS, full_figures
 from ptlf.report.paired import DAGGER, Interval, Ratio, difference_to, interval, mean_ratio, mixed, verdict
 from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, RunRecord, at, later_mean, later_seconds
 from ptlf.report.tables import new_table, note
@@ -277,7 +277,7 @@ def document(found: Found, remarks: Remarks) -> str:
     head = HEAD.format(filled=filled, printed=len(values), steady=STEADY)
     told: set[str] = set()
     sections = [head, *(section(name, table, found, remarks, told) for name, table in TABLES.items())]
-    sections += [elsewhere(found), paired_section(found), full_figures(found), SMALL_RUNS]
+    sections += [elsewhere(found), paired_section(found), HEADING, full_figures(found), SMALL_RUNS]
     return "\n".join(sections)
 
 
@@ -301,8 +301,8 @@ def elsewhere(found: Found) -> str:
         for stream, pair in zip(SPLIT[1:], streams, strict=True):
             cell = table.cell(f"{OBJECTIVES[objective]}, {METHODS['cassle']}", STREAMS[stream])
             assert cell is not None
-            mine = [found_ for measure in QUALITY if (found_ := figure(table, cell, measure, found))]
-            three = [one.mean for one in mine], [cell.paper[measure] for measure in QUALITY], pair
+            mine = [one.mean for measure in QUALITY if (one := figure(table, cell, measure, found))]
+            three = mine, [cell.paper[measure] for measure in QUALITY], pair
             rows.append([cell.row, cell.column, *(" / ".join(number(value, "") for value in some) for some in three)])
     return SAME_ROWS + markdown(["", "stream", "ours", "the paper's", "InfoUCL's"], rows)
 

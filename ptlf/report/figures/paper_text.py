@@ -10,9 +10,8 @@ from ptlf.run.results import Json
 Found = Mapping[tuple[str, tuple[str, ...]], Sequence[Json]]  # by `Cell.key`: the results of every seed
 PTLF = ("split-cifar10/simsiam/ptlf", ())
 LAST_STAGE = "stages.3."  # of ResNet-18
-FULL = """## The paper's figures: `ptlf reproduce figures`
-
-**At the full protocol**: the PTLF runs of Split CIFAR-10 with SimSiam in the tables above, drawn by
+HEADING = "## The paper's figures: `ptlf reproduce figures`\n"
+FULL = """**At the full protocol**: the PTLF runs of Split CIFAR-10 with SimSiam in the tables above, drawn by
 `ptlf reproduce figures --show --pictures docs/pictures/full`. Supervised learning, ratios computed in every epoch and
 other final ratios were not run at this scale; small runs of them are below.
 
