@@ -15,7 +15,7 @@ from typing import Any
 
 from ptlf import __version__
 from ptlf.core.errors import UserError
-from ptlf.core.words import printable, shown
+from ptlf.core.words import printable, short_repr
 from ptlf.training.process import Stopped
 
 MANY_RUNS = ("sweep", "reproduce", "frontier")  # commands that keep what is done, and go on
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if takes_overrides:
             options["overrides"] = rest
         elif rest:
-            raise UserError(f"`ptlf {verb}` does not take {shown(rest[0])}; see `ptlf {verb} --help`")
+            raise UserError(f"`ptlf {verb}` does not take {short_repr(rest[0])}; see `ptlf {verb} --help`")
         module, function = run.split(":")  # imported only now: torch takes seconds
         getattr(import_module(module), function)(**options)
     except UserError as error:
@@ -150,32 +150,32 @@ def add_option(parser: Parser, names: str, about: str, kind: Callable[[str], Any
         parser.add_argument(*names.split(), help=about, type=kind, **more)
 
 
-def whole(text: str, least: int = 0, most: int = 2**63 - 1) -> int:
+def whole(text: str, ge: int = 0, le: int = 2**63 - 1) -> int:
     """A whole number between these."""
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, not {shown(text)}") from None
-    if not least <= value <= most:
-        bound = f"at least {least}" if value < least else f"at most {most}"
-        raise argparse.ArgumentTypeError(f"must be {bound}, not {shown(value)}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {short_repr(text)}") from None
+    if not ge <= value <= le:
+        bound = f"at least {ge}" if value < ge else f"at most {le}"
+        raise argparse.ArgumentTypeError(f"must be {bound}, not {short_repr(value)}")
     return value
 
 
-def number(text: str, least: float, most: float) -> float:
+def number(text: str, ge: float, le: float) -> float:
     """A number between these."""
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, not {shown(text)}") from None
-    if not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {shown(text)}")
+        raise argparse.ArgumentTypeError(f"must be a number, not {short_repr(text)}") from None
+    if not ge <= value <= le:
+        raise argparse.ArgumentTypeError(f"must be a number from {ge:g} to {le:g}, not {short_repr(text)}")
     return value
 
 
-share = partial(number, least=0, most=1)
-positive = partial(whole, least=1, most=1_000_000)
-pixels = partial(whole, least=1, most=8192)
+share = partial(number, ge=0, le=1)
+positive = partial(whole, ge=1, le=1_000_000)
+pixels = partial(whole, ge=1, le=8192)
 
 
 def folder(text: str) -> Path:
@@ -187,7 +187,7 @@ def folder(text: str) -> Path:
 def new_page(text: str) -> Path:
     path = Path(text)
     if path.suffix not in (".html", ".htm") or path.is_dir():
-        raise argparse.ArgumentTypeError(f"must name a page, such as report.html, not {shown(text)}")
+        raise argparse.ArgumentTypeError(f"must name a page, such as report.html, not {short_repr(text)}")
     return new_file(text)
 
 
@@ -195,11 +195,11 @@ def new_file(text: str, end: str = "") -> Path:
     """Refused before the work it is for: a file in a folder that is not there, or with another end than `end`."""
     path = Path(text)
     if end and path.suffix != end and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"must name a file that ends with {end}, not {shown(text)}")
+        raise argparse.ArgumentTypeError(f"must name a file that ends with {end}, not {short_repr(text)}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
     if not path.name or path.is_dir():
-        raise argparse.ArgumentTypeError(f"must name a file, not the folder {shown(text)}")
+        raise argparse.ArgumentTypeError(f"must name a file, not the folder {short_repr(text)}")
     return path
 
 
@@ -402,7 +402,7 @@ def add_bench_verbs(verb: Verb) -> None:
     runs = verb("bench run", about, overrides=True, epilog=epilog + HOLD_FOR_ALL)
     runs("--recipes", "default: LUMP and PTLF with SimSiam on split-cifar10", nargs="+", metavar="RECIPE")
     runs("--from", "train nothing: finished runs", folder, nargs="+", dest="folders", metavar="DIR")
-    runs("--noise", "train on so many noise images in all; nothing is tested then", partial(whole, least=1, most=10**9))
+    runs("--noise", "train on so many noise images in all; nothing is tested then", partial(whole, ge=1, le=10**9))
     runs("--size", "side of the noise images in pixels (default: 32)", pixels)
     runs("--out", "keep each run in a folder below this", folder, metavar="DIR")
 
@@ -436,7 +436,7 @@ def add_data_verbs(verb: Verb) -> None:
     pack("--test-fraction", "share of each class held out for testing", share, default=0.0)
     for add in (get, pack):
         add("--on-error", "for broken images and empty folders", choices=("refuse", "skip"), default="refuse")
-        add("--workers", "processes (default: by the number of images and cores)", partial(whole, least=1, most=1024))
+        add("--workers", "processes (default: by the number of images and cores)", partial(whole, ge=1, le=1024))
         add("--overwrite", "replace the packed set if it exists", bool)
     verify = verb("data verify", "Check a packed set against its checksums.")
     verify("names", "packed sets (default: all)", nargs="*", metavar="NAME")

@@ -12,7 +12,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import write_whole
 from ptlf.core.settings import as_dict, merge, parse_overrides
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.freezing import POLICIES
@@ -138,7 +138,7 @@ def learn(
     """how: `again`, `new_only`, and how images are packed, for `Learner.learn`."""
     check_alone("learn")
     if source and overrides and not overrides[0].startswith("-"):
-        one = f"`ptlf learn` takes one folder of images per call, and {shown(overrides[0])} is a second one"
+        one = f"`ptlf learn` takes one folder of images per call, and {short_repr(overrides[0])} is a second one"
         raise UserError(f"{one}; call it once for each, or give --watch DIR to learn every subfolder of DIR")
     if watch and (source or name):
         raise UserError(f"--watch takes its tasks from {watch}; leave out {'SOURCE' if source else '--name'}")

@@ -58,7 +58,7 @@ from ptlf.training.process import Stopped
 STREAM = "arriving"
 SIZE = 32  # pixels, where neither the images nor the settings say
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
-MOST_SECONDS = 1e9
+MAX_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
 # Arguments of `Learner.learn`:
 OF_LEARN = ("name", "again", "new_only", "watcher", "test_fraction", "on_error", "workers", "fit")
@@ -263,8 +263,8 @@ class Learner:
         learning: as for `learn`.
         """
         for word, value in {"settle": settle, "every": every}.items():
-            if not 0 <= value <= MOST_SECONDS:
-                raise UserError(f"{word} must be a number of seconds from 0 to {MOST_SECONDS:g}, not {value:g}")
+            if not 0 <= value <= MAX_SECONDS:
+                raise UserError(f"{word} must be a number of seconds from 0 to {MAX_SECONDS:g}, not {value:g}")
         folder = Path(folder)
         refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
         latecomers = Latecomers(folder)

@@ -20,7 +20,7 @@ from ptlf.training.optimizers import OptimizerConfig, UpdateRule
 
 @dataclass
 class AlignConfig(ObjectiveConfig):
-    spread: float = key(1.0, "weight of the term that keeps features apart", least=0)
+    spread: float = key(1.0, "weight of the term that keeps features apart", ge=0)
 
 
 class Align(Objective):
@@ -39,7 +39,7 @@ class Align(Objective):
 
 @dataclass
 class ShrinkConfig(MethodConfig):
-    shrink: float = key(0.01, "weight of the features' squared length", least=0)
+    shrink: float = key(0.01, "weight of the features' squared length", ge=0)
 
 
 class Shrink(Method):
@@ -59,7 +59,7 @@ class Shrink(Method):
 
 @dataclass
 class TinyConfig(EncoderConfig):
-    channels: int = key(6, "channels of every layer", least=1)
+    channels: int = key(6, "channels of every layer", ge=1)
 
 
 def make_tiny(config):
@@ -70,7 +70,7 @@ def make_tiny(config):
 
 @dataclass
 class DescendingConfig(PolicyConfig):
-    skip: int = key(0, "so many units before the output never freeze", least=0)
+    skip: int = key(0, "so many units before the output never freeze", ge=0)
 
 
 class Descending(Policy):
@@ -85,7 +85,7 @@ class Descending(Policy):
 
 @dataclass
 class CentroidConfig(ProbeConfig):
-    power: float = key(2.0, "of the distance's norm", above=0)
+    power: float = key(2.0, "of the distance's norm", gt=0)
 
 
 class Centroid(Probe):
@@ -107,7 +107,7 @@ class Centroid(Probe):
 
 @dataclass
 class RMSpropConfig(OptimizerConfig):
-    alpha: float = key(0.99, "decay of the squared gradient's running mean", least=0, most=1)
+    alpha: float = key(0.99, "decay of the squared gradient's running mean", ge=0, le=1)
 
 
 class RMSprop(UpdateRule):
@@ -122,7 +122,7 @@ class RMSprop(UpdateRule):
 
 @dataclass
 class StripesConfig(StreamConfig):
-    contrast: int = key(60, "between dark and bright stripes, of 255", least=1, most=255)
+    contrast: int = key(60, "between dark and bright stripes, of 255", ge=1, le=255)
 
 
 def make_stripes(config):

@@ -406,7 +406,7 @@ def server() -> Iterator[str]:
 def test_a_download_that_does_not_end_well(
     server: str, path: str, why: str, tmp_path: Path, monkeypatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ptlf.stream.fetch.MOST_BYTES", 1_000_000)
+    monkeypatch.setattr("ptlf.stream.fetch.MAX_BYTES", 1_000_000)
     assert run_command(address(server + path)(tmp_path)) == 2
     (sentence,) = sentences(capfd.readouterr().err)
     assert why in sentence

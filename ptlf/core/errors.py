@@ -37,7 +37,7 @@ class Refusals:
         raise error
 
 
-def needed(module: str, user: str, extra: str, package: str = "") -> Any:
+def import_optional(module: str, user: str, extra: str, package: str = "") -> Any:
     """The module, imported. user: what needs it; extra: the extra of ptlf that installs it; package: by default the
     module's first name."""
     try:

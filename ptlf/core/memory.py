@@ -43,17 +43,16 @@ def available_in_group() -> int | None:
         return None
 
 
-def check_fits(what: str, needed: float, device: torch.device | str = "cpu", way_out: str = "lower it") -> None:
+def check_fits(what: str, needed: float, device: torch.device | str = "cpu", hint: str = "lower it") -> None:
     """Refuse what needs more bytes than the device has free."""
     free = free_bytes(device)
     if free is not None and needed > free:
         where = "GPU" if torch.device(device).type == "cuda" else "machine"
-        raise UserError(
-            f"{what} would take {spoken(needed)} of memory, and this {where} has {spoken(free)} free; {way_out}"
-        )
+        has = f"this {where} has {format_bytes(free)} free"
+        raise UserError(f"{what} would take {format_bytes(needed)} of memory, and {has}; {hint}")
 
 
-def spoken(amount: float) -> str:
+def format_bytes(amount: float) -> str:
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if amount >= size:
             return f"{amount / size:,.1f} {unit}"
@@ -72,6 +71,6 @@ def too_large(error: BaseException) -> str | None:
     on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in words
     asked = re.search(r"(?:allocate|allocate:|tried to allocate) ([\d.]+ ?(?:bytes|[KMGTP]i?B))", words)
     free = free_bytes("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
-    has = f", which has {spoken(free)} free" if free is not None else ""
+    has = f", which has {format_bytes(free)} free" if free is not None else ""
     tried = f" ({asked[1]} at once)" if asked else ""
     return f"this needs more memory{tried} than this {'GPU' if on_gpu else 'machine'} can give{has}"

@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 
 from ptlf.core.errors import UserError
-from ptlf.core.words import printable, shown
+from ptlf.core.words import printable, short_repr
 
-MOST_BYTES = 256 << 20  # of a JSON file; results of 200 tasks are 1 MB
-MOST_YAML = 256 << 10  # of a YAML file; a run's settings are 3 kB
-DEEPEST, MOST_NODES = 32, 20_000  # of a YAML text: nested collections; values, with those an alias repeats
-MOST_DIGITS = 4000  # of a number in YAML; Python reads up to 4300
+MAX_BYTES = 256 << 20  # of a JSON file; results of 200 tasks are 1 MB
+MAX_YAML = 256 << 10  # of a YAML file; a run's settings are 3 kB
+DEEPEST, MAX_NODES = 32, 20_000  # of a YAML text: nested collections; values, with those an alias repeats
+MAX_DIGITS = 4000  # of a number in YAML; Python reads up to 4300
 LARGEST = 1e30  # of a number in a record
 
 NUMBER = (int, float)
@@ -28,7 +28,7 @@ SPOKEN |= {dict: "a dictionary", list: "a list"}
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # what using a damaged record raises
 
 
-def read_text(path: Path, most: int = MOST_BYTES) -> str:
+def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """The UTF-8 text of a regular file of at most `most` bytes. A missing file raises FileNotFoundError."""
     return decoded(read_bytes(path, most), path)
 
@@ -40,7 +40,7 @@ def decoded(content: bytes, path: Path) -> str:
         raise UserError(f"{path} cannot be read: byte {error.start} is not UTF-8 text") from None
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     try:
         # A FIFO without a writer would block an ordinary open.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -58,12 +58,12 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def read_json(path: Path, way_out: str = "") -> Any:
+def read_json(path: Path, hint: str = "") -> Any:
     """The value in a JSON file, with hidden characters escaped. A missing file raises FileNotFoundError."""
     try:
         return parse_json(read_text(path))
     except ValueError as error:
-        raise damaged(path, error, way_out) from None
+        raise damaged(path, error, hint) from None
 
 
 def parse_json(text: str) -> Any:
@@ -73,7 +73,7 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"{constant} is no number of JSON")
 
     def whole(digits: str) -> int:
-        if len(digits) > MOST_DIGITS:
+        if len(digits) > MAX_DIGITS:
             raise ValueError("a number has too many digits")
         return int(digits)
 
@@ -99,9 +99,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def damaged(path: Path | str, error: Exception, way_out: str = "") -> UserError:
+def damaged(path: Path | str, error: Exception, hint: str = "") -> UserError:
     """For a file whose content is not what it should be, as `error` found."""
-    return UserError(f"{path} is damaged: {reason(error)}{f'; {way_out}' if way_out else ''}")
+    return UserError(f"{path} is damaged: {reason(error)}{f'; {hint}' if hint else ''}")
 
 
 def reason(error: Exception) -> str:
@@ -119,7 +119,7 @@ def check(value: Any, shape: Any, where: str = "") -> None:
     place = where or "the whole"
     if isinstance(shape, dict):
         if not isinstance(value, dict):
-            raise ValueError(f"{place} is {shown(value)}, not a dictionary")
+            raise ValueError(f"{place} is {short_repr(value)}, not a dictionary")
         for key, inner in shape.items():
             name, optional = key.removesuffix("?"), key.endswith("?")
             if optional and value.get(name) is None:
@@ -131,13 +131,13 @@ def check(value: Any, shape: Any, where: str = "") -> None:
                 check(value[each], inner, below)
     elif isinstance(shape, list):
         if not isinstance(value, list):
-            raise ValueError(f"{place} is {shown(value)}, not a list")
+            raise ValueError(f"{place} is {short_repr(value)}, not a list")
         for number, item in enumerate(value):
             check(item, shape[0], f"{where}[{number}]")
     elif isinstance(shape, tuple) and shape and not isinstance(shape[0], type):
         low, high = shape
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError(f"{place} is {shown(value)}, not a whole number from {low} to {high}")
+            raise ValueError(f"{place} is {short_repr(value)}, not a whole number from {low} to {high}")
     elif isinstance(shape, type | tuple):
         check_type(value, shape if isinstance(shape, tuple) else (shape,), place)
     else:
@@ -152,11 +152,11 @@ def recordable(value: float) -> bool:
 def check_type(value: Any, kinds: tuple[type, ...], place: str) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join(dict.fromkeys(SPOKEN.get(kind, kind.__name__) for kind in kinds))
-        raise ValueError(f"{place} is {shown(value)}, not {wanted}")
+        raise ValueError(f"{place} is {short_repr(value)}, not {wanted}")
     if isinstance(value, NUMBER) and not (math.isfinite(value) if isinstance(value, float) else True):
         raise ValueError(f"{place} is {value}, not a finite number")
     if isinstance(value, NUMBER) and abs(value) > LARGEST:
-        raise ValueError(f"{place} is {shown(value)}, more than {LARGEST:.0e}")
+        raise ValueError(f"{place} is {short_repr(value)}, more than {LARGEST:.0e}")
 
 
 class Loader(yaml.SafeLoader):
@@ -165,7 +165,7 @@ class Loader(yaml.SafeLoader):
 
 def number(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def construct(loader: Any, node: yaml.ScalarNode) -> Any:
-        if len(node.value) > MOST_DIGITS:
+        if len(node.value) > MAX_DIGITS:
             raise yaml.constructor.ConstructorError(None, None, "a number has too many digits", node.start_mark)
         try:
             return make(loader, node)
@@ -182,8 +182,8 @@ Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.
 
 def load_yaml(text: str) -> Any:
     """The value of a YAML text. Raises a YAMLError, also for what is nested too deeply or grows by its aliases."""
-    if len(text) > MOST_YAML:
-        raise yaml.YAMLError(f"it has {len(text)} characters; at most {MOST_YAML} are read")
+    if len(text) > MAX_YAML:
+        raise yaml.YAMLError(f"it has {len(text)} characters; at most {MAX_YAML} are read")
     depth = 0
     for event in yaml.parse(text, Loader=Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -194,8 +194,8 @@ def load_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        if nodes(node, {}) > MOST_NODES:
-            raise yaml.YAMLError(f"with its aliases it holds more than {MOST_NODES} values")
+        if nodes(node, {}) > MAX_NODES:
+            raise yaml.YAMLError(f"with its aliases it holds more than {MAX_NODES} values")
         return loader.construct_document(node)
     except (ValueError, TypeError) as error:  # such as a list as a key, or characters that are no YAML
         if isinstance(error, yaml.YAMLError):
@@ -221,7 +221,7 @@ def children(node: yaml.Node) -> Iterable[yaml.Node]:
 
 def read_yaml_file(path: Path) -> Any:
     """A missing file raises FileNotFoundError."""
-    text = read_text(path, MOST_YAML)
+    text = read_text(path, MAX_YAML)
     try:
         return load_yaml(text)
     except yaml.YAMLError as error:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.processes import warn
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def check_trusted(noun: str, name: str) -> None:
         return
     file, words = reading
     if not re.search(rf"(?:(?<![\w.:])|(?<=--probes\.)){re.escape(name)}(?![\w:])", words):
-        code = f"{noun} {shown(name)} in {file} names code, which would run here"
+        code = f"{noun} {short_repr(name)} in {file} names code, which would run here"
         raise UserError(f"{code}; if you trust whoever wrote that file, add --trust-code")
 
 
@@ -82,7 +82,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
         try:
             found = getattr(importlib.import_module(module), attribute)
         except Exception as error:
-            raise UserError(f"{self.noun} {shown(name)} cannot be imported: {error}") from None
+            raise UserError(f"{self.noun} {short_repr(name)} cannot be imported: {error}") from None
         return self._checked(found, name)
 
     def names_code(self, name: str) -> bool:

@@ -16,21 +16,19 @@ import yaml
 from ptlf.core.errors import Refusals, UserError, unknown
 from ptlf.core.reading import load_yaml
 from ptlf.core.registry import Registry
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 
 Presets = Mapping[str, Mapping[str, Any]]  # nested settings that a member's recipes need, by protocol or stream
 as_dict = dataclasses.asdict
 Kind = type | Registry[Any]  # of a section: a dataclass, or a registry for the `Config`s of all its members
 Limit = float | None
-MOST = 1_000_000  # a number without a bound of its own
-LIMITS = {"above": (operator.gt, "more than"), "least": (operator.ge, "at least"), "most": (operator.le, "at most")}
+MAX = 1_000_000  # a number without a bound of its own
+LIMITS = {"gt": (operator.gt, "more than"), "ge": (operator.ge, "at least"), "le": (operator.le, "at most")}
 
 
-def key(
-    default: Any, about: str, *, choices: tuple = (), above: Limit = None, least: Limit = None, most: float = MOST
-) -> Any:
+def key(default: Any, about: str, *, choices: tuple = (), gt: Limit = None, ge: Limit = None, le: float = MAX) -> Any:
     """A dataclass field with its help text and the values it accepts."""
-    meta = {"about": about, "choices": choices, "above": above, "least": least, "most": most}
+    meta = {"about": about, "choices": choices, "gt": gt, "ge": ge, "le": le}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=meta)
     return dataclasses.field(default=default, metadata=meta)
@@ -84,7 +82,7 @@ def build(kind: Kind, values: Mapping[str, Any], path: str = "") -> Any:
     """An instance of the dataclass `kind` from a nested dict. Keys left out keep their defaults. All that is wrong is
     told at once."""
     if not isinstance(values, Mapping):
-        raise UserError(f"{path or 'the configuration'} must hold keys and values, not {shown(values)}")
+        raise UserError(f"{path or 'the configuration'} must hold keys and values, not {short_repr(values)}")
     prefix = f"{path}." if path else ""
     made: dict[str, Any] = {}
     refused = Refusals()
@@ -116,7 +114,7 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
             with contextlib.suppress(UserError):
                 return _cast(option, value, where)
         wanted = " or ".join(_spoken(option) for option in arguments)
-        raise UserError(f"{where} must be {wanted}, not {shown(value)}")
+        raise UserError(f"{where} must be {wanted}, not {short_repr(value)}")
     if origin is list:
         if isinstance(value, (list, tuple)):
             return [_cast(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
@@ -133,7 +131,7 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
             return str(value)
     elif isinstance(value, hint):
         return value
-    raise UserError(f"{where} must be {_spoken(hint)}, not {shown(value)}")
+    raise UserError(f"{where} must be {_spoken(hint)}, not {short_repr(value)}")
 
 
 def _spoken(hint: Any) -> str:
@@ -152,7 +150,7 @@ def _checked(value: Any, limits: Mapping[str, Any], where: str) -> Any:
             raise UserError(f"{where} must be a finite number, not {value}")
         for name, (holds, phrase) in LIMITS.items():
             if (limit := limits.get(name)) is not None and not holds(value, limit):
-                raise UserError(f"{where} must be {phrase} {limit}, not {shown(value)}")
+                raise UserError(f"{where} must be {phrase} {limit}, not {short_repr(value)}")
     return value
 
 
@@ -204,7 +202,7 @@ def parse_overrides(kind: type, words: Sequence[str]) -> dict[str, Any]:
         word = remaining.pop(0)
         if not word.startswith("--"):
             example = f"--recipe {word}" if word.count("/") == 2 else "--training.epochs 2"
-            raise UserError(f"cannot place {shown(word)}: settings are given as --key value, such as {example}")
+            raise UserError(f"cannot place {short_repr(word)}: settings are given as --key value, such as {example}")
         name, equals, text = word[2:].partition("=")
         if not equals:
             if not remaining:

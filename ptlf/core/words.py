@@ -29,7 +29,7 @@ def escaped(character: str) -> str:
     return character.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """`repr(value)` in at most about 80 characters, however large the value is."""
     try:
         return printable(_short.repr(value))

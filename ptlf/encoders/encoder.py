@@ -31,7 +31,7 @@ class EncoderConfig:
 
 @dataclass
 class SizedConfig(EncoderConfig):
-    image_size: int | None = key(None, "side of its images in pixels; null = that of the views", least=1)
+    image_size: int | None = key(None, "side of its images in pixels; null = that of the views", ge=1)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ptlf.core.errors import UserError, needed
+from ptlf.core.errors import UserError, import_optional
 from ptlf.encoders.encoder import EncoderEntry, SizedConfig
 
 
 def timm_entry(name: str) -> EncoderEntry:
     def make(config: SizedConfig) -> nn.Module:
-        timm = needed("timm", f"encoder {'timm:' + name!r}", "timm")
+        timm = import_optional("timm", f"encoder {'timm:' + name!r}", "timm")
         if not timm.is_model(name):
             raise UserError(f"timm has no model {name!r}; timm.list_models() names them")
         model = sized(timm.create_model, name, "img_size", config.image_size, pretrained=False, num_classes=0)
@@ -28,7 +28,7 @@ def timm_entry(name: str) -> EncoderEntry:
 
 def torchvision_entry(name: str) -> EncoderEntry:
     def make(config: SizedConfig) -> nn.Module:
-        models = needed("torchvision.models", f"encoder {'torchvision:' + name!r}", "timm")
+        models = import_optional("torchvision.models", f"encoder {'torchvision:' + name!r}", "timm")
         if name not in models.list_models(models):
             raise UserError(
                 f"torchvision has no classifier {name!r}; torchvision.models.list_models() names all models"
@@ -46,7 +46,7 @@ def hf_entry(path: str) -> EncoderEntry:
     """path: a folder in the format of `save_pretrained`, with or without weights, or its config.json."""
 
     def make(config: SizedConfig) -> nn.Module:
-        transformers = needed("transformers", f"encoder {'hf:' + path!r}", "timm")
+        transformers = import_optional("transformers", f"encoder {'hf:' + path!r}", "timm")
         where = Path(path).expanduser()
         if not where.exists():
             raise UserError(f"hf:{path} names no folder or config.json here")

@@ -14,7 +14,7 @@ from ptlf.encoders.norm import ViewBatchNorm2d
 
 @dataclass
 class ResNetConfig(EncoderConfig):
-    width: int | None = key(None, "channels of the first stage; null = the network's own", least=1)
+    width: int | None = key(None, "channels of the first stage; null = the network's own", ge=1)
 
 
 def conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> tuple[nn.Conv2d, ViewBatchNorm2d]:

@@ -13,11 +13,11 @@ from ptlf.encoders.encoder import Call, EncoderEntry, SizedConfig
 @dataclass
 class ViTConfig(SizedConfig):
     patch: int | None = key(
-        None, "side of a patch in pixels; null = the largest of 16, 8, 4 ... with 8 on a side", least=1
+        None, "side of a patch in pixels; null = the largest of 16, 8, 4 ... with 8 on a side", ge=1
     )
-    width: int | None = key(None, "length of a token; null = the network's own", least=1)
-    depth: int | None = key(None, "number of blocks; null = the network's own", least=1)
-    heads: int | None = key(None, "attention heads of a block; null = one for every 64 of the width", least=1)
+    width: int | None = key(None, "length of a token; null = the network's own", ge=1)
+    depth: int | None = key(None, "number of blocks; null = the network's own", ge=1)
+    heads: int | None = key(None, "attention heads of a block; null = one for every 64 of the width", ge=1)
 
 
 class Embedding(nn.Module):

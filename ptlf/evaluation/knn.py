@@ -17,13 +17,13 @@ from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score
 @dataclass
 class KnnTaskConfig(ProbeConfig):
     enabled: bool = key(True, "test the encoder with this probe after every task")
-    k: int | None = key(None, "neighbours, capped as in knn_class; null = min(200, tasks seen), as in LUMP", least=1)
-    temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", least=1e-3)
+    k: int | None = key(None, "neighbours, capped as in knn_class; null = min(200, tasks seen), as in LUMP", ge=1)
+    temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", ge=1e-3)
 
 
 @dataclass
 class KnnClassConfig(KnnTaskConfig):
-    k: int = key(200, "neighbours; at most as many as the smallest class has images", least=1)
+    k: int = key(200, "neighbours; at most as many as the smallest class has images", ge=1)
 
 
 class KnnTask(Probe):

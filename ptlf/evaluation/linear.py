@@ -17,11 +17,11 @@ class LinearConfig(ProbeConfig):
     """CaSSLe's protocol: SGD with momentum 0.9, the rate divided by 10 at 60 % and 80 % of the epochs. There features
     stay as they are, which takes many steps: those of a random encoder are small, and would be underrated."""
 
-    epochs: int = key(100, "passes over the cached features", least=1, most=10_000)
-    batch: int = key(256, "features per step", least=1)
-    lr: float = key(0.1, "learning rate", above=0)
-    momentum: float = key(0.9, "momentum", least=0, most=0.9999)
-    weight_decay: float = key(0.0, "weight decay", least=0)
+    epochs: int = key(100, "passes over the cached features", ge=1, le=10_000)
+    batch: int = key(256, "features per step", ge=1)
+    lr: float = key(0.1, "learning rate", gt=0)
+    momentum: float = key(0.9, "momentum", ge=0, le=0.9999)
+    weight_decay: float = key(0.0, "weight decay", ge=0)
     standardise: bool = key(True, "scale features by mean and deviation of the bank; off in CaSSLe's protocol")
 
 
@@ -29,7 +29,7 @@ class LinearConfig(ProbeConfig):
 class RidgeConfig(ProbeConfig):
     """One linear solve on standardised features against one-hot labels."""
 
-    penalty: float = key(1e-3, "ridge penalty, as a share of the number of images", above=0)
+    penalty: float = key(1e-3, "ridge penalty, as a share of the number of images", gt=0)
 
 
 @dataclass(frozen=True)

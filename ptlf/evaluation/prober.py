@@ -27,10 +27,10 @@ Bank = tuple[Images, np.ndarray]  # images, and the indices of those that count
 @dataclass
 class EvaluationConfig:
     enabled: bool = key(True, "test the encoder after every task")
-    batch: int = key(512, "images per forward", least=1)
+    batch: int = key(512, "images per forward", ge=1)
     tasks: str = key("all", "whose test images are used after a task: all, last:N, or sample:N, the newest among them")
     reference: str | None = key(None, "labelled folder or packed set: what the encoder knew before; null = none")
-    reference_test: float = key(0.2, "share of it held out for testing if it has no test images", above=0, most=0.9)
+    reference_test: float = key(0.2, "share of it held out for testing if it has no test images", gt=0, le=0.9)
     gallery: bool = key(True, "keep nearest images and a map of the features, before and after, for the report")
 
     def __post_init__(self) -> None:

@@ -61,7 +61,7 @@ class Never(Policy):
 @dataclass
 class CostAwareConfig(PolicyConfig):
     name: str = "cost_aware"
-    sharpness: float = key(8.0, "how much ratios count beside savings; 0 = not at all", least=0)
+    sharpness: float = key(8.0, "how much ratios count beside savings; 0 = not at all", ge=0)
     savings: str = key("flops", "what is saved: counted, or timed here", choices=("flops", "seconds"))
 
 

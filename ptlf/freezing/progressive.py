@@ -19,15 +19,15 @@ from ptlf.freezing.schedule import FreezeSchedule, progress
 @dataclass
 class FreezingConfig:
     policy: PolicyConfig = section(PolicyConfig, family=POLICIES)
-    initial: float = key(0.0, "share of the units frozen in a task's first epoch", least=0, most=1)
-    final: float = key(0.4, "share of the units frozen in a task's last epoch", least=0, most=1)
-    stream_final: float | None = key(None, "the last task's final, which grows to it; null = the same", least=0, most=1)
+    initial: float = key(0.0, "share of the units frozen in a task's first epoch", ge=0, le=1)
+    final: float = key(0.4, "share of the units frozen in a task's last epoch", ge=0, le=1)
+    stream_final: float | None = key(None, "the last task's final, which grows to it; null = the same", ge=0, le=1)
     shape: str = key("cosine", "how the share rises", choices=("cosine", "linear", "constant", "printed"))
     update: str = key("one-shot", "when correlation is computed", choices=("one-shot", "per-epoch"))
     ratios: str = key("needed", "of wide units: all, or those that may be chosen", choices=("needed", "all"))
-    threshold: float = key(0.99, "energy of the past's inputs that a unit's subspace keeps", above=0, most=1)
+    threshold: float = key(0.99, "energy of the past's inputs that a unit's subspace keeps", gt=0, le=1)
     thaw: str = key("all", "at a task's start: all, or units that it would not freeze", choices=("all", "needed"))
-    batches: int = key(8, "batches of the new task whose gradients are averaged for the ratios", least=1, most=10_000)
+    batches: int = key(8, "batches of the new task whose gradients are averaged for the ratios", ge=1, le=10_000)
     batch_statistics: bool = key(False, "frozen norms use batch statistics (true) or their running statistics (false)")
     save_memory: bool = key(True, "keep only what backward needs; false = plain requires_grad=False")
 

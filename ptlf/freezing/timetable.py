@@ -59,8 +59,8 @@ class Timetable:
         if self.total is not None:
             return min(math.floor(now * epochs / self.total + 1e-9), epochs - 1)  # 0.29 * 100 is 28.999999999999996
         if now != int(now):
-            way_out = "give `total`, the number of epochs or steps; total=1 takes fractions"
-            raise ValueError(f"{now} is not an epoch of this freeze schedule, which has {epochs}; {way_out}")
+            hint = "give `total`, the number of epochs or steps; total=1 takes fractions"
+            raise ValueError(f"{now} is not an epoch of this freeze schedule, which has {epochs}; {hint}")
         return int(now)
 
     def at(self, now: float) -> list[str]:

@@ -18,12 +18,12 @@ from typing import Any
 
 import yaml
 
-from ptlf.core.errors import UserError, needed
+from ptlf.core.errors import UserError, import_optional
 from ptlf.core.files import write_whole
 from ptlf.core.processes import warn
 from ptlf.core.reading import flatten
 from ptlf.core.registry import Registry
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 from ptlf.integrations.feed import Feed
 
 Line = Mapping[str, Any]  # of metrics.jsonl
@@ -57,7 +57,7 @@ class TensorBoard(Tracker):
     """TensorBoard event files, in RUN/tensorboard."""
 
     def __init__(self) -> None:
-        self.package = needed("torch.utils.tensorboard", "--log", "trackers", "tensorboard")
+        self.package = import_optional("torch.utils.tensorboard", "--log", "trackers", "tensorboard")
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         place = folder / "tensorboard"
@@ -83,7 +83,7 @@ class WandB(Tracker):
     hold."""
 
     def __init__(self) -> None:
-        self.package = needed("wandb", "--log", "trackers")
+        self.package = import_optional("wandb", "--log", "trackers")
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         mode = os.environ.get("WANDB_MODE") or ("online" if self.has_login() else "offline")
@@ -122,7 +122,7 @@ class MLflow(Tracker):
     ENDS: Mapping[str, str] = {"finished": "FINISHED", "stopped": "KILLED"}
 
     def __init__(self) -> None:
-        self.package = needed("mlflow", "--log", "trackers", "mlflow-skinny")
+        self.package = import_optional("mlflow", "--log", "trackers", "mlflow-skinny")
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -215,7 +215,7 @@ def made(name: str) -> Tracker:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"tracker {shown(name)} cannot be made: {type(error).__name__}: {error}") from error
+        raise UserError(f"tracker {short_repr(name)} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def numbers(line: Line) -> dict[str, float]:

@@ -18,8 +18,8 @@ from ptlf.objectives.teacher import PreviousModel
 @dataclass
 class CassleConfig(MethodConfig):
     name: str = "cassle"
-    weight: float = key(1.0, "weight of the loss against the previous model", least=0)
-    hidden: int = key(2048, "hidden width of the predictor", least=1)
+    weight: float = key(1.0, "weight of the loss against the previous model", ge=0)
+    hidden: int = key(2048, "hidden width of the predictor", ge=1)
 
 
 class Cassle(Method):

@@ -16,7 +16,7 @@ from ptlf.model import Model
 @dataclass
 class DERConfig(MethodConfig):
     name: str = "der"
-    alpha: float = key(0.4, "weight of the squared error against the stored vectors", least=0)
+    alpha: float = key(0.4, "weight of the squared error against the stored vectors", ge=0)
 
 
 class DER(Method):

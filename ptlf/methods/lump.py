@@ -15,7 +15,7 @@ from ptlf.methods.method import Method, MethodConfig
 class LumpConfig(MethodConfig):
     name: str = "lump"
     # Below about 0.003 both gamma draws underflow, and lam is 0.5.
-    alpha: float = key(0.4, "mixing weight lam ~ Beta(alpha, alpha), one per step", least=0.01)
+    alpha: float = key(0.4, "mixing weight lam ~ Beta(alpha, alpha), one per step", ge=0.01)
     mix_first_task: bool = key(True, "mix in a task without a past too, from its second step on, as public code does")
 
 

@@ -15,7 +15,7 @@ from ptlf.views import UNIFORMS_PER_VIEW, View, apply_view
 
 @dataclass
 class MemoryConfig:
-    size: int = key(256, "images in the replay memory", least=1)
+    size: int = key(256, "images in the replay memory", ge=1)
     images: str | None = key(None, "folder or packed set that fills it before the first task; null = it begins empty")
 
 

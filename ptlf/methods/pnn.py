@@ -19,7 +19,7 @@ from ptlf.model import Model
 @dataclass
 class PNNConfig(MethodConfig):
     name: str = "pnn"
-    width: float = key(1.0, "a column's channels, as a share of the encoder's", above=0)
+    width: float = key(1.0, "a column's channels, as a share of the encoder's", gt=0)
 
 
 class PNN(Method):

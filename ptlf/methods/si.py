@@ -18,9 +18,9 @@ from ptlf.model import Model
 @dataclass
 class SIConfig(MethodConfig):
     name: str = "si"
-    strength: float = key(100.0, "weight of the penalty (SI's c); LUMP's code ships 0.4", least=0)
-    damping: float = key(1.0, "added to the squared distance that importance is divided by (the paper's xi)", above=0)
-    clip: float = key(1.0, "gradients are clipped to +- this value", above=0)
+    strength: float = key(100.0, "weight of the penalty (SI's c); LUMP's code ships 0.4", ge=0)
+    damping: float = key(1.0, "added to the squared distance that importance is divided by (the paper's xi)", gt=0)
+    clip: float = key(1.0, "gradients are clipped to +- this value", gt=0)
 
 
 class SI(Method):

@@ -15,9 +15,9 @@ from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_view
 @dataclass
 class BarlowTwinsConfig(ObjectiveConfig):
     name: str = "barlow_twins"
-    projection: int = key(2048, "width of the projector", least=1)
-    redundancy: float = key(5e-3, "weight of the off-diagonal terms (the paper's lambda)", least=0)
-    scale: float = key(1.0, "factor on the whole loss, and on that against an earlier model (CaSSLe)", above=0)
+    projection: int = key(2048, "width of the projector", ge=1)
+    redundancy: float = key(5e-3, "weight of the off-diagonal terms (the paper's lambda)", ge=0)
+    scale: float = key(1.0, "factor on the whole loss, and on that against an earlier model (CaSSLe)", gt=0)
 
 
 class BarlowTwins(Objective):

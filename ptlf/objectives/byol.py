@@ -16,10 +16,10 @@ from ptlf.objectives.teacher import MomentumTeacher
 @dataclass
 class BYOLConfig(ObjectiveConfig):
     name: str = "byol"
-    hidden: int = key(4096, "hidden width of projector and predictor", least=1)
-    projection: int = key(256, "length of a projection", least=1)
-    momentum_start: float = key(0.996, "share of itself the momentum network keeps, at a task's start", least=0, most=1)
-    momentum_end: float = key(1.0, "the same at a task's end", least=0, most=1)
+    hidden: int = key(4096, "hidden width of projector and predictor", ge=1)
+    projection: int = key(256, "length of a projection", ge=1)
+    momentum_start: float = key(0.996, "share of itself the momentum network keeps, at a task's start", ge=0, le=1)
+    momentum_end: float = key(1.0, "the same at a task's end", ge=0, le=1)
 
 
 class BYOL(Objective):

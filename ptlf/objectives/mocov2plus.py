@@ -21,13 +21,13 @@ from ptlf.objectives.teacher import MomentumTeacher
 @dataclass
 class MoCoV2PlusConfig(ObjectiveConfig):
     name: str = "mocov2plus"
-    hidden: int = key(2048, "hidden width of the projector", least=1)
-    projection: int = key(128, "length of a projection", least=1)
-    queue: int = key(65536, "earlier keys to tell apart from, for each view", least=1)
-    temperature: float = key(0.2, "similarities are divided by it", least=1e-3)
-    momentum_start: float = key(0.99, "share of itself the momentum network keeps, at a task's start", least=0, most=1)
-    momentum_end: float = key(0.999, "the same at a task's end", least=0, most=1)
-    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", least=1e-3)
+    hidden: int = key(2048, "hidden width of the projector", ge=1)
+    projection: int = key(128, "length of a projection", ge=1)
+    queue: int = key(65536, "earlier keys to tell apart from, for each view", ge=1)
+    temperature: float = key(0.2, "similarities are divided by it", ge=1e-3)
+    momentum_start: float = key(0.99, "share of itself the momentum network keeps, at a task's start", ge=0, le=1)
+    momentum_end: float = key(0.999, "the same at a task's end", ge=0, le=1)
+    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", ge=1e-3)
 
 
 class MoCoV2Plus(Objective):

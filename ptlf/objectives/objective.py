@@ -127,7 +127,7 @@ def mlp(*widths: int, norm: bool = True, last_norm: bool = False) -> nn.Sequenti
     layers: list[nn.Module] = []
     weights = sum(inputs * outputs for inputs, outputs in pairwise(widths))
     # Weights, gradients and momentum, 4 bytes each.
-    check_fits(f"a head of widths {' x '.join(map(str, widths))}", 12 * weights, way_out="choose narrower ones")
+    check_fits(f"a head of widths {' x '.join(map(str, widths))}", 12 * weights, hint="choose narrower ones")
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), *([nn.BatchNorm1d(outputs)] if norm else []), nn.ReLU()]
     return nn.Sequential(*layers[: -1 if last_norm or not norm else -2])

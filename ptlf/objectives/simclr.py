@@ -19,10 +19,10 @@ from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_di
 @dataclass
 class SimCLRConfig(ObjectiveConfig):
     name: str = "simclr"
-    hidden: int = key(2048, "hidden width of the projector", least=1)
-    projection: int = key(128, "length of a projection", least=1)
-    temperature: float = key(0.5, "similarities are divided by it", least=1e-3)
-    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", least=1e-3)
+    hidden: int = key(2048, "hidden width of the projector", ge=1)
+    projection: int = key(128, "length of a projection", ge=1)
+    temperature: float = key(0.5, "similarities are divided by it", ge=1e-3)
+    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", ge=1e-3)
 
 
 class SimCLR(Objective):

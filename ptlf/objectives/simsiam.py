@@ -14,8 +14,8 @@ from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, mea
 @dataclass
 class SimSiamConfig(ObjectiveConfig):
     name: str = "simsiam"
-    projection: int = key(2048, "width of the projector", least=1)
-    bottleneck: int = key(512, "hidden width of the predictor", least=1)
+    projection: int = key(2048, "width of the projector", ge=1)
+    bottleneck: int = key(512, "hidden width of the predictor", ge=1)
 
 
 class SimSiam(Objective):

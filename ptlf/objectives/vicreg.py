@@ -18,10 +18,10 @@ from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_view
 @dataclass
 class VICRegConfig(ObjectiveConfig):
     name: str = "vicreg"
-    projection: int = key(8192, "width of the projector, hidden layers included", least=1)
-    invariance: float = key(25.0, "weight of the squared distance of views, or to an earlier model", least=0)
-    variance: float = key(25.0, "weight of the hinge on each dimension's deviation", least=0)
-    covariance: float = key(1.0, "weight of the squared covariances between dimensions", least=0)
+    projection: int = key(8192, "width of the projector, hidden layers included", ge=1)
+    invariance: float = key(25.0, "weight of the squared distance of views, or to an earlier model", ge=0)
+    variance: float = key(25.0, "weight of the hinge on each dimension's deviation", ge=0)
+    covariance: float = key(1.0, "weight of the squared covariances between dimensions", ge=0)
 
 
 class VICReg(Objective):

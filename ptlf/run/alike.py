@@ -6,7 +6,7 @@ from typing import Any
 
 from ptlf.core.errors import UserError
 from ptlf.core.reading import flatten
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 
 Json = dict[str, Any]
 # Settings that may change while a run goes: what it comes to is the same, but for rounding.
@@ -99,7 +99,7 @@ def differing(
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE) -> str:
     """The first of `differing` in words; empty if there is none."""
     found = differing(before, now, may)
-    words = ", ".join(f"{key} was {shown(old)} and is {shown(new)}" for key, old, new in found[:3])
+    words = ", ".join(f"{key} was {short_repr(old)} and is {short_repr(new)}" for key, old, new in found[:3])
     return words + (f", and {len(found) - 3} more" if len(found) > 3 else "")
 
 

@@ -95,7 +95,7 @@ def measure(encoder: nn.Module, images: torch.Tensor, freezer: Freezer, repeats:
 def noise_for(config: Config, images: int, size: int, tasks: int | None = None, file: Path | None = None) -> Stream:
     """Noise of `size` px, in memory or in a file, in as many tasks as the configuration has, with nothing to test on:
     the time of a step does not depend on what the images show."""
-    check_fits(f"{images} noise images of {size} px", 3 * images * size**2, way_out="choose fewer or smaller ones")
+    check_fits(f"{images} noise images of {size} px", 3 * images * size**2, hint="choose fewer or smaller ones")
     pixels = np.random.default_rng(0).integers(0, 256, (images, size, size, 3), dtype=np.uint8)
     if file:
         np.save(file, pixels)

@@ -15,7 +15,7 @@ from ptlf.core.errors import Refusals, UserError
 from ptlf.core.memory import check_fits
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim
 from ptlf.encoders.encoder import SizedConfig
 from ptlf.encoders.norm import is_rowwise
@@ -44,7 +44,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
-        raise UserError(f"device must be auto, cpu, cuda or cuda:NUMBER, not {shown(name)}")
+        raise UserError(f"device must be auto, cpu, cuda or cuda:NUMBER, not {short_repr(name)}")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is {name!r}, but torch sees no GPU here; use --device cpu")
@@ -170,7 +170,7 @@ def check_memory(config: Config, encoder: nn.Module, views: int, view_size: int,
         light = copy.deepcopy(encoder).to("meta")
         needed += kept_bytes(lambda: light(images), exclude=light.parameters())
     step = f"a step of {config.training.batch} images (training.batch) with views of {view_size} px"
-    check_fits(step, needed, way_out="choose a smaller --training.batch or --views.size")
+    check_fits(step, needed, hint="choose a smaller --training.batch or --views.size")
 
 
 def views_for(encoder: nn.Module, name: str, size: int) -> tuple[View, ...]:

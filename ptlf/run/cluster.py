@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptlf.core.errors import UserError, needed
+from ptlf.core.errors import UserError, import_optional
 from ptlf.core.settings import as_dict, parse
 from ptlf.run.config import Config, from_dict
 from ptlf.run.loop import Run
@@ -58,7 +58,7 @@ def train_all(
 
 
 def make_executor(cluster: str, folder: Path, options: Sequence[str]) -> Any:
-    submitit = needed("submitit", "--cluster", "cluster")
+    submitit = import_optional("submitit", "--cluster", "cluster")
     executor = submitit.AutoExecutor(folder, cluster=cluster)
     for option in options:
         if "=" not in option:

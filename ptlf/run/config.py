@@ -24,13 +24,13 @@ from ptlf.training.distributed import DistributedConfig
 from ptlf.training.trainer import TrainingConfig
 from ptlf.views import ViewsConfig
 
-MOST_SEED = 2**63 - 1  # what torch's generators take
+MAX_SEED = 2**63 - 1  # what torch's generators take
 
 
 @dataclass
 class Config:
     recipe: str = key("", "where the defaults came from; for the record")
-    seed: int = key(0, "everything random follows from it", least=0, most=MOST_SEED)
+    seed: int = key(0, "everything random follows from it", ge=0, le=MAX_SEED)
     device: str = key("auto", "cpu, cuda, cuda:1 ...; auto = cuda where there is one")
     data_root: str | None = key(None, "folder of packed data sets; null = $PTLF_DATA, else ~/.cache/ptlf")
     log: list[str] = key([], "trackers that get what goes into metrics.jsonl; `ptlf list trackers` names them")

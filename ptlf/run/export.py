@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_error, write_whole
 from ptlf.core.reading import damaged, read_json, read_text
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 from ptlf.encoders.weights import KEY
 from ptlf.run.folder import ENCODER, encoder_bytes
 from ptlf.run.inference import MODEL, SHAPES, LoadedEncoder, load_encoder
@@ -75,7 +75,7 @@ def check_target(named: Path, to: Path, run: Path, overwrite: bool) -> None:
         raise UserError(f"{named} {place}; choose a --to outside it")
     if to.is_dir() and (foreign := not_exported(to)):
         raise UserError(
-            f"{named} holds {shown(foreign)}, which is of no earlier export, and stays; choose another --to"
+            f"{named} holds {short_repr(foreign)}, which is of no earlier export, and stays; choose another --to"
         )
     if to.exists() and not overwrite:
         raise UserError(f"{named} exists; give --overwrite to replace it, or choose another --to")
@@ -317,21 +317,21 @@ def preprocessing(card: Json) -> str:
 
 def check_card(folder: Path, to: Path) -> None:
     """`to` must be an exported folder with the encoder of the run in `folder`."""
-    way_out = f"`ptlf export {folder} --to {to} --overwrite` writes it anew"
+    hint = f"`ptlf export {folder} --to {to} --overwrite` writes it anew"
     if not (folder / ENCODER).is_file():
         raise UserError(f"{folder} holds no {ENCODER}: there is no run, or the run there has not finished")
     if not (to / CARD).is_file():
         raise UserError(f"{to} holds no {CARD}; `ptlf export {folder} --to DIR` makes a folder with one")
-    mine, theirs = weights(folder / ENCODER, AGAIN), weights(to / MODEL, way_out)
+    mine, theirs = weights(folder / ENCODER, AGAIN), weights(to / MODEL, hint)
     if mine.keys() != theirs.keys() or not all(same(mine[name], theirs[name]) for name in mine):
-        raise UserError(f"{to} is not of the encoder in {folder}; {way_out}")
+        raise UserError(f"{to} is not of the encoder in {folder}; {hint}")
 
 
-def weights(path: Path, way_out: str) -> dict[str, Tensor]:
+def weights(path: Path, hint: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise damaged(path, error, way_out) from None
+        raise damaged(path, error, hint) from None
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -19,8 +19,8 @@ from ptlf.run.config import Config
 from ptlf.stream.pack import Pack, data_root, open_pack
 
 Settings = Mapping[str, Any]
-MOST_TASKS = 5
-MOST_GROUPED = 200  # classes; the groups of more would make config.yaml unreadable
+MAX_TASKS = 5
+MAX_GROUPED = 200  # classes; the groups of more would make config.yaml unreadable
 EPOCHS = (10, 15, 20, 30, 50, 75, 100, 150, 200)  # the greatest of them that the machine manages in its seconds
 FLOPS_PER_PIXEL = {"resnet18": 1.085e6, "resnet18-imagenet": 7.3e4, "resnet18-mini": 2.44e4}  # of a forward
 UNKNOWN_FLOPS = 7.3e4  # per pixel, of other encoders
@@ -146,11 +146,11 @@ def division(pack: Pack, counts: np.ndarray, stream: Settings) -> dict[str, Any]
     classes = len(counts)
     if pack.folders == "tasks":
         return {}
-    tasks = min(MOST_TASKS, max(2, classes // 2), classes)
+    tasks = min(MAX_TASKS, max(2, classes // 2), classes)
     if classes % tasks == 0:
         return {"tasks": tasks}
     fixed = stream["class_order"] != "natural" or stream["classes"] is not None
-    if fixed or classes > MOST_GROUPED:
+    if fixed or classes > MAX_GROUPED:
         return {"tasks": max(number for number in range(1, tasks + 1) if classes % number == 0)}
     return {"groups": [[pack.names[number] for number in group] for group in np.array_split(range(classes), tasks)]}
 

@@ -17,7 +17,7 @@ from ptlf.core.files import locked, write_error, write_whole
 from ptlf.core.reading import damaged
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 from ptlf.run.alike import NO_EFFECT, changes
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import AGAIN, read_results
@@ -59,7 +59,7 @@ def check_new(folder: Path) -> None:
         own = path.name == START or (path.name == TASKS and all(map(is_arrival, path.iterdir())))
         log = path.suffix in LOGS and path.is_file()
         if not (own or log or path.name.startswith(".")):
-            raise UserError(f"{folder} holds files and no run, such as {shown(path.name)}; give a new folder")
+            raise UserError(f"{folder} holds files and no run, such as {short_repr(path.name)}; give a new folder")
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def load_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
         wanted = {name for name, value in own.items() if torch.is_tensor(value)}
         if unequal := sorted(wanted ^ set(tensors)):
             raise RuntimeError(
-                f"{shown(unequal[0])} is {'missing' if unequal[0] in wanted else 'not one of its names'}"
+                f"{short_repr(unequal[0])} is {'missing' if unequal[0] in wanted else 'not one of its names'}"
             )
         encoder.load_state_dict({**own, **tensors})
     except RuntimeError as error:
@@ -150,7 +150,7 @@ def load_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
     except (SafetensorError, OSError, ValueError) as error:
         raise damaged(path, error, AGAIN) from None
     if bad := [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]:
-        raise UserError(f"{path} is damaged: {shown(bad[0])} holds numbers that are not finite; {AGAIN}")
+        raise UserError(f"{path} is damaged: {short_repr(bad[0])} holds numbers that are not finite; {AGAIN}")
 
 
 def check_checksum(folder: Path, path: Path) -> None:

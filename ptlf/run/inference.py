@@ -218,8 +218,8 @@ def rebuilt(card: Card, folder: Path, encoder: nn.Module | None, seed: int = 0) 
     config: Config = from_dict(settings)
     if encoder is None:
         if card["encoder"] is None:
-            way_out = f"give one like it: load_encoder({str(folder)!r}, encoder=module)"
-            raise UserError(f"the run in {folder} was made with a module of your own ({card.get('module')}); {way_out}")
+            hint = f"give one like it: load_encoder({str(folder)!r}, encoder=module)"
+            raise UserError(f"the run in {folder} was made with a module of your own ({card.get('module')}); {hint}")
         encoder = make_encoder(config.encoder, seed, card["view_size"])
     encoder = as_encoder(encoder)
     if "method" in card:

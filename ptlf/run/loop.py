@@ -18,7 +18,7 @@ from ptlf.core.files import write_whole
 from ptlf.core.randomness import seeded
 from ptlf.core.reading import DAMAGE, check, damaged, reason
 from ptlf.core.settings import as_dict
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 from ptlf.encoders.weights import KEY
 from ptlf.run.alike import changes
 from ptlf.run.config import from_dict, read_yaml, to_yaml
@@ -316,9 +316,13 @@ class Run(Looks):
         for old, new in zip(images, now, strict=False):
             if old != new:
                 what = ", ".join(
-                    f"{key} was {shown(old[key])} and is {shown(new[key])}" for key in new if old[key] != new[key]
+                    f"{key} was {short_repr(old[key])} and is {short_repr(new[key])}"
+                    for key in new
+                    if old[key] != new[key]
                 )
-                raise UserError(f"the images of {shown(new['name'])} have changed: {what}; put them back, or {begin}")
+                raise UserError(
+                    f"the images of {short_repr(new['name'])} have changed: {what}; put them back, or {begin}"
+                )
         arrived = len(self.stream.tasks) - state["tasks"]  # since the checkpoint was written
         if len(images) != len(now) or not 0 <= arrived <= self.stream.arrived:
             put_back = "put back what is missing, or " if arrived < 0 else ""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.randomness import Randomness, derived_seed
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import Gallery, Prober
 from ptlf.run import build
@@ -50,7 +50,7 @@ class Parts:
         tests = config.evaluation
         self.prober = self.gallery = None
         if tests.enabled and self.stream.untested:
-            names = shown(list(self.stream.untested))
+            names = short_repr(list(self.stream.untested))
             processes.warn(
                 f"ptlf: warning: there are no test images of {names}: these tasks are learnt, but not tested"
             )

@@ -12,7 +12,7 @@ from typing import Any
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, parse_overrides
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, stored_encoder
 from ptlf.freezing import POLICIES
 from ptlf.freezing.policy import PolicyConfig
@@ -150,7 +150,7 @@ def no_recipe(name: str) -> UserError:
     method = VARIANTS.get(word, {"method": word})["method"]
     if objective in OBJECTIVES and method in METHODS and (why := conflict(OBJECTIVES[objective], METHODS[method])):
         both = f"objective {objective!r} cannot be trained with method {method!r}"
-        return UserError(f"there is no recipe {shown(name)}: {both}: {why}")
+        return UserError(f"there is no recipe {short_repr(name)}: {both}: {why}")
     return unknown("recipe", name, names())
 
 
@@ -192,9 +192,9 @@ def configured(
     recipe_name: str | None, file: Path | None, values: Settings, overrides: Sequence[str], tell: Callable[[str], None]
 ) -> Config:
     if not isinstance(values.get("recipe"), str | None):
-        raise UserError(f"recipe in {file} must be text, not {shown(values['recipe'])}")
+        raise UserError(f"recipe in {file} must be text, not {short_repr(values['recipe'])}")
     if recipe_name and values.get("recipe") not in (None, recipe_name):
-        named = f"{file} is of recipe {shown(values['recipe'])}"
+        named = f"{file} is of recipe {short_repr(values['recipe'])}"
         raise UserError(f"{named}, and --recipe says {recipe_name}; leave one of them out")
     given = with_stored_encoder(merge(Config, values, parse_overrides(Config, overrides)))
     free = free_settings(given)

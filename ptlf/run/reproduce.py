@@ -177,8 +177,8 @@ def check_folders(runs: Sequence[Planned]) -> None:
         with settings_from(path, texts(as_dict(run.config))):
             there = from_dict(read_yaml(path))
         if changed := changes(as_dict(there), as_dict(run.config), BESIDE):
-            way_out = "choose another --runs, or remove that folder"
-            raise UserError(f"{run.folder} holds a run with other settings ({changed}); {way_out}")
+            hint = "choose another --runs, or remove that folder"
+            raise UserError(f"{run.folder} holds a run with other settings ({changed}); {hint}")
 
 
 def size_of(config: Config) -> tuple[int, int]:

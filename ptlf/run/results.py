@@ -9,7 +9,7 @@ from typing import Any
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_error, write_whole
 from ptlf.core.reading import DAMAGE, NUMBER, check, damaged, parse_json, read_json, read_text
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 
 Json = dict[str, Any]
 SCHEMA = 2
@@ -140,8 +140,8 @@ def read_results(folder: Path) -> Json:
     if not isinstance(schema, int) or isinstance(schema, bool):
         raise UserError(f"{path} is damaged: it names no schema; {AGAIN}")
     if schema != SCHEMA:
-        way_out = f"convert it with `python results/convert.py {path}`" if schema < SCHEMA else "use a newer ptlf"
-        raise UserError(f"{path} has schema {shown(schema)}, this version reads schema {SCHEMA}; {way_out}")
+        hint = f"convert it with `python results/convert.py {path}`" if schema < SCHEMA else "use a newer ptlf"
+        raise UserError(f"{path} has schema {short_repr(schema)}, this version reads schema {SCHEMA}; {hint}")
     try:
         check_results(results)
     except DAMAGE as error:

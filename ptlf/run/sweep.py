@@ -69,8 +69,8 @@ def plan_frontier(
     shares = list(itertools.product(initial, final))
     if above := ", ".join(f"{low:g} to {high:g}" for low, high in shares if low > high):
         if all(low > high for low, high in shares):
-            way_out = "give a lower --initial or a higher --final"
-            raise UserError(f"every initial share is above the final one ({above}): nothing would freeze; {way_out}")
+            hint = "give a lower --initial or a higher --final"
+            raise UserError(f"every initial share is above the final one ({above}): nothing would freeze; {hint}")
         tell(f"left out, initial share above the final one: {above}")
     runs = []
     for seed in unique(seeds):

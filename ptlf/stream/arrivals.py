@@ -312,8 +312,8 @@ class Latecomers:
             self.told.add(path)
             count = f"{len(found)} image{'s' * (len(found) != 1)}"
             where = f"{path} was learnt before; {count} in it came later and" if pack else f"{count} in {path} itself"
-            way_out = f"put such images into a new folder in {self.folder}"
-            yield f"{where} {'is' if len(found) == 1 else 'are'} not learnt; {way_out}"
+            hint = f"put such images into a new folder in {self.folder}"
+            yield f"{where} {'is' if len(found) == 1 else 'are'} not learnt; {hint}"
 
     def new_files(self, path: Path, pack: Pack) -> list[Path]:
         """Of a subfolder that was learnt: as many of its newest images as it has more than were packed, if they are

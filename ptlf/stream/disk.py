@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, sync_folder
-from ptlf.core.memory import spoken
+from ptlf.core.memory import format_bytes
 from ptlf.core.phases import cannot_move
 from ptlf.core.processes import warn
 
@@ -63,7 +63,7 @@ def tidy(target: Path) -> None:
 def check_space(root: Path, needed: int) -> None:
     free = shutil.disk_usage(root).free
     if needed > free:
-        raise UserError(f"no space left on {root}: {spoken(needed)} needed, {spoken(free)} free")
+        raise UserError(f"no space left on {root}: {format_bytes(needed)} needed, {format_bytes(free)} free")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import locked
 from ptlf.core.processes import warn
-from ptlf.core.words import clipped, shown
+from ptlf.core.words import clipped, short_repr
 from ptlf.stream.archives import SOURCES, Archive, Contents, Source, tinyimagenet_folder
 from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar
 from ptlf.stream.folders import PackOptions, pack_files, pack_folder, subfolders
@@ -30,7 +30,7 @@ Via = Literal["auto", "archive", "npm"]
 
 TIMEOUT_SECONDS = 60
 BLOCK_BYTES = 1 << 18
-MOST_BYTES = 4 << 30  # of an archive; the largest one known has 250 MB
+MAX_BYTES = 4 << 30  # of an archive; the largest one known has 250 MB
 
 
 class NotFetched(UserError):
@@ -172,9 +172,9 @@ def file_name(url: str, name: str) -> str:
     try:
         parts = urllib.parse.urlsplit(url)
     except ValueError as error:
-        raise NotFetched(f"{shown(url)} is no address ({error})") from None
+        raise NotFetched(f"{short_repr(url)} is no address ({error})") from None
     if parts.scheme not in ("http", "https"):
-        raise NotFetched(f"{shown(url)} is no address of http:// or https://")
+        raise NotFetched(f"{short_repr(url)} is no address of http:// or https://")
     return clipped(PurePosixPath(parts.path).name.replace("\0", ""), 100) or name
 
 
@@ -184,9 +184,9 @@ def length_of(response: http.client.HTTPResponse, url: str) -> int | None:
     if text is None:
         return None
     if not text.strip().isdecimal() or len(text) > 18:
-        raise NotFetched(f"{url} announces a length of {shown(text)}, which is no number of bytes")
-    if int(text) > MOST_BYTES:
-        raise NotFetched(f"{url} announces {int(text)} bytes; no archive here has more than {MOST_BYTES}")
+        raise NotFetched(f"{url} announces a length of {short_repr(text)}, which is no number of bytes")
+    if int(text) > MAX_BYTES:
+        raise NotFetched(f"{url} announces {int(text)} bytes; no archive here has more than {MAX_BYTES}")
     return int(text)
 
 
@@ -204,12 +204,12 @@ def transfer(url: str, part: Path, progress: bool) -> None:
             for block in blocks(response, url):
                 out.write(block)
                 advance(len(block))
-                if out.tell() > (MOST_BYTES if total is None else total):
+                if out.tell() > (MAX_BYTES if total is None else total):
                     break
     size = part.stat().st_size
-    if size > (MOST_BYTES if total is None else total):
+    if size > (MAX_BYTES if total is None else total):
         part.unlink()
-        raise NotFetched(f"{url} sent more than {MOST_BYTES if total is None else total} bytes; removed them")
+        raise NotFetched(f"{url} sent more than {MAX_BYTES if total is None else total} bytes; removed them")
     if total is not None and size < total:
         raise NotFetched(f"{url} ended after {size} of {total} bytes; run the command again to continue")
 

@@ -83,9 +83,9 @@ class Pack:
         """(N,) int64: indices into `names`."""
         file, labels = self.path / self.split(split).labels, self.load(self.split(split).labels)
         if labels.shape != (self.split(split).count,) or labels.dtype != np.int64:
-            raise UserError(f"{file} holds {labels.dtype} {labels.shape}; {way_out(self.name)}")
+            raise UserError(f"{file} holds {labels.dtype} {labels.shape}; {hint(self.name)}")
         if labels.min() < 0 or labels.max() >= len(self.names):
-            raise UserError(f"{file} holds labels outside 0..{len(self.names) - 1}; {way_out(self.name)}")
+            raise UserError(f"{file} holds labels outside 0..{len(self.names) - 1}; {hint(self.name)}")
         return labels
 
     def load(self, name: str, mode: Literal["r"] | None = None) -> Any:
@@ -93,7 +93,7 @@ class Pack:
         try:
             return np.load(self.path / name, mmap_mode=mode)
         except Exception as error:  # numpy can raise almost any exception on a malformed header
-            raise UserError(f"{self.path / name} cannot be read ({reason(error)}); {way_out(self.name)}") from None
+            raise UserError(f"{self.path / name} cannot be read ({reason(error)}); {hint(self.name)}") from None
 
 
 def data_root(option: str | None = None) -> Path:
@@ -104,7 +104,7 @@ def data_root(option: str | None = None) -> Path:
 def open_pack(root: Path, name: str) -> Pack:
     pack = read_manifest(Path(root), name)
     for problem in file_problems(pack).values():
-        raise UserError(f"{problem}; {way_out(name)}")
+        raise UserError(f"{problem}; {hint(name)}")
     return pack
 
 
@@ -139,7 +139,7 @@ def read_manifest(root: Path, name: str) -> Pack:
     file = root / name / "pack.json"
     if not file.is_file():
         there = ", ".join(pack_names(root)) or "nothing"
-        raise UserError(f"no packed data set {name!r} in {root} (there: {there}); {way_out(name, overwrite=False)}")
+        raise UserError(f"no packed data set {name!r} in {root} (there: {there}); {hint(name, overwrite=False)}")
     try:
         data = parse_json(read_text(file))
         check(data, MANIFEST)
@@ -157,7 +157,7 @@ def read_manifest(root: Path, name: str) -> Pack:
         names, skipped = tuple(data["names"]), list(data["skipped"])
         return Pack(file.parent, data["size"], data["folders"], names, splits, skipped, data["source"], fit)
     except (UserError, OSError, *DAMAGE) as error:
-        raise UserError(f"{file} cannot be read ({reason(error)}); {way_out(name)}") from error
+        raise UserError(f"{file} cannot be read ({reason(error)}); {hint(name)}") from error
 
 
 def file_problems(pack: Pack) -> dict[Path, str]:
@@ -189,7 +189,7 @@ def npy_problem(file: Path, shape: tuple[int, ...], dtype: type) -> str | None:
     return None
 
 
-def way_out(name: str, overwrite: bool = True) -> str:
+def hint(name: str, overwrite: bool = True) -> str:
     """The command that makes the set again, for error messages."""
     command = f"get {name}" if name in SOURCES else f"pack FOLDER --name {name} --size PIXELS"
     return f"run `ptlf data {command}{' --overwrite' if overwrite else ''}`"

@@ -23,7 +23,7 @@ from ptlf.stream.pack import Pack, check_free, check_name, natural, write_pack
 from ptlf.stream.rows import CHANNELS, Classes, Given, Row, hold_out
 from ptlf.stream.task import Dataset, Images
 
-MOST_BYTES = 4 << 30  # of a labelled set that is read into memory
+MAX_BYTES = 4 << 30  # of a labelled set that is read into memory
 BYTES_HELD = 256 << 20  # of image files in memory, before they are decoded
 
 
@@ -267,7 +267,7 @@ def labelled_dataset(
     if "test" not in splits:
         splits = hold_out(splits["train"], test_fraction)
     needed = sum(part.count for part in splits.values()) * size * size * 3
-    if needed > MOST_BYTES:
+    if needed > MAX_BYTES:
         advice = (
             f"pack it with `ptlf data pack {path} --name NAME --size {size} --test-fraction 0.2` and give that name"
         )

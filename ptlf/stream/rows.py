@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ptlf.core.errors import UserError
-from ptlf.core.words import shown
+from ptlf.core.words import short_repr
 from ptlf.stream.folders import held_out
 from ptlf.stream.pack import quoted
 
@@ -110,12 +110,14 @@ class Classes:
         if names is not None:
             if not isinstance(label, int) or label >= len(names):
                 numbers = f"labels number its {len(names)} classes, from 0 to {len(names) - 1}"
-                raise UserError(f"{row} has the label {shown(label)}, but {numbers}")
+                raise UserError(f"{row} has the label {short_repr(label)}, but {numbers}")
             label = names[label]
         place = self.place(label)
         if place is None and (self.known or split == "train"):
             if self.known:
-                raise UserError(f"{row} of {self.source} is of {shown(label)}, which is none of: {quoted(self.names)}")
+                raise UserError(
+                    f"{row} of {self.source} is of {short_repr(label)}, which is none of: {quoted(self.names)}"
+                )
             place = self.places[str(label)] = len(self.names)
             self.names.append(str(label))
             self.labels.append(label)

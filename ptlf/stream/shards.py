@@ -18,7 +18,7 @@ from ptlf.stream.splits import Part, by_split, files_with, labelled_splits
 ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 SIZES = (ValueError, OverflowError, MemoryError)  # by sizes in a header that no file has
 DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, *SIZES)
-MOST_LABEL, MOST_IMAGE = 1 << 20, 1 << 29  # bytes of a member
+MAX_LABEL, MAX_IMAGE = 1 << 20, 1 << 29  # bytes of a member
 
 
 class Sample(NamedTuple):
@@ -84,9 +84,9 @@ def samples(file: Path, images: bool = True) -> Iterator[Sample]:
                     key, found = f"{folder}/{stem}", {}
                 kind = kind_of(ending)
                 if kind in Image.registered_extensions() and "image" not in found:
-                    found["image"] = member.name, content(shard, target, MOST_IMAGE, file) if images else b""
+                    found["image"] = member.name, content(shard, target, MAX_IMAGE, file) if images else b""
                 elif kind in (".cls", ".json"):
-                    found[kind] = content(shard, target, MOST_LABEL, file)
+                    found[kind] = content(shard, target, MAX_LABEL, file)
             yield from whole(found, file)
     except DAMAGE as error:
         why = (str(error) or type(error).__name__).splitlines()[0].rstrip(":")

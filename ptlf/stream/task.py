@@ -17,9 +17,9 @@ from ptlf.stream.decode import Fit
 class StreamConfig:
     name: str = key("digits", "which stream; `ptlf list streams` names them")
     pack: str | None = key(None, "packed data set to read (made by `ptlf data pack`); null = the stream's own")
-    tasks: int | None = key(None, "number of tasks; null = the stream's own number", least=1)
-    classes: int | None = key(None, "use only the first so many classes", least=1)
-    per_class: int | None = key(None, "training and test images per class, the first so many; null = all", least=1)
+    tasks: int | None = key(None, "number of tasks; null = the stream's own number", ge=1)
+    classes: int | None = key(None, "use only the first so many classes", ge=1)
+    per_class: int | None = key(None, "training and test images per class, the first so many; null = all", ge=1)
     class_order: str | list[str | int] = key("natural", "natural, seeded, or a list of all classes by name or number")
     groups: list[list[str | int]] | None = key(None, "the classes of each task, by name or number, instead of `tasks`")
     labelled: str | None = key(None, "for a folder per task: packed labelled set to evaluate on; null = none")

@@ -12,10 +12,10 @@ from ptlf.core.settings import key
 
 @dataclass
 class RateConfig:
-    lr: float = key(0.03, "learning rate for a batch of 256; scaled with the batch", above=0)
+    lr: float = key(0.03, "learning rate for a batch of 256; scaled with the batch", gt=0)
     schedule: str = key("constant", "learning rate over a task's epochs", choices=("constant", "cosine"))
-    warmup: int = key(0, "epochs of linear warm-up at the start of each task", least=0)
-    batch: int = key(256, "images per step, of all processes (each gives two views)", least=2)
+    warmup: int = key(0, "epochs of linear warm-up at the start of each task", ge=0)
+    batch: int = key(256, "images per step, of all processes (each gives two views)", ge=2)
 
 
 def peak_rate(config: RateConfig) -> float:

@@ -13,7 +13,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.228, 0.224, 0.225)  # .2
 class ViewsConfig:
     name: str = key("lump", "the two views; `ptlf list views` names them")
     memory: str = key("memory", "views for the fresh view of a memory image; its first view is taken")
-    size: int | None = key(None, "side of the views in pixels; null = that of the stored images", least=1, most=8192)
+    size: int | None = key(None, "side of the views in pixels; null = that of the stored images", ge=1, le=8192)
 
 
 # SimCLR's colours, without its blur.

@@ -11,7 +11,7 @@ import yaml
 
 from ptlf.core.errors import UserError
 from ptlf.core.reading import check, load_yaml, parse_json, read_json, read_text
-from ptlf.core.words import printable, shown
+from ptlf.core.words import printable, short_repr
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_a_value_is_shown_in_few_words() -> None:
     deep: list[Any] = []
     for _ in range(10_000):
         deep = [deep, deep]
-    assert all(len(shown(value)) < 200 for value in (deep, "x" * 10**6, 10**4000, 10**5000, [[1] * 9] * 9, {1: 2}))
-    assert shown("a\x1b") == "'a\\x1b'"
+    assert all(len(short_repr(value)) < 200 for value in (deep, "x" * 10**6, 10**4000, 10**5000, [[1] * 9] * 9, {1: 2}))
+    assert short_repr("a\x1b") == "'a\\x1b'"
 
 
 def test_only_regular_files_of_bounded_size(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from ptlf.cli import main
 from ptlf.core import memory
 from ptlf.core.errors import UserError
-from ptlf.core.memory import check_fits, spoken, too_large
+from ptlf.core.memory import check_fits, format_bytes, too_large
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
@@ -31,7 +31,7 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_free_memory_is_of_this_machine() -> None:
     free = memory.free_bytes()
     assert free is None or 10**6 < free < 10**15
-    assert [spoken(n) for n in (12, 4.2e4, 3.5e6, 7.25e9, 6.98e12)] == [
+    assert [format_bytes(n) for n in (12, 4.2e4, 3.5e6, 7.25e9, 6.98e12)] == [
         "12 bytes",
         "42.0 kB",
         "3.5 MB",

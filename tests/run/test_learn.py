@@ -508,8 +508,8 @@ def test_what_cannot_be_learnt_leaves_the_run_as_it_was(run: Path, tmp_path, cap
 def test_another_run_does_not_begin_in_its_folder(run: Path, capsys) -> None:
     before = files_in(run)
     assert main(["train", "--recipe", "digits/simsiam/ptlf", "--out", str(run), "--device", "cpu"]) == 2
-    way_out = "choose another --out, or remove that folder"
-    assert capsys.readouterr().err == f"ptlf: {run} already holds a run; {way_out}\n"
+    hint = "choose another --out, or remove that folder"
+    assert capsys.readouterr().err == f"ptlf: {run} already holds a run; {hint}\n"
     assert files_in(run) == before
 
 
@@ -841,10 +841,10 @@ def test_images_that_watching_does_not_learn_are_counted(root: Path, tmp_path: P
     for number in range(3):
         shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", inbox / "day1" / "a" / f"new{number}.png")
     shutil.copy(root / "plain" / "day2" / "c" / "05.png", inbox / "loose.png")
-    way_out = f"not learnt; put such images into a new folder in {inbox}\n"
-    late = f"ptlf: {inbox / 'day1'} was learnt before; 3 images in it came later and are {way_out}"
+    hint = f"not learnt; put such images into a new folder in {inbox}\n"
+    late = f"ptlf: {inbox / 'day1'} was learnt before; 3 images in it came later and are {hint}"
     assert watched(run, inbox) == 0
-    assert capsys.readouterr().err == f"ptlf: 1 image in {inbox} itself is {way_out}{late}"
+    assert capsys.readouterr().err == f"ptlf: 1 image in {inbox} itself is {hint}{late}"
     assert [found.name for found in arrivals(run)] == ["0001-day1"]
 
     looked, looks = [], iter(range(3))

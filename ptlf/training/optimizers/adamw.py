@@ -14,10 +14,10 @@ from ptlf.training.optimizers.optimizer import OptimizerConfig, State, UpdateRul
 @dataclass
 class AdamWConfig(OptimizerConfig):
     name: str = "adamw"
-    beta1: float = key(0.9, "decay of the gradient's running mean", least=0, most=0.999999)
-    beta2: float = key(0.999, "decay of the squared gradient's running mean", least=0, most=0.999999)
-    eps: float = key(1e-8, "added to the root of the squared gradient's mean", above=0)
-    weight_decay: float = key(0.01, "share of a weight that a step takes away, times the learning rate", least=0)
+    beta1: float = key(0.9, "decay of the gradient's running mean", ge=0, le=0.999999)
+    beta2: float = key(0.999, "decay of the squared gradient's running mean", ge=0, le=0.999999)
+    eps: float = key(1e-8, "added to the root of the squared gradient's mean", gt=0)
+    weight_decay: float = key(0.01, "share of a weight that a step takes away, times the learning rate", ge=0)
 
 
 class AdamW(UpdateRule):

@@ -17,9 +17,9 @@ from ptlf.training.optimizers.sgd import SGD
 @dataclass
 class LarsConfig(OptimizerConfig):
     name: str = "lars"
-    momentum: float = key(0.9, "momentum; carries over between tasks, but for what froze", least=0, most=0.9999)
-    weight_decay: float = key(5e-4, "weight decay; not on biases and norms", least=0)
-    eta: float = key(0.02, "a layer's step, as a share of the size of its weights, is at most so much", above=0)
+    momentum: float = key(0.9, "momentum; carries over between tasks, but for what froze", ge=0, le=0.9999)
+    weight_decay: float = key(5e-4, "weight decay; not on biases and norms", ge=0)
+    eta: float = key(0.02, "a layer's step, as a share of the size of its weights, is at most so much", gt=0)
 
 
 class Lars(UpdateRule):

@@ -14,8 +14,8 @@ from ptlf.training.optimizers.optimizer import OptimizerConfig, State, UpdateRul
 @dataclass
 class SGDConfig(OptimizerConfig):
     name: str = "sgd"
-    momentum: float = key(0.9, "momentum; carries over between tasks, but for what froze", least=0, most=0.9999)
-    weight_decay: float = key(5e-4, "weight decay", least=0)
+    momentum: float = key(0.9, "momentum; carries over between tasks, but for what froze", ge=0, le=0.9999)
+    weight_decay: float = key(5e-4, "weight decay", ge=0)
 
 
 class SGD(UpdateRule):
