@@ -180,8 +180,9 @@ class Group:
 
     def large_tasks(self) -> set[int]:
         """Tasks whose features may be compared with each other's: those of few images have a low rank for that alone.
-        Older records do not say how many were measured."""
-        counts = {entry["task"]: entry.get("images") for entry in self.first.get("features") or []}
+        Older records do not say how many were measured, or hold no features at all."""
+        entries = [entry for run in self.runs for entry in run.results.get("features") or []]
+        counts = {entry["task"]: entry.get("images") for entry in entries}
         most = max((count for count in counts.values() if count), default=0)
         return {task for task, count in counts.items() if count is None or 2 * count >= most}
 
