@@ -33,7 +33,7 @@ training: fast_parts cost distributed engine
 training.optimizers: optimizer adamw sgd lars optimizers
 training: process rate crowding trainer ahead
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
-run: run alike config fitting recipes build results folder environment start parts inference embedding export
+run: run compat config fitting recipes build results folder environment start parts inference embedding export
 run: record watcher state looks loop sweep bench cluster evaluate paper reproduce
 report: report checks intervals theme drawing runs measures paired pareto tables live
 report.figures: figures axes accuracy cost freezing frontier gallery learning paper paper_text
@@ -49,7 +49,7 @@ FORBIDDEN = {
     "freezing": {"objectives", "model", "methods", "views", "stream"},
     "evaluation": {"training", "methods", "objectives", "freezing", "model"},
 }
-REPORT_MAY_USE = {"ptlf", "ptlf.run.alike", "ptlf.run.paper", "ptlf.run.results", "ptlf.run.watcher"}
+REPORT_MAY_USE = {"ptlf", "ptlf.run.compat", "ptlf.run.paper", "ptlf.run.results", "ptlf.run.watcher"}
 REPORT_MAY_USE |= {f"ptlf.core.{name}" for name in ("errors", "files", "phases", "reading", "words")}
 
 
