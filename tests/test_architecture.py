@@ -19,38 +19,8 @@ import ptlf
 PACKAGE = Path(ptlf.__file__).parent
 # Each room may import those before it, and every room the version in `ptlf`.
 ORDER = """
-<<<<<<< HEAD
 freezing core stream views encoders objectives model methods kernels training evaluation integrations run report
 learner commands cli completion __main__
-=======
-core: core words errors phases reading memory files processes batch randomness registry settings
-stream: decode disk archives pack task datasets stream folders rows splits arrays tables shards given packing arrivals
-stream: fetch loading
-views: view named operations views
-encoders: encoder extras norm resnet vit weights encoders
-objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
-model
-methods: memory method cassle der finetune lump pnn si methods
-freezing: units kernels products subspace bound background correlation kept select schedule timetable
-freezing: estimate following freezer savings
-freezing: policy policies progressive freezing
-integrations: integrations plan lightning huggingface feed trackers
-training: training checkpoint weight_gradients triton_bn triton_pool triton_stem fused_heads fused_resnet triton_views
-training: fast_parts cost distributed engine
-training.optimizers: optimizer adamw sgd lars optimizers
-training: process rate crowding trainer ahead
-evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
-run: run compat config fitting recipes build results folder environment start parts inference embedding export
-run: record watcher state looks loop sweep bench cluster evaluate paper reproduce
-report: report checks intervals theme drawing runs measures paired pareto tables live
-report.figures: figures axes accuracy cost freezing frontier gallery learning paper paper_text
-report: parts page watch reproduction
-learner
-commands
-cli
-completion
-__main__
->>>>>>> main
 """
 ROOMS = ORDER.split()
 # Rooms that may not import these, although they come before.
@@ -59,14 +29,9 @@ FORBIDDEN = {
     "run": {"kernels"},
     "report": set(ROOMS) - {"core", "run", "report"},
 }
-<<<<<<< HEAD
 FORBIDDEN |= {name: {"kernels"} for name in ("integrations", "learner", "commands", "cli", "completion")}
-REPORT_READS = {"ptlf.run." + name for name in ("alike", "compat", "paper", "results", "watcher")}
+REPORT_READS = {"ptlf.run." + name for name in ("compat", "paper", "results", "watcher")}
 MAX_LINES = 400
-=======
-REPORT_MAY_USE = {"ptlf", "ptlf.run.compat", "ptlf.run.paper", "ptlf.run.results", "ptlf.run.watcher"}
-REPORT_MAY_USE |= {f"ptlf.core.{name}" for name in ("errors", "files", "phases", "reading", "words")}
->>>>>>> main
 
 # What is left to do: each of these may only shrink.
 FREEZING_STILL_IMPORTS = {"core", "encoders"}
