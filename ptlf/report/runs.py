@@ -271,7 +271,7 @@ def read_comparison(folders: Sequence[Path], baseline: str | None = None) -> Com
             damaged[folder] = str(error)
     if not runs:
         raise UserError(f"no run to report on: {next(iter(damaged.values()))}")
-    check_comparable(runs)
+    check_records_comparable(runs)
     groups = group_seeds(runs)
     name_groups(groups)
     base = choose_baseline(groups, baseline)
@@ -304,7 +304,7 @@ def read_run(folder: Path) -> RunRecord:
     return run
 
 
-def check_comparable(runs: Sequence[RunRecord]) -> None:
+def check_records_comparable(runs: Sequence[RunRecord]) -> None:
     """Figures may stand side by side only if they answer the same question: the same tests on the same images."""
     asked: list[dict[str, Json]] = []
     for run in runs:
