@@ -377,7 +377,7 @@ def test_an_error_of_a_plugin_is_not_blamed_on_the_system_or_the_user(capsys, tm
         with pytest.raises(OSError, match=why):
             main(["train", "--out", name, *QUICK, "--method", f"broken_method:{name}"])
     capsys.readouterr()
-    monkeypatch.setattr("ptlf.commands.pack_images", lambda *given, **how: open("images/x/y.png"))
+    monkeypatch.setattr("ptlf.commands.pack_images", lambda *given, **how: Path("images/x/y.png").read_bytes())
     for source, code in {"images": 2, "images.npz": None}.items():  # a file of the user's, and another
         words = ["data", "pack", source, "--name", "x", "--size", "8"]
         with nullcontext() if code else pytest.raises(FileNotFoundError):

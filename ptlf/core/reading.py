@@ -175,8 +175,12 @@ def plain_scalar(make: Callable[[str], Any]) -> Callable[[Any, yaml.ScalarNode],
     return construct
 
 
-TRUTHS = {"true": True, "false": False}
-for tag, make in {"int": int, "float": float, "bool": lambda text: TRUTHS.get(text, text), "timestamp": str}.items():
+def truth(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text, text)
+
+
+SCALARS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": truth, "timestamp": str}
+for tag, make in SCALARS.items():
     Loader.add_constructor(f"tag:yaml.org,2002:{tag}", plain_scalar(make))
 
 
