@@ -35,7 +35,7 @@ from ptlf.report.measures import (
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
 from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
-from ptlf.run.alike import arrived_tasks, that_count
+from ptlf.run.compat import arrived_tasks, identity_settings
 from ptlf.run.results import STEADY
 
 COLUMNS = 8  # of a table
@@ -334,7 +334,7 @@ def tables(measures: Sequence[Measure]) -> list[Sequence[Measure]]:
 
 def differences(comparison: Comparison) -> dict[str, list[str]]:
     """The settings in which the runs differ, with each run's value; the rest they share, or has no effect."""
-    flat = [that_count(group.config) for group in comparison.groups]
+    flat = [identity_settings(group.config) for group in comparison.groups]
     keys = dict.fromkeys(key for one in flat for key in one)
     spoken = {"None": "null", "True": "true", "False": "false"}  # as in config.yaml
     rows = {key: [spoken.get(value := str(one.get(key, "-")), value) for one in flat] for key in keys}
