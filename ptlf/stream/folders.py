@@ -12,7 +12,7 @@ from ptlf.core.processes import warn
 from ptlf.stream.archives import Chunk
 from ptlf.stream.decode import FITS, Fit, ImageFile, decoders
 from ptlf.stream.disk import disk_errors, images_below, note_passed
-from ptlf.stream.pack import Folders, Pack, check_name, check_target, natural, quote_names, write_pack
+from ptlf.stream.pack import Folders, Pack, check_name, check_writable_target, natural, quote_names, write_pack
 
 OnError = Literal["refuse", "skip"]
 
@@ -57,7 +57,7 @@ def pack_folder(
     if folders not in ("classes", "tasks"):
         raise unknown("folders", folders, ("classes", "tasks"))
     check_name(name)
-    check_target(target, packing.overwrite)
+    check_writable_target(target, packing.overwrite)
     skipped: list[dict[str, str]] = []
     with disk_errors(source):
         trees = split_folders(source)

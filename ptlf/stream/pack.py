@@ -214,7 +214,7 @@ def write_pack(
     if len(set(names)) != len(names):
         raise UserError(f"names repeat: {quote_names(sorted({name for name in names if names.count(name) > 1}))}")
     with disk_errors(pack.path), staged(pack.path) as folder:
-        check_target(pack.path, overwrite)
+        check_writable_target(pack.path, overwrite)
         check_space(pack.path.parent, sum(count for count, _ in chunks.values()) * pack.size**2 * 3)
         labels, digests, splits = {}, {}, {}
         for split, announced in chunks.items():
@@ -283,7 +283,7 @@ def check_name(name: str) -> None:
         raise UserError(f"{name!r} cannot name a data set; use letters, digits, '.', '_', '-' and begin with no '.'")
 
 
-def check_target(target: Path, overwrite: bool) -> None:
+def check_writable_target(target: Path, overwrite: bool) -> None:
     if target.exists() and not (target / "pack.json").is_file():
         raise UserError(f"{target} exists and is no packed data set; choose another name or remove it")
     if target.exists() and not overwrite:

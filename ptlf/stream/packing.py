@@ -19,7 +19,7 @@ from ptlf.stream.decode import BATCH_BYTES, BadImage, Fit, ImageFile, check_endi
 from ptlf.stream.disk import note_passed
 from ptlf.stream.folders import OnError, PackOptions, broken, note_skipped, pack_files, pack_folder, tell_skipped
 from ptlf.stream.images import describe_source, folder_of_folders, image_files, is_image_folder, open_images
-from ptlf.stream.pack import Pack, check_name, check_target, natural, write_pack
+from ptlf.stream.pack import Pack, check_name, check_writable_target, natural, write_pack
 from ptlf.stream.rows import CHANNELS, Classes, ImageSplit, Row, hold_out
 from ptlf.stream.task import Dataset, Images
 
@@ -51,7 +51,7 @@ def pack_images(
     """
     packing, target = PackOptions(**options), Path(target)
     check_name(target.name)
-    check_target(target, packing.overwrite)
+    check_writable_target(target, packing.overwrite)
     if isinstance(images, str | os.PathLike) and is_image_folder(path := Path(images)) and test is None:
         return pack_path(path, target, size, names, labelled, test_fraction, packing)
     splits = open_images(images)
