@@ -180,8 +180,9 @@ class Group:
 
     def large_tasks(self) -> set[int]:
         """Tasks whose features may be compared with each other's: those of few images have a low rank for that alone.
-        Older records do not say how many were measured."""
-        counts = {entry["task"]: entry.get("images") for entry in self.first.get("features") or []}
+        Older records do not say how many were measured, or hold no features at all."""
+        entries = [entry for run in self.runs for entry in run.results.get("features") or []]
+        counts = {entry["task"]: entry.get("images") for entry in entries}
         most = max((count for count in counts.values() if count), default=0)
         return {task for task, count in counts.items() if count is None or 2 * count >= most}
 
@@ -271,7 +272,7 @@ def read_comparison(folders: Sequence[Path], baseline: str | None = None) -> Com
             damaged[folder] = str(error)
     if not runs:
         raise UserError(f"no run to report on: {next(iter(damaged.values()))}")
-    check_comparable(runs)
+    check_records_comparable(runs)
     groups = group_seeds(runs)
     name_groups(groups)
     base = choose_baseline(groups, baseline)
@@ -304,7 +305,7 @@ def read_run(folder: Path) -> RunRecord:
     return run
 
 
-def check_comparable(runs: Sequence[RunRecord]) -> None:
+def check_records_comparable(runs: Sequence[RunRecord]) -> None:
     """Figures may stand side by side only if they answer the same question: the same tests on the same images."""
     asked: list[dict[str, Json]] = []
     for run in runs:

@@ -26,12 +26,13 @@ def more_than_zero(value: Any, place: str) -> None:
 ACCURACY = (*NUMBER, type(None))
 COUNT, FLAG = (0, MAX_COUNT), (bool, type(None))
 NAMES = [(str, int)]
-SETTINGS = {name: {"name?": str} for name in ("stream", "objective", "encoder", "method", "freezing")}
+SETTINGS = {name: {"name?": str} for name in ("objective", "method", "freezing")}
+SETTINGS |= {name: {"name": str} for name in ("stream", "encoder")}
 # What every reader of a record relies on; see `core.reading.check`.
 PROBE: Json = {
     "settings": {"bank?": str, "k?": (str, int)},
     "matrix": [[ACCURACY]],
-    "used_by_task?": [{"*": (str, *NUMBER)}],
+    "used_by_task?": [{"*": (str, *NUMBER), "k?": NUMBER}],
     **dict.fromkeys(("accuracy?", "forgetting?", "untrained_accuracy?"), NUMBER),
     **{name: [ACCURACY] for name in ("untrained?", "accuracy_by_task?", "forgetting_by_task?")},
 }
@@ -42,7 +43,7 @@ FROZEN: Json = {
     "ratios_by_epoch?": {"*": {"*": NUMBER}},
     "events": [{"epoch": (1, MAX_COUNT), "frozen": [str]}],
 }
-FEATURES: Json = {"task": (1, MAX_COUNT), "effective_rank": NUMBER, "spread": NUMBER}
+FEATURES: Json = {"task": (1, MAX_COUNT), "images?": COUNT, "effective_rank": NUMBER, "spread": NUMBER}
 KNOWN: Json = {"before": NUMBER, "after": [NUMBER], "accuracy?": NUMBER, "lost?": NUMBER}
 EPOCH: Json = {
     **dict.fromkeys(("task", "epoch"), (1, MAX_COUNT)),
@@ -86,7 +87,7 @@ RESULTS: Json = {
     "cost": {
         **dict.fromkeys(("train_seconds", "backward_flops"), NUMBER),
         **dict.fromkeys((f"{name}_seconds?" for name in COSTS), NUMBER),
-        **dict.fromkeys(("kept_bytes?", "mean_kept_bytes?", "last_peak_memory_bytes?"), NUMBER),
+        **dict.fromkeys(("kept_bytes?", "mean_kept_bytes?", "peak_memory_bytes?", "last_peak_memory_bytes?"), NUMBER),
         "per_epoch": {"*": (list, dict)},
         "per_task?": [TASK_COST],
     },
