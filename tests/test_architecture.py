@@ -21,17 +21,17 @@ stream: decode disk archives pack task datasets stream folders rows splits array
 stream: fetch loading
 views: view named operations views
 encoders: encoder extras norm resnet vit weights encoders
-objectives: teacher objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
+objectives: teacher heads objective barlow_twins byol mocov2plus simclr simsiam supervised vicreg objectives
 model
 methods: memory method cassle der finetune lump pnn si methods
 freezing: units kernels products subspace bound background correlation kept select schedule timetable
 freezing: estimate following freezer savings
 freezing: policy policies progressive freezing
 integrations: integrations plan lightning huggingface feed trackers
-training: training checkpoint weight_gradients triton_bn triton_pool triton_stem fused_heads fused_resnet triton_views
-training: fast_parts cost distributed engine
+kernels: weight_gradients triton_norm norm stem heads resnet parts kernels
+training: training checkpoint cost distributed engine
 training.optimizers: optimizer adamw sgd lars optimizers
-training: process rate crowding trainer ahead
+training: process rate trainer
 evaluation: accuracy_matrix probe knn linear probes prober gallery evaluation spread
 run: run alike config fitting recipes build results folder environment start parts inference embedding export
 run: record watcher state looks loop sweep bench cluster evaluate paper reproduce

@@ -22,6 +22,7 @@ from ptlf.encoders.norm import is_rowwise
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
+from ptlf.kernels import FastParts
 from ptlf.methods import METHODS, Memory, Method
 from ptlf.model import Accelerator, Model
 from ptlf.objectives import OBJECTIVES
@@ -33,7 +34,6 @@ from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
 from ptlf.training.cost import kept_bytes
 from ptlf.training.engine import choose_engine
-from ptlf.training.fast_parts import FastParts
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.rate import check_warmup, peak_rate
 from ptlf.training.trainer import Trainer, TrainingConfig, check_batch
@@ -73,7 +73,9 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
         outputs = model.objective.feature_dim if kind.needs_outputs else 0
         memory = Memory(config.memory.size, stream.size, view_size, fresh, outputs, model.accelerator)
     with seeded(config.seed, "method"):
-        return kind(config.method, model, memory, generator)
+        method = kind(config.method, model, memory, generator)
+    model.accelerator.prepare(method)
+    return method
 
 
 def make_optimizer(config: TrainingConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -150,8 +152,8 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
     wanted = config.training.precision
     half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
     fast = choose_engine(config.training.engine, device) != "eager"
-    layout = on_gpu(config.training.channels_last, device)
-    accelerator = FastParts(processes.share(config.training.batch), channels_last=layout) if fast else Accelerator()
+    accelerator = FastParts(processes.share(config.training.batch), device) if fast else Accelerator()
+    accelerator.prepare(heads)
     model = Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
     if fast and not hasattr(encoder, "rowwise"):
         encoder.rowwise = is_rowwise(encoder, torch.empty(1, 3, size, size, device=device))  # type: ignore[assignment]

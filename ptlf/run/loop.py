@@ -31,7 +31,6 @@ from ptlf.run.state import COMPARED, STATE
 from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS
 from ptlf.training.checkpoint import Position
-from ptlf.training.crowding import Crowding
 from ptlf.training.engine import why_not_captured
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import EpochState
@@ -57,8 +56,6 @@ class Run(Looks):
             if why := why_not_captured(self.config.training.engine, self.device):
                 processes.warn(f"ptlf: {why}: the step runs eagerly, not captured")
             self.tell_start()
-            alone = self.device.type == "cpu" and processes.world_size() == 1  # else its threads are not all
-            self.crowding = Crowding(torch.get_num_threads() if alone else 1)
             try:
                 self.train_stream()
                 self.finish_saving()
@@ -153,8 +150,6 @@ class Run(Looks):
             for _ in steps:
                 compiling.close()
                 self.watcher.step(state.views - before)
-                if told := self.crowding():
-                    processes.warn(f"ptlf: {told}")
                 self.pause()
             result = state.result()
         self.watcher.end_epoch(result.losses)

@@ -16,7 +16,6 @@ from ptlf.run.start import find_given, make_reference, starting_encoder
 from ptlf.stream import Stream
 from ptlf.stream.given import given
 from ptlf.stream.loading import Sources
-from ptlf.training.ahead import compile_ahead
 from ptlf.training.distributed import make_alike
 from ptlf.training.trainer import Trainer
 from ptlf.views import normalise
@@ -24,8 +23,6 @@ from ptlf.views import normalise
 
 class Parts:
     """Where several processes share the run, every one of them builds the same parts; the first one writes."""
-
-    trains = False  # whether steps will follow
 
     def __init__(
         self,
@@ -87,8 +84,6 @@ class Parts:
             self.device,
             self.channels_last,
         )
-        if self.trains:
-            compile_ahead(self.trainer, len(self.stream.tasks[0].train))
         self.freezing = build.make_freezing(config, self.trainer, self.random["policy"], len(self.stream.tasks))
 
     def prepare(self, images: Tensor) -> Tensor:

@@ -75,8 +75,6 @@ COMPARED: Json = {"tasks": COUNT, "images": [{"name": str, "count": int, "sha256
 class State(Parts):
     """The parts of a run, and how far it has come."""
 
-    trains = True
-
     def __init__(self, config: Config, out: Path | str | None = None, **given: Any) -> None:
         """given: an `encoder` or a `stream` in place of those the configuration names."""
         super().__init__(config, out, **given)

@@ -18,7 +18,6 @@ from torch.utils._triton import has_triton
 from ptlf.core import processes
 from ptlf.core.batch import Batch, Layout
 from ptlf.core.errors import UserError
-from ptlf.training import weight_gradients
 
 Body = Callable[[Batch], dict[str, Tensor]]
 Addresses = tuple[int, ...]  # of every tensor that a step reads or writes beside its batch
@@ -186,7 +185,6 @@ class CapturedEngine(Engine):
         `torch.cuda.graph` would empty the allocator's cache every time. Here the graphs share their memory, so that is
         needed only for the first.
         """
-        weight_gradients.end_searches()
         torch.cuda.synchronize()
         if not self.has_graphs():
             self.pool = torch.cuda.graph_pool_handle()  # one that lost all its graphs cannot be used again
