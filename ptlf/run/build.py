@@ -22,9 +22,8 @@ from ptlf.encoders.norm import is_rowwise
 from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
-from ptlf.kernels import FastParts
 from ptlf.methods import METHODS, Memory, Method
-from ptlf.model import Accelerator, Model
+from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.fitting import expected_sizes
@@ -33,7 +32,7 @@ from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
 from ptlf.training.cost import kept_bytes
-from ptlf.training.engine import choose_engine
+from ptlf.training.engine import choose_dtype, choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.rate import check_warmup, peak_rate
 from ptlf.training.trainer import Trainer, TrainingConfig, check_batch
@@ -149,13 +148,11 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
             raise UserError(f"encoder {config.encoder.name!r} cannot be trained: {error}") from None
         except (ValueError, RuntimeError, StopIteration) as error:
             raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
-    wanted = config.training.precision
-    half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
-    fast = choose_engine(config.training.engine, device) != "eager"
-    accelerator = FastParts(processes.share(config.training.batch), device) if fast else Accelerator()
+    kind = choose_engine(config.training.engine, device)
+    accelerator = make_accelerator(kind, processes.share(config.training.batch), device)
     accelerator.prepare(heads)
-    model = Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
-    if fast and not hasattr(encoder, "rowwise"):
+    model = Model(encoder, heads, choose_dtype(config.training.precision, device), accelerator).to(device)
+    if kind != "eager" and not hasattr(encoder, "rowwise"):
         encoder.rowwise = is_rowwise(encoder, torch.empty(1, 3, size, size, device=device))  # type: ignore[assignment]
     return model
 
@@ -184,7 +181,7 @@ def views_for(encoder: nn.Module, name: str, size: int) -> tuple[View, ...]:
     return tuple(replace(view, mean=mean, std=std) for view in views)
 
 
-def on_gpu(setting: bool | None, device: torch.device) -> bool:
+def default_on_gpu(setting: bool | None, device: torch.device) -> bool:
     """A setting that, left open, is on for a GPU and off elsewhere."""
     return device.type == "cuda" if setting is None else setting
 

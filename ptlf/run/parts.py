@@ -14,7 +14,7 @@ from ptlf.run import build
 from ptlf.run.config import Config
 from ptlf.run.start import find_given, make_reference, starting_encoder
 from ptlf.stream import Stream
-from ptlf.stream.given import given
+from ptlf.stream.images import open_images
 from ptlf.stream.loading import Sources
 from ptlf.training.distributed import make_alike
 from ptlf.training.trainer import Trainer
@@ -55,7 +55,7 @@ class Parts:
             self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, sources)
         self.reference = make_reference(config, self.stream, self.prepare, self.device)
         if config.memory.images and not (self.folder and (self.folder / "config.yaml").exists()):
-            given(find_given(config, config.memory.images))  # a run that goes on has them in its memory
+            open_images(find_given(config, config.memory.images))  # a run that goes on has them in its memory
         if tests.enabled and tests.gallery and self.out:
             seed = derived_seed(config.seed, "gallery")
             self.gallery = Gallery(self.stream, self.prepare, self.device, config=tests, seed=seed)
@@ -63,7 +63,7 @@ class Parts:
         self.model = build.make_model(config, self.stream, self.view_size, self.device, encoder)
         self.view_specs = build.views_for(self.model.encoder, config.views.name, self.view_size)
         build.check_memory(config, self.model.encoder, len(self.view_specs), self.view_size, self.device)
-        self.channels_last = build.on_gpu(config.training.channels_last, self.device)
+        self.channels_last = build.default_on_gpu(config.training.channels_last, self.device)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         method = build.make_method(config, self.stream, self.model, self.view_size, self.random["method"])

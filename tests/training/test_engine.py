@@ -306,6 +306,18 @@ def test_whether_images_are_encoded_apart_is_found_by_trying(layer: nn.Module, r
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_auto_takes_bf16_where_the_gpu_has_it(monkeypatch, has_bf16: bool) -> None:
+    """Not where PyTorch would emulate it, as on a T4."""
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16
+    )
+    gpu = torch.device("cuda")
+    assert engine.choose_dtype("auto", gpu) is (torch.bfloat16 if has_bf16 else torch.float32)
+    assert engine.choose_dtype("auto", CPU) is engine.choose_dtype("fp32", gpu) is torch.float32
+    assert engine.choose_dtype("bf16", gpu) is engine.choose_dtype("bf16", CPU) is torch.bfloat16
+
+
 def test_engine_choice() -> None:
     cpu = torch.device("cpu")
     assert engine.choose_engine("auto", cpu) == "eager"
