@@ -37,7 +37,7 @@ class TrainingConfig(RateConfig):
     clip: float | None = key(None, "greatest norm of a step's gradient, of all parameters; null = any", gt=0)
     last_batch: str = key("use", "what to do with an epoch's last, smaller batch", choices=("use", "drop"))
     precision: str = key(
-        "auto", "the encoder's arithmetic; auto = bf16 on a GPU that has it", choices=("auto", "fp32", "bf16")
+        "auto", "arithmetic of the encoder; auto = bf16 if the GPU has it", choices=("auto", "fp32", "bf16")
     )
     channels_last: bool | None = key(None, "memory layout of images and convolutions; null = on a GPU")
     engine: str = key("auto", "how the step is run; auto = captured on a GPU, else eager", choices=ENGINES)
