@@ -11,8 +11,8 @@ from ptlf.report.figures.axes import SMALL, TINY, Scale, grid_y, legend
 from ptlf.report.figures.freezing import overlap, ratio_low, top_units, unit_names, unit_room
 from ptlf.report.runs import Group, RunRecord
 from ptlf.report.theme import colours
-from ptlf.run.paper import FIGURES
 from ptlf.run.results import Json
+from reproduction.tables import FIGURES
 
 WIDTH = 704.0  # 7 inches on paper
 SHOWN = 5  # tasks, of a stream with more
