@@ -164,6 +164,10 @@ class Trainer:
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.trained(), self.config.clip, foreach=True)
 
+    def begin_task(self, images: Images) -> None:
+        """From here on, indices are those of these images."""
+        self.images = images
+
     def begin_epoch(self) -> EpochState:
         return EpochState(self.random["order"].get_state())
 

@@ -581,7 +581,7 @@ class TapedEngine(engine.CapturedEngine):
         self.run, self.did = run, []
 
     def uncaptured(self, batch):
-        self.did.append((self.run.position.task, "run"))
+        self.did.append((self.run.progress.position.task, "run"))
         return self.body(batch)
 
     def capture(self, mine, batch):
@@ -593,7 +593,7 @@ class TapedEngine(engine.CapturedEngine):
         with torch.no_grad():
             for tensor, value in zip(held, before, strict=True):
                 tensor.detach().copy_(value)
-        self.did.append((self.run.position.task, "capture"))
+        self.did.append((self.run.progress.position.task, "capture"))
         mine.batch, mine.graph = batch, tape
 
 
@@ -678,11 +678,11 @@ def test_gradients_for_the_ratios_are_replayed(tiny, recording, monkeypatch, obj
 
     class Noted(TapedEngine):
         def uncaptured(self, batch):
-            sampled.extend([(self.run.position.task, "run")] * (self.run.trainer.sampled is not None))
+            sampled.extend([(self.run.progress.position.task, "run")] * (self.run.trainer.sampled is not None))
             return super().uncaptured(batch)
 
         def capture(self, mine, batch):
-            sampled.extend([(self.run.position.task, "capture")] * (self.run.trainer.sampled is not None))
+            sampled.extend([(self.run.progress.position.task, "capture")] * (self.run.trainer.sampled is not None))
             super().capture(mine, batch)
 
     monkeypatch.setitem(globals(), "TapedEngine", Noted)
