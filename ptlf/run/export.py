@@ -114,9 +114,10 @@ def write_onnx(encoder: LoadedEncoder, path: Path, metadata: str) -> None:
     finally:
         log.setLevel(level)
     assert made is not None
-    made.model_proto.metadata_props.add(key=KEY, value=metadata)
-    onnx.checker.check_model(made.model_proto)
-    onnx.save(made.model_proto, path)
+    model = made.model_proto
+    model.metadata_props.add(key=KEY, value=metadata)
+    onnx.checker.check_model(model)
+    onnx.save(model, path)
 
 
 def onnx_model(path: Path) -> Model:

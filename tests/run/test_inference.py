@@ -48,7 +48,7 @@ def test_features_are_those_of_the_run(trained: Run, tmp_path: Path) -> None:
         Image.fromarray(image).save(tmp_path / f"{index:02}.png")
     assert np.array_equal(encoder.embed(tmp_path), expected)
     one = encoder.preprocess(tmp_path / "07.png")
-    assert one.shape == (1, 3, 16, 16) and torch.equal(one, trained.prepare(torch.from_numpy(pixels[7:8])))
+    assert one.shape == (1, 3, 16, 16) and torch.equal(one, trained.components.prepare(torch.from_numpy(pixels[7:8])))
     assert torch.equal(encoder.preprocess(Image.fromarray(pixels[7])), one)
     assert torch.equal(encoder.preprocess(pixels[7]), one)
 
