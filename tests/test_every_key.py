@@ -104,7 +104,6 @@ VALUES: Settings = {
     "freezing.policy.name": "ascending",
     "cost_aware freezing.policy.sharpness": 0.0,
     "freezing.initial": 0.34,
-    "freezing.stream_final": 1.0,
     "freezing.shape": "constant",
     "lars training.optimizer.eta": 1e-4,
     "training.clip": 0.01,
@@ -127,7 +126,6 @@ WITHOUT_EFFECT = {
     "stream.resident": "the same images from another place",
     "vit-small encoder.image_size": "another than the size of the views does not fit",
     "training.engine": "the same step, made faster; compiling takes longer than all of these runs",
-    "freezing.ratios": "the same choice; these encoders have no unit so wide that a ratio is left out",
     "evaluation.batch": "the same features, in more or fewer forwards",
     "distributed.sync_batch_norm": "one process has nobody to share statistics with",
 }

@@ -16,7 +16,7 @@ from ptlf.core.phases import Advance, Phase
 from ptlf.evaluation.prober import testing
 from ptlf.evaluation.spread import COLLAPSED, effective_rank, feature_spread, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
-from ptlf.freezing.policy import Ratios
+from ptlf.freezing.policy import RatiosOf
 from ptlf.freezing.subspace import NotFinite
 from ptlf.run.results import write_json
 from ptlf.run.state import State
@@ -45,42 +45,12 @@ class Looking:
                 raise UserError(f"{error}, in the {self.place}; {advice}") from error
 
 
-class Correlated(Ratios):
-    """A task's correlation, the same on all processes. What it finds out besides goes into the task's log entry."""
-
-    def __init__(self, of: TaskCorrelation, looking: Looking, entry: dict[str, Any], *, all_units: bool) -> None:
-        super().__init__()
-        self.of, self.looking, self.entry, self.all_units = of, looking, entry, all_units
-
-    def __call__(self, names: Sequence[str]) -> dict[str, float]:
-        with self.looking():
-            found = processes.broadcast_object(self.of(names))
-        # Those of the task's start stay.
-        self.entry["directions"] = self.of.directions | self.entry.get("directions", {})
-        if self.of.background_seconds:
-            self.entry["background_seconds"] = self.of.background_seconds
-        return found
-
-    def bounds(self, names: Sequence[str]) -> dict[str, float]:
-        if self.all_units:
-            return {}
-        with self.looking():
-            found = processes.broadcast_object(self.of.bounds(names))
-        if found:
-            self.entry["bounds"] = found | self.entry.get("bounds", {})
-        return found
-
-    def start(self, names: Sequence[str]) -> bool:
-        """In one process only: a checkpoint, which waits for ratios under way, is not written by all."""
-        with self.looking():
-            return processes.world_size() == 1 and self.of.start(names)
-
-
 class Looks(State):
     """None of these changes what is trained. Each is charged to its own purpose on the clock."""
 
-    def correlate(self, indices: np.ndarray) -> Ratios:
-        """Computes ratios of units not yet frozen: the past is the memory, the gradient the new task's."""
+    def correlate(self, indices: np.ndarray) -> RatiosOf:
+        """Computes ratios of units not yet frozen, the same on all processes. The past is the memory, the gradient the
+        new task's."""
         memory, freezer, settings = self.method.memory, self.freezing.freezer, self.config.freezing
         assert memory is not None
         self.model.train()
@@ -98,7 +68,15 @@ class Looks(State):
                 keep=[self.model],
                 combine=processes.all_reduce_mean_,
             )
-        return Correlated(correlation, looking, self.freezing.entry, all_units=settings.ratios == "all")
+        entry = self.freezing.entry
+
+        def ratios(names: Sequence[str]) -> dict[str, float]:
+            with looking():
+                found = processes.broadcast_object(correlation(names))
+            entry["directions"] = correlation.directions | entry.get("directions", {})  # those of the task's start stay
+            return found
+
+        return ratios
 
     def sample_gradients(self, indices: np.ndarray, weights: Sequence[Tensor]) -> list[Tensor | None]:
         """On a batch of the new task. The run may be left before it in a task's first epoch: after a later one what was

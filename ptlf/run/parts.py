@@ -89,7 +89,7 @@ class Parts:
         )
         if self.trains:
             compile_ahead(self.trainer, len(self.stream.tasks[0].train))
-        self.freezing = build.make_freezing(config, self.trainer, self.random["policy"], len(self.stream.tasks))
+        self.freezing = build.make_freezing(config, self.trainer, self.random["policy"])
 
     def prepare(self, images: Tensor) -> Tensor:
         """Stored images (B, H, W, 3) uint8 as the encoder's input, without augmentation."""

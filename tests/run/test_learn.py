@@ -27,7 +27,6 @@ from ptlf import learner as learner_module
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import EvaluationConfig
-from ptlf.freezing import POLICIES
 from ptlf.learner import OF_LEARN
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
@@ -36,6 +35,7 @@ from ptlf.report.runs import read_comparison, read_run
 from ptlf.run import loop
 from ptlf.run.config import Config
 from ptlf.run.folder import lock_of_run
+from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.run.watcher import Watcher
 from ptlf.stream import arrivals as arrivals_module
