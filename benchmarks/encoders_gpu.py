@@ -24,7 +24,7 @@ from ptlf.encoders.resnet import Bottleneck, ResNet
 from ptlf.encoders.vit import ViT
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.run.bench import per_call
-from ptlf.run.environment import commit, environment
+from ptlf.run.environment import environment, source_commit
 from ptlf.run.results import write_json
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 
@@ -203,7 +203,7 @@ def main() -> None:
     settings = {key: str(value) for key, value in vars(arguments).items() if key != "out"}
     out = arguments.out or ROOT / "results" / "bench" / f"encoders-{device.type}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(out, {"settings": settings, "environment": environment(device), "commit": commit(), "rows": rows})
+    write_json(out, {"settings": settings, "environment": environment(device), "commit": source_commit(), "rows": rows})
     print(out)
 
 

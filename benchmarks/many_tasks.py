@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ptlf import Learner
-from ptlf.run.environment import commit, environment
+from ptlf.run.environment import environment, source_commit
 from ptlf.run.results import write_json
 from ptlf.run.watcher import Watcher
 from ptlf.stream.arrivals import Arrays
@@ -101,7 +101,7 @@ def measure(tasks: int) -> dict[str, Any]:
         newest = max((learner.folder / "checkpoints").glob("after-*")).stat().st_size
     where = environment(torch.device("cpu"))
     sizes = {**largest, "checkpoint": newest}
-    return {"commit": commit(), "environment": where, "settings": SETTINGS, "files_bytes": sizes, "rows": rows}
+    return {"commit": source_commit(), "environment": where, "settings": SETTINGS, "files_bytes": sizes, "rows": rows}
 
 
 def draw(figures: dict[str, Any]) -> None:

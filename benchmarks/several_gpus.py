@@ -22,7 +22,7 @@ from ptlf.core import processes
 from ptlf.core.batch import Batch
 from ptlf.run.bench import noise_for, time_steps
 from ptlf.run.config import Config, from_dict
-from ptlf.run.environment import commit, environment
+from ptlf.run.environment import environment, source_commit
 from ptlf.run.loop import Run
 from ptlf.run.recipes import recipe
 from ptlf.run.results import write_json
@@ -158,7 +158,7 @@ def main(words: Sequence[str] | None = None) -> None:
         write_json(
             chosen.json,
             {
-                "commit": commit(),
+                "commit": source_commit(),
                 "environment": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
                 "recipe": chosen.recipe,
                 "size": chosen.size,

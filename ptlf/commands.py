@@ -38,16 +38,16 @@ from ptlf.report.tables import (
 from ptlf.run import bench
 from ptlf.run import reproduce as reproduction
 from ptlf.run import sweep as sweeps
-from ptlf.run.alike import check_alike
 from ptlf.run.build import choose_device, make_encoder, make_stream
 from ptlf.run.cluster import train_all as train_jobs
+from ptlf.run.compat import check_comparable
 from ptlf.run.config import Config, read_yaml
 from ptlf.run.embedding import embed_images
-from ptlf.run.environment import commit, environment
+from ptlf.run.environment import environment, source_commit
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.export import add_scores, check_card, export_run
 from ptlf.run.fitting import free_settings
-from ptlf.run.folder import check_free, finished, has_finished
+from ptlf.run.folder import check_vacant, has_finished, has_finished_as
 from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.run.paper import FIGURES, TABLES
@@ -108,10 +108,12 @@ def unsaid(line: str) -> None: ...
 def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True) -> None:
     """Train, show and draw. A run to resume must have these very settings, if `strict`."""
     first = processes.is_first()
-    if resume and processes.broadcast_object(first and (finished(folder, config) if strict else has_finished(folder))):
+    if resume and processes.broadcast_object(
+        first and (has_finished_as(folder, config) if strict else has_finished(folder))
+    ):
         return tell(f"{folder}: already finished")
     if first and not resume:
-        check_free(folder)  # before tasks that arrived there are taken for the new run's
+        check_vacant(folder)  # before tasks that arrived there are taken for the new run's
     run = Run(config, folder)
     results = run.train(Live(name_of(as_dict(run.config))), resume=resume)
     if first:
@@ -215,7 +217,7 @@ def sweep(
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
     check_alone("sweep")
     runs = sweeps.plan(recipes, seeds, out, overrides, tell_once())
-    missing = [run for run in runs if not finished(run.folder, run.config)]
+    missing = [run for run in runs if not has_finished_as(run.folder, run.config)]
     for run in runs:
         if run not in missing:
             tell(f"{run.name}: already finished in {run.folder}")
@@ -338,7 +340,7 @@ def frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrides: Wo
         if word.partition("=")[0] in ("--seed", "--freezing.policy", "--freezing.initial", "--freezing.final"):
             raise UserError(f"`ptlf frontier` varies what {word.partition('=')[0]} sets; see `ptlf frontier --help`")
     runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=tell_once(), **grid)
-    missing = [run for run in runs if not finished(run.folder, run.config)]
+    missing = [run for run in runs if not has_finished_as(run.folder, run.config)]
     if plan:
         return show_plan([run.folder for run in runs if run not in missing], missing)
     watch = tell_count(len(runs) - len(missing), missing)
@@ -492,7 +494,7 @@ def bench_step(recipe: str, plain: bool, json: Path | None, overrides: Words, **
     show_rows(console, "step", title, rows)
     show_kernels(console, rows)
     ways = {key: how[key] for key in ("first", "streamed", "size", "steps")}
-    save(json, commit=commit(), config=as_dict(config), environment=where, plain=plain, **ways, rows=rows)
+    save(json, commit=source_commit(), config=as_dict(config), environment=where, plain=plain, **ways, rows=rows)
 
 
 def bench_methods(recipes: Words, task: int, size: int, steps: int, json: Path | None, overrides: Words) -> None:
@@ -501,7 +503,7 @@ def bench_methods(recipes: Words, task: int, size: int, steps: int, json: Path |
     where = environment(choose_device(configs[0].device))
     title = f"A step in task {task}, images of {size} px on {where['device_name']}; {RANGE}"
     show_rows(console, "methods", title, rows)
-    save(json, commit=commit(), environment=where, task=task, size=size, steps=steps, rows=rows)
+    save(json, commit=source_commit(), environment=where, task=task, size=size, steps=steps, rows=rows)
 
 
 def save(json: Path | None, **values: Any) -> None:
@@ -531,7 +533,7 @@ def timed_runs(
         raise UserError("--size is of --noise images; the size of a data set's is its own")
     say = tell_once()
     configs = [resolve_config(recipe, None, overrides, tell=say) for recipe in recipes or BENCH_PAIR]
-    check_alike([as_dict(config) for config in configs])
+    check_comparable([as_dict(config) for config in configs])
     streams = [bench.noise_for(config, noise, size or 32) if noise else make_stream(config) for config in configs]
     bench.check_tasks([len(stream.tasks) for stream in streams])
     pairs = list(zip(configs, streams, strict=True))

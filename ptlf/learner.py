@@ -26,7 +26,7 @@ from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
-from ptlf.run.folder import START, check_arrived, check_new, claimed, has_finished, load_encoder, save_encoder
+from ptlf.run.folder import START, check_arrived, check_new, claimed, has_finished, restore_encoder, save_encoder
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
 from ptlf.run.parts import Parts
@@ -403,7 +403,7 @@ class Learner:
             return None
         start = deepcopy(self.module)
         if self.exists and (self.folder / START).exists():
-            load_encoder(self.folder, start, START)
+            restore_encoder(self.folder, start, START)
         return start
 
     def _build(self) -> Run:
@@ -424,7 +424,7 @@ class Learner:
             stream, quiet = make_stream(self.config, self.folder), replace(self.config.evaluation, enabled=False)
             config = without_start(replace(self.config, evaluation=quiet))
             self._parts = Parts(config, None, self._start(), stream)
-            load_encoder(self.folder, self._parts.model.encoder)
+            restore_encoder(self.folder, self._parts.model.encoder)
         return self._parts
 
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import io
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,10 +17,12 @@ if not os.path.exists("/dev/nvidiactl"):
 import torch
 from torch import nn
 
+from ptlf.cli import main
 from ptlf.core.phases import Advance
 from ptlf.core.settings import merge, nested
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.run.config import Config, from_dict
+from ptlf.run.loop import Run
 from ptlf.run.recipes import recipe
 from ptlf.run.watcher import Watcher
 
@@ -40,6 +45,14 @@ def one_thread() -> None:
 def heed_interrupts() -> None:
     """Python does not, where it is started as a shell's background job."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_fsync() -> Iterator[None]:
+    """Waiting for the disk proves nothing here; what must reach it is tested with an fsync of the test's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 def tiny_encoder() -> nn.Module:
@@ -87,12 +100,13 @@ class nothing_to_freeze(nn.Module):
 
 
 def tiny_config(name: str = "digits/simsiam/finetune", **dotted: Any) -> Config:
-    """Two tasks of the digits, two epochs, a network of three convolutions; `training__epochs=1` overrides."""
+    """Two tasks of the digits, two epochs, three convolutions, no gallery; `training__epochs=1` overrides."""
     small = {
         "stream.groups": [[0, 1], [2, 3]],
         "encoder.name": "conftest:tiny_encoder",
         "training.epochs": 2,
         "training.batch": 128,
+        "evaluation.gallery": False,
         "device": "cpu",
     }
     overrides: dict[str, Any] = {}
@@ -104,6 +118,40 @@ def tiny_config(name: str = "digits/simsiam/finetune", **dotted: Any) -> Config:
 @pytest.fixture
 def tiny() -> Callable[..., Config]:
     return tiny_config
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run in a folder, the same for all tests of a process: read it, and change only a copy of it."""
+    config = tiny_config("digits/simsiam/ptlf", encoder__name="resnet18-mini", encoder__width=4, training__epochs=1)
+    run = Run(config, tmp_path_factory.mktemp("finished") / "run")
+    run.train()
+    return run
+
+
+@pytest.fixture
+def run_copy(finished_run: Run, tmp_path: Path) -> Path:
+    """The finished run's folder, copied to `tmp_path/run` for a test that changes it."""
+    assert finished_run.folder is not None
+    return shutil.copytree(finished_run.folder, tmp_path / "run")
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def run_cli(*words: object, code: int | None = 0) -> Done:
+    """`ptlf WORDS` in this process; it must end with this code (None: with any)."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            ended = main([str(word) for word in words])
+        except SystemExit as exit_:
+            ended = exit_.code if isinstance(exit_.code, int) else 0 if exit_.code is None else 1
+    assert code is None or ended == code, f"ended with {ended}: {out.getvalue()}{err.getvalue()}"
+    return Done(ended, out.getvalue(), err.getvalue())
 
 
 class StopsAt(Watcher):

@@ -118,7 +118,7 @@ def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypat
     recipes = ["digits/simsiam/lump", "split-cifar10/simsiam/lump"]
     error = refused(capsys, "sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
     assert "the runs are of different streams" in error
-    monkeypatch.setattr("ptlf.run.sweep.check_alike", lambda configs: None)
+    monkeypatch.setattr("ptlf.run.sweep.check_comparable", lambda configs: None)
     assert "cifar10" in refused(capsys, "sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
     assert not (tmp_path / "s").exists()
     for verb in (["bench", "run"], ["bench", "step"], ["bench", "freezing"]):

@@ -42,7 +42,7 @@ PLAIN: Settings = {"objective.projection": 16}
 SPLIT: Settings = {**PLAIN, "stream.groups": None, "stream.classes": 4, "stream.tasks": 2, "data_root": "one"}
 FOLDER: Settings = {**PLAIN, "stream.name": "folder", "stream.groups": None, "data_root": "one", "training.batch": 8}
 FREEZING: Settings = {**PLAIN, "training.epochs": 2, "freezing.final": 0.67, "freezing.policy": "correlation"}
-SAVING: Settings = {**PLAIN, "evaluation.gallery": False, "checkpoint.keep": 9}
+SAVING: Settings = {**PLAIN, "checkpoint.keep": 9}
 # What a key is tried with, by how it begins; the longest beginning counts. SAVING means: in a folder.
 BASES: dict[str, Settings] = {
     "": PLAIN,

@@ -4,18 +4,15 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ptlf import __version__
-from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
-from ptlf.core.reading import DAMAGE, reason
 from ptlf.report import paired
 from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
 from ptlf.report.figures.accuracy import measured, recorded
@@ -35,7 +32,7 @@ from ptlf.report.measures import (
 from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
 from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.theme import colours
-from ptlf.run.alike import arrived_tasks, that_count
+from ptlf.run.compat import arrived_tasks, identity_settings
 from ptlf.run.results import STEADY
 
 COLUMNS = 8  # of a table
@@ -56,20 +53,8 @@ def report(folders: Sequence[Path], out: Path | None, figures: Path | None, base
 def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
     """How many runs it shows."""
     comparison = read_comparison(folders, baseline)
-    with consistent(folders):
-        text = page(comparison)
-    write_whole(out, text)
+    write_whole(out, page(comparison))
     return sum(len(group.runs) for group in comparison.groups)
-
-
-@contextmanager
-def consistent(folders: Sequence[Path]) -> Iterator[None]:
-    """Records in which every value is of the right type, and which contradict each other, are refused."""
-    try:
-        yield
-    except (TemplateError, *DAMAGE) as error:
-        which = f"the records in {', '.join(map(str, folders[:3]))} contradict each other"
-        raise UserError(f"{which}: {reason(error)}; train again what they are of, or leave it out") from error
 
 
 def write_figures(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
@@ -334,7 +319,7 @@ def tables(measures: Sequence[Measure]) -> list[Sequence[Measure]]:
 
 def differences(comparison: Comparison) -> dict[str, list[str]]:
     """The settings in which the runs differ, with each run's value; the rest they share, or has no effect."""
-    flat = [that_count(group.config) for group in comparison.groups]
+    flat = [identity_settings(group.config) for group in comparison.groups]
     keys = dict.fromkeys(key for one in flat for key in one)
     spoken = {"None": "null", "True": "true", "False": "false"}  # as in config.yaml
     rows = {key: [spoken.get(value := str(one.get(key, "-")), value) for one in flat] for key in keys}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ptlf.report.paired import by_seed, cost_ratio
 from ptlf.report.runs import LATER_KEPT, Comparison, Group, RunRecord, later_seconds, policy_of
-from ptlf.run.alike import settings_of
+from ptlf.run.compat import identity_key
 
 LATER: Mapping[str, Callable[[RunRecord], float | None]] = {
     "seconds": lambda run: later_seconds(run.epochs),
@@ -65,7 +65,7 @@ def paths(found: Sequence[Point]) -> list[list[Point]]:
         config = point.group.config
         if policy_of(config) != "none":
             rest = config | {"freezing": config["freezing"] | {"final": None}}
-            alike.setdefault(settings_of(rest), []).append(point)
+            alike.setdefault(identity_key(rest), []).append(point)
     return [
         sorted(some, key=lambda point: point.group.config["freezing"]["final"])
         for some in alike.values()

@@ -13,7 +13,7 @@ from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson, worsened
 from ptlf.report.theme import DASHES, MARKERS, RUNS
-from ptlf.run.alike import difference, other_images, settings_of, stream_settings, that_count
+from ptlf.run.compat import describe_difference, identity_key, identity_settings, other_images, stream_settings
 from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_evaluations, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
@@ -180,8 +180,9 @@ class Group:
 
     def large_tasks(self) -> set[int]:
         """Tasks whose features may be compared with each other's: those of few images have a low rank for that alone.
-        Older records do not say how many were measured."""
-        counts = {entry["task"]: entry.get("images") for entry in self.first.get("features") or []}
+        Older records do not say how many were measured, or hold no features at all."""
+        entries = [entry for run in self.runs for entry in run.results.get("features") or []]
+        counts = {entry["task"]: entry.get("images") for entry in entries}
         most = max((count for count in counts.values() if count), default=0)
         return {task for task, count in counts.items() if count is None or 2 * count >= most}
 
@@ -271,7 +272,7 @@ def read_comparison(folders: Sequence[Path], baseline: str | None = None) -> Com
             damaged[folder] = str(error)
     if not runs:
         raise UserError(f"no run to report on: {next(iter(damaged.values()))}")
-    check_comparable(runs)
+    check_records_comparable(runs)
     groups = group_seeds(runs)
     name_groups(groups)
     base = choose_baseline(groups, baseline)
@@ -304,7 +305,7 @@ def read_run(folder: Path) -> RunRecord:
     return run
 
 
-def check_comparable(runs: Sequence[RunRecord]) -> None:
+def check_records_comparable(runs: Sequence[RunRecord]) -> None:
     """Figures may stand side by side only if they answer the same question: the same tests on the same images."""
     asked: list[dict[str, Json]] = []
     for run in runs:
@@ -313,7 +314,7 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
         asked.append({"streams": stream_settings(run.config), "eval_splits": splits, "probes": flatten(settings)})
         both = f"{run.folder} and {runs[0].folder} cannot be compared"
         for what in asked[0]:
-            if found := difference(asked[-1][what], asked[0][what]):
+            if found := describe_difference(asked[-1][what], asked[0][what]):
                 raise UserError(f"{both}: their {what} differ ({found}); report on them separately")
         if found := other_images(run.results, runs[0].results):
             raise UserError(f"{both}: their tasks are of different images ({found}); report on them separately")
@@ -342,10 +343,10 @@ def unsteady(run: RunRecord) -> float:
 
 
 def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
-    """Finished runs of one configuration, see `settings_of`, are one group; others stand alone."""
+    """Finished runs of one configuration, see `identity_key`, are one group; others stand alone."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        name = settings_of(run.config) if run.finished else str(run.folder)
+        name = identity_key(run.config) if run.finished else str(run.folder)
         if any(run.config["seed"] == other.config["seed"] for other in groups.get(name, ())):
             name = str(run.folder)  # the same seed again is no further seed
         groups.setdefault(name, []).append(run)
@@ -361,7 +362,7 @@ def name_groups(groups: list[Group]) -> None:
     for group, part in zip(groups, parts, strict=True):
         group.label = "/".join(part)
     for twins in same_label(groups):
-        flat = [that_count(twin.config) for twin in twins]
+        flat = [identity_settings(twin.config) for twin in twins]
         # Keys that only some have belong to a section whose name differs, which says it all.
         keys = [key for key in flat[0] if all(key in one for one in flat) and len({str(one[key]) for one in flat}) > 1]
         whole = [key.removesuffix(".name") for key in keys]  # objective.name is the objective

@@ -14,7 +14,7 @@ from ptlf.report import measures, paired, pareto
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
 from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, steady, title_of
 from ptlf.report.runs import FEATURES, LATER_KEPT, Comparison, Group, RunRecord, known_probes, policy_of
-from ptlf.run.results import STEADY, Json, ratio
+from ptlf.run.results import STEADY, Json, ratio_or_none
 
 RATIOS = "x: geometric mean of the ratios by seed"
 TIMES = f"time relative to another run: {STEADY}"
@@ -255,7 +255,7 @@ def show_rows(console: Console, kind: str, title: str, rows: list[Json]) -> None
         rows = [row | {"recipe": name} for row, name in zip(rows, short, strict=True)]
     table = new_table(title, list(names.values()), [column.heading for column in columns])
     for row in rows:
-        ratios = {f"{key}_ratio": ratio(row[key], rows[0][key]) for column in columns for key in column.path}
+        ratios = {f"{key}_ratio": ratio_or_none(row[key], rows[0][key]) for column in columns for key in column.path}
         cells = [figure(column, row | ratios, row is rows[0]) for column in columns]
         table.add_row(*[str(row[name]) for name in names], *cells)
     console.print(table)

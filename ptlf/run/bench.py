@@ -20,10 +20,10 @@ from ptlf.encoders import feature_dim
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.freezing.savings import measure_savings, wait_for
 from ptlf.methods import METHODS
-from ptlf.run.alike import check_alike
+from ptlf.run.compat import check_comparable
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
-from ptlf.run.results import compiling_seconds, epoch_lines, ratio
+from ptlf.run.results import compiling_seconds, epoch_lines, ratio_or_none
 from ptlf.run.sweep import train_one_of_many
 from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
@@ -259,7 +259,7 @@ def compare(results: Sequence[Row]) -> Row:
     hold is None.
     """
     check_tasks([len(result["tasks"]) for result in results])
-    check_alike([result["config"] for result in results])
+    check_comparable([result["config"] for result in results])
     lines, base = without_compiling(results[0]), compared_seconds(results[0])
     for result in results:
         if not {line["task"] for line in epoch_lines(result)} <= {line["task"] for line in lines}:
@@ -267,7 +267,7 @@ def compare(results: Sequence[Row]) -> Row:
     runs = []
     for result in results:
         own = overheads(result)
-        own |= {f"{key}_ratio": ratio(seconds, base[key]) for key, seconds in compared_seconds(result).items()}
+        own |= {f"{key}_ratio": ratio_or_none(seconds, base[key]) for key, seconds in compared_seconds(result).items()}
         what = {key: result.get(key) for key in ("config", "environment", "commit")}
         name, by_stage = result["config"].get("recipe") or "run", stages(result, lines)
         runs.append({"run": name, **what, "stages": by_stage, "overheads": own})
@@ -299,7 +299,11 @@ def stages(result: Row, first: list[Row]) -> list[Row]:
         lines, steady = zip(*group, strict=True)
         tasks = {line["task"] for line in lines}
         own, mine, base = (figures(some) for some in (lines, steady, [one for one in first if one["task"] in tasks]))
-        own |= {f"{key}_ratio": ratio(mine[key], base[key]) for key in own if key not in ("steps", "views_per_second")}
+        own |= {
+            f"{key}_ratio": ratio_or_none(mine[key], base[key])
+            for key in own
+            if key not in ("steps", "views_per_second")
+        }
         rows.append({"stage": f"{frozen} frozen" if later else "first task", "epochs": len(lines), **own})
     return rows
 
@@ -329,7 +333,7 @@ def overheads(result: Row) -> Row:
     return {
         **{key: cost.get(key) for key in seconds},
         "later_learning_seconds": learning,
-        "later_correlation_share": ratio(sum(task[1] for task in later), learning) if known else None,
+        "later_correlation_share": ratio_or_none(sum(task[1] for task in later), learning) if known else None,
         **{key: result.get(key) for key in ("wall_seconds", "host_share")},
         **{f"{probe}_{key}": result["probes"].get(probe, {}).get(key) for probe, key in accuracies},
     }

@@ -149,9 +149,9 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
         except (ValueError, RuntimeError, StopIteration) as error:
             raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
     wanted = config.training.precision
-    half = on_gpu(None if wanted == "auto" else wanted == "bf16", device)
+    half = default_on_gpu(None if wanted == "auto" else wanted == "bf16", device)
     fast = choose_engine(config.training.engine, device) != "eager"
-    layout = on_gpu(config.training.channels_last, device)
+    layout = default_on_gpu(config.training.channels_last, device)
     accelerator = FastParts(processes.share(config.training.batch), channels_last=layout) if fast else Accelerator()
     model = Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
     if fast and not hasattr(encoder, "rowwise"):
@@ -183,7 +183,7 @@ def views_for(encoder: nn.Module, name: str, size: int) -> tuple[View, ...]:
     return tuple(replace(view, mean=mean, std=std) for view in views)
 
 
-def on_gpu(setting: bool | None, device: torch.device) -> bool:
+def default_on_gpu(setting: bool | None, device: torch.device) -> bool:
     """A setting that, left open, is on for a GPU and off elsewhere."""
     return device.type == "cuda" if setting is None else setting
 

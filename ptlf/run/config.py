@@ -16,7 +16,7 @@ from ptlf.evaluation import PROBES, EvaluationConfig, ProbeConfig
 from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
-from ptlf.run.alike import current
+from ptlf.run.compat import upgrade_settings
 from ptlf.run.freezing import FreezingConfig
 from ptlf.stream import STREAMS, StreamConfig
 from ptlf.training.checkpoint import CheckpointConfig
@@ -67,7 +67,7 @@ def resume_command(folder: Path, config: Config, *, module: bool = False, arrive
 
 def from_dict(values: Mapping[str, Any]) -> Config:
     """A checked configuration, of this or an older version."""
-    return build(Config, current(values))
+    return build(Config, upgrade_settings(values))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

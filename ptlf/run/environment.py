@@ -22,7 +22,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def commit() -> str | None:
+def source_commit() -> str | None:
     """Commit of the source tree, with `-dirty` if files have changed; None if the package is not a checkout."""
     tree = Path(ptlf.__file__).resolve().parent.parent
     if not (tree / ".git").exists():

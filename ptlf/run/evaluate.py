@@ -16,9 +16,8 @@ from ptlf.evaluation import PROBES, Prober
 from ptlf.evaluation.probe import OWN, ProbeConfig
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
-from ptlf.run.folder import START, load_encoder
-from ptlf.run.inference import load_encoder as load
-from ptlf.run.inference import rebuilt
+from ptlf.run.folder import START, restore_encoder
+from ptlf.run.inference import load_encoder, rebuilt
 from ptlf.run.parts import Parts
 from ptlf.run.results import add_evaluation, read_results
 from ptlf.run.start import without_start
@@ -48,7 +47,7 @@ def evaluate_run(
     plain = without_start(replace(config, evaluation=tests, probes=probes))
     parts = Parts(plain, None, encoder, make_stream(plain, folder))
     before = copy.deepcopy(parts.model.encoder)
-    load_encoder(folder, parts.model.encoder)
+    restore_encoder(folder, parts.model.encoder)
     if parts.prober is None:
         raise UserError(f"the run in {folder} has no labelled test images to evaluate on")
     start = with_start(before, folder, config) if encoder is None else before
@@ -78,7 +77,9 @@ def evaluate_labelled(
 
     module: as it was before training, where the run was made with one. on_error: for broken images, refuse or skip.
     """
-    encoder = load(folder, copy.deepcopy(module), config.device, trust_code=True)  # as whoever made `config` decided
+    encoder = load_encoder(
+        folder, copy.deepcopy(module), config.device, trust_code=True
+    )  # as whoever made `config` decided
     path = find_images(labelled, data_root(config.data_root))
     size, share = encoder.card["image_size"], config.evaluation.reference_test
     data = labelled_dataset(path, size, share, encoder.fit, on_error)
@@ -119,7 +120,7 @@ def with_start(encoder: nn.Module, folder: Path, config: Config) -> nn.Module | 
         return encoder
     if not (folder / START).is_file():
         return None
-    load_encoder(folder, encoder, START)
+    restore_encoder(folder, encoder, START)
     return encoder
 
 

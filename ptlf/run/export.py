@@ -28,7 +28,7 @@ from ptlf.core.words import short_repr
 from ptlf.encoders.weights import KEY
 from ptlf.run.folder import ENCODER, encoder_bytes
 from ptlf.run.inference import MODEL, SHAPES, LoadedEncoder, load_encoder
-from ptlf.run.results import AGAIN, Json, read_results, to_json
+from ptlf.run.results import RESTORE_HINT, Json, read_results, to_json
 
 Model = Callable[[Tensor], np.ndarray]  # images (N, 3, V, V) to features (N, feature_dim)
 NO_ONNX = "ONNX needs onnx, onnxscript and onnxruntime: `pip install 'ptlf[export]'`, or export to FILE.pt2 or a folder"
@@ -322,7 +322,7 @@ def check_card(folder: Path, to: Path) -> None:
         raise UserError(f"{folder} holds no {ENCODER}: there is no run, or the run there has not finished")
     if not (to / CARD).is_file():
         raise UserError(f"{to} holds no {CARD}; `ptlf export {folder} --to DIR` makes a folder with one")
-    mine, theirs = weights(folder / ENCODER, AGAIN), weights(to / MODEL, hint)
+    mine, theirs = weights(folder / ENCODER, RESTORE_HINT), weights(to / MODEL, hint)
     if mine.keys() != theirs.keys() or not all(same(mine[name], theirs[name]) for name in mine):
         raise UserError(f"{to} is not of the encoder in {folder}; {hint}")
 

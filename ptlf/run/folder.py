@@ -18,9 +18,9 @@ from ptlf.core.reading import damaged
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.core.words import short_repr
-from ptlf.run.alike import NO_EFFECT, changes
+from ptlf.run.compat import NO_EFFECT, describe_changes
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.results import AGAIN, read_results
+from ptlf.run.results import RESTORE_HINT, read_results
 from ptlf.stream.arrivals import TASKS, arrived_names, is_arrival, missing
 from ptlf.stream.disk import file_digest
 
@@ -34,12 +34,12 @@ def claimed(out: Path, resume: bool) -> Iterator[None]:
     """The output folder, made and locked. One that already holds a run is refused, unless that is to go on."""
     with lock_of_run(out):
         if not resume:
-            check_free(out)
+            check_vacant(out)
         check_new(out)
         yield
 
 
-def check_free(out: Path) -> None:
+def check_vacant(out: Path) -> None:
     """Refuse a folder that holds a run, or folders of runs."""
     if any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
         if has_finished(out):
@@ -111,13 +111,13 @@ def check_arrived(folder: Path) -> None:
             raise missing(folder, number, str(name))
 
 
-def finished(folder: Path, config: Config) -> bool:
+def has_finished_as(folder: Path, config: Config) -> bool:
     """Whether this very run already lies finished in the folder; another run there is refused."""
     if not (folder / "config.yaml").exists():
         return False
     with settings_from(folder / "config.yaml", texts(as_dict(config))):
         there = from_dict(read_yaml(folder / "config.yaml"))
-    if changed := changes(as_dict(there), as_dict(config), NO_EFFECT):
+    if changed := describe_changes(as_dict(there), as_dict(config), NO_EFFECT):
         raise UserError(f"{folder} holds a run with other settings ({changed}); choose another --out")
     return has_finished(folder)
 
@@ -128,7 +128,7 @@ def texts(settings: Mapping[str, Any]) -> list[str]:
     return [*settings, *itertools.chain(*below)]
 
 
-def load_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
+def restore_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
     """The weights of a finished run into a module like the one trained."""
     path = folder / name
     if not path.is_file():
@@ -148,9 +148,9 @@ def load_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> None:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(f"{path} is not of an encoder like this one: {reason}") from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise damaged(path, error, AGAIN) from None
+        raise damaged(path, error, RESTORE_HINT) from None
     if bad := [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]:
-        raise UserError(f"{path} is damaged: {short_repr(bad[0])} holds numbers that are not finite; {AGAIN}")
+        raise UserError(f"{path} is damaged: {short_repr(bad[0])} holds numbers that are not finite; {RESTORE_HINT}")
 
 
 def check_checksum(folder: Path, path: Path) -> None:
@@ -158,4 +158,4 @@ def check_checksum(folder: Path, path: Path) -> None:
     if (folder / "results.json").exists():
         expected = read_results(folder).get("encoder_sha256")
         if expected and file_digest(path, "sha256") != expected:
-            raise UserError(f"{path} is damaged: it is not the file whose checksum is in results.json; {AGAIN}")
+            raise UserError(f"{path} is damaged: it is not the file whose checksum is in results.json; {RESTORE_HINT}")

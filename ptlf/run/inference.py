@@ -24,8 +24,7 @@ from ptlf.evaluation.prober import testing
 from ptlf.methods import METHODS, Method
 from ptlf.run.build import choose_device, make_encoder, make_stream, views_for
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.folder import ENCODER
-from ptlf.run.folder import load_encoder as load_weights
+from ptlf.run.folder import ENCODER, restore_encoder
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.results import read_results, refuse_folder_of_runs
@@ -156,7 +155,7 @@ def load_encoder(
         card = read_card(folder)
         module = rebuilt(card, folder, encoder)
     if (folder / ENCODER).exists():
-        load_weights(folder, module)
+        restore_encoder(folder, module)
     else:
         load_exported(folder / MODEL, module)
     return LoadedEncoder(module.to(place).eval().requires_grad_(False), card, place)
@@ -206,7 +205,7 @@ def card_from_settings(folder: Path) -> Card:
     if METHODS.find(config.method.name).adapt_encoder is not Method.adapt_encoder:
         card |= {"method": as_dict(config.method), "tasks": len(read_results(folder)["tasks"])}
     module = rebuilt(card, folder, None)
-    load_weights(folder, module)
+    restore_encoder(folder, module)
     view = views_for(module, config.views.name, view_size)[0]
     statistics = {"mean": list(view.mean), "std": list(view.std)}
     return card | statistics | {"feature_dim": output_dim(module, view_size)}

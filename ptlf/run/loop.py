@@ -20,7 +20,7 @@ from ptlf.core.reading import DAMAGE, check, damaged, reason
 from ptlf.core.settings import as_dict
 from ptlf.core.words import short_repr
 from ptlf.encoders.weights import KEY
-from ptlf.run.alike import changes
+from ptlf.run.compat import describe_changes
 from ptlf.run.config import from_dict, read_yaml, to_yaml
 from ptlf.run.folder import ENCODER, START, claimed, save_encoder
 from ptlf.run.inference import card_of
@@ -307,7 +307,7 @@ class Run(Looks):
             return
         with contextlib.suppress(UserError):  # settings that this version does not know differ
             before = as_dict(from_dict(before))  # those that are newer than the checkpoint had their defaults' effect
-        if changed := changes(before, as_dict(self.config)):
+        if changed := describe_changes(before, as_dict(self.config)):
             raise UserError(
                 f"the settings in {self.folder}/config.yaml have changed: {changed}; put them back, or {begin}"
             )

@@ -66,7 +66,7 @@ class Parts:
         self.model = build.make_model(config, self.stream, self.view_size, self.device, encoder)
         self.view_specs = build.views_for(self.model.encoder, config.views.name, self.view_size)
         build.check_memory(config, self.model.encoder, len(self.view_specs), self.view_size, self.device)
-        self.channels_last = build.on_gpu(config.training.channels_last, self.device)
+        self.channels_last = build.default_on_gpu(config.training.channels_last, self.device)
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         method = build.make_method(config, self.stream, self.model, self.view_size, self.random["method"])

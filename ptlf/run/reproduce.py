@@ -10,8 +10,8 @@ from ptlf.core.errors import UserError
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.run import bench
-from ptlf.run.alike import BESIDE, changes, settings_of
 from ptlf.run.build import choose_device, make_stream
+from ptlf.run.compat import NON_IDENTITY, describe_changes, identity_key
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.folder import texts
 from ptlf.run.paper import Cell, Table
@@ -97,7 +97,7 @@ def kept_runs(roots: Iterable[Path], words: Sequence[str] = ()) -> dict[str, dic
                 config = from_dict(results["config"])
         except UserError:
             continue
-        alike = kept.setdefault(settings_of(as_dict(config)), {})
+        alike = kept.setdefault(identity_key(as_dict(config)), {})
         alike.setdefault(config.seed, []).append(Found(path.parent, results))
     return kept
 
@@ -138,7 +138,7 @@ def make_plan(
     for key, cell in wanted(tables).items():
         words = [*scale_settings(scale, cell.recipe), *overrides, *cell.settings]
         config = resolve_config(cell.recipe, None, words)
-        alike = there.get(settings_of(as_dict(config)), {})
+        alike = there.get(identity_key(as_dict(config)), {})
         # Of several runs with one seed: one of this very recipe, then the first by name.
         plan.found[key] = {
             seed: min(some, key=lambda one: (one.results["config"]["recipe"] != cell.recipe, one.folder.name))
@@ -176,7 +176,7 @@ def check_folders(runs: Sequence[Planned]) -> None:
             continue
         with settings_from(path, texts(as_dict(run.config))):
             there = from_dict(read_yaml(path))
-        if changed := changes(as_dict(there), as_dict(run.config), BESIDE):
+        if changed := describe_changes(as_dict(there), as_dict(run.config), NON_IDENTITY):
             hint = "choose another --runs, or remove that folder"
             raise UserError(f"{run.folder} holds a run with other settings ({changed}); {hint}")
 

@@ -14,7 +14,7 @@ from ptlf.core.words import short_repr
 Json = dict[str, Any]
 SCHEMA = 2
 EVALUATIONS = "evaluations.json"
-MANY = 10**6  # tasks, epochs and units are fewer
+MAX_COUNT = 10**6  # of tasks, epochs and units
 
 
 def more_than_zero(value: Any, place: str) -> None:
@@ -24,28 +24,29 @@ def more_than_zero(value: Any, place: str) -> None:
 
 
 ACCURACY = (*NUMBER, type(None))
-COUNT, FLAG = (0, MANY), (bool, type(None))
+COUNT, FLAG = (0, MAX_COUNT), (bool, type(None))
 NAMES = [(str, int)]
-SETTINGS = {name: {"name?": str} for name in ("stream", "objective", "encoder", "method", "freezing")}
+SETTINGS = {name: {"name?": str} for name in ("objective", "method", "freezing")}
+SETTINGS |= {name: {"name": str} for name in ("stream", "encoder")}
 # What every reader of a record relies on; see `core.reading.check`.
 PROBE: Json = {
     "settings": {"bank?": str, "k?": (str, int)},
     "matrix": [[ACCURACY]],
-    "used_by_task?": [{"*": (str, *NUMBER)}],
+    "used_by_task?": [{"*": (str, *NUMBER), "k?": NUMBER}],
     **dict.fromkeys(("accuracy?", "forgetting?", "untrained_accuracy?"), NUMBER),
     **{name: [ACCURACY] for name in ("untrained?", "accuracy_by_task?", "forgetting_by_task?")},
 }
 FROZEN: Json = {
-    "task": (1, MANY),
+    "task": (1, MAX_COUNT),
     "order": [str],
     "ratios": {"*": NUMBER},
     "ratios_by_epoch?": {"*": {"*": NUMBER}},
-    "events": [{"epoch": (1, MANY), "frozen": [str]}],
+    "events": [{"epoch": (1, MAX_COUNT), "frozen": [str]}],
 }
-FEATURES: Json = {"task": (1, MANY), "effective_rank": NUMBER, "spread": NUMBER}
+FEATURES: Json = {"task": (1, MAX_COUNT), "images?": COUNT, "effective_rank": NUMBER, "spread": NUMBER}
 KNOWN: Json = {"before": NUMBER, "after": [NUMBER], "accuracy?": NUMBER, "lost?": NUMBER}
 EPOCH: Json = {
-    **dict.fromkeys(("task", "epoch"), (1, MANY)),
+    **dict.fromkeys(("task", "epoch"), (1, MAX_COUNT)),
     "frozen": COUNT,
     **dict.fromkeys(("seconds", "steps", "views_per_second"), more_than_zero),
     **dict.fromkeys(("backward_flops", "kept_bytes"), NUMBER),
@@ -57,7 +58,7 @@ EPOCH: Json = {
 # A line of metrics.jsonl needs only its place.
 LINE = {key if key in ("task", "epoch") else key.removesuffix("?") + "?": shape for key, shape in EPOCH.items()}
 TASK_COST: Json = {
-    "task": (1, MANY),
+    "task": (1, MAX_COUNT),
     **dict.fromkeys(("train_seconds?", "correlation_seconds?", "rebuild_seconds?"), NUMBER),
 }
 COSTS = ("learning", "correlation", "rebuild", "eval", "checkpoint", "measuring")
@@ -71,7 +72,12 @@ RESULTS: Json = {
     "test_images?": [(0, 10**9)],
     "arrived_sha256?": [str],
     "environment": {"*": (str, *NUMBER, bool, type(None))},
-    "config": {**SETTINGS, "freezing": {"policy": {"name": str}}, "training": {"epochs": (1, MANY)}, "recipe?": str},
+    "config": {
+        **SETTINGS,
+        "freezing": {"policy": {"name": str}},
+        "training": {"epochs": (1, MAX_COUNT)},
+        "recipe?": str,
+    },
     "probes": {"*": PROBE},
     "freezing": [FROZEN],
     "features?": [FEATURES],
@@ -81,7 +87,7 @@ RESULTS: Json = {
     "cost": {
         **dict.fromkeys(("train_seconds", "backward_flops"), NUMBER),
         **dict.fromkeys((f"{name}_seconds?" for name in COSTS), NUMBER),
-        **dict.fromkeys(("kept_bytes?", "mean_kept_bytes?", "last_peak_memory_bytes?"), NUMBER),
+        **dict.fromkeys(("kept_bytes?", "mean_kept_bytes?", "peak_memory_bytes?", "last_peak_memory_bytes?"), NUMBER),
         "per_epoch": {"*": (list, dict)},
         "per_task?": [TASK_COST],
     },
@@ -94,7 +100,7 @@ EVALUATION: Json = {
 }
 # Said beside seconds of a run that are compared with those of another one: see `compiling_seconds`.
 STEADY = "a run's first epoch, in which the step is compiled, counts as its second"
-AGAIN = "take the run's folder from where it was made again, or leave it out"
+RESTORE_HINT = "take the run's folder from where it was made again, or leave it out"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -132,20 +138,20 @@ def read_results(folder: Path) -> Json:
     """What the run in the folder has written down, checked: whoever reads it need not ask again."""
     path = folder / "results.json"
     try:
-        results = read_json(path, AGAIN)
+        results = read_json(path, RESTORE_HINT)
     except FileNotFoundError:
         refuse_folder_of_runs(folder)
         raise UserError(f"{folder} holds no results.json: there is no run, or it has not begun") from None
     schema = results.get("schema") if isinstance(results, dict) else None
     if not isinstance(schema, int) or isinstance(schema, bool):
-        raise UserError(f"{path} is damaged: it names no schema; {AGAIN}")
+        raise UserError(f"{path} is damaged: it names no schema; {RESTORE_HINT}")
     if schema != SCHEMA:
         hint = f"convert it with `python results/convert.py {path}`" if schema < SCHEMA else "use a newer ptlf"
         raise UserError(f"{path} has schema {short_repr(schema)}, this version reads schema {SCHEMA}; {hint}")
     try:
         check_results(results)
     except DAMAGE as error:
-        raise damaged(path, error, AGAIN) from None
+        raise damaged(path, error, RESTORE_HINT) from None
     return results
 
 
@@ -162,11 +168,11 @@ def read_evaluations(folder: Path) -> list[Json]:
 
 def add_evaluation(folder: Path, new: Json) -> None:
     """One of the same encoder with the same images, probes and settings is replaced."""
-    there = [one for one in read_evaluations(folder) if subject(one) != subject(new)]
+    there = [one for one in read_evaluations(folder) if evaluation_key(one) != evaluation_key(new)]
     write_json(folder / EVALUATIONS, [*there, new])
 
 
-def subject(evaluation: Json) -> list[Any]:
+def evaluation_key(evaluation: Json) -> list[Any]:
     settings = {probe: values["settings"] for probe, values in evaluation["probes"].items()}
     return [evaluation["tasks"], evaluation["sha256"], settings]
 
@@ -249,5 +255,5 @@ def compiling_seconds(results: Json) -> float:
     return max(seconds[0] - seconds[1], 0.0) if len(seconds) == 2 and tasks[0] == tasks[1] else 0.0
 
 
-def ratio(value: float | None, base: float | None) -> float | None:
+def ratio_or_none(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None

@@ -13,7 +13,7 @@ from ptlf.core.reading import NUMBER
 from ptlf.core.settings import as_dict
 from ptlf.integrations.trackers import Trackers
 from ptlf.run.config import Config, resume_command
-from ptlf.run.environment import commit, environment
+from ptlf.run.environment import environment, source_commit
 from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.record import Record
@@ -91,7 +91,7 @@ class State(Parts):
         self.step_costs: dict[str, StepCost] = {}  # by variant
         self.begun: list[list[dict[str, Any]]] = []  # by task, see `images_begun`
         self.encoder_sha256: str | None = None  # of the file, once it is written
-        self.commit, self.status = commit(), "running"
+        self.commit, self.status = source_commit(), "running"
         self.resumable = self.folder is not None and config.checkpoint.enabled
         self.checkpoints: Checkpoints | None = None
         if self.out and self.resumable:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
-from ptlf.run.alike import check_alike
 from ptlf.run.build import make_stream
+from ptlf.run.compat import check_comparable
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
@@ -51,7 +51,7 @@ def plan(
         name = recipe if len(seeds) == 1 else f"{recipe} seed {seed}"
         config = resolve_config(recipe, None, [*overrides, f"--seed={seed}"], tell=tell)
         runs.append(Planned(name, config, out / f"{recipe.replace('/', '-')}-seed{seed}"))
-    check_alike([as_dict(run.config) for run in runs])
+    check_comparable([as_dict(run.config) for run in runs])
     return runs
 
 

@@ -8,7 +8,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from ptlf.cli import main
 from ptlf.core.settings import as_dict
 from ptlf.evaluation.linear import LinearConfig, RidgeConfig, linear_fit, ridge_fit
-from ptlf.run.alike import current
+from ptlf.run.compat import upgrade_settings
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.loop import Run
 from ptlf.run.recipes import recipe
@@ -82,7 +82,7 @@ def test_a_record_of_an_older_version_says_that_its_linear_probe_did_not_standar
     older = as_dict(LinearConfig(enabled=True))
     del older["standardise"]
     for settings, standardises in ((older, False), ({"enabled": True}, None), (older | {"enabled": False}, None)):
-        assert current({"probes": {"linear": settings}})["probes"]["linear"].get("standardise") is standardises
+        assert upgrade_settings({"probes": {"linear": settings}})["probes"]["linear"].get("standardise") is standardises
     assert recipe("imagenet100/barlow_twins/lump")["probes"]["linear"]["standardise"] is False
 
 

@@ -420,7 +420,7 @@ def test_a_forward_that_looks_at_values_is_measured_for_real():
 
 
 @pytest.mark.parametrize("name", ["resnet", "vit"])
-def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name, capsys):
+def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name, caplog):
     model, x = network(name, 8)
     freezer = Freezer(model.train(), torch.optim.AdamW(model.parameters()), example=x[:2])
     nothing, everything = freezer.estimate([], x).now.bytes, freezer.estimate(len(freezer.units), x).then.bytes

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from ptlf.report.runs import read_run
+from ptlf.core.errors import UserError
+from ptlf.report.page import page, write_report
+from ptlf.report.runs import read_comparison, read_run
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -160,3 +162,51 @@ def test_every_run_that_is_kept_can_be_reported() -> None:
         assert run.finished
         assert run.results["commit"]
         assert len(run.epochs) == len(run.results["tasks"]) * run.config["training"]["epochs"]
+
+
+def test_the_page_of_every_group_of_kept_runs_is_drawn() -> None:
+    """Records of mixed ages stand beside each other; the oldest hold no features and no number of test images."""
+    groups: dict[tuple[str, ...], list[Path]] = {}
+    for path in sorted(RESULTS.rglob("results.json")):
+        config = json.loads(path.read_text())["config"]
+        key = str(path.parent.parent), config["stream"]["name"], config["objective"]["name"]
+        groups.setdefault(key, []).append(path.parent)
+    assert len(groups) >= 12
+    for key, folders in groups.items():
+        text = page(read_comparison(folders))
+        assert text.count("<details>") == len(folders), key
+
+
+def test_our_own_bugs_are_not_blamed_on_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (ValueError, LookupError, TypeError, AttributeError):
+        monkeypatch.setattr(
+            "ptlf.report.page.parts", lambda comparison, error=error: (_ for _ in ()).throw(error("ours"))
+        )
+        with pytest.raises(error, match="ours"):
+            write_report([RESULTS / "digits" / "lump"], tmp_path / "page.html")
+
+
+@pytest.mark.parametrize(("place", "value"), [
+    ("config.stream", {}), ("config.encoder.name", None), ("cost.peak_memory_bytes", "x"),
+    ("features", [{"task": 1, "effective_rank": 1.0, "spread": 1.0, "images": "x"}]),
+    ("probes.knn_task.used_by_task", [{"k": "x"}]),
+])  # fmt: skip
+def test_what_a_page_reads_of_a_record_is_checked_where_it_is_read(tmp_path: Path, place: str, value: Any) -> None:
+    results = json.loads((RESULTS / "digits" / "lump" / "results.json").read_text())
+    *sections, last = place.split(".")
+    part = results
+    for name in sections:
+        part = part[name]
+    part[last] = value
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match=f"results.json is damaged: {place}"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"units": [], "freezing": []}, {"features": None}])
+def test_what_a_record_may_lack_is_not_drawn(tmp_path: Path, change: dict[str, Any]) -> None:
+    results = json.loads((RESULTS / "digits" / "ptlf" / "results.json").read_text()) | change
+    for entry in results["freezing"]:
+        entry["ratios_by_epoch"] = None
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    assert "<details>" in page(read_comparison([tmp_path]))

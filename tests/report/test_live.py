@@ -53,7 +53,7 @@ class Told(Watcher):
 
 def test_every_phase_is_named_and_counted_to_its_end(tmp_path) -> None:
     told = Told()
-    run = Run(tiny_config("digits/simsiam/ptlf", training__epochs=1), tmp_path / "run")
+    run = Run(tiny_config("digits/simsiam/ptlf", training__epochs=1, evaluation__gallery=True), tmp_path / "run")
     run.train(told)
     names = list(dict.fromkeys(entry["name"] for entry in told.phases))
     assert names == [

@@ -23,7 +23,7 @@ RNG = np.random.default_rng(4)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "one"
-    Run(tiny_config(training__epochs=1, evaluation__gallery=False), folder).train()
+    Run(tiny_config(training__epochs=1), folder).train()
     return folder
 
 

@@ -106,6 +106,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interruptible(known: Path) -> Config:
     """A method that does something at the end of a task, and no checkpoint between that and the test."""
     settings = {"method__name": "si", "training__epochs": 1, "evaluation__reference": str(known)}
+    settings["evaluation__gallery"] = True
     return tiny_config(**settings, evaluation__batch=64, checkpoint__every_epochs=0)
 
 
@@ -159,7 +160,7 @@ def test_a_signal_in_a_test_is_heeded_and_the_run_goes_on_to_the_same_bits(
 def test_a_signal_in_a_correlation_loses_nothing_learnt(
     tiny, tmp_path, monkeypatch, update: str, call: int, lost: str
 ) -> None:
-    small = {"freezing__batches": 3, "freezing__final": 0.67, "stream__per_class": 64, "evaluation__gallery": False}
+    small = {"freezing__batches": 3, "freezing__final": 0.67, "stream__per_class": 64}
     config = tiny("digits/simsiam/ptlf", freezing__update=update, checkpoint__every_epochs=0, **small)
     alone, calls, sample = Run(config, tmp_path / "alone").train(), [], Trainer.sample_gradients
 

@@ -24,7 +24,7 @@ RNG = np.random.default_rng(3)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(tiny_config(training__epochs=1, evaluation__gallery=False), tmp_path_factory.mktemp("runs") / "one")
+    run = Run(tiny_config(training__epochs=1), tmp_path_factory.mktemp("runs") / "one")
     run.train()
     return run
 

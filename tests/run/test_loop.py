@@ -23,7 +23,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.run import build, looks
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_run
-from ptlf.run.folder import load_encoder
+from ptlf.run.folder import restore_encoder
 from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
@@ -400,10 +400,10 @@ def test_an_encoder_with_two_names_for_a_layer_is_saved_and_read(tiny, tmp_path)
     encoder = Aliased()
     Run(tiny(), str(tmp_path / "run"), encoder=encoder).train()
     read = Aliased()
-    load_encoder(tmp_path / "run", read)
+    restore_encoder(tmp_path / "run", read)
     assert torch.equal(read.conv.weight, encoder.conv.weight)
     with pytest.raises(UserError, match=r"encoder\.safetensors is not of an encoder like this one: 'bias' is missing"):
-        load_encoder(tmp_path / "run", nn.Linear(2, 2))
+        restore_encoder(tmp_path / "run", nn.Linear(2, 2))
 
 
 def test_a_run_whose_encoder_cannot_be_saved_has_failed(tiny, tmp_path, monkeypatch) -> None:

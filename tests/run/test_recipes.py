@@ -11,7 +11,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES, Objective
-from ptlf.run import alike
+from ptlf.run import compat
 from ptlf.run.build import check_combination
 from ptlf.run.config import from_dict
 from ptlf.run.recipes import VARIANTS, conflict, name_of, names, recipe, resolve_config
@@ -102,7 +102,7 @@ def test_settings_of_older_versions() -> None:
     same = from_dict(old({"scale": 1.0}, method="lump"))
     for objective in ({"scale": 1.0, "distill_scale": 0.1}, {"distill_scale": 0.1}):  # which only CaSSLe looked at
         assert from_dict(old(objective, method="lump")) == same
-        assert alike.settings_of(old(objective, method={"name": "lump"})).count("distill_scale") == 0
+        assert compat.identity_key(old(objective, method={"name": "lump"})).count("distill_scale") == 0
         with pytest.raises(UserError, match=r"objective\.distill_scale"):  # it would distil ten times as strongly
             from_dict(old(objective, method="cassle"))
     assert from_dict(old({"scale": 0.1, "distill_scale": 0.1}, method="cassle")).objective.scale == 0.1
@@ -110,7 +110,7 @@ def test_settings_of_older_versions() -> None:
     recipe_of_today = as_dict(resolve_config("split-tinyimagenet/simsiam/lump", None, []))
     of_old = {**recipe_of_today, "views": {"name": "lump", "memory": "memory", "size": None}}
     assert as_dict(from_dict(of_old)) == recipe_of_today
-    assert alike.settings_of(of_old) == alike.settings_of(recipe_of_today)
+    assert compat.identity_key(of_old) == compat.identity_key(recipe_of_today)
     for sections in ({"views": {"size": 32}, "stream": "split-tinyimagenet"}, {"views": {"size": 64}}):
         assert from_dict(sections).views.memory == "memory"
 
@@ -122,19 +122,19 @@ def test_kept_runs_are_of_todays_recipes() -> None:
     assert any("distill_scale" in record["config"]["objective"] for record in records)
     for record in records:
         config = resolve_config(record["config"]["recipe"], None, [])
-        assert record["seed"] in kept[alike.settings_of(as_dict(config))], record["name"]
+        assert record["seed"] in kept[compat.identity_key(as_dict(config))], record["name"]
 
 
 def test_records_of_older_versions_are_grouped_with_todays() -> None:
-    """`alike.ADDED` names every setting that has come since; whoever adds one adds it there too."""
+    """`compat.ADDED` names every setting that has come since; whoever adds one adds it there too."""
     paths = list(RESULTS.rglob("results.json"))
     assert len(paths) > 40
     for path in paths:
         config = read_results(path.parent)["config"]
-        assert alike.settings_of(config) == alike.settings_of(as_dict(from_dict(config))), path
+        assert compat.identity_key(config) == compat.identity_key(as_dict(from_dict(config))), path
     lump = [read_results(RESULTS / f"split-cifar10-barlow_twins-lump-seed{seed}")["config"] for seed in (0, 1)]
     assert "clip" not in lump[0]["training"] and "clip" in lump[1]["training"]
-    assert alike.settings_of(lump[0]) == alike.settings_of(lump[1])
+    assert compat.identity_key(lump[0]) == compat.identity_key(lump[1])
 
 
 def test_heads_and_rates_of_the_small_network() -> None:

@@ -18,7 +18,7 @@ from ptlf.cli import main, make_parser
 from ptlf.core.settings import as_dict
 from ptlf.report.live import Live
 from ptlf.run import reproduce
-from ptlf.run.alike import settings_of
+from ptlf.run.compat import identity_key
 from ptlf.run.paper import FIGURES, TABLES, Cell, Table
 from ptlf.run.recipes import resolve_config
 from ptlf.run.reproduce import SCALES, Estimate, kept_runs, make_plan, scale_settings
@@ -80,7 +80,7 @@ def kept_like(**dotted: object) -> dict:
 
 def test_runs_are_found_by_their_settings(tmp_path: Path) -> None:
     """The machine and what is written beside the results do not matter; keys that a record lacks have their default."""
-    wanted = settings_of(kept_like())
+    wanted = identity_key(kept_like())
     old = kept_like(device="cuda", data_root="/elsewhere", stream__resident=False, evaluation__gallery=False, seed=3)
     del old["freezing"]["save_memory"], old["distributed"], old["checkpoint"]
     same = keep(tmp_path / "same" / "deeper", old | {"recipe": "another/recipe/name"})
@@ -96,7 +96,7 @@ def test_runs_are_found_by_their_settings(tmp_path: Path) -> None:
     assert {seed: [one.folder for one in some] for seed, some in found[wanted].items()} == {3: [same]}
     lacking = kept_like()
     lacking["freezing"] = {key: value for key, value in lacking["freezing"].items() if key != "final"}
-    assert settings_of(kept_like(freezing__final=0.5)) not in kept_runs(
+    assert identity_key(kept_like(freezing__final=0.5)) not in kept_runs(
         [keep(tmp_path / "final", lacking)], ["conftest:tiny_encoder"]
     )
 

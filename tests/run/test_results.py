@@ -18,14 +18,14 @@ def test_a_changed_tree_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     module = tmp_path / "ptlf" / "__init__.py"
     module.write_text("")
     monkeypatch.setattr(environment.ptlf, "__file__", str(module))
-    assert environment.commit() is None
+    assert environment.source_commit() is None
     for words in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
-    clean = environment.commit()
+    clean = environment.source_commit()
     assert clean is not None
     assert len(clean) == 40
     module.write_text("changed = True")
-    assert environment.commit() == f"{clean}-dirty"
+    assert environment.source_commit() == f"{clean}-dirty"
 
 
 def test_lists_of_plain_values_are_on_one_line() -> None:

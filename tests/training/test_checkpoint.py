@@ -153,7 +153,7 @@ def test_one_checkpoint_is_written_at_a_time(tmp_path, monkeypatch) -> None:
 def test_a_run_ends_only_when_its_last_checkpoint_is_written(tiny, tmp_path, monkeypatch, stop: int | None) -> None:
     """At its end, and when it is stopped."""
     gate, order = Gate(monkeypatch), []
-    config = tiny("digits/simsiam/lump", checkpoint__every_epochs=0, evaluation__gallery=False)
+    config = tiny("digits/simsiam/lump", checkpoint__every_epochs=0)
     finish, save_results = Checkpoints.finish, Run.save_results
 
     def finishing(kept: Checkpoints) -> None:
@@ -442,7 +442,7 @@ def test_a_full_disk_stops_the_run_and_it_goes_on_later(tiny, tmp_path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", disk], capture_output=True).returncode:
         pytest.skip("mounting needs root")
     try:
-        config = tiny("digits/simsiam/lump", training__epochs=3, evaluation__gallery=False)
+        config = tiny("digits/simsiam/lump", training__epochs=3)
         with pytest.raises(
             UserError, match=r"no space left on the disk for .*ckpt; put that right, .* goes on from task01-epoch003"
         ):
@@ -499,7 +499,6 @@ def test_every_objective_and_method_goes_on_to_the_same_bits(tiny, tmp_path, obj
         method__name=method,
         freezing__policy=policy,
         freezing__final=0.67,
-        evaluation__gallery=False,
         encoder__name=f"conftest:tiny_{'resnet' if method == 'pnn' else 'encoder'}",
         stream__per_class=48,
         training__batch=32,
@@ -514,6 +513,7 @@ def test_every_objective_and_method_goes_on_to_the_same_bits(tiny, tmp_path, obj
 def test_every_step_is_a_place_to_go_on_from(tiny, tmp_path) -> None:
     config = tiny(
         "digits/simsiam/ptlf",
+        evaluation__gallery=True,
         freezing__final=0.67,
         training__schedule="cosine",
         training__warmup=1,
@@ -531,7 +531,7 @@ def test_every_step_is_a_place_to_go_on_from(tiny, tmp_path) -> None:
 
 def test_dropout_goes_on_where_it_was(tiny, tmp_path) -> None:
     """Code that draws from torch's global generator is reproducible, and the generator's state is restored."""
-    config = tiny("digits/simsiam/finetune", encoder__name="conftest:dropping_encoder", evaluation__gallery=False)
+    config = tiny("digits/simsiam/finetune", encoder__name="conftest:dropping_encoder")
     before = torch.get_rng_state()
     alone = Run(config, tmp_path / "alone").train()
     assert torch.equal(torch.get_rng_state(), before)
@@ -568,7 +568,7 @@ def test_a_gpu_run_goes_on_to_the_same_decisions(tiny, tmp_path, engine: str) ->
 
 
 def test_metrics_beyond_the_checkpoint_are_dropped(tiny, tmp_path) -> None:
-    config = tiny("digits/simsiam/lump", checkpoint__every_epochs=0, evaluation__gallery=False)
+    config = tiny("digits/simsiam/lump", checkpoint__every_epochs=0)
     Run(config, tmp_path / "alone").train()
     stop_and_go_on(config, tmp_path / "run", 8)
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
@@ -589,7 +589,7 @@ def test_seconds_of_all_parts_count_and_checkpoints_do_not(tiny, tmp_path, monke
     saved: list[Position] = []
     monkeypatch.setattr(cost.time, "perf_counter", lambda: now() + 1000 * len(saved))
     monkeypatch.setattr(Checkpoints, "save", lambda self, *words: (saved.append(words[0]), save(self, *words)))
-    results = stop_and_go_on(tiny("digits/simsiam/ptlf", evaluation__gallery=False), tmp_path / "run", 5, 3)
+    results = stop_and_go_on(tiny("digits/simsiam/ptlf"), tmp_path / "run", 5, 3)
     spent = results["cost"]
     assert spent["checkpoint_seconds"] > 1000 * (len(saved) - 3)  # the one at a stop cannot count itself
     assert all(0 < line["seconds"] < 1000 for line in epoch_lines(results))
@@ -600,7 +600,7 @@ def test_seconds_of_all_parts_count_and_checkpoints_do_not(tiny, tmp_path, monke
 
 
 def test_checkpoints_can_be_switched_off(tiny, tmp_path) -> None:
-    config = tiny(checkpoint__enabled=False, evaluation__gallery=False)
+    config = tiny(checkpoint__enabled=False)
     Run(config, tmp_path / "run").train()
     assert not (tmp_path / "run" / "checkpoints").exists()
 

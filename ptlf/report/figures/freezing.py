@@ -41,7 +41,9 @@ def left_out(group: Group) -> set[str]:
 
 
 def unit_room(units: Sequence[str], width: float) -> float:
-    return min(max(words_width(unit, TINY) for unit in units) + 8, width * (0.36 if width > 400 else 0.31))
+    return min(
+        max((words_width(unit, TINY) for unit in units), default=0.0) + 8, width * (0.36 if width > 400 else 0.31)
+    )
 
 
 def ratio_lines(low: float, group: Group, width: float) -> Drawing:
@@ -160,7 +162,7 @@ def epoch_overlaps(run: RunRecord) -> dict[int, list[float]]:
     for entry in run.results["freezing"]:
         size, before = len(entry["order"]), entry["ratios"]
         previous = top_units(before, [], size)
-        for epoch, ratios in sorted((int(e), r) for e, r in entry.get("ratios_by_epoch", {}).items()):
+        for epoch, ratios in sorted((int(e), r) for e, r in (entry.get("ratios_by_epoch") or {}).items()):
             frozen = [unit for event in entry["events"] if event["epoch"] < epoch for unit in event["frozen"]]
             now = top_units(ratios, frozen, size)
             found.setdefault(epoch, []).append(overlap(previous, now))

@@ -60,7 +60,7 @@ def mean_loss(group: Group, name: str, epochs: int) -> Series:
 def over_tasks(comparison: Comparison, key: str, width: float) -> Drawing | None:
     lines = []
     for group in comparison.groups:
-        entries = [entry for run in group.runs for entry in run.results.get("features", [])]
+        entries = [entry for run in group.runs for entry in run.results.get("features") or []]
         lines.append((group, means([(entry["task"], entry[key]) for entry in entries])))
     values = [mean for _, series in lines for mean, _ in series.values()]
     if not values:

@@ -13,7 +13,7 @@ Json = dict[str, Any]
 MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint"}
 NO_EFFECT = MAY_CHANGE - {"evaluation.tasks"}  # on the figures of a finished run, which is not tested again
 # Runs that differ in these alone are of one configuration: they learn the same, and are tested on the same.
-BESIDE = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
+NON_IDENTITY = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
 # Methods that did not read `objective.distill_scale`, which is no more.
 WITHOUT_DISTILLING = {"finetune", "lump", "si", "der", "pnn", "pfr", "multitask"}
 
@@ -27,7 +27,7 @@ REMOVED: Mapping[str, Sequence[Any]] = {
 }
 
 
-def current(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings as this version says them; what it cannot say is left, for others to refuse.
 
     `objective.distill_scale` of Barlow Twins is `objective.scale` now: left out where it was that, or had no effect.
@@ -70,29 +70,29 @@ ADDED: Mapping[str, Any] = {
     "evaluation.tasks": "all",
     "freezing.thaw": "all",
     "memory.images": None,
-    "probes.linear.standardise": True,  # of runs without this probe; see `current` for others
+    "probes.linear.standardise": True,  # of runs without this probe; see `upgrade_settings` for others
     "training.clip": None,
 }
 
 
-def counts(name: str) -> bool:
+def is_identity(name: str) -> bool:
     """Whether the setting with this dotted key changes what a run learns or is tested on."""
     parts = name.split(".")
-    return not any(".".join(parts[:count]) in BESIDE for count in range(1, len(parts) + 1))
+    return not any(".".join(parts[:count]) in NON_IDENTITY for count in range(1, len(parts) + 1))
 
 
-def that_count(config: Mapping[str, Any]) -> Json:
+def identity_settings(config: Mapping[str, Any]) -> Json:
     """The settings that runs of several seeds, on any machine, have in common, by dotted key. One that a record of an
     older version does not have has the value that does what that version did."""
-    return {key: value for key, value in {**ADDED, **flatten(current(config))}.items() if counts(key)}
+    return {key: value for key, value in {**ADDED, **flatten(upgrade_settings(config))}.items() if is_identity(key)}
 
 
-def settings_of(config: Mapping[str, Any]) -> str:
-    """`that_count` as text."""
-    return json.dumps(that_count(config), sort_keys=True)
+def identity_key(config: Mapping[str, Any]) -> str:
+    """`identity_settings` as text."""
+    return json.dumps(identity_settings(config), sort_keys=True)
 
 
-def differing(
+def differing_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE, place: str = ""
 ) -> list[tuple[str, Any, Any]]:
     """(dotted key, value before, value now) of the settings that differ and are not among those that may."""
@@ -102,13 +102,13 @@ def differing(
         if where in may or old == new:
             continue
         both = isinstance(old, Mapping) and isinstance(new, Mapping)
-        found += differing(old, new, may, f"{where}.") if both else [(where, old, new)]  # type: ignore[arg-type]
+        found += differing_settings(old, new, may, f"{where}.") if both else [(where, old, new)]  # type: ignore[arg-type]
     return found
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE) -> str:
-    """The first of `differing` in words; empty if there is none."""
-    found = differing(before, now, may)
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE) -> str:
+    """The first of `differing_settings` in words; empty if there is none."""
+    found = differing_settings(before, now, may)
     words = ", ".join(f"{key} was {short_repr(old)} and is {short_repr(new)}" for key, old, new in found[:3])
     return words + (f", and {len(found) - 3} more" if len(found) > 3 else "")
 
@@ -118,11 +118,11 @@ def stream_settings(config: Json) -> Json:
     return {key: value for key, value in config.get("stream", {}).items() if key != "resident"}
 
 
-def check_alike(configs: Sequence[Json]) -> None:
+def check_comparable(configs: Sequence[Json]) -> None:
     """Of runs that are to be compared, before they are made. Their seconds are, so the epochs must be the same."""
     first, *others = configs
     for other in others:
-        if found := difference(stream_settings(first), stream_settings(other)):
+        if found := describe_difference(stream_settings(first), stream_settings(other)):
             raise UserError(f"the runs are of different streams ({found}) and cannot be compared")
         epochs = [config.get("training", {}).get("epochs") for config in (first, other)]
         if epochs[0] != epochs[1]:
@@ -148,6 +148,6 @@ def arrived_tasks(results: Json) -> list[tuple[str, str | None]]:
     return list(zip(names, results.get("arrived_sha256") or [None] * count, strict=True))
 
 
-def difference(mine: Json, theirs: Json) -> str:
+def describe_difference(mine: Json, theirs: Json) -> str:
     keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
     return ", ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in keys[:3])
