@@ -3,10 +3,12 @@ exit code 2."""
 
 import argparse
 import io
+import math
 import os
 import shlex
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -15,6 +17,7 @@ from typing import Any
 
 from ptlf import __version__
 from ptlf.core.errors import UserError
+from ptlf.core.imports import own_process
 from ptlf.core.words import printable, short_repr
 from ptlf.training.process import Stopped
 
@@ -26,51 +29,125 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of files need not be UTF-8
             stream.reconfigure(errors="backslashreplace")
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug, again = os.environ.get("PTLF_DEBUG", "") not in ("", "0") or "--debug" in words, same_command(words)
     parser = make_parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if not hasattr(arguments, "run"):
+    options, unexpected = parse_words(parser, [word for word in words if word != "--debug"])
+    if "run" not in options:
         parser.print_help()
         return 0
-    options = vars(arguments)
-    run, verb, takes_overrides = (options.pop(key) for key in ("run", "verb", "takes_overrides"))
+    run, verb = options.pop("run"), options.pop("verb")
     try:
-        if takes_overrides:
-            options["overrides"] = rest
-        elif rest:
-            raise UserError(f"`ptlf {verb}` does not take {short_repr(rest[0])}; see `ptlf {verb} --help`")
+        if unexpected:
+            raise UserError(f"unexpected argument {short_repr(unexpected[0])}; see `ptlf {verb} --help`")
         module, function = run.split(":")  # imported only now: torch takes seconds
-        getattr(import_module(module), function)(**options)
-    except UserError as error:
-        say(str(error))
-        return 2
+        with own_process():
+            getattr(import_module(module), function)(**options)
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        say(f"{error.filename or 'the system'}: {error.strerror or error}")
-        return 2
     except Stopped as stopped:
         if process() == 0:
-            again = verb in MANY_RUNS or stopped.unlearnt
-            say(str(stopped.again(same_command(argv)) if again else stopped))
+            say(str(stopped.again(again) if verb in MANY_RUNS or stopped.unlearnt else stopped))
         return 128 + stopped.number
     except KeyboardInterrupt:
-        say(f"stopped; {same_command(argv)}" if verb in MANY_RUNS else "stopped")
+        say(f"stopped; {again}" if verb in MANY_RUNS else "stopped")
         return 130
-    except (MemoryError, ArithmeticError, RuntimeError, ValueError, TypeError) as error:
-        from ptlf.core.memory import too_large
-
-        if (trouble := too_large(error)) is None:
+    except Exception as error:
+        if (sentence := users_mistake(error, words)) is None:
             raise
-        notes = "; ".join(getattr(error, "__notes__", ()))
-        say(f"{trouble}; {notes or 'ask for less: fewer or smaller images, a smaller batch'}")
+        if debug:
+            show_trace(error)
+        say(sentence)
         return 2
     return 0
 
 
-def same_command(argv: Sequence[str] | None) -> str:
+def users_mistake(error: Exception, words: Sequence[str]) -> str | None:
+    """What the user can do something about, as a sentence: bad input, a file that the words name, memory. None for all
+    others, which are errors of the program or of a plugin."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror or error}" if is_named(error.filename, words) else None
+    from ptlf.core.memory import too_large
+
+    if (trouble := too_large(error)) is None:
+        return None
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    return f"{trouble}; {notes or 'ask for less: fewer or smaller images, a smaller batch'}"
+
+
+def is_named(file: object, words: Sequence[str]) -> bool:
+    """Whether the file is one that these words of a command name, or lies below one; or in the folder of data sets."""
+    if not isinstance(file, str | bytes | os.PathLike):
+        return False
+    named = [*words, *(word.partition("=")[2] for word in words), os.environ.get("PTLF_DATA") or "~/.cache/ptlf"]
+    path = Path(os.path.abspath(os.fsdecode(file)))
+    return any(path.is_relative_to(os.path.abspath(os.path.expanduser(word))) for word in named if word)
+
+
+def show_trace(error: BaseException) -> None:
+    """With the errors that led to it, also those that its sentence stands for."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__suppress_context__ = cause.__cause__ is not None
+        cause = cause.__cause__ or cause.__context__
+    traceback.print_exception(error)
+
+
+def parse_words(parser: "Parser", words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options of the command that the words begin with, and words that have no place. Without a command: help, an
+    error, or nothing."""
+    verb = next((name for name in (" ".join(words[:2]), *words[:1]) if name in parser.verbs), None)
+    if verb is None:
+        return vars(parser.parse_args(words)), []
+    chosen = parser.verbs[verb]
+    options, positionals, settings = sort_words(chosen, words[len(verb.split()) :])
+    arguments, rest = chosen.parse_known_args([*options, *["--"] * bool(positionals), *positionals])
+    parsed, unexpected = vars(arguments), [word for word in rest if word != "--"]
+    parsed.pop("debug")
+    if not parsed.pop("takes_overrides"):
+        return parsed, [*settings, *unexpected]
+    parsed["overrides"] = [*unexpected, *settings]  # refused with the settings, where the names of recipes are known
+    return parsed, []
+
+
+def sort_words(parser: "Parser", words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """A command's options with their values, its other words, and settings with their values, which are options that
+    the parser does not know. On a command line they come in any order."""
+    options: list[str] = []
+    positionals: list[str] = []
+    settings: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            positionals += rest
+            break
+        if not is_option(word):
+            positionals.append(word)
+            continue
+        name, equals, _ = word.partition("=")
+        option = parser._option_string_actions.get(name)
+        place = settings if option is None and word.startswith("--") else options
+        place.append(word)
+        values: float = 0 if equals else 1
+        if option is not None and option.nargs is not None and not equals:
+            values = math.inf if option.nargs == "+" else 0
+        while values > 0 and rest and not is_option(rest[0]):
+            place.append(rest.pop(0))
+            values -= 1
+    return options, positionals, settings
+
+
+def is_option(word: str) -> bool:
+    return word.startswith("-") and word != "-" and not word[1:2].isdigit() and not word.startswith("-.")
+
+
+def same_command(words: Sequence[str]) -> str:
     """How to go on with a command that keeps what is done: as it was typed, to be typed again."""
-    words, program = list(sys.argv[1:] if argv is None else argv), Path(sys.argv[0])
+    program = Path(sys.argv[0])
     found = shutil.which("ptlf")
     there = program.name == "ptlf" and program.exists() and not (found and os.path.samefile(found, program))
     return f"`{shlex.join([str(program) if there else 'ptlf', *words])}` goes on from here"
@@ -87,6 +164,12 @@ def say(trouble: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
+    """Of `ptlf`, or of one of its commands. verbs: of `ptlf`, the parsers of the commands."""
+
+    def __init__(self, *positional: Any, **options: Any) -> None:
+        super().__init__(*positional, **options)
+        self.verbs: dict[str, Parser] = {}
+
     def format_help(self) -> str:
         if self.prog == "ptlf train":  # made only when it is shown, because making it imports torch
             self.epilog = keys_help()
@@ -127,6 +210,10 @@ def make_parser() -> Parser:
         made.formatter_class = argparse.RawDescriptionHelpFormatter
         run = run or f"ptlf.commands:{name.replace(' ', '_')}"
         made.set_defaults(run=run, verb=name, takes_overrides=overrides)
+        made.add_argument(
+            "--debug", help="show the traceback of every error, as PTLF_DEBUG=1 does", action="store_true"
+        )
+        parser.verbs[name] = made
         return partial(add_option, made)
 
     for add in (add_train, add_learn, add_sweep, add_reproduce, add_frontier, add_evaluate, add_embed, add_export):

@@ -55,8 +55,8 @@ from ptlf.run.recipes import EXPECTED, VARIANTS, name_of, names, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs, write_json
 from ptlf.stream import STREAMS, fetch
 from ptlf.stream.folders import OnError, pack_folder, subfolders
-from ptlf.stream.given import is_plain_folder
-from ptlf.stream.pack import Folders, Pack, list_packs, quoted, verify_pack
+from ptlf.stream.images import is_image_folder
+from ptlf.stream.pack import Folders, Pack, list_packs, quote_names, verify_pack
 from ptlf.stream.packing import pack_images
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.process import Stopped
@@ -554,11 +554,11 @@ def data_get(name: str, data_root: str | None, **how: Any) -> None:
 
 def data_pack(source: Path, name: str, data_root: str | None, folders: Folders, **how: Any) -> None:
     root = fetch.data_root(data_root)
-    if is_plain_folder(source):
+    if is_image_folder(source):
         pack = pack_folder(source, root, name, folders=folders, **how)
         show_pack(pack)
         if folders == "tasks":
-            print(f"  the order of the tasks, by their names: {quoted(pack.names)}")
+            print(f"  the order of the tasks, by their names: {quote_names(pack.names)}")
     elif folders == "tasks":
         raise UserError(f"--folders tasks is for a folder of image folders, and {source} is none; leave it out")
     else:
