@@ -199,7 +199,7 @@ def another(case: Case) -> Any:
     elif value is not None and float in kinds:
         candidates = [value / 2, 2 * value, 0.5]
     for other in candidates:
-        above, least, most = (bounds[name] for name in ("above", "least", "most"))
+        above, least, most = (bounds.get(name) for name in ("gt", "ge", "le"))
         too_low = (above is not None and other <= above) or (least is not None and other < least)
         if other != value and not too_low and not (most is not None and other > most):
             return other
