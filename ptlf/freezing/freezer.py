@@ -194,7 +194,7 @@ class Freezer:
             names = tuple(name for name in candidates if name in needed)
             if len(names) == len(candidates):
                 fits = f"a step takes at most {limit} only with all {len(self.units)} units frozen"
-                warn(f"ptlf: warning: {fits}: none of them would train; take a smaller batch")
+                warn(f"{fits}: none of them would train; take a smaller batch")
             return Estimate(names, now, cost(names, backward=True))
 
     def ddp(self, model: nn.Module | None = None, **options: Any) -> FollowingDDP:

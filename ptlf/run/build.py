@@ -114,7 +114,7 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator, 
     last = freezing.schedule_of(tasks - 1)
     if policy.freezes and last.most(len(freezer.units)) == 0:
         share = f"freezing.final {last.final} of {len(freezer.units)} units"
-        processes.warn(f"ptlf: warning: {share} is less than one: nothing will freeze")
+        processes.warn(f"{share} is less than one: nothing will freeze")
     return freezing
 
 

@@ -235,7 +235,7 @@ class Looks(State):
         self.record.warned = found < COLLAPSED
         if self.record.warned:
             processes.warn(
-                f"ptlf: warning: the representation has collapsed in task {self.task + 1}, epoch {done}: "
+                f"the representation has collapsed in task {self.task + 1}, epoch {done}: "
                 f"normalised features of {len(images)} images differ by {found:.1e} (1 = spread evenly, 0 = all the "
                 "same); try a lower --training.lr or another objective"
             )

@@ -55,7 +55,7 @@ class Run(Looks):
             if self.out:
                 self.trackers.begin(self.out, as_dict(self.config), self.record.per_epoch)
             if why := why_not_captured(self.config.training.engine, self.device):
-                processes.warn(f"ptlf: {why}: the step runs eagerly, not captured")
+                processes.warn(f"{why}: the step runs eagerly, not captured")
             self.tell_start()
             alone = self.device.type == "cpu" and processes.world_size() == 1  # else its threads are not all
             self.crowding = Crowding(torch.get_num_threads() if alone else 1)
@@ -111,9 +111,7 @@ class Run(Looks):
         if self.config.memory.images is None:
             return
         if self.method.memory is None:
-            return processes.warn(
-                f"ptlf: method {self.config.method.name!r} keeps no memory; memory.images is not used"
-            )
+            return processes.warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
         views = (self.view_specs, self.view_size, self.random, self.method.needs_outputs, self.stream.fit)
         self.record.memory_images = fill_memory(self.method.memory, self.model.encoder, self.config, *views)
 
@@ -154,7 +152,7 @@ class Run(Looks):
                 compiling.close()
                 self.watcher.step(state.views - before)
                 if told := self.crowding():
-                    processes.warn(f"ptlf: {told}")
+                    processes.warn(f"{told}")
                 self.pause()
             result = state.result()
         self.watcher.end_epoch(result.losses)
@@ -301,9 +299,7 @@ class Run(Looks):
         elif STREAMS.find(self.config.stream.name).arriving:
             begin = f"begin anew with `ptlf learn OTHER IMAGES --config {file}`"
         if (before := state.get("settings")) is None:
-            processes.warn(
-                f"ptlf: warning: the checkpoint in {self.folder} does not say its settings; nothing is compared"
-            )
+            processes.warn(f"the checkpoint in {self.folder} does not say its settings; nothing is compared")
             return
         with contextlib.suppress(UserError):  # settings that this version does not know differ
             before = as_dict(from_dict(before))  # those that are newer than the checkpoint had their defaults' effect
@@ -335,7 +331,7 @@ class Run(Looks):
         if self.device.type == "cpu" and before not in (None, now):
             differ = "results may differ in the last bits from those of a run that was not stopped"
             processes.warn(
-                f"ptlf: warning: the checkpoint is of {before} CPU threads, and now there are {now}: "
+                f"the checkpoint is of {before} CPU threads, and now there are {now}: "
                 f"{differ}; set OMP_NUM_THREADS={before} for the same bits"
             )
 

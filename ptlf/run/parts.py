@@ -51,9 +51,7 @@ class Parts:
         self.prober = self.gallery = None
         if tests.enabled and self.stream.untested:
             names = short_repr(list(self.stream.untested))
-            processes.warn(
-                f"ptlf: warning: there are no test images of {names}: these tasks are learnt, but not tested"
-            )
+            processes.warn(f"there are no test images of {names}: these tasks are learnt, but not tested")
         if tests.enabled and self.stream.eval_splits:
             self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, sources)
         self.reference = make_reference(config, self.stream, self.prepare, self.device)

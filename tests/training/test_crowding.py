@@ -75,4 +75,4 @@ def test_a_run_passes_it_on_while_it_trains(tmp_path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(loop, "Crowding", Told)
     monkeypatch.setattr(loop.torch, "get_num_threads", lambda: 3)
     Run(tiny_config(training__epochs=1, evaluation__enabled=False), tmp_path / "run").train()
-    assert capsys.readouterr().err.splitlines() == ["ptlf: 3 threads"]
+    assert capsys.readouterr().err.splitlines() == ["ptlf: warning: 3 threads"]
