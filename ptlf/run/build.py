@@ -23,7 +23,7 @@ from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
 from ptlf.methods import METHODS, Memory, Method
-from ptlf.model import Accelerator, Model
+from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.fitting import expected_sizes
@@ -32,8 +32,7 @@ from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
 from ptlf.training.cost import kept_bytes
-from ptlf.training.engine import choose_engine
-from ptlf.training.fast_parts import FastParts
+from ptlf.training.engine import choose_dtype, choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.rate import check_warmup, peak_rate
 from ptlf.training.trainer import Trainer, TrainingConfig, check_batch
@@ -73,7 +72,9 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
         outputs = model.objective.feature_dim if kind.needs_outputs else 0
         memory = Memory(config.memory.size, stream.size, view_size, fresh, outputs, model.accelerator)
     with seeded(config.seed, "method"):
-        return kind(config.method, model, memory, generator)
+        method = kind(config.method, model, memory, generator)
+    model.accelerator.prepare(method)
+    return method
 
 
 def make_optimizer(config: TrainingConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -147,13 +148,11 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
             raise UserError(f"encoder {config.encoder.name!r} cannot be trained: {error}") from None
         except (ValueError, RuntimeError, StopIteration) as error:
             raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
-    wanted = config.training.precision
-    half = default_on_gpu(None if wanted == "auto" else wanted == "bf16", device)
-    fast = choose_engine(config.training.engine, device) != "eager"
-    layout = default_on_gpu(config.training.channels_last, device)
-    accelerator = FastParts(processes.share(config.training.batch), channels_last=layout) if fast else Accelerator()
-    model = Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
-    if fast and not hasattr(encoder, "rowwise"):
+    kind = choose_engine(config.training.engine, device)
+    accelerator = make_accelerator(kind, processes.share(config.training.batch), device)
+    accelerator.prepare(heads)
+    model = Model(encoder, heads, choose_dtype(config.training.precision, device), accelerator).to(device)
+    if kind != "eager" and not hasattr(encoder, "rowwise"):
         encoder.rowwise = is_rowwise(encoder, torch.empty(1, 3, size, size, device=device))  # type: ignore[assignment]
     return model
 

@@ -25,7 +25,7 @@ from ptlf.freezing.savings import Saving
 from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.run import build, looks
+from ptlf.run import build, evaluator
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.folder import restore_encoder
@@ -125,19 +125,19 @@ def test_freezing_is_written_down_and_saves(tiny) -> None:
 
 def test_a_step_is_looked_at_once(tiny, monkeypatch) -> None:
     """In three tasks: a step with nothing frozen, and one with a frozen unit."""
-    looks = []
+    measured = []
     original = Trainer.cost_of_step
 
     def cost_of_step(self, *arguments):
-        looks.append(original(self, *arguments))
-        return looks[-1]
+        measured.append(original(self, *arguments))
+        return measured[-1]
 
     monkeypatch.setattr(Trainer, "cost_of_step", cost_of_step)
     settings = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "freezing__policy": "ascending", "freezing__final": 0.34}
     results = Run(tiny("digits/simsiam/ptlf", training__epochs=2, **settings)).train()
-    assert len(looks) == 2
+    assert len(measured) == 2
     bytes_kept = [line["kept_bytes"] for line in epoch_lines(results)]
-    assert bytes_kept == [look.kept_bytes for look in (looks[0], looks[0], *looks, *looks)]
+    assert bytes_kept == [look.kept_bytes for look in (measured[0], measured[0], *measured, *measured)]
 
 
 def test_cost_aware_computes_only_the_ratios_it_needs(tiny) -> None:
@@ -199,9 +199,9 @@ def test_ratios_computed_meanwhile_freeze_the_same_units(tiny, tmp_path, monkeyp
         "evaluation__gallery": False,
     }
     config = tiny("digits/simsiam/ptlf", checkpoint__every_epochs=0, **settings)
-    monkeypatch.setattr(looks, "TaskCorrelation", functools.partial(TaskCorrelation, at_once=True))
+    monkeypatch.setattr(evaluator, "TaskCorrelation", functools.partial(TaskCorrelation, at_once=True))
     expected = Run(config, tmp_path / "now").train()
-    monkeypatch.setattr(looks, "TaskCorrelation", functools.partial(TaskCorrelation, at_once=True, background=True))
+    monkeypatch.setattr(evaluator, "TaskCorrelation", functools.partial(TaskCorrelation, at_once=True, background=True))
     opened, whole, settle = threading.Event(), background.timed_ratio, ProgressiveFreezing.settle
     if late:
         monkeypatch.setattr(background, "timed_ratio", lambda *words: (opened.wait(60), whole(*words))[1])
@@ -278,7 +278,7 @@ def test_lump_and_ptlf_see_the_same_batches(tiny) -> None:
 
 
 def test_what_a_run_leaves_behind(tiny, tmp_path) -> None:
-    run = Run(tiny("digits/simsiam/lump"), tmp_path / "run")
+    run = Run(tiny("digits/simsiam/lump", evaluation__gallery=True), tmp_path / "run")
     returned = run.train()
     names = {path.name for path in (tmp_path / "run").iterdir()}
     written = {"config.yaml", "results.json", "metrics.jsonl", "encoder.safetensors", "gallery.json"}
@@ -328,7 +328,7 @@ def test_encoders_are_tested_on_normalised_images(tiny) -> None:
     run = Run(tiny(views__name="lump"))
     seen: list[torch.Tensor] = []
     run.model.encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    run.prober.rows(run.model.encoder, 0)
+    run.components.prober.rows(run.model.encoder, 0)
     split, data = run.stream.eval_splits[0], run.stream.data
     for found, images in zip(seen, (data.train.pixels[split.bank], data.test.pixels[split.test]), strict=True):
         expected = (images / 255 - CIFAR_MEAN) / CIFAR_STD
@@ -385,16 +385,16 @@ def test_statistics_that_are_not_finite_stop_the_run(tiny) -> None:
     run = Run(tiny())
     run.model.encoder[1].running_var[0] = float("inf")
     with pytest.raises(UserError, match="weights are no longer finite"):
-        run.check_numbers()
+        run.snapshots.check_finite()
 
 
 def test_the_method_s_weights_stop_the_run_too_but_not_a_mask_with_infinities(tiny) -> None:
     run = Run(tiny("digits/simsiam/cassle"))
     run.model.encoder.register_buffer("mask", torch.full((2,), float("-inf")))
-    run.check_numbers()
+    run.snapshots.check_finite()
     next(run.method.predictor.parameters()).data[0] = float("nan")
     with pytest.raises(UserError, match="weights are no longer finite"):
-        run.check_numbers()
+        run.snapshots.check_finite()
 
 
 def test_an_encoder_with_tied_weights_trains_and_says_why_it_does_not_freeze(tiny) -> None:
@@ -426,7 +426,7 @@ def test_a_failure_before_the_first_task_is_told_as_it_is(tiny, tmp_path, monkey
     def broken(*_):
         raise UserError("the file has been cut short")
 
-    monkeypatch.setattr(run.prober, "rows", broken)
+    monkeypatch.setattr(run.components.prober, "rows", broken)
     with pytest.raises(UserError, match="cut short"):
         run.train()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
@@ -464,7 +464,7 @@ def test_a_run_whose_encoder_cannot_be_saved_has_failed(tiny, tmp_path, monkeypa
     def full(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("ptlf.run.loop.save_encoder", full)
+    monkeypatch.setattr("ptlf.run.snapshots.save_encoder", full)
     with pytest.raises(OSError, match="disk full"):
         Run(tiny(), tmp_path / "run").train()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
@@ -504,12 +504,12 @@ def test_another_number_of_threads_is_told_on_resuming(tiny, tmp_path, monkeypat
 def test_features_are_measured_on_images_of_all_of_a_task(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tiny("digits/simsiam/finetune", training__epochs=1))
     indices = run.stream.tasks[0].train
-    monkeypatch.setattr(looks, "SAMPLE", round(0.6 * len(indices)))
+    monkeypatch.setattr(evaluator, "SAMPLE", round(0.6 * len(indices)))
     gathered, source = [], run.trainer.source
     monkeypatch.setattr(source, "gather", lambda part: gathered.append(part) or type(source).gather(source, part))
     monkeypatch.setattr(run.trainer, "sources", lambda images: source)
-    (found,) = run.measure_features(0)
-    assert torch.cat(gathered).max() >= indices[-3] and found["images"] == looks.SAMPLE
+    (found,) = run.evaluator.measure_features(0)
+    assert torch.cat(gathered).max() >= indices[-3] and found["images"] == evaluator.SAMPLE
     gathered.clear()
-    run.check_spread(indices[:200])  # of which 128 are used
+    run.warn_of_collapse(indices[:200])  # of which 128 are used
     assert torch.cat(gathered).max() >= indices[197]
