@@ -14,7 +14,6 @@ from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
-from ptlf.freezing import POLICIES
 from ptlf.integrations.trackers import TRACKERS
 from ptlf.learner import Learner
 from ptlf.methods import METHODS
@@ -36,6 +35,7 @@ from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.export import add_scores, check_card, export_run
 from ptlf.run.fitting import free_settings
 from ptlf.run.folder import check_vacant, has_finished, has_finished_as
+from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.run.recipes import EXPECTED, VARIANTS, name_of, names, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs

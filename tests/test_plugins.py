@@ -20,10 +20,10 @@ from ptlf.core.registry import Registry
 from ptlf.core.settings import nested
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
-from ptlf.freezing import POLICIES
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config, from_dict
+from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.stream import STREAMS
 from ptlf.training.optimizers import OPTIMIZERS

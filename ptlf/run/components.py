@@ -92,7 +92,7 @@ def build_components(
         device,
         channels_last,
     )
-    freezing = build.make_freezing(config, trainer, random["policy"], len(stream.tasks))
+    freezing = build.make_freezing(config, trainer, random["policy"])
 
     tests, prober, gallery = config.evaluation, None, None
     prepare = partial(prepare_images, view=view_specs[0], size=view_size, channels_last=channels_last)

@@ -16,7 +16,7 @@ from ptlf.core.phases import Advance, Phase, silent
 from ptlf.evaluation.prober import testing
 from ptlf.evaluation.spread import effective_rank, feature_spread, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
-from ptlf.freezing.policy import Ratios
+from ptlf.freezing.policy import RatiosOf
 from ptlf.freezing.subspace import NotFinite
 from ptlf.run.components import Components
 from ptlf.run.record import Row
@@ -56,8 +56,9 @@ class Evaluator:
         self.encoder, self.stream = components.model.encoder, components.stream
         self.step_costs: dict[str, StepCost] = {}  # by the trainer's variant
 
-    def correlate(self, at: Position, indices: np.ndarray) -> Ratios:
-        """Computes ratios of units not yet frozen: the past is the memory, the gradient the new task's."""
+    def correlate(self, at: Position, indices: np.ndarray) -> RatiosOf:
+        """Computes ratios of units not yet frozen, the same on all processes. The past is the memory, the gradient the
+        new task's."""
         parts = self.components
         memory, freezing, settings = parts.method.memory, parts.freezing, parts.config.freezing
         assert memory is not None
@@ -76,8 +77,15 @@ class Evaluator:
                 keep=[parts.model],
                 combine=processes.all_reduce_mean_,
             )
-        looking = partial(self.correlating, place)
-        return BroadcastRatios(correlation, looking, freezing.entry, all_units=settings.ratios == "all")
+        entry = freezing.entry
+
+        def ratios(names: Sequence[str]) -> dict[str, float]:
+            with self.correlating(place):
+                found = processes.broadcast_object(correlation(names))
+            entry["directions"] = correlation.directions | entry.get("directions", {})  # those of the task's start stay
+            return found
+
+        return ratios
 
     @contextmanager
     def correlating(self, place: str) -> Iterator[None]:
@@ -190,36 +198,3 @@ class Evaluator:
                 yield advance
 
         return phase
-
-
-class BroadcastRatios(Ratios):
-    """A task's correlation, the same on all processes. What it finds out besides goes into the task's log entry."""
-
-    def __init__(
-        self, of: TaskCorrelation, looking: Callable[[], Any], entry: dict[str, Any], *, all_units: bool
-    ) -> None:
-        super().__init__()
-        self.of, self.looking, self.entry, self.all_units = of, looking, entry, all_units
-
-    def __call__(self, names: Sequence[str]) -> dict[str, float]:
-        with self.looking():
-            found = processes.broadcast_object(self.of(names))
-        # Those of the task's start stay.
-        self.entry["directions"] = self.of.directions | self.entry.get("directions", {})
-        if self.of.background_seconds:
-            self.entry["background_seconds"] = self.of.background_seconds
-        return found
-
-    def bounds(self, names: Sequence[str]) -> dict[str, float]:
-        if self.all_units:
-            return {}
-        with self.looking():
-            found = processes.broadcast_object(self.of.bounds(names))
-        if found:
-            self.entry["bounds"] = found | self.entry.get("bounds", {})
-        return found
-
-    def start(self, names: Sequence[str]) -> bool:
-        """In one process only: a checkpoint, which waits for ratios under way, is not written by all."""
-        with self.looking():
-            return processes.world_size() == 1 and self.of.start(names)

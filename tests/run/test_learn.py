@@ -27,7 +27,6 @@ from ptlf import learner as learner_module
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import EvaluationConfig
-from ptlf.freezing import POLICIES
 from ptlf.learner import OF_LEARN
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
@@ -37,6 +36,7 @@ from ptlf.run import snapshots
 from ptlf.run.config import Config
 from ptlf.run.evaluator import Evaluator
 from ptlf.run.folder import lock_of_run
+from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.run.snapshots import Snapshots
 from ptlf.run.watcher import Watcher

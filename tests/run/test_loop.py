@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -19,16 +17,14 @@ from torch import nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.freezing import POLICIES, ProgressiveFreezing, background, bound, correlation
-from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.savings import Saving
-from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.run import build, evaluator
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.folder import restore_encoder
+from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.stream.folders import pack_folder
@@ -188,57 +184,27 @@ def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:
     assert entry["order"] == [max(ratios, key=lambda name: ratios[name]) for ratios in (second, third)]
 
 
-@pytest.mark.parametrize("update", ["one-shot", "per-epoch"])
-@pytest.mark.parametrize("late", [True, False])
-def test_ratios_computed_meanwhile_freeze_the_same_units(tiny, tmp_path, monkeypatch, late: bool, update: str) -> None:
-    """By threads that are done at once, or only when they are waited for; also if the run stops meanwhile."""
-    settings = {
-        "training__epochs": 4,
-        "freezing__final": 0.67,
-        "freezing__update": update,
-        "evaluation__gallery": False,
-    }
-    config = tiny("digits/simsiam/ptlf", checkpoint__every_epochs=0, **settings)
-    monkeypatch.setattr(evaluator, "TaskCorrelation", functools.partial(TaskCorrelation, at_once=True))
-    expected = Run(config, tmp_path / "now").train()
-    monkeypatch.setattr(evaluator, "TaskCorrelation", functools.partial(TaskCorrelation, at_once=True, background=True))
-    opened, whole, settle = threading.Event(), background.timed_ratio, ProgressiveFreezing.settle
-    if late:
-        monkeypatch.setattr(background, "timed_ratio", lambda *words: (opened.wait(60), whole(*words))[1])
-        monkeypatch.setattr(ProgressiveFreezing, "settle", lambda freezing: (opened.set(), settle(freezing))[1])
-    found = Run(config, tmp_path / "later").train()
-    steps = sum(line["steps"] for line in epoch_lines(found)) // 2
-    with pytest.raises(Stopped):
-        Run(config, tmp_path / "stopped").train(StopsAt(steps + 1))  # the first step of the second task
-    stopped = Run(config, tmp_path / "stopped").train(resume=True)
-    assert lasting(found) == lasting(expected) == lasting(stopped)
-    assert found["freezing"][0]["background_seconds"] > 0
-    for name in ("later", "stopped"):
-        weights = [(tmp_path / folder / "encoder.safetensors").read_bytes() for folder in ("now", name)]
-        assert weights[0] == weights[1]
-
-
-STREAM_WIDE = {"freezing__final": 0.34, "freezing__stream_final": 0.67, "freezing__thaw": "needed"}
+KEPT_FROZEN = {"freezing__final": 0.67, "freezing__thaw": "needed"}
 THREE = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "stream__per_class": 40, "training__batch": 40}
 
 
 @pytest.mark.parametrize("policy", ["correlation", "cost_aware", "ascending", "random"])
-def test_freezing_over_the_stream_goes_on_to_the_same_bits(tiny, tmp_path, policy: str) -> None:
+def test_a_run_whose_units_stay_frozen_resumes_bit_exactly(tiny, tmp_path, policy: str) -> None:
     config = tiny(
         "digits/simsiam/ptlf",
         freezing__policy=policy,
         training__epochs=3,
         evaluation__gallery=False,
         **THREE,
-        **STREAM_WIDE,
+        **KEPT_FROZEN,
     )
     alone = Run(config, tmp_path / "alone").train()
     counts = [line["frozen"] for line in epoch_lines(alone)]
-    assert counts[:6] == [0, 0, 0, 0, 0, 1]
+    assert counts[:6] == [0, 0, 0, 0, 1, 2]
     assert counts[8] == 2
     if policy == "ascending":
-        assert counts[6:] == [1, 1, 2]
-        assert alone["freezing"][1]["events"] == [{"epoch": 1, "frozen": ["0"]}, {"epoch": 3, "frozen": ["3"]}]
+        assert counts[6:] == [2, 2, 2]
+        assert alone["freezing"][1]["events"] == [{"epoch": 1, "frozen": ["0", "3"]}]
     steps = sum(line["steps"] for line in epoch_lines(alone))
     for number in (steps // 3 + 2, steps // 3 + 1, 3):  # in the second task, then twice in the third
         with pytest.raises(Stopped):
@@ -246,26 +212,6 @@ def test_freezing_over_the_stream_goes_on_to_the_same_bits(tiny, tmp_path, polic
     assert lasting(Run(config, tmp_path / "stopped").train(resume=True)) == lasting(alone)
     weights = [(tmp_path / folder / "encoder.safetensors").read_bytes() for folder in ("alone", "stopped")]
     assert weights[0] == weights[1]
-
-
-def test_a_share_that_grows_over_the_stream_needs_its_end(tiny, tmp_path) -> None:
-    with pytest.raises(UserError, match=r"stream_final is 0.2, less than freezing.final, 0.4; over the stream"):
-        Run(tiny("digits/simsiam/ptlf", freezing__stream_final=0.2))
-    with pytest.raises(UserError, match=r"stream_final, 0.9, is the share frozen in the last task, and no task"):
-        Learner.new(tiny("digits/simsiam/ptlf", freezing__stream_final=0.9), tmp_path / "run")
-
-
-def test_wide_units_without_a_chance_are_left_out_of_the_ratios(tiny, monkeypatch) -> None:
-    settings = {"training__epochs": 3, "freezing__final": 0.34}
-    everything = Run(tiny("digits/simsiam/ptlf", **settings, freezing__ratios="all")).train()["freezing"][0]
-    monkeypatch.setattr(bound, "WIDE", 100)
-    asked = Run(tiny("digits/simsiam/ptlf", **settings, freezing__ratios="all")).train()["freezing"][0]
-    assert asked == everything
-    monkeypatch.setattr(correlation, "upper_bound", lambda *words: torch.tensor(0.1))  # as if it had none
-    (entry,) = Run(tiny("digits/simsiam/ptlf", **settings)).train()["freezing"]
-    assert entry["bounds"] == {"6": pytest.approx(0.1)}
-    assert entry["ratios"] == {name: everything["ratios"][name] for name in ("0", "3")}
-    assert entry["order"] == [max(entry["ratios"], key=lambda name: entry["ratios"][name])]
 
 
 def test_lump_and_ptlf_see_the_same_batches(tiny) -> None:
