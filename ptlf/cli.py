@@ -420,10 +420,8 @@ def add_evaluate(verb: Verb) -> None:
     add = verb("evaluate", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
     add("folder", "a run's folder", folder, metavar="DIR")
     add("--trust-code", TRUST, bool)
-    add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")
+    add("--probe", "probes to run (see `ptlf list probes`; default: those the run used)", nargs="+", metavar="NAME")
     add("--on-error", "for broken images of --stream.labelled", choices=("refuse", "skip"), default="refuse")
-    about = "also add the figures to the model card in this folder, made by `ptlf export`"
-    add("--card", f"{about}; those of the same images, probes and settings are replaced", folder, metavar="DIR")
 
 
 def add_embed(verb: Verb) -> None:
@@ -445,8 +443,8 @@ def add_embed(verb: Verb) -> None:
 def add_export(verb: Verb) -> None:
     add = verb("export", "The encoder of a run for other programs, checked against PyTorch.")
     add("folder", "a run's folder", Path, metavar="RUN")
-    add("--to", "FILE.onnx, FILE.pt2 (torch.export), or a folder as on the Hugging Face hub", Path, required=True)
-    add("--license", "of the encoder, for the folder's model card, as mit or cc-by-4.0", dest="licence")
+    add("--to", "FILE.onnx, or FILE.pt2 (torch.export)", Path, required=True, metavar="FILE")
+    add("--license", "of the encoder, for the file's metadata, such as mit or cc-by-4.0", dest="licence")
     add("--overwrite", "replace an earlier export", bool)
     add("--trust-code", TRUST, bool)
 
