@@ -3,13 +3,15 @@ exit code 2."""
 
 import argparse
 import io
+import logging
 import math
 import os
 import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -67,7 +69,7 @@ def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *,
     """
     debug, again = os.environ.get("PTLF_DEBUG", "") not in ("", "0") or "--debug" in words, same_command(command, words)
     try:
-        with own_process():
+        with own_process(), messages_on_stderr():
             work()
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -195,6 +197,33 @@ def process() -> int:
 def say(trouble: str) -> None:
     trouble = printable(" ".join(trouble.split()))
     print(f"ptlf: process {process()}: {trouble}" if process() else f"ptlf: {trouble}", file=sys.stderr)
+
+
+class MessageHandler(logging.Handler):
+    """Lines on stderr, which rich's progress bars let through above them; of the first process only."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if process() == 0:
+            kind = "ptlf: warning" if record.levelno >= logging.WARNING else "note"
+            message = "\n".join(printable(line) for line in record.getMessage().splitlines())
+            print(f"{kind}: {message}", file=sys.stderr)
+
+
+@contextmanager
+def messages_on_stderr() -> Iterator[None]:
+    """Inside, what ptlf logs is shown: warnings, and notes."""
+    logger = logging.getLogger("ptlf")
+    if any(isinstance(handler, MessageHandler) for handler in logger.handlers):
+        yield
+        return
+    handler, level = MessageHandler(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
 from ptlf.run.build import make_stream
 from ptlf.run.compat import check_comparable
