@@ -212,7 +212,7 @@ def test_a_sweep_left_at_once_says_what_is_lost(
     assert told == f"ptlf: stopped without saving: {lost}; `ptlf {shlex.join(words)}` goes on from here"
     assert main(words) == 0
     shown = capfd.readouterr().out
-    assert "1 run: 1 goes on\nrun 1 of 1: digits/simsiam/lump, seed 0\n" in shown
+    assert "1 run: 1 to resume\nrun 1 of 1: digits/simsiam/lump, seed 0\n" in shown
     assert ("going on with task 2, epoch 1, step 1" in shown) == ("after-task01" in lost)
 
 
