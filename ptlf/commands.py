@@ -54,10 +54,12 @@ from ptlf.run.paper import FIGURES, TABLES
 from ptlf.run.recipes import EXPECTED, VARIANTS, name_of, names, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs, write_json
 from ptlf.stream import STREAMS, fetch
-from ptlf.stream.folders import OnError, pack_folder, subfolders
+from ptlf.stream.disk import quote_names
+from ptlf.stream.folders import pack_folder, subfolders
 from ptlf.stream.images import is_image_folder
-from ptlf.stream.pack import Folders, Pack, list_packs, quote_names, verify_pack
+from ptlf.stream.pack import Folders, Pack, list_packs, verify_pack
 from ptlf.stream.packing import pack_images
+from ptlf.stream.squares import OnError
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.process import Stopped
 from ptlf.views import VIEWS

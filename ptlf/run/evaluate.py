@@ -22,10 +22,10 @@ from ptlf.run.parts import Parts
 from ptlf.run.results import add_evaluation, read_results
 from ptlf.run.start import without_start
 from ptlf.stream import EvalSplit
-from ptlf.stream.folders import OnError
 from ptlf.stream.images import find_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset
+from ptlf.stream.squares import OnError
 from ptlf.stream.task import digest, single_task_stream
 
 

@@ -29,8 +29,9 @@ from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.results import read_results, refuse_folder_of_runs
 from ptlf.stream.decode import Fit
-from ptlf.stream.images import ImageSplit, open_images
-from ptlf.stream.packing import SquareBatch, decode_squares
+from ptlf.stream.images import open_images
+from ptlf.stream.rows import ImageSplit
+from ptlf.stream.squares import SquareBatch, decode_squares
 from ptlf.views import normalise
 
 MODEL = "model.safetensors"  # the same file in an exported folder

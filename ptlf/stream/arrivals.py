@@ -14,14 +14,13 @@ import numpy as np
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.archives import Chunk
+from ptlf.stream.dataset_files import visible
 from ptlf.stream.datasets import packed
-from ptlf.stream.disk import disk_errors, files_below, images_below, not_an_image
+from ptlf.stream.disk import disk_errors, files_below, images_below, natural, not_an_image
 from ptlf.stream.folders import subfolders
 from ptlf.stream.images import is_image_folder, own_side
-from ptlf.stream.pack import Pack, natural, open_pack, read_manifest, write_pack
+from ptlf.stream.pack import Chunk, Pack, open_pack, read_manifest, write_pack
 from ptlf.stream.packing import pack_images
-from ptlf.stream.splits import visible
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, labelled_eval_split
 
 TASKS, INCOMING = "tasks", ".incoming"

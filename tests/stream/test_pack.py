@@ -16,8 +16,9 @@ import pytest
 
 from ptlf.core.errors import UserError
 from ptlf.stream import pack as packing
+from ptlf.stream.disk import natural
 from ptlf.stream.folders import pack_folder
-from ptlf.stream.pack import list_packs, natural, open_pack, verify_pack, write_pack
+from ptlf.stream.pack import list_packs, open_pack, verify_pack, write_pack
 
 RNG = np.random.default_rng(0)
 
