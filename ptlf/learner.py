@@ -23,13 +23,13 @@ from ptlf.evaluation.prober import testing
 from ptlf.report.live import Live, tell
 from ptlf.report.page import write_report
 from ptlf.run.build import check_grows, make_stream
+from ptlf.run.components import Components, build_components
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, check_arrived, check_new, claimed, has_finished, restore_encoder, save_encoder
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
-from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
 from ptlf.run.start import without_start
@@ -142,7 +142,7 @@ class Learner:
         kept = replace(config.checkpoint, keep_tasks=config.checkpoint.keep_tasks or KEPT)
         self.config = replace(config, stream=stream, checkpoint=kept)
         check_grows(self.config)
-        self._parts: Parts | None = None
+        self._parts: Components | None = None
         self.run: Run | None = None  # the latest
 
     def __repr__(self) -> str:
@@ -220,8 +220,8 @@ class Learner:
                 if not finished:
                     run = self._build()
                     self._train(run, watcher)
-                    if incoming is not None and run.signals.asked:  # in its last moments
-                        raise Stopped(self.folder, run.signals.asked)
+                    if incoming is not None and run.stop_signal:  # in its last moments
+                        raise Stopped(self.folder, run.stop_signal)
                 if incoming is not None:
                     if not self.exists:
                         self._fit(incoming, said)
@@ -231,7 +231,7 @@ class Learner:
                         note_small(accepted, self.config.training.batch)
                         self._train(run, watcher)
                     except BaseException:
-                        if run is None or not run.prepared:
+                        if run is None or not run.begun:
                             shutil.rmtree(accepted.path)
                         raise
             except Stopped as stopped:
@@ -306,8 +306,8 @@ class Learner:
             results = self.learn(source, **learning)
         except Stopped as stopped:
             raise Stopped(self.folder, stopped.number, advice, stopped.lost) from None
-        if self.run is not None and self.run.signals.asked:
-            raise Stopped(self.folder, self.run.signals.asked, advice)
+        if self.run is not None and self.run.stop_signal:
+            raise Stopped(self.folder, self.run.stop_signal, advice)
         return results
 
     def evaluate(
@@ -413,18 +413,18 @@ class Learner:
         return Run(self.config, self.folder, encoder=self._start())
 
     def _train(self, run: Run, watcher: Watcher) -> None:
-        if self.module is not None and not self.exists and run.weights is None:
+        if self.module is not None and not self.exists and run.components.weights is None:
             save_encoder(self.folder, self.module, START)
         self.run = run
         run.train(watcher, resume=True, claim=False)
-        self._parts = run
+        self._parts = run.components
 
-    def _loaded(self) -> Parts:
+    def _loaded(self) -> Components:
         """The run's parts, with the encoder as the last task left it."""
         if self._parts is None:
             stream, quiet = make_stream(self.config, self.folder), replace(self.config.evaluation, enabled=False)
             config = without_start(replace(self.config, evaluation=quiet))
-            self._parts = Parts(config, None, self._start(), stream)
+            self._parts = build_components(config, None, self._start(), stream)
             restore_encoder(self.folder, self._parts.model.encoder)
         return self._parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -14,11 +15,11 @@ import pytest
 import yaml
 from PIL import Image
 
-from ptlf.cli import main, make_parser, parse_words
+from ptlf.cli import MOVED, main, make_parser, parse_words
 from ptlf.encoders import ENCODERS
 from ptlf.report.paired import interval
 from ptlf.run.recipes import VARIANTS, resolve_config
-from ptlf.run.sweep import plan, plan_frontier
+from ptlf.run.sweep import plan
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
@@ -93,9 +94,6 @@ def test_a_seed_or_recipe_that_is_named_twice_counts_once(tmp_path) -> None:
     lump, ptlf = "digits/simsiam/lump", "digits/simsiam/ptlf"
     runs = plan([lump, ptlf, lump], [3, 3], tmp_path, [])
     assert [(run.name, run.config.seed) for run in runs] == [(lump, 3), (ptlf, 3)]
-    grid = {"orders": ["random", "random"], "initial": [0.0, 0.0], "final": [0.5, 0.5], "seeds": [1, 0, 1]}
-    names = [run.folder.name for run in plan_frontier(lump, **grid, out=tmp_path, overrides=[])]
-    assert names == [f"{name}-seed{seed}" for seed in (1, 0) for name in ("no-freezing", "random-0-0.5")]
 
 
 def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> None:
@@ -123,34 +121,30 @@ def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypat
     monkeypatch.setattr("ptlf.run.sweep.check_comparable", lambda configs: None)
     assert "cifar10" in refused(capsys, "sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
     assert not (tmp_path / "s").exists()
-    for verb in (["bench", "run"], ["bench", "step"], ["bench", "freezing"]):
-        with pytest.raises(SystemExit):
-            main([*verb, "--json", str(tmp_path / "none" / "x.json")])
-        assert "argument --json: there is no folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path), "--out", str(tmp_path / "none" / "x.html")])
     assert "argument --out: there is no folder" in capsys.readouterr().err and not (tmp_path / "none").exists()
-    assert "--size is of --noise images" in refused(capsys, "bench", "run", "--size", "16")
     photograph = tmp_path / "0001.jpg"
     photograph.write_text("a photograph")
     monkeypatch.chdir(tmp_path)
     for words, told in {
         ("report", str(tmp_path), "--out"): "must name a page, such as report.html, not",
-        ("reproduce", "all", "--write"): "must name a file that ends with .md, not",
-        ("bench", "freezing", "--json"): "must name a file that ends with .json, not",
     }.items():
         with pytest.raises(SystemExit):
             main([*words, photograph.name])
         assert f"argument {words[-1]}: {told} '{photograph.name}'" in capsys.readouterr().err
     assert photograph.read_text() == "a photograph"
-    frontier = ["frontier", "digits/simsiam/lump", "--out", str(tmp_path / "f"), "--plan"]
-    pack = ["data", "pack", str(tmp_path), "--name", "x", "--size", "8"]
-    for word, verb in {"--initial": frontier, "--final": frontier, "--test-fraction": pack}.items():
-        for value in ("nan", "1.5", "-0.1", "much"):
-            with pytest.raises(SystemExit):
-                main([*verb, word, value])
-            assert f"argument {word}: must be a number" in capsys.readouterr().err
-    assert "leave out --recipes" in refused(capsys, "bench", "run", "--recipes", *recipes, "--from", str(tmp_path))
+    for value in ("nan", "1.5", "-0.1", "much"):
+        with pytest.raises(SystemExit):
+            main(["data", "pack", str(tmp_path), "--name", "x", "--size", "8", "--test-fraction", value])
+        assert "argument --test-fraction: must be a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("verb", "script"), MOVED.items())
+def test_a_command_that_is_a_script_now_names_it(capsys, verb: str, script: str) -> None:
+    assert script in refused(capsys, verb, "main", "--plan")
+    for path in re.findall(r"benchmarks/\w+\.py", script):
+        assert (Path(__file__).parent.parent / path).is_file()
 
 
 def test_a_file_of_another_recipe_is_refused(capsys, tmp_path) -> None:
@@ -204,7 +198,6 @@ def test_help_of_every_command(capsys) -> None:
         ["sweep"],
         ["evaluate"],
         ["list"],
-        *(["bench", v] for v in ("freezing", "step", "run")),
         ["data"],
         *(["data", v] for v in ("get", "pack", "verify", "list")),
     ):

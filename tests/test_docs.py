@@ -8,7 +8,10 @@ OUTSIDE. Its commands must still parse. Runs on the digits are shortened.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
+import io
 import itertools
 import os
 import re
@@ -30,6 +33,7 @@ from PIL import Image
 import ptlf
 from ptlf.cli import main, make_parser
 from ptlf.core.settings import describe
+from ptlf.integrations.trackers import TRACKERS
 from ptlf.run.config import Config
 from ptlf.run.recipes import resolve_config
 
@@ -77,25 +81,23 @@ def code_blocks() -> Iterator[tuple[Path, Block]]:
                 yield path, block
 
 
-def page_ids(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def page_name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("path", PAGES, ids=page_ids)
-def test_blocks_are_shell_python_or_text(path: Path) -> None:
-    """Nothing that could be run is hidden in a block of another kind."""
-    assert len(re.findall(r"^ *```", path.read_text(), re.MULTILINE)) == 2 * len(blocks(path))
-    for block in blocks(path):
-        assert block.language in ("sh", "python", "text", "toml", "yaml"), block
-        if block.language == "text":
-            assert not re.search(r"^(ptlf|pip|make|python|torchrun|import|from) ", block.code, re.MULTILINE), block
-
-
-def test_needs_are_known_or_packages() -> None:
+def test_what_could_be_run_is_in_blocks_of_its_kind() -> None:
+    """And what a block needs is known, or a package."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     packages = {re.split(r"[<>=;\[ ]", line)[0] for lines in extras.values() for line in lines}
-    for path, block in code_blocks():
-        assert set(block.needs) <= {*OUTSIDE, *packages}, (path.name, block.needs)
+    for path in PAGES:
+        found = blocks(path)
+        assert len(re.findall(r"^ *```", path.read_text(), re.MULTILINE)) == 2 * len(found), path
+        for block in found:
+            assert block.language in ("sh", "python", "text", "toml", "yaml"), (path, block)
+            if block.language == "text":
+                runs = re.search(r"^(ptlf|pip|make|python|torchrun|import|from) ", block.code, re.MULTILINE)
+                assert not runs, (path, block)
+            assert set(block.needs) <= {*OUTSIDE, *packages}, (path, block.needs)
 
 
 # --- run
@@ -128,32 +130,45 @@ def shortened(words: list[str]) -> list[str]:
     epoch, one repeat."""
     verb, *rest = words
     digits = any(word.startswith("digits/") for word in rest) or "--recipe" not in rest
-    if verb in ("train", "sweep", "frontier") and "--resume" not in rest and digits:
+    if verb in ("train", "sweep", "benchmarks/frontier.py") and "--resume" not in rest and digits:
         fewer = ["--seeds", "0", "1"] if "--seeds" in rest else []
-        return [*words, *fewer, "--training.epochs", "1", "--stream.groups", "[[0,1],[2,3]]"]
+        small = ["--training.epochs", "1", "--stream.groups", "[[0,1],[2,3]]", "--stream.per_class", "60"]
+        return [*words, *fewer, *small, "--training.batch", "64", "--evaluation.gallery", "false"]
     if verb == "learn" and "--training.epochs" not in rest and not Path(rest[0]).exists():
         return [*words, "--encoder.name", "resnet18-mini", "--training.epochs", "1", "--training.batch", "16"]
-    if words[:2] == ["bench", "freezing"]:
+    if verb == "benchmarks/freezing.py":
         return [*words, "--repeats", "1"]
     return words
 
 
 def run_command(words: list[str]) -> None:
-    """`ptlf` in this process, `torchrun` in others."""
+    """`ptlf` and our scripts in this process, `torchrun` in others."""
     if words[0] == "torchrun":
         place = words.index("ptlf") + 1
         launch = [sys.executable, "-m", "torch.distributed.run", *words[1:place], *shortened(words[place:])]
         done = subprocess.run(launch, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
+    elif words[0] == "python":
+        name, *rest = words[2:] if words[1] == "-m" else shortened(words[1:])
+        module = importlib.import_module(
+            f"{name}.__main__" if words[1] == "-m" else name.removesuffix(".py").replace("/", ".")
+        )
+        assert module.main(rest) == 0, words
     else:
         assert words[0] == "ptlf", f"a test cannot run {words}; mark its block with `# needs ...`"
         assert main(shortened(words[1:])) == 0, words
 
 
 def run_program(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """In this process; what it registers is forgotten."""
+    known, out = dict(TRACKERS), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, "block", "exec"), {"__name__": "__main__"})
+    finally:
+        for name in TRACKERS.keys() - known.keys():
+            del TRACKERS[name]
+    return out.getvalue()
 
 
 def run_page(path: Path) -> list[str]:
@@ -208,7 +223,7 @@ RUN = [path for path in PAGES if any(block.runs for block in blocks(path) if blo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", RUN, ids=page_ids)
+@pytest.mark.parametrize("path", RUN, ids=page_name)
 @pytest.mark.usefixtures("photographs")
 def test_every_block_of_a_page_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = run_page(path)
@@ -232,6 +247,8 @@ def test_blocks_that_are_not_run_parse() -> None:
                 assert words[1] == "install", words
             elif words[0] in ("ptlf", "torchrun"):
                 parse(words[words.index("ptlf") + 1 :])
+            elif words[0] == "python":
+                assert (ROOT / words[2 if words[1] == "-m" else 1]).exists(), words
             else:
                 assert words[0] in (".", "python3"), words
     for path in PAGES:
@@ -247,12 +264,12 @@ def parse(words: list[str]) -> None:
         resolve_config(recipe, None, settings)
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if path.name != "CHANGELOG.md"], ids=page_ids)
-def test_settings_that_are_named_in_a_text_exist(path: Path) -> None:
+def test_settings_that_are_named_in_a_text_exist() -> None:
     keys = {key for key, _, _ in describe(Config)}
-    sections = {key.rpartition(".")[0] for key in keys}
-    named = re.findall(r"--([a-z_]+\.[a-z_.]*[a-z_])\b", FENCE.sub("", path.read_text()))
-    assert {name for name in named if name not in keys and name not in sections} == set()
+    keys |= {key.rpartition(".")[0] for key in keys}
+    for path in PAGES:
+        named = re.findall(r"--([a-z_]+\.[a-z_.]*[a-z_])\b", FENCE.sub("", path.read_text()))
+        assert path.name == "CHANGELOG.md" or set(named) <= keys, (path, set(named) - keys)
 
 
 # --- links
@@ -265,7 +282,6 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
 
 
-@pytest.fixture(scope="session")
 def checked_out() -> set[str]:
     """Files and folders of the repository, without what is made in it."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
@@ -275,32 +291,31 @@ def checked_out() -> set[str]:
     return {*files, *(str(folder) for file in files for folder in Path(file).parents)}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=page_ids)
-def test_links_lead_to_files_and_headings(path: Path, checked_out: set[str]) -> None:
+def test_links_lead_to_files_and_headings() -> None:
     """In the repository. Of a page that is made, a sentence with its name says that `make docs` does it."""
-    text = FENCE.sub("", path.read_text())
-    for address in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in address:
-            continue
-        target, _, anchor = address.partition("#")
-        file = path.parent / target if target else path
-        if path.parent == ROOT / "docs" and target in ("commands.md", "settings.md"):
-            name = Path(target).stem
-            assert re.search(rf"`make docs`[^.]*\b{name}\b|\b{name}\b[^.]*`make docs`", text), address
-            assert not anchor
-            continue
-        assert os.path.relpath(file, ROOT) in checked_out, address
-        if anchor:
-            assert anchor in anchors(file.read_text()), address
+    there = checked_out()
+    for path in PAGES:
+        text = FENCE.sub("", path.read_text())
+        for address in re.findall(r"\]\(([^)\s]+)\)", text):
+            target, _, anchor = address.partition("#")
+            file = path.parent / target if target else path
+            if "://" in address:
+                continue
+            if path.parent == ROOT / "docs" and target in ("commands.md", "settings.md"):
+                name = Path(target).stem
+                made = re.search(rf"`make docs`[^.]*\b{name}\b|\b{name}\b[^.]*`make docs`", text)
+                assert made and not anchor, (path, address)
+            else:
+                assert os.path.relpath(file, ROOT) in there, (path, address)
+                assert not anchor or anchor in anchors(file.read_text()), (path, address)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=page_ids)
-def test_lists_begin_after_an_empty_line(path: Path) -> None:
+def test_lists_begin_after_an_empty_line() -> None:
     """Without it Markdown of the site has a paragraph, not a list."""
-    lines = FENCE.sub("", path.read_text()).splitlines()
-    for before, line in itertools.pairwise(lines):
-        if re.match(r"- |\d+\. ", line):
-            assert not before.strip() or re.match(r"(- |\d+\. |  |#)", before), line
+    for path in PAGES:
+        for before, line in itertools.pairwise(FENCE.sub("", path.read_text()).splitlines()):
+            if re.match(r"- |\d+\. ", line):
+                assert not before.strip() or re.match(r"(- |\d+\. |  |#)", before), (path, line)
 
 
 # --- the site
@@ -338,6 +353,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_site_builds_its_links_hold_and_it_loads_nothing_from_elsewhere(site: Path) -> None:
     pages = {path: Page(path.read_text()) for path in site.rglob("*.html")}
     assert len(pages) > 15
@@ -356,9 +372,10 @@ def test_the_site_builds_its_links_hold_and_it_loads_nothing_from_elsewhere(site
         assert not re.search(r"(url\(|@import )['\"]?(https?:)?//", sheet.read_text()), sheet
 
 
+@pytest.mark.slow
 def test_the_references_of_the_site_are_complete(site: Path) -> None:
     commands = (site / "commands.html").read_text()
-    for verb in ("train", "learn", "sweep", "embed", "bench step", "data pack"):
+    for verb in ("train", "learn", "sweep", "embed", "data pack"):
         assert f'id="ptlf-{verb.replace(" ", "-")}"' in commands
     settings = (site / "settings.html").read_text().replace("<wbr>", "")
     for key, _, _ in describe(Config):

@@ -23,9 +23,9 @@ from ptlf.encoders.weights import KEY
 from ptlf.evaluation.prober import testing
 from ptlf.methods import METHODS, Method
 from ptlf.run.build import choose_device, make_encoder, make_stream, views_for
+from ptlf.run.components import Components
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.folder import ENCODER, restore_encoder
-from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.results import read_results, refuse_folder_of_runs
 from ptlf.stream.decode import Fit
@@ -45,7 +45,7 @@ Card = dict[str, Any]
 OnProblem = Callable[[list[tuple[str, str]]], None]  # takes (name, reason) of images that cannot be read
 
 
-def card_of(parts: Parts) -> Card:
+def card_of(parts: Components) -> Card:
     """What is needed to use the encoder without the run's data, as plain values."""
     config, view = parts.config, parts.view_specs[0]
     kind = METHODS.find(config.method.name)

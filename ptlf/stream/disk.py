@@ -21,9 +21,9 @@ from rich.progress import (
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, sync_folder
-from ptlf.core.memory import format_bytes
 from ptlf.core.phases import cannot_move
 from ptlf.core.processes import warn
+from ptlf.freezing import format_bytes
 
 # What people and programs keep beside images: notes, labels, tables, pages, settings, edits, previews, sound and film.
 NOT_IMAGES = (

@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def features_in_training(run: Run, pixels: np.ndarray) -> np.ndarray:
     run.model.encoder.eval()
     with torch.no_grad():
-        return run.model.encoder(run.prepare(torch.from_numpy(pixels))).numpy()
+        return run.model.encoder(run.components.prepare(torch.from_numpy(pixels))).numpy()
 
 
 def test_features_are_those_of_the_run(trained: Run, tmp_path: Path) -> None:

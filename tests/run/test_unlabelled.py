@@ -66,7 +66,7 @@ def test_features_are_measured_after_each_task(tmp_path: Path) -> None:
     assert last["images"] == len(images) <= 512
     run.model.encoder.eval()
     with torch.no_grad():
-        features = run.model.encoder(run.prepare(images))
+        features = run.model.encoder(run.components.prepare(images))
     assert last["effective_rank"] == pytest.approx(effective_rank(features), rel=1e-4)
     assert Run(tiny_config(training__epochs=1, evaluation__enabled=False)).train()["features"] == []
 
@@ -85,7 +85,7 @@ def test_the_record_and_the_page_of_an_unlabelled_stream(world: Path) -> None:
 
 
 def test_a_labelled_stream_speaks_of_classes(tmp_path: Path) -> None:
-    assert Run(tiny_config(training__epochs=1), tmp_path / "run").train()
+    assert Run(tiny_config(training__epochs=1, evaluation__gallery=True), tmp_path / "run").train()
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Of the same class" in page and "of another class where" in page and 'id="losses"' in page
@@ -94,11 +94,12 @@ def test_a_labelled_stream_speaks_of_classes(tmp_path: Path) -> None:
 def test_the_gallery_takes_a_sample(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gallery, "UNLABELLED_POOL", 30)
     recipe = {"stream__groups": None, "stream__pack": "days", "data_root": str(world / "data")}
+    recipe |= {"evaluation__gallery": True}
     run = Run(tiny_config("folder/simsiam/finetune", **recipe, training__batch=40), world / "other")
-    assert run.gallery is not None
-    run.gallery.read()
-    assert len(run.gallery.pixels) == 30
-    assert np.bincount(run.gallery.groups).tolist() == [15, 15]
+    assert run.components.gallery is not None
+    run.components.gallery.read()
+    assert len(run.components.gallery.pixels) == 30
+    assert np.bincount(run.components.gallery.groups).tolist() == [15, 15]
 
 
 def accuracy_by_hand(run: Path, labelled: Path, k: int, module: nn.Module | None = None) -> float:
@@ -203,7 +204,9 @@ def test_features_of_the_untrained_encoder_stand_beside_those_of_each_task(world
     run.model.encoder.eval()
     for entry, task in zip(untrained, run.stream.tasks, strict=True):
         with torch.no_grad():
-            features = run.model.encoder(run.prepare(torch.from_numpy(np.array(task.images.pixels[task.train]))))
+            features = run.model.encoder(
+                run.components.prepare(torch.from_numpy(np.array(task.images.pixels[task.train])))
+            )
         assert entry["images"] == len(features) == 80
         assert entry["effective_rank"] == pytest.approx(effective_rank(features), rel=1e-4)
     words = ["--size", "16", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2", "--device", "cpu"]

@@ -1,0 +1,358 @@
+"""The benchmarks: figures by hand, and the scripts on runs of seconds."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from test_cli import QUICK
+from torch import nn
+
+from benchmarks import freezing, frontier, methods, step
+from benchmarks import run as side_by_side
+from benchmarks.printing import show_rows
+from benchmarks.run import compare
+from ptlf.core.errors import UserError
+from ptlf.run.build import make_stream
+from ptlf.run.loop import Run
+from ptlf.run.results import SCHEMA, epoch_lines, to_columns
+
+pytestmark = pytest.mark.slow
+
+PAIR = ["digits/simsiam/lump", "digits/simsiam/ptlf"]
+
+
+def epoch(task: int, frozen: int, steps: int, seconds: float, kept: int, peak: int | None) -> dict[str, Any]:
+    cost = {"seconds": seconds, "views_per_second": 20 * steps / seconds, "kept_bytes": kept}
+    place = {"task": task, "epoch": 1, "frozen": frozen, "steps": steps, "backward_flops": 1}
+    return {**place, "peak_memory_bytes": peak, **cost}
+
+
+def made(recipe: str, epochs: list[dict[str, Any]], per_task: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {name: {"name": "x"} for name in ("stream", "objective", "encoder", "method")}
+    config |= {"freezing": {"policy": {"name": "none"}}, "training": {"epochs": 4}}
+    seconds = dict.fromkeys(("train_seconds", "correlation_seconds", "rebuild_seconds", "eval_seconds"), 1.5)
+    return {
+        "schema": SCHEMA,
+        "name": recipe,
+        "config": {"recipe": recipe, **config},
+        **{name: [] for name in ("class_order", "eval_splits", "units", "freezing")},
+        "environment": {"device_name": "GPU"},
+        "commit": None,
+        "status": "finished",
+        "tasks": ["a", "b"],
+        "probes": {"knn_task": {"settings": {}, "matrix": [], "accuracy": 90.0, "forgetting": 1.0}},
+        "cost": {**seconds, "backward_flops": 1, "per_epoch": to_columns(epochs), "per_task": per_task},
+        **more,
+    }
+
+
+def spent(*tasks: tuple[float, float, float]) -> list[dict[str, Any]]:
+    names = ("train_seconds", "correlation_seconds", "rebuild_seconds")
+    return [{"task": n, **dict(zip(names, seconds, strict=True))} for n, seconds in enumerate(tasks, start=1)]
+
+
+def first() -> dict[str, Any]:
+    lines = [epoch(1, 0, 10, 1.0, 100, 200), epoch(2, 0, 10, 2.0, 100, 200), epoch(2, 0, 10, 4.0, 100, 240)]
+    return made("s/o/lump", lines, spent((1.0, 0.0, 3.0), (6.0, 0.0, 2.0)), wall_seconds=20.0, host_share=0.1)
+
+
+def second() -> dict[str, Any]:
+    frozen = [epoch(2, 3, 10, 1.0, 40, 100), epoch(2, 3, 10, 1.2, 60, 120), epoch(2, 3, 20, 3.8, 80, 110)]
+    lines = [epoch(1, 0, 10, 1.1, 100, 200), epoch(2, 0, 10, 3.0, 100, 240), *frozen]
+    return made("s/o/ptlf", lines, spent((1.1, 0.0, 3.0), (9.0, 2.0, 1.0)), wall_seconds=25.0, host_share=None)
+
+
+def refused(capsys, script, *words: str) -> str:
+    assert script.main(words) == 2
+    return capsys.readouterr().err
+
+
+def shown(kind: str, title: str, rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The cells of a table by the first one."""
+    console = Console(width=160, file=io.StringIO())
+    show_rows(console, kind, title, rows)
+    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
+
+
+def test_stages_by_hand() -> None:
+    lump, ptlf = (run["stages"] for run in compare([first(), second()])["runs"])
+    assert [row["stage"] for row in lump] == ["first task", "0 frozen"]
+    assert [row["stage"] for row in ptlf] == ["first task", "0 frozen", "3 frozen"]
+    assert [row["step_ms_ratio"] for row in lump] == [1, 1]
+    assert [row["step_ms_ratio"] for row in ptlf] == pytest.approx([1.1, 1.0, 0.5])
+    assert ptlf[2] == {
+        "stage": "3 frozen",
+        "epochs": 3,
+        "steps": 40,
+        "step_ms": pytest.approx(150),  # 6 s in 40 steps; LUMP's second task took 300
+        "step_ms_ratio": pytest.approx(0.5),
+        "median_step_ms": pytest.approx(120),  # of 100, 120, 190; LUMP's of 200, 400
+        "median_step_ms_ratio": pytest.approx(0.4),
+        "views_per_second": pytest.approx(800 / 6),
+        "kept_bytes": 60,
+        "kept_bytes_ratio": 0.6,
+        "peak_memory_bytes": 120,
+        "peak_memory_bytes_ratio": 0.5,
+    }
+
+
+def test_overheads_by_hand() -> None:
+    lump, ptlf = (run["overheads"] for run in compare([first(), second()])["runs"])
+    assert (lump["later_learning_seconds"], ptlf["later_learning_seconds"]) == (8, 12)
+    assert (lump["later_correlation_share"], ptlf["later_correlation_share"]) == (0, pytest.approx(1 / 6))
+    assert (ptlf["later_learning_seconds_ratio"], ptlf["wall_seconds_ratio"]) == (1.5, 1.25)
+    assert (lump["host_share"], ptlf["host_share"]) == (0.1, None)
+    assert (ptlf["knn_task_accuracy"], ptlf["knn_class_forgetting"]) == (90, None)
+    assert (ptlf["train_seconds"], ptlf["checkpoint_seconds"]) == (1.5, None)
+
+
+def test_waiting_for_the_compiler_changes_no_ratio() -> None:
+    """LUMP's first epoch takes 7 s longer than the like one after it; the stage's own step and the whole run tell."""
+    lump, ptlf = first(), second()
+    for run, wait in ((lump, 7.0), (ptlf, 0.0)):
+        lines = epoch_lines(run)
+        again = lines[0] | {"epoch": 2}
+        run["cost"]["per_epoch"] = to_columns([lines[0] | {"seconds": lines[0]["seconds"] + wait}, again, *lines[1:]])
+        run["wall_seconds"] += wait
+    found = compare([lump, ptlf])["runs"]
+    assert found[0]["stages"][0]["step_ms"] == pytest.approx(450)  # 8 s and 1 s, 10 steps each
+    assert [run["stages"][0]["step_ms_ratio"] for run in found] == pytest.approx([1.0, 1.1])
+    assert [run["stages"][0]["median_step_ms_ratio"] for run in found] == pytest.approx([1.0, 1.1])
+    assert found[0]["overheads"]["wall_seconds"] == 27
+    assert found[1]["overheads"]["wall_seconds_ratio"] == 1.25
+
+
+def test_what_an_older_record_does_not_hold_is_none() -> None:
+    runs = [first(), second()]
+    for run in runs:
+        del run["wall_seconds"], run["host_share"]
+        run["cost"]["per_task"] = [{"task": 1, "train_seconds": 1.0}, {"task": 2, "train_seconds": 6.0}]
+    runs[1]["cost"]["per_epoch"]["peak_memory_bytes"][0] = None
+    found = compare(runs)["runs"][1]
+    names = ("later_learning_seconds", "later_correlation_share", "later_learning_seconds_ratio", "wall_seconds")
+    assert [found["overheads"][name] for name in names] == [None] * 4
+    assert found["stages"][0]["peak_memory_bytes_ratio"] is None
+
+
+def test_runs_side_by_side_and_again_from_their_folders(capsys, tmp_path) -> None:
+    out, file = tmp_path / "runs", tmp_path / "new.json"
+    words = ["--recipes", *PAIR, *QUICK, "--training.epochs", "2", "--out", str(out)]
+    assert side_by_side.main([*words, "--json", str(file)]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "warming up",
+        "digits/simsiam/ptlf: 2 tasks",
+        "first task",
+        "0 frozen",
+        "1 frozen",
+        "of it correlation",
+    ):
+        assert text in shown
+    found = json.loads(file.read_text())["runs"]
+    assert [one["run"] for one in found] == PAIR
+    for one in found:
+        assert one["overheads"]["wall_seconds"] > one["overheads"]["later_learning_seconds"] > 0
+        assert one["overheads"]["host_share"] is None
+        assert sum(row["steps"] for row in one["stages"]) == 12
+    assert found[1]["stages"][-1]["kept_bytes_ratio"] < 1
+    folders = [str(out / f"{number}-{recipe.replace('/', '-')}") for number, recipe in enumerate(PAIR, start=1)]
+    assert side_by_side.main(["--from", *folders, "--json", str(file)]) == 0
+    assert shown.splitlines()[-5] == capsys.readouterr().out.splitlines()[-5]
+    again = json.loads(file.read_text())["runs"]
+    assert [one["stages"] for one in again] == [one["stages"] for one in found]
+    assert again[0]["overheads"]["wall_seconds"] is None
+    assert "already holds runs" in refused(capsys, side_by_side, *words)
+
+
+def test_noise_needs_no_data(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PTLF_DATA", str(tmp_path))
+    small = ["--size", "8", "--training.batch", "4", *QUICK[2:6], "--device", "cpu", "--evaluation.gallery", "false"]
+    assert side_by_side.main(["--noise", "20", *small, "--objective.projection", "8", "--memory.size", "4"]) == 0
+    assert "split-cifar10/simsiam/ptlf: 5 tasks, 20 images of 8 px" in capsys.readouterr().out
+
+
+def test_refusals(capsys, tmp_path) -> None:
+    assert "unknown recipe 'digits/simsiam/lumpy'" in refused(capsys, side_by_side, "--recipes", "digits/simsiam/lumpy")
+    error = refused(capsys, side_by_side, "--recipes", PAIR[0], "digits/simsiam/multitask", *QUICK)
+    assert "the runs have 2, 1 tasks; only runs with the same number of tasks can be compared" in error
+    error = refused(capsys, side_by_side, "--recipes", PAIR[0], "split-cifar10/simsiam/ptlf", *QUICK)
+    assert "of different streams (name: digits and split-cifar10" in error  # before anything is trained
+    assert "holds no results.json" in refused(capsys, side_by_side, "--from", str(tmp_path))
+    write(tmp_path / "a", first())
+    write(tmp_path / "b", {**second(), "status": "stopped"})
+    assert "b has not finished" in refused(capsys, side_by_side, "--from", str(tmp_path / "a"), str(tmp_path / "b"))
+    write(tmp_path / "c", {**second(), "tasks": ["a", "b", "c"]})
+    assert "have 2, 3 tasks" in refused(capsys, side_by_side, "--from", str(tmp_path / "a"), str(tmp_path / "c"))
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+STEP = [
+    "--recipe", "digits/simsiam/lump", "--encoder", "conftest:tiny_encoder", "--size", "8",
+    "--steps", "1", "--training.batch", "16", "--device", "cpu",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["resident", "streamed", "first"])
+def test_steps_by_stage(tmp_path: Path, way: str) -> None:
+    figures = tmp_path / "step.json"
+    step.main([*STEP, "--stages", "0", "1", "--json", str(figures), *([] if way == "resident" else [f"--{way}"])])
+    plain, frozen = json.loads(figures.read_text())["rows"]
+    assert frozen["units"] == (["0"] if way == "first" else ["3"])
+    about = json.loads(figures.read_text())
+    assert (about["first"], about["streamed"], about["plain"], about["steps"]) == (
+        way == "first",
+        way == "streamed",
+        False,
+        1,
+    )
+    assert plain["kept_bytes"] > frozen["kept_bytes"] and plain["backward_flops"] > frozen["backward_flops"]
+
+
+def test_a_trace_of_every_stage(capsys, tmp_path: Path) -> None:
+    folder, figures = tmp_path / "traces", tmp_path / "step.json"
+    step.main([*STEP, "--stages", "2", "--profile", str(folder), "--json", str(figures)])
+    assert [file.name for file in folder.iterdir()] == ["frozen-2.json.gz"]
+    (row,) = json.loads(figures.read_text())["rows"]
+    assert [kernel["ms"] for kernel in row["kernels"]] == sorted((k["ms"] for k in row["kernels"]), reverse=True)
+    assert row["kernels"][0]["name"][:20] in capsys.readouterr().out
+
+
+def test_more_frozen_than_there_is(capsys) -> None:
+    error = refused(capsys, step, "--recipe", "digits/simsiam/lump", "--size", "8", "--stages", "0", "20")
+    assert "--stages names 20 frozen units, but resnet18-mini has 9" in error
+
+
+def test_other_streams_are_not_compared() -> None:
+    runs = [first(), second()]
+    for run, stream in zip(runs, ("digits", "split-cifar10"), strict=True):
+        run["config"]["stream"] = {"name": stream}
+    with pytest.raises(UserError, match="different streams"):
+        compare(runs)
+
+
+def test_runs_of_other_lengths_are_not_compared() -> None:
+    runs = [first(), second()]
+    for run, epochs in zip(runs, (6, 8), strict=True):
+        run["config"]["training"] = {"epochs": epochs}
+    with pytest.raises(UserError, match=r"different epochs \(training.epochs: 6 and 8\)"):
+        compare(runs)
+
+
+def test_a_warm_up_meets_all_that_the_run_will(tiny, monkeypatch) -> None:
+    """Both batch sizes, with nothing frozen and with everything that will be."""
+    runs = []
+
+    class Kept(Run):
+        def __init__(self, *given, **named) -> None:
+            super().__init__(*given, **named)
+            engine = self.trainer.engine
+            plain, self.seen = engine.body, set()
+            engine.body = lambda batch: self.seen.add((len(batch), len(self.freezing.freezer.frozen))) or plain(batch)
+            runs.append(self)
+
+    monkeypatch.setattr(side_by_side, "Run", Kept)
+    config = tiny("digits/simsiam/ptlf", freezing__final=0.67, training__epochs=5, training__batch=16)
+    stream = make_stream(config)
+    side_by_side.warm_up(config, stream, batches=2)
+    rests = [len(task.train) % 16 for task in stream.tasks]
+    assert all(rests)
+    assert runs[0].seen == {(16, 0), (rests[0], 0), (16, 2), (rests[1], 2)}
+
+
+def test_an_encoder_that_does_not_take_the_images_is_said_to() -> None:
+    encoder = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 5))
+    with pytest.raises(UserError, match="does not take images of 32 px, or cannot freeze: mat1 and mat2"):
+        freezing.measure_freezing(encoder, 4, 32, torch.device("cpu"))
+
+
+def test_methods_side_by_side(capsys, tmp_path) -> None:
+    """In the second task, where CaSSLe has a previous model to encode with; multitask has only one task."""
+    recipes = [f"digits/simsiam/{method}" for method in ("lump", "cassle", "multitask")]
+    words = [
+        "--training.batch",
+        "8",
+        "--steps",
+        "2",
+        "--size",
+        "8",
+        "--device",
+        "cpu",
+        "--json",
+        str(tmp_path / "m.json"),
+    ]
+    assert methods.main([*recipes, *words, "--encoder.name", "conftest:tiny_encoder"]) == 0
+    told = capsys.readouterr().out
+    assert "A step in task 2" in told
+    rows = json.loads((tmp_path / "m.json").read_text())["rows"]
+    assert [row["recipe"] for row in rows] == recipes
+    assert all(row["step_ms"] > 0 for row in rows)
+    lump, cassle, multitask = (row["backward_flops"] for row in rows)
+    assert cassle > lump == multitask  # the predictor's backward
+
+
+def test_freezing_is_relative_to_nothing_frozen() -> None:
+    first = {"frozen": "nothing", "way": "", "kept_bytes": 2**21, "backward_flops": 8 * 10**9, "seconds": 0.5}
+    ratios = {"kept_bytes_ratio": 0.5, "backward_flops_ratio": 0.25, "seconds_ratio": 0.8}
+    second = {"frozen": "middle", "way": "ours", "kept_bytes": 2**20, "backward_flops": 2 * 10**9, "seconds": 0.4}
+    found = shown("freezing", "freezing", [first | dict.fromkeys(ratios, 1.0), second | ratios])
+    assert found["nothing"] == ["", "2.0", "8.00", "500"]
+    assert found["middle"] == ["ours", "1.0  0.50x", "2.00  0.25x", "400  0.80x"]
+
+
+def test_steps_are_relative_to_the_first_stage() -> None:
+    first = {"frozen": 0, "step_ms": 8.0, "step_ms_spread": 0.1, "device_ms": None, "views_per_second": 64000.0}
+    first |= {"kept_bytes": 200 * 2**20, "peak_memory_bytes": 500 * 2**20, "rebuild_seconds": 1.0}
+    second = first | {"frozen": 4, "step_ms": 6.0, "kept_bytes": 100 * 2**20, "peak_memory_bytes": 450 * 2**20}
+    found = shown("step", "steps", [first, second])
+    assert found["0"] == ["8.00", "0.10", "-", "64.0", "200", "500", "1.0"]
+    assert found["4"] == ["6.00  0.75x", "0.10", "-", "64.0", "100  0.50x", "450  0.90x", "1.0"]
+
+
+def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("0001.jpg").write_text("a photograph")
+    missing = str(tmp_path / "none" / "x.json")
+    for script in (freezing, step, methods, side_by_side):
+        for file, told in ((missing, "there is no folder"), ("0001.jpg", "must name a file that ends with .json")):
+            with pytest.raises(SystemExit):
+                script.main([*[PAIR[0]] * (script is methods), "--json", file])
+            assert f"argument --json: {told}" in capsys.readouterr().err, (script, file)
+    for value in ("nan", "1.5", "-0.1", "much"):
+        with pytest.raises(SystemExit):
+            frontier.main([PAIR[0], "--out", str(tmp_path), "--plan", "--initial", value])
+        assert "argument --initial: must be a number" in capsys.readouterr().err, value
+    assert "--size is of --noise images" in refused(capsys, side_by_side, "--size", "16")
+    assert "leave out --recipes" in refused(capsys, side_by_side, "--recipes", *PAIR, "--from", str(tmp_path))
+    assert "leave out --seed" in refused(capsys, side_by_side, "--from", str(tmp_path), "--seed", "1")
+    huge = "100000000000000000000"
+    for script, words in (
+        (freezing, ["--batch", "1000000", "--size", "1000"]),
+        (freezing, ["--encoder", "torch.nn:Linear"]),
+        (freezing, ["--encoder", "torch.nn:Identity"]),
+        (step, ["--size", "8000", "--device", "cpu"]),
+        (step, ["--training.batch", "4000000000"]),
+        (step, ["--training.batch", huge]),
+        (step, ["--seed", "1" + "0" * 400]),
+        (side_by_side, ["--noise", "1000000000"]),
+    ):
+        error = refused(capsys, script, *words)
+        assert error.startswith("ptlf: ") and error.count("\n") == 1, (script, words)
+    for script, words in (
+        (freezing, ["--size", "100000"]),
+        (freezing, ["--batch", huge]),
+        (side_by_side, ["--noise", huge]),
+    ):
+        with pytest.raises(SystemExit):
+            script.main(words)
+        assert "must be at most" in capsys.readouterr().err, (script, words)
