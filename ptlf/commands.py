@@ -315,6 +315,7 @@ def export(folder: Path, to: Path, **how: Any) -> None:
 def list_members(what: str | None) -> None:
     families: dict[str, dict[str, str]] = {
         "streams": {name: entry.about for name, entry in STREAMS.items()},
+        "data": {name: entry.about for name, entry in fetch.SOURCES.items()},
         "objectives": summaries(OBJECTIVES),
         "methods": summaries(METHODS) | {name: with_freezing(**variant) for name, variant in VARIANTS.items()},
         "policies": summaries(POLICIES),

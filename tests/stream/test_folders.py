@@ -50,7 +50,7 @@ def test_test_fraction_holds_out_every_kth_file(tmp_path: Path) -> None:
     assert pack.labels("train").tolist() == [0] * 4 + [1] * 4
     held = [np.asarray(Image.open(source / file)) for file in ("a/2.png", "a/5.png", "b/2.png", "b/5.png")]
     assert np.array_equal(pack.images("test"), held)
-    with pytest.raises(UserError, match="test_fraction 0.1 leaves no test image"):
+    with pytest.raises(UserError, match=r"test_fraction 0\.1 leaves no test image"):
         pack_folder(source, tmp_path / "root", "few", size=8, test_fraction=0.1, progress=False)
     tree(source, "c", files=2)
     with pytest.raises(UserError, match="no test image in 'c'"):
