@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from ptlf.core.errors import UserError, import_optional
-from ptlf.core.processes import warn
+from ptlf.core.processes import info
 from ptlf.stream.disk import disk_errors, natural, quote_names
 from ptlf.stream.rows import IMAGE_KEYS, LABEL_KEYS, ImageSplit, Row, check_labels, plain_label
 
@@ -75,7 +75,7 @@ def by_split(files: Sequence[Path], root: Path) -> dict[str, list[Path]]:
     if train is None:
         train, test = test, None
     if unused := [file.name for rest in groups.values() for file in rest]:
-        warn(f"note: not read from {root}: {quote_names(unused)}")
+        info(f"not read from {root}: {quote_names(unused)}")
     return {"train": train or []} | ({"test": test} if test else {})
 
 

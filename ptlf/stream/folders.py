@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.processes import warn
+from ptlf.core.processes import info
 from ptlf.stream.disk import disk_errors, images_below, natural, note_passed, quote_names
 from ptlf.stream.pack import Folders, Pack, check_name, check_writable_target
 from ptlf.stream.rows import Classes, ImageSplit, Row, hold_out, list_split
@@ -94,7 +94,7 @@ def split_folders(source: Path) -> dict[str, Path]:
 def note_unused(folder: Path, used: Iterable[str]) -> None:
     unused = sorted({entry.name for entry in folder.iterdir() if not entry.name.startswith(".")} - set(used))
     if unused:
-        warn(f"note: not packed from {folder}: {quote_names(unused)}")
+        info(f"not packed from {folder}: {quote_names(unused)}")
 
 
 def subfolders(folder: Path) -> list[str]:

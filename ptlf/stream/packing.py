@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ptlf.core.errors import UserError
-from ptlf.core.memory import format_bytes
+from ptlf.freezing import format_bytes
 from ptlf.stream.datasets import packed
 from ptlf.stream.decode import Fit
 from ptlf.stream.disk import image_files, natural, note_passed

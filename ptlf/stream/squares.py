@@ -130,11 +130,15 @@ def refuse_or_skip(problems: Sequence[tuple[str, str]], skipped: list[dict[str, 
     skipped.extend({"file": file, "why": why} for file, why in problems)
 
 
+def refuse_broken(problems: Sequence[tuple[str, str]]) -> None:
+    refuse_or_skip(problems, [], None)
+
+
 def note_skipped(name: str, skipped: Sequence[dict[str, str]], total: int, where: str = "") -> None:
     """where: all of them are named."""
     if skipped:
-        warn(f"{name}: skipped {len(skipped)}, of {total} images:")
-        for entry in skipped[:SHOWN_SKIPS]:
-            warn(f"  {entry['file']}: {entry['why']}")
+        lines = [f"{name}: skipped {len(skipped)}, of {total} images:"]
+        lines += [f"{entry['file']}: {entry['why']}" for entry in skipped[:SHOWN_SKIPS]]
         if len(skipped) > SHOWN_SKIPS:
-            warn(f"  and {len(skipped) - SHOWN_SKIPS} more{where}")
+            lines.append(f"and {len(skipped) - SHOWN_SKIPS} more{where}")
+        warn("\n  ".join(lines))
