@@ -149,7 +149,7 @@ def test_disk_errors_become_one_sentence(
 def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=6 * 4 * 4 * 3 - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match=f"no space left on {tmp_path}: 288 bytes needed, 287 bytes free"):
+    with pytest.raises(UserError, match=f"no space left on {tmp_path}: 288 B needed, 287 B free"):
         small_pack(tmp_path)
 
 
