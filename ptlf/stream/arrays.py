@@ -1,7 +1,7 @@
 """Images in .npy and .npz files, read one by one: a file may be larger than the memory."""
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ptlf.core.errors import UserError
 from ptlf.stream.disk import quote_names
-from ptlf.stream.rows import ImageSplit, Row, check_labels, plain_labels, with_labels
+from ptlf.stream.rows import ImageSplit, Row, plain_labels, with_labels
 
 # Arrays of an .npz file: (images, labels) by split, as numpy users, MedMNIST and Keras name them.
 # `names`, if it is there, has the classes that labels number.
@@ -27,7 +27,7 @@ def load_npy(path: Path) -> np.ndarray:
         raise UserError(f"{path} is no readable .npy file: {error}") from None
 
 
-def open_npz(path: Path) -> Mapping[str, ImageSplit]:
+def open_npz(path: Path) -> dict[str, ImageSplit]:
     try:
         with zipfile.ZipFile(path) as file:
             members = [name.removesuffix(".npy") for name in file.namelist()]
@@ -45,7 +45,7 @@ def open_npz(path: Path) -> Mapping[str, ImageSplit]:
     if "train" not in splits:
         wanted = quote_names(images for images, _ in ARRAYS["train"])
         raise UserError(f"{path} has no array called {wanted}; it has: {quote_names(members)}")
-    return check_labels(str(path), splits) if splits["train"].labels else splits
+    return splits
 
 
 def npz_split(path: Path, member: str) -> ImageSplit:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from PIL import Image
 from ptlf.core.errors import UserError, import_optional
 from ptlf.core.processes import info
 from ptlf.stream.disk import disk_errors, natural, quote_names
-from ptlf.stream.rows import IMAGE_KEYS, LABEL_KEYS, ImageSplit, Row, check_labels, plain_label
+from ptlf.stream.rows import IMAGE_KEYS, LABEL_KEYS, ImageSplit, Row, plain_label
 
 T = TypeVar("T")
 
@@ -79,12 +80,11 @@ def by_split(files: Sequence[Path], root: Path) -> dict[str, list[Path]]:
     return {"train": train or []} | ({"test": test} if test else {})
 
 
-def open_dataset_files(path: Path) -> Mapping[str, ImageSplit]:
+def open_dataset_files(path: Path) -> dict[str, ImageSplit]:
     """Labels are read at once, images when they are asked for."""
     splits = {split: files_split(files) for split, files in by_split(dataset_files(path), path).items()}
     train = splits["train"].names
-    named = {split: ImageSplit(p.count, p.read, p.names or train, p.labels) for split, p in splits.items()}
-    return check_labels(str(path), named)
+    return {split: replace(part, names=part.names or train) for split, part in splits.items()}
 
 
 def files_split(paths: Sequence[Path]) -> ImageSplit:

@@ -6,6 +6,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
+from rich.progress import Progress, TaskID
+
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import file_digest
 from ptlf.stream.archives import SOURCES, Source, Splits
@@ -104,21 +106,18 @@ def pack_source_folder(entry: Source, source: Path, target: Path, options: PackO
 
 
 class DownloadBar:
-    """What pooch tells of a download: moves a bar, and ends a download that is too large."""
+    """What pooch tells of a download, on a bar. Ends one that is too large, or larger than the disk."""
 
-    def __init__(self, folder: Path, bar: Any, task: Any) -> None:
+    def __init__(self, folder: Path, bar: Progress, task: TaskID) -> None:
         self.folder, self.bar, self.task, self.done = folder, bar, task, 0
 
-    @property
-    def total(self) -> int | None:
-        return self.bar.tasks[0].total
-
-    @total.setter
-    def total(self, amount: int) -> None:
-        """Bytes that the server announces; 0: it does not."""
+    def announce(self, amount: int) -> None:
+        """amount: bytes that the server will send; 0: it does not say."""
         self.check(amount)
         check_space(self.folder, amount)
         self.bar.update(self.task, total=amount or None)
+
+    total = property(fset=announce)
 
     def check(self, amount: int) -> None:
         if amount > MAX_BYTES:

@@ -39,7 +39,7 @@ FORMS = (
 )
 
 
-def open_images(images: Any) -> Mapping[str, ImageSplit]:
+def open_images(images: Any) -> dict[str, ImageSplit]:
     """By split: "train", and "test" if a path has test images too."""
     if isinstance(images, str | os.PathLike):
         return open_path(Path(images))
@@ -67,7 +67,7 @@ def open_images(images: Any) -> Mapping[str, ImageSplit]:
     return {"train": ImageSplit(count, rows, class_names(images, next(rows())))}
 
 
-def open_path(path: Path) -> Mapping[str, ImageSplit]:
+def open_path(path: Path) -> dict[str, ImageSplit]:
     if (path / "pack.json").is_file():
         return pack_splits(open_pack(path.absolute().parent, path.absolute().name))
     if not path.exists():
@@ -95,9 +95,7 @@ def find_images(value: str, root: Path) -> Path:
         return path
     if (root / value / "pack.json").is_file():
         return root / value
-    raise UserError(
-        f"{value} is neither a folder or file here nor a packed set in {root}; `ptlf data list` names those"
-    )
+    raise UserError(f"there is no folder or file {value}, and no packed set of that name in {root}")
 
 
 def is_image_folder(path: Path) -> bool:

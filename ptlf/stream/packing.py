@@ -56,7 +56,7 @@ def pack_images(
                 how: dict[str, Any] = {"size": size, "names": names, "test_fraction": test_fraction, **vars(packing)}
                 return pack_folder(path, target.parent, target.name, **how)
             images, labelled = all_below(path), False
-    splits = {"train": images} if isinstance(images, ImageSplit) else {**open_images(images)}
+    splits = {"train": images} if isinstance(images, ImageSplit) else open_images(images)
     if test is not None:
         if "test" in splits:
             raise UserError("test images are given, but the images have a test split of their own; leave one out")

@@ -1,8 +1,8 @@
 """Images with their names and labels, one by one: the form to which every source of images is brought."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -137,34 +137,16 @@ def by_value(label: Any) -> tuple[bool, Any]:
     return isinstance(label, str), label
 
 
-def check_labels(source: str, splits: Mapping[str, ImageSplit]) -> Mapping[str, ImageSplit]:
-    """The splits, without test images if none is labelled. Labels that cannot be used are refused before an image is
-    read."""
-    train = splits["train"]
-    if all(label is None for label in train.labels or ()):
-        return {"train": replace(train, names=None)}
-    classes = Classes(source, train.names)
-    for split, part in splits.items():
-        for label in dict.fromkeys(label for label in part.labels or () if label is not None):
-            classes.number(split, source, label, part.names)
-    return splits
-
-
-def held_out(labels: Iterable[Any], fraction: float) -> list[bool]:
-    """Whether each image is for testing. A fraction of 1/k holds out every k-th image of each class; other fractions
-    are spaced as evenly as possible."""
+def hold_out(images: ImageSplit, fraction: float) -> dict[str, ImageSplit]:
+    """A training and a test split. A fraction of 1/k holds out every k-th image of each class; other fractions are
+    spaced as evenly as possible."""
     if not 0 < fraction < 1:
         raise UserError(f"test_fraction is {fraction}; it must lie between 0 and 1")
     share, seen, held = Fraction(fraction).limit_denominator(1000), dict[Any, int](), list[bool]()
+    labels = images.all_labels()
     for label in labels:
         place = seen[label] = seen.get(label, 0) + 1
         held.append(int(place * share) > int((place - 1) * share))
-    return held
-
-
-def hold_out(images: ImageSplit, fraction: float) -> dict[str, ImageSplit]:
-    labels = images.all_labels()
-    held = held_out(labels, fraction)
     if all(held) or not any(held):
         raise UserError(f"test_fraction {fraction} leaves no {'train' if all(held) else 'test'} image; give another")
 

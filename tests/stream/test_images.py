@@ -341,7 +341,7 @@ def test_find_images(tmp_path: Path) -> None:
     pack = packed(PIXELS, tmp_path, "day")
     assert find_images("day", pack.path.parent) == pack.path == open_pack(pack.path.parent, "day").path
     assert find_images(str(tmp_path), tmp_path) == tmp_path
-    with pytest.raises(UserError, match="neither a folder or file here nor a packed set"):
+    with pytest.raises(UserError, match="no packed set of that name in"):
         find_images("days", pack.path.parent)
 
 
