@@ -100,8 +100,8 @@ def half_written(count: int, then: Callable[[], None]) -> None:
 
 
 def while_writing(count: int) -> None:
-    """The thread that writes the count-th checkpoint waits half way. Training continues, and dies after two steps; where
-    none are left, after a second."""
+    """The thread that writes the count-th checkpoint waits half way. Training continues, and dies after two steps, or
+    after a second where none are left."""
     half = threading.Event()
 
     def stop() -> None:
