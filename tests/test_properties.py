@@ -273,7 +273,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.fromarray(pixels).save(at / "photos" / name / f"{number}.png")
     run_cli("train", "--out", at / "done", *QUICK, "--evaluation.gallery", "true")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: StopsAt(3))
+        patch.setattr("ptlf.commands.train.Live", lambda name: StopsAt(3))
         steps = ["--checkpoint.every_steps", "1"]
         run_cli("train", "--out", at / "half", *QUICK, *steps, code=128 + signal.SIGTERM)
     pack = ["data", "pack", at / "photos", "--name", "set", "--size", "8", "--data-root", at / "data"]
@@ -287,7 +287,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a run its page takes long; `report` is tried for itself."""
-    monkeypatch.setattr("ptlf.commands.write_page", lambda *words: None)
+    monkeypatch.setattr("ptlf.commands.train.write_page", lambda *words: None)
 
 
 @contextlib.contextmanager
@@ -298,7 +298,7 @@ def only_built() -> Iterator[None]:
         Run(config, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ptlf.commands.train_in", build)
+        patch.setattr("ptlf.commands.train.train_in", build)
         yield
 
 

@@ -303,7 +303,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     assert main(["train", "--out", str(folder / "done"), *QUICK]) == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: StopsAt(3))
+        patch.setattr("ptlf.commands.train.Live", lambda name: StopsAt(3))
         code = main(["train", "--out", str(folder / "half"), *QUICK, "--checkpoint.every_steps", "1"])
     assert code == 128 + signal.SIGTERM
     return folder
@@ -399,7 +399,7 @@ def test_a_download_that_does_not_end_well(
 
 LIMITED = """
 import resource, sys
-from ptlf import commands
+import ptlf.commands.data
 from ptlf.cli import main
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (600 << 20),) * 2)

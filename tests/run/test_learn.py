@@ -101,7 +101,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def data(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PTLF_DATA", str(root))
-    monkeypatch.setattr("ptlf.commands.write_page", lambda *words: None)  # takes longer than these runs
+    monkeypatch.setattr("ptlf.commands.train.write_page", lambda *words: None)  # takes longer than these runs
 
 
 def config(name: str = "digits/simsiam/finetune", **settings: Any) -> Config:
@@ -341,7 +341,7 @@ def test_a_signal_stops_it_and_any_way_to_go_on_is_right(root: Path, tmp_path: P
         patch.setattr("ptlf.learner.Live", lambda name: StopsAt(1))
         assert main(["learn", "--trust-code", str(run)]) == 143
     with monkeypatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: StopsAt(1))
+        patch.setattr("ptlf.commands.train.Live", lambda name: StopsAt(1))
         assert main(["train", "--trust-code", "--resume", str(run)]) == 143
     shutil.copytree(run, tmp_path / "other")
     assert main(["learn", "--trust-code", str(run)]) == 0
@@ -811,7 +811,7 @@ def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) ->
         assert watched(tmp_path / "run", inbox, *WORDS) == 143
     assert f"`ptlf learn {tmp_path / 'run'} --watch {inbox}` goes on from here" in capsys.readouterr().err
     assert watched(tmp_path / "run", inbox) == 0
-    assert "What it came to" in capsys.readouterr().out
+    assert "Summary" in capsys.readouterr().out
     (inbox / "empty").mkdir()
     assert watched(tmp_path / "run", inbox) == 0
     told = f"nothing new in {inbox}: its subfolders were learnt or hold no images\n"
