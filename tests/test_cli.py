@@ -319,7 +319,7 @@ def test_a_folder_of_runs_in_place_of_a_run(capsys, tmp_path, place: str) -> Non
     (tmp_path / "runs" / place / "results.json").write_text("{}")
     (tmp_path / "photographs").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "photographs" / "one.png")
-    verbs = [["evaluate", runs], ["evaluate", runs, "--card", str(tmp_path)], ["train", "--resume", runs]]
+    verbs = [["evaluate", runs], ["train", "--resume", runs]]
     verbs += [["export", runs, "--to", str(tmp_path / "e.pt2")], ["watch", runs, "--once"]]
     verbs += [["embed", runs, str(tmp_path / "photographs"), "--out", str(tmp_path / "f.npz")]]
     verbs += [["report", runs]] * ("/" in place)  # which takes a folder of runs
