@@ -6,7 +6,7 @@ from ptlf.methods.method import Method, MethodConfig
 class Finetune(Method[MethodConfig]):
     """The objective alone, task after task."""
 
-    step_kinds = 1
+    recapture = "never"
 
 
 class Multitask(Finetune):

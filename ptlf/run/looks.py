@@ -22,7 +22,7 @@ from ptlf.run.results import write_json
 from ptlf.run.state import State
 from ptlf.run.watcher import Watcher
 from ptlf.training.cost import Stopwatch
-from ptlf.training.trainer import StepCost
+from ptlf.training.trainer import MeasuredStep
 
 SAMPLE = 512  # images of a task whose features are measured after it
 
@@ -107,7 +107,7 @@ class Looks(State):
             self.heed()
         return self.trainer.sample_gradients(indices, self.random["correlation"], weights)
 
-    def cost_of_step(self, indices: np.ndarray) -> StepCost:
+    def cost_of_step(self, indices: np.ndarray) -> MeasuredStep:
         """Measured after an epoch of such steps: compilation and algorithm search are then paid for."""
         if self.variant not in self.step_costs:
             with self.clock("measuring"):

@@ -97,7 +97,7 @@ class Run(Looks):
             self.save_gallery()
             self.save_results()
         while self.task < len(self.stream.tasks):
-            self.trainer.images = self.stream.tasks[self.task].images
+            self.trainer.begin_task(self.stream.tasks[self.task].images)
             self.train_task(self.stream.tasks[self.task].train)
         self.freezing.freezer.thaw()
         self.look("after")

@@ -16,7 +16,7 @@ from ptlf.run.start import find_given, make_reference, starting_encoder
 from ptlf.stream import Stream
 from ptlf.stream.images import open_images
 from ptlf.stream.loading import Sources
-from ptlf.training.distributed import make_alike
+from ptlf.training.distributed import broadcast_and_sync_bn
 from ptlf.training.trainer import Trainer
 from ptlf.views import normalise
 
@@ -68,7 +68,7 @@ class Parts:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         method = build.make_method(config, self.stream, self.model, self.view_size, self.random["method"])
         self.method = method.to(self.device)
-        make_alike([self.model, self.method], config.distributed)
+        broadcast_and_sync_bn([self.model, self.method], config.distributed)
         parameters = [*self.model.parameters(), *self.method.parameters()]
         optimizer = build.make_optimizer(config.training, [p for p in parameters if p.requires_grad])
         self.trainer = Trainer(

@@ -30,7 +30,7 @@ from ptlf.training.checkpoint import (
 )
 from ptlf.training.cost import Stopwatch
 from ptlf.training.process import StopSignals
-from ptlf.training.trainer import EpochState, StepCost
+from ptlf.training.trainer import EpochState, MeasuredStep
 
 NAMED: Json = {"*": dict}
 # Of a checkpoint, as far as it is used before or beside loading: its tensors are checked where they are loaded.
@@ -86,7 +86,7 @@ class State(Parts):
         self.prepared = False  # `train` has found the folder as it should be
         self.compiles = False  # the next step, since its operations changed
         self.variant = ""  # key of the step's operations as units are frozen now
-        self.step_costs: dict[str, StepCost] = {}  # by variant
+        self.step_costs: dict[str, MeasuredStep] = {}  # by variant
         self.begun: list[list[dict[str, Any]]] = []  # by task, see `images_begun`
         self.encoder_sha256: str | None = None  # of the file, once it is written
         self.commit, self.status = source_commit(), "running"

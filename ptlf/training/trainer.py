@@ -86,7 +86,7 @@ class EpochState:
 
 
 @dataclass(frozen=True)
-class StepCost:
+class MeasuredStep:
     kept_bytes: int
     backward_flops_per_view: float
     peak_memory_bytes: int | None  # of forward and backward, uncaptured: a captured graph's memory is not counted
@@ -164,6 +164,10 @@ class Trainer:
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.trained(), self.config.clip, foreach=True)
 
+    def begin_task(self, images: Images) -> None:
+        """From here on, indices are those of these images."""
+        self.images = images
+
     def begin_epoch(self) -> EpochState:
         return EpochState(self.random["order"].get_state())
 
@@ -193,7 +197,7 @@ class Trainer:
         self.rebuilds += 1
         kept = self.kept_state if self.engine_kind == "captured" else {}
         complete = prepare_state(self.update_rule, self.optimizer, kept)
-        name = f"{self.method.branch()} {module_variant(self.model)} {module_variant(self.method)}"
+        name = f"{self.method.graph_key()} {module_variant(self.model)} {module_variant(self.method)}"
         addresses = tuple(tensor.data_ptr() for tensor in self.held())
         if complete:
             self.built = name, addresses, self.pieces()
@@ -208,7 +212,7 @@ class Trainer:
         self.model.train()
         if (pieces := step_pieces(self.model.encoder)) is None:
             return None
-        return pieces | {(self.method.branch(), module_variant(self.model.objective), module_variant(self.method))}
+        return pieces | {(self.method.graph_key(), module_variant(self.model.objective), module_variant(self.method))}
 
     def held(self) -> list[Tensor]:
         """All that a step reads or writes beside its batch."""
@@ -269,7 +273,7 @@ class Trainer:
         full, rest = divmod(len(indices), self.config.batch)
         return full + (self.usable(rest) > 0)
 
-    def cost_of_step(self, indices: np.ndarray) -> StepCost:
+    def cost_of_step(self, indices: np.ndarray) -> MeasuredStep:
         """Bytes kept for backward and backward FLOPs of a step with the current frozen set. Changes no state.
 
         What is there anyway (parameters, buffers, folded weights) does not count, nor do forwards without a backward
@@ -285,7 +289,7 @@ class Trainer:
             if peak is not None:  # without what the rehearsal itself keeps, to put things back
                 peak -= sum(tensor.nbytes for tensor in {*tensors_of(self.model), *tensors_of(self.method)})
         self.optimizer.zero_grad(set_to_none=True)
-        return StepCost(kept, flops / (len(batch) * len(batch.views)), peak)
+        return MeasuredStep(kept, flops / (len(batch) * len(batch.views)), peak)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,17 @@ class OptimizerConfig:
     name: str = key("sgd", "update rule, one for the whole stream; `ptlf list optimizers` names them")
 
 
-class UpdateRule:
+C = TypeVar("C", bound=OptimizerConfig)
+
+
+class UpdateRule(Generic[C]):
     """State carries over between tasks, but for what froze: that starts anew."""
 
     Config: ClassVar[type[OptimizerConfig]] = OptimizerConfig
     lr: ClassVar[float] = 0.03  # usual rate for a batch of 256, taken where a recipe is for another optimizer
 
     @staticmethod
-    def make(config: Any, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> Optimizer:
+    def make(config: C, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> Optimizer:
         """`lr` is a tensor on a GPU: the step may be captured there, and must read the rate from the device."""
         raise NotImplementedError
 
