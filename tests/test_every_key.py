@@ -104,7 +104,6 @@ VALUES: Settings = {
     "freezing.policy.name": "ascending",
     "cost_aware freezing.policy.sharpness": 0.0,
     "freezing.initial": 0.34,
-    "freezing.stream_final": 1.0,
     "freezing.shape": "constant",
     "lars training.optimizer.eta": 1e-4,
     "training.clip": 0.01,
@@ -119,7 +118,6 @@ VALUES: Settings = {
     "probes.linear.lr": 5.0,
     "probes.linear.momentum": 0.0,
     "probes.linear.weight_decay": 0.1,
-    "probes.ridge.penalty": 100.0,
 }
 WITHOUT_EFFECT = {
     "recipe": "says where the other settings came from",
@@ -127,7 +125,6 @@ WITHOUT_EFFECT = {
     "stream.resident": "the same images from another place",
     "vit-small encoder.image_size": "another than the size of the views does not fit",
     "training.engine": "the same step, made faster; compiling takes longer than all of these runs",
-    "freezing.ratios": "the same choice; these encoders have no unit so wide that a ratio is left out",
     "evaluation.batch": "the same features, in more or fewer forwards",
     "distributed.sync_batch_norm": "one process has nobody to share statistics with",
 }
@@ -201,7 +198,7 @@ def another(case: Case) -> Any:
     elif value is not None and float in kinds:
         candidates = [value / 2, 2 * value, 0.5]
     for other in candidates:
-        gt, ge, le = (bounds[name] for name in ("gt", "ge", "le"))
+        gt, ge, le = (bounds.get(name) for name in ("gt", "ge", "le"))
         too_low = (gt is not None and other <= gt) or (ge is not None and other < ge)
         if other != value and not too_low and not (le is not None and other > le):
             return other

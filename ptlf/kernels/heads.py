@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ptlf.encoders.norm import SharedBatchNorm1d, is_usual
+from ptlf.freezing import replaced_forward
 from ptlf.kernels.norm import next_power_of_2, norm_relu
 from ptlf.objectives.heads import MLP, NegativeCosine
 
@@ -60,7 +61,7 @@ def is_known(layer: nn.Module) -> bool:
 def is_as_built(module: nn.Module) -> bool:
     """Whether its forward is its class's own, and no hooks are registered."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return "forward" not in module.__dict__ and not any(hooks)
+    return replaced_forward(module) is None and not any(hooks)
 
 
 class FusedNegativeCosine(NegativeCosine):

@@ -20,6 +20,7 @@ from torch.utils._triton import has_triton
 
 from ptlf.core.errors import UserError
 from ptlf.encoders import norm
+from ptlf.freezing import replaced_forward
 from ptlf.kernels import resnet
 from ptlf.model import Accelerator
 from ptlf.views import apply_view
@@ -123,7 +124,7 @@ def module_variant(module: nn.Module) -> str:
     function it separates what the compiler's own guards may not notice."""
     names = []
     for child in module.modules():
-        replaced = type(child.__dict__["forward"]).__name__ if "forward" in child.__dict__ else "-"
+        replaced = "-" if (forward := replaced_forward(child)) is None else type(forward).__name__
         trained = "".join("01"[p.requires_grad] for p in child._parameters.values() if p is not None)
         names.append(replaced + trained)
     return " ".join(names)

@@ -13,7 +13,15 @@ from torch.autograd.function import once_differentiable
 
 from ptlf.encoders.norm import ViewBatchNorm2d, is_usual
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
-from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, fold, frozen_conv2d
+from ptlf.freezing.kernels import (
+    EvalMode,
+    ForwardPatch,
+    FrozenLayer,
+    MaskedReLU,
+    fold,
+    frozen_conv2d,
+    replaced_forward,
+)
 from ptlf.kernels import weight_gradients
 from ptlf.kernels.weight_gradients import Pair
 from ptlf.methods.pnn import Columns
@@ -48,8 +56,8 @@ def is_standard(layer: nn.Conv2d, norm: nn.Module) -> bool:
         return False
     if (layer.dilation, layer.groups, layer.padding_mode) != ((1, 1), 1, "zeros"):
         return False
-    patches = [module.__dict__["forward"] for module in (layer, norm) if "forward" in module.__dict__]
-    return is_usual(norm) and all(isinstance(patch, ForwardPatch) for patch in patches)
+    patches = [replaced_forward(layer), replaced_forward(norm)]
+    return is_usual(norm) and all(patch is None or isinstance(patch, ForwardPatch) for patch in patches)
 
 
 def residual_blocks(encoder: ResNet) -> list[Block]:
@@ -72,7 +80,7 @@ def step_pieces(encoder: nn.Module) -> frozenset[Hashable] | None:
     if not can_fuse(encoder):
         return None
     entries = [
-        (type(m.__dict__.get("forward")), *(p.requires_grad for p in m._parameters.values() if p is not None))
+        (type(replaced_forward(m)), *(p.requires_grad for p in m._parameters.values() if p is not None))
         for m in encoder.modules()
     ]
     first = next((index for index, entry in enumerate(entries) if any(entry[1:])), None)
@@ -87,7 +95,7 @@ def residual_branch(block: Block) -> list[tuple[Layers, nn.ReLU]]:
 
 def folded(layer: nn.Module) -> FrozenLayer | None:
     """The frozen layer's patch, if its norm is folded in."""
-    patch = layer.__dict__.get("forward")
+    patch = replaced_forward(layer)
     return patch if isinstance(patch, FrozenLayer) and patch.weight is not None else None
 
 
@@ -209,7 +217,7 @@ class Forward:
     def unit(self, layers: Layers, relu: nn.ReLU, x: Tensor, residual: Term = None, extra: Term = None) -> Twice:
         """relu(norm(layer(x)) + extra + residual)"""
         layer, norm = layers
-        as_bits = isinstance(relu.__dict__.get("forward"), MaskedReLU)
+        as_bits = isinstance(replaced_forward(relu), MaskedReLU)
         if layer not in self.biases:
             return self.norm_relu(self.convolve(layer, x), norm, residual, extra, as_bits=as_bits)
         bias = self.cast_biases[layer] if extra is None else (self.biases[layer] + extra).to(self.dtype)
@@ -220,7 +228,7 @@ class Forward:
         """Without the bias. A FrozenLayer saves only its weight for backward."""
         weight = self.weights[layer]
         settings: tuple[Pair, Pair] = layer.stride, layer.padding  # type: ignore[assignment]
-        if isinstance(layer.__dict__.get("forward"), FrozenLayer):
+        if isinstance(replaced_forward(layer), FrozenLayer):
             return frozen_conv2d(x, weight, None, *settings)
         beside = weight.requires_grad and weight.dtype is not layer.weight.dtype  # then `cast` joins them
         return weight_gradients.conv2d(x, weight, *settings) if beside else F.conv2d(x, weight, None, *settings)
@@ -229,7 +237,7 @@ class Forward:
         self, x: Tensor, norm: ViewBatchNorm2d, residual: Term = None, extra: Term = None,
         *, relu: bool = True, as_bits: bool = False,
     ) -> Twice:  # fmt: skip
-        if not isinstance(norm.__dict__.get("forward"), EvalMode):
+        if not isinstance(replaced_forward(norm), EvalMode):
             return self.kernels.norm_relu(x, norm, residual, extra, relu=relu, as_bits=as_bits)
         x = norm(x)  # frozen but not folded: plain PyTorch
         for term in (residual, None if extra is None else extra.to(x.dtype).view(-1, 1, 1)):

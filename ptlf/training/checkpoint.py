@@ -142,7 +142,7 @@ class Checkpoints:
                 raise UserError(f"cannot remove {old}: {error.strerror or error}") from error
 
     def load(self) -> dict[str, Any] | None:
-        """The newest intact state. A damaged file is reported and renamed to *.damaged."""
+        """The newest intact state. A damaged file is logged and renamed to *.damaged."""
         self.finish()
         for part in self.folder.glob(".*.part"):  # left by a process that was killed while writing
             part.unlink(missing_ok=True)
@@ -151,7 +151,7 @@ class Checkpoints:
                 state = read_checkpoint(path)
             except DamagedCheckpoint as reason:
                 path.rename(path.with_name(path.name + ".damaged"))
-                processes.warn(f"ptlf: {path} is damaged ({reason}); trying the one before it")
+                processes.warn(f"{path} is damaged ({reason}); trying the one before it")
                 continue
             self.last = path
             return state

@@ -580,7 +580,7 @@ class TapedEngine(engine.CapturedEngine):
         self.run, self.did = run, []
 
     def uncaptured(self, batch):
-        self.did.append((self.run.position.task, "run"))
+        self.did.append((self.run.progress.position.task, "run"))
         return self.body(batch)
 
     def capture(self, mine, batch):
@@ -592,7 +592,7 @@ class TapedEngine(engine.CapturedEngine):
         with torch.no_grad():
             for tensor, value in zip(held, before, strict=True):
                 tensor.detach().copy_(value)
-        self.did.append((self.run.position.task, "capture"))
+        self.did.append((self.run.progress.position.task, "capture"))
         mine.batch, mine.graph = batch, tape
 
 
@@ -675,11 +675,11 @@ def test_gradients_for_the_ratios_are_replayed(tiny, recording, monkeypatch, obj
 
     class Noted(TapedEngine):
         def uncaptured(self, batch):
-            sampled.extend([(self.run.position.task, "run")] * (self.run.trainer.sampled is not None))
+            sampled.extend([(self.run.progress.position.task, "run")] * (self.run.trainer.sampled is not None))
             return super().uncaptured(batch)
 
         def capture(self, mine, batch):
-            sampled.extend([(self.run.position.task, "capture")] * (self.run.trainer.sampled is not None))
+            sampled.extend([(self.run.progress.position.task, "capture")] * (self.run.trainer.sampled is not None))
             super().capture(mine, batch)
 
     monkeypatch.setitem(globals(), "TapedEngine", Noted)
@@ -699,9 +699,9 @@ def test_replayed_graphs_with_another_optimizer(tiny, recording, monkeypatch, op
 
 @pytest.mark.parametrize("policy", ["ascending", "correlation"])
 def test_replayed_graphs_of_units_that_stay_frozen(tiny, recording, monkeypatch, policy: str) -> None:
-    """Where the final share grows over the stream, and a task begins with units frozen."""
-    over_stream = {"freezing__final": 0.34, "freezing__stream_final": 0.67, "freezing__thaw": "needed"}
-    config = small_config(tiny, "simsiam", "lump", **over_stream, freezing__policy=policy)
+    """Where a task begins with units frozen."""
+    keep = {"freezing__final": 0.67, "freezing__thaw": "needed"}
+    config = small_config(tiny, "simsiam", "lump", **keep, freezing__policy=policy)
     plain, taped = trained_both_ways(config, monkeypatch)
     assert_same_run(plain, taped)
     assert plain.freezing.log == taped.freezing.log
