@@ -2,8 +2,7 @@
 
 The moments, in order: `begin_task`, then per step `draw` (host randomness), `mix` (what the loss sees), `losses`,
 `after_backward` (before the optimizer's step), `remember` (after it), and `end_task`. Its parameters are trained with
-the model's. Everything that a method needs to go on after a break is in its `state_dict`; `begin_task` is not called
-again for a task that goes on.
+the model's. All that a resumed run needs is in its `state_dict`; `begin_task` is not called again for a resumed task.
 """
 
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ class Method(nn.Module, Generic[C]):
     needs_memory = False  # `memory` is there even if the freezing needs none
     needs_outputs = False  # the memory stores the encoder's vectors too
     freezable = True  # may be combined with a freezing policy
-    # Before which tasks a captured step (a CUDA graph) is recorded anew: where its operations are not those of before.
+    # Before which tasks a captured step (a CUDA graph) is recorded again, because its operations differ.
     recapture: Literal["every_task", "second_task", "never"] = "every_task"
     mixes_images = False  # a label per image says nothing: refuses objectives that need labels
     distills = False  # compares projections with an earlier model's: refuses objectives without `distill`
@@ -51,7 +50,7 @@ class Method(nn.Module, Generic[C]):
 
     @staticmethod
     def adapt_encoder(config: Any, encoder: nn.Module, tasks: int) -> nn.Module:
-        """The encoder this method trains on a stream of so many tasks, made from the one asked for."""
+        """The encoder this method trains on a stream of this many tasks, made from the configured one."""
         return encoder
 
     def begin_task(self, index: int, model: Model) -> None:
@@ -59,7 +58,7 @@ class Method(nn.Module, Generic[C]):
         self.task = index
 
     def graph_key(self) -> str:
-        """What a step's operations depend on, beside which units are frozen. A graph captured in an earlier task is
+        """What a step's operations depend on, besides which units are frozen. A graph captured in an earlier task is
         replayed in this one only if its key was the same."""
         recorded_in = {"every_task": self.task, "second_task": min(self.task, 1), "never": 0}
         return f"task {recorded_in[self.recapture]}"

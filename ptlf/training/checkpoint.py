@@ -34,9 +34,9 @@ NAME = re.compile(r"(?:after-task(\d+)|task(\d+)-epoch(\d+)-step(\d+))\.ckpt")
 @dataclass
 class CheckpointConfig:
     enabled: bool = key(True, "save checkpoints; false = a run that is stopped starts again from the beginning")
-    every_epochs: int = key(1, "save after every so many epochs of a task; 0 = only after each task", ge=0)
-    every_steps: int = key(0, "save after every so many steps of an epoch too; 0 = never", ge=0)
-    every_minutes: float = key(0.0, "save after so many minutes without a checkpoint too; 0 = never", ge=0)
+    every_epochs: int = key(1, "save every N epochs of a task; 0 = only after each task", ge=0)
+    every_steps: int = key(0, "also save every N steps of an epoch; 0 = never", ge=0)
+    every_minutes: float = key(0.0, "also save after N minutes without a checkpoint; 0 = never", ge=0)
     keep: int = key(2, "how many to keep, besides the one after each task", ge=1)
     keep_tasks: int | None = key(None, "how many of those after each task to keep, the last ones; null = all", ge=1)
 

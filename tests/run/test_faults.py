@@ -262,7 +262,7 @@ def test_a_second_sigterm_changes_nothing() -> None:
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked == signal.SIGTERM
+        assert stop.stop_signal == signal.SIGTERM
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
@@ -270,7 +270,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     try:
         with StopSignals() as stop:
             os.kill(os.getpid(), signal.SIGINT)
-            assert stop.asked is None
+            assert stop.stop_signal is None
     finally:
         signal.signal(signal.SIGINT, before)
 

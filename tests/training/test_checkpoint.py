@@ -607,11 +607,11 @@ def test_checkpoints_can_be_switched_off(tiny, tmp_path) -> None:
 def test_an_epoch_may_go_on_with_a_step_more_or_less() -> None:
     """With another number of processes the last, smaller batch may be used or dropped."""
     progress = EpochState(torch.zeros(1), steps=2, losses={"ssl": torch.tensor([1.0, 2.0, 0.0])})
-    progress.fit(4)
+    progress.resize(4)
     progress.add({"ssl": torch.tensor(3.0)}, 2, of=4)
     progress.add({"ssl": torch.tensor(4.0)}, 2, of=4)
     assert progress.losses["ssl"].tolist() == [1, 2, 3, 4]
-    progress.fit(2)
+    progress.resize(2)
     assert progress.losses["ssl"].tolist() == [1, 2]
 
 

@@ -91,10 +91,10 @@ def test_other_norms_keep_two_passes() -> None:
 def light_compiler(monkeypatch):
     """Traces and splits like the real compiler, and leaves out the slow code generation."""
     monkeypatch.setattr(parts, "BACKEND", "aot_eager")
-    parts.compiled.cache_clear()
+    parts.compile_part.cache_clear()
     torch._dynamo.reset()
     yield
-    parts.compiled.cache_clear()
+    parts.compile_part.cache_clear()
     torch._dynamo.reset()
 
 
@@ -120,7 +120,7 @@ def test_compiled_heads_keep_the_views_apart(light_compiler) -> None:
     torch.manual_seed(0)
     head = mlp(6, 4, 6).double()
     views = [torch.randn(5, 6, dtype=torch.float64), 3 * torch.randn(5, 6, dtype=torch.float64) + 1]
-    expected, found = each_view(head, views), parts.compiled(each_view)(copy.deepcopy(head), views)
+    expected, found = each_view(head, views), parts.compile_part(each_view)(copy.deepcopy(head), views)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert not torch.allclose(head(torch.cat(views)), torch.cat(expected))  # shared statistics would show
 
@@ -135,7 +135,7 @@ def test_only_full_batches_are_compiled(monkeypatch) -> None:
 
         return call
 
-    monkeypatch.setattr(parts, "compiled", noting)
+    monkeypatch.setattr(parts, "compile_part", noting)
     encoder, fast_parts = small(), FastParts(4, CPU)
     gradients(encoder, list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)), fast_parts)
     segments = [("call_module", 8)] * len(encoder.segments())

@@ -250,7 +250,7 @@ def stop_after(run: Run, position: tuple[int, int]) -> None:
 
     def stop() -> None:
         if (run.progress.position.task, run.progress.position.epoch) == position and run.progress.position.step == 0:
-            run.signals.asked = 15
+            run.signals.stop_signal = 15
         save_or_stop()
 
     run.save_or_stop = stop

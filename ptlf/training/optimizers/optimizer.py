@@ -22,7 +22,7 @@ C = TypeVar("C", bound=OptimizerConfig)
 
 
 class UpdateRule(Generic[C]):
-    """State carries over between tasks, but for what froze: that starts anew."""
+    """State carries over between tasks; that of what froze starts again."""
 
     Config: ClassVar[type[OptimizerConfig]] = OptimizerConfig
     lr: ClassVar[float] = 0.03  # usual rate for a batch of 256, taken where a recipe is for another optimizer
@@ -37,7 +37,7 @@ class UpdateRule(Generic[C]):
         """The state that the parameter's first step starts from, by the names in `Optimizer.state`.
 
         With it, a captured step can be replayed after the parameter froze and thawed. None = unknown: after every
-        freeze the step is captured anew.
+        freeze the step is captured again.
         """
         return None
 
@@ -48,7 +48,7 @@ def prepare_state(rule: type[UpdateRule], optimizer: Optimizer, kept: dict[Tenso
     whether all of them have one.
 
     A captured step writes to the addresses it saw. `kept` holds the state every parameter had, so that after a thaw it
-    starts anew in the same tensors. Where the rate is a number, steps are never captured, and nothing is done.
+    starts again in the same tensors. Where the rate is a number, steps are never captured, and nothing is done.
     """
     complete = True
     for group in optimizer.param_groups:
