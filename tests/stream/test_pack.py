@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ import pytest
 
 from ptlf.core.errors import UserError
 from ptlf.stream import pack as packing
+from ptlf.stream.disk import natural
 from ptlf.stream.folders import pack_folder
-from ptlf.stream.pack import list_packs, natural, open_pack, verify_pack, write_pack
+from ptlf.stream.pack import list_packs, open_pack, verify_pack, write_pack
 
 RNG = np.random.default_rng(0)
 
@@ -77,6 +79,12 @@ def test_bad_names(tmp_path: Path, name: str) -> None:
         pack_folder(tmp_path, tmp_path, name, size=4)
     with pytest.raises(UserError, match="cannot name"):
         open_pack(tmp_path, name)
+
+
+def test_names_of_classes_do_not_repeat(tmp_path: Path) -> None:
+    pack = replace(described(tmp_path / "s"), names=("a", "b", "a"))
+    with pytest.raises(UserError, match="names repeat: 'a'"):
+        write_pack(pack, {"train": (6, [arrays()])})
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -148,7 +156,7 @@ def test_disk_errors_become_one_sentence(
 def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=6 * 4 * 4 * 3 - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match=f"no space left on {tmp_path}: 288 bytes needed, 287 bytes free"):
+    with pytest.raises(UserError, match=f"no space left on {tmp_path}: 288 B needed, 287 B free"):
         small_pack(tmp_path)
 
 
