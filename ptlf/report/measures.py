@@ -14,7 +14,7 @@ from ptlf.report.intervals import BEFORE, RANDOM
 from ptlf.report.runs import LATER_KEPT, LATER_PEAK, STEADY_SECONDS
 
 if TYPE_CHECKING:
-    from ptlf.report.runs import Group
+    from ptlf.report.runs import Comparison, Group
 
 SCALES = {"MiB": 2**20, "T": 1e12, "G": 1e9}  # of the recorded value; 1 for other units
 WITHIN, AMONG = "within the task", "among all classes"
@@ -127,6 +127,19 @@ HEADLINE_COSTS = [*MAIN_COSTS[:2], WHOLE_PEAK, MAIN_COSTS[-1]]
 MEANS = "over the epochs after the first task, in which nothing freezes"
 LAST_EPOCH = "last epoch: the one with the most units frozen"
 FIRST_PEAK = "the peak of a whole run is that of its first epochs, with nothing frozen yet: freezing does not lower it"
+
+
+def main_measures(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:
+    """The accuracies of these probes, what was known before, and the main costs, as far as a run has them."""
+    known = [probe for probe in comparison.known if probe in probes] or comparison.known[:1]
+    measures = [measure for probe in probes for measure in probe_measures(probe)[:2]]
+    measures += [measure for probe in known for measure in reference_measures(probe)[1:]]
+    return recorded(comparison, measures + steady(MAIN_COSTS, comparison.groups))
+
+
+def recorded(comparison: Comparison, measures: Sequence[Measure]) -> list[Measure]:
+    """Those that a run has."""
+    return [m for m in measures if any(group.values(m.path) for group in comparison.groups)]
 
 
 def compiled(groups: Sequence[Group]) -> bool:

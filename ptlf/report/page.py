@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -14,8 +15,7 @@ from markupsafe import Markup, escape
 from ptlf import __version__
 from ptlf.core.files import write_whole
 from ptlf.report import paired
-from ptlf.report.drawing import FONT, sprite_definition, to_png, to_svg
-from ptlf.report.figures.accuracy import measured, recorded
+from ptlf.report.drawing import FONT, Colours, coded, file_png, file_svg, page_svg, settings, themed
 from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
 from ptlf.report.intervals import wilson
 from ptlf.report.measures import (
@@ -26,12 +26,13 @@ from ptlf.report.measures import (
     WHOLE_PEAK,
     Measure,
     compiled,
+    main_measures,
     probe_measures,
+    recorded,
     steady,
 )
-from ptlf.report.parts import FULL, ONE_COLUMN, PHONE, TWO_COLUMNS, Figure, parts
+from ptlf.report.parts import Figure, Part, Picture, parts
 from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
-from ptlf.report.theme import colours
 from ptlf.run.compat import arrived_tasks, identity_settings
 from ptlf.run.results import STEADY
 
@@ -58,17 +59,16 @@ def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None
 
 
 def write_figures(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
-    """Each picture as NAME.svg and NAME.png on white, at print size. How many files."""
+    """Each picture as NAME.svg and NAME.png on white. How many files."""
     comparison = read_comparison(folders, baseline)
-    theme = colours(False, comparison.tasks)
+    colours = themed(False, comparison.tasks)
     out.mkdir(parents=True, exist_ok=True)
     written = 0
-    for figure in (figure for part in parts(comparison) for figure in part.figures):
-        width = ONE_COLUMN if figure.width < FULL and comparison.tasks <= 10 else TWO_COLUMNS
-        for picture in figure.pictures:
-            if drawing := picture.draw(width):
-                write_whole(out / f"{picture.name}.svg", to_svg(drawing, theme))
-                write_whole(out / f"{picture.name}.png", to_png(drawing, theme))
+    with matplotlib.rc_context(settings(colours)):
+        for picture in (p for part in parts(comparison) for figure in part.figures for p in figure.pictures):
+            if canvas := picture.draw(colours):
+                write_whole(out / f"{picture.name}.svg", file_svg(canvas, picture.name))
+                write_whole(out / f"{picture.name}.png", file_png(canvas))
                 written += 2
     return written
 
@@ -78,17 +78,16 @@ def page(comparison: Comparison) -> str:
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, **tidy)
     templates.filters["code"] = code
     config = comparison.groups[0].config
-    sprites: dict[Markup, None] = {}  # every sheet of tiles is in the page once
+    colours = coded(comparison.tasks)
     stream, tasks, epochs = config["stream"]["name"], comparison.tasks, comparison.epochs
     numbers = f"{tasks} task{'s' * (tasks != 1)}, {in_words(epochs)} epoch{'s' * (epochs != [1])} each"
     return templates.get_template("page.html").render(
         title=title_of_page(comparison, stream),
         kicker=f"{stream} · {numbers}, {config['encoder']['name']}",
-        parts=[vars(part) | {"figures": [drawn(f, sprites) for f in part.figures]} for part in parts(comparison)],
-        sprites=sprites,
+        parts=[shown_part(part, colours) for part in parts(comparison)],
         groups=comparison.groups,
         base=comparison.baseline,
-        tables=tables(measured(comparison, comparison.probes)),
+        tables=tables(main_measures(comparison, comparison.probes)),
         probes=comparison.probes,
         tested=any(g.interval(("probes", p, "accuracy")) for g in comparison.groups for p in comparison.probes),
         older=OLDER if any("test_images" not in g.first for g in comparison.groups if g.first["probes"]) else "",
@@ -108,8 +107,8 @@ def page(comparison: Comparison) -> str:
         differences=differences(comparison),
         details=[details(run, group) for group in comparison.groups for run in group.runs],
         version=__version__,
-        light=colours(False, comparison.tasks),
-        dark=colours(True, comparison.tasks),
+        light=themed(False, comparison.tasks),
+        dark=themed(True, comparison.tasks),
         font=Markup(FONT),
         **headline(comparison),
     )
@@ -150,7 +149,7 @@ def headline(comparison: Comparison) -> dict[str, Any]:
         return {"told": lines, "best": [], "joint": []} | named
     best, joint = [], [group for group in told if group.joint]
     ranked = [group for group in comparison.groups if group not in joint] or comparison.groups
-    scores = [measure for measure in measured(comparison, comparison.probes[:1]) if not measure.cost]
+    scores = [measure for measure in main_measures(comparison, comparison.probes[:1]) if not measure.cost]
     for measure in scores + recorded(comparison, steady(HEADLINE_COSTS, comparison.groups)):
         means = [(mean, group) for group in ranked if (mean := group.mean(measure.path)) is not None]
         means.sort(key=lambda pair: pair[0], reverse=measure.rising)
@@ -272,7 +271,7 @@ def relative(group: Group, base: Group | None, measure: Measure) -> tuple[str, s
 def paired_rows(comparison: Comparison) -> list[tuple[Measure, list[tuple[Group, str]]]]:
     """A row per measure with the difference of every run that shares two seeds or more with the baseline."""
     others, base = paired.several_seeds(comparison.groups, comparison.baseline), comparison.baseline
-    measures = measured(comparison, comparison.probes) + recorded(comparison, [WHOLE_PEAK]) if others else []
+    measures = main_measures(comparison, comparison.probes) + recorded(comparison, [WHOLE_PEAK]) if others else []
     return [(m, [(group, paired.by_seed_words(group, base, m)) for group in others]) for m in measures]
 
 
@@ -298,17 +297,17 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
             yield group.label, f": {group.doubt}"
 
 
-def drawn(figure: Figure, sprites: dict[Markup, None]) -> dict[str, Any]:
-    """Each picture twice, for a desk and for a phone; the style sheet shows one."""
-    pictures = []
-    for picture in figure.pictures:
-        desk, phone = picture.draw(figure.width), picture.draw(PHONE)
-        if desk and phone:
-            sprites[sprite_definition(desk)] = None
-            pictures.append((picture, to_svg(desk), to_svg(phone)))
-    full = figure.width > 600
-    grid = "whole" if full or len(pictures) == 1 else "halves" if figure.width > 400 else "thirds"
-    return vars(figure) | {"drawn": pictures, "size": "full" if full or len(pictures) > 1 else "half", "grid": grid}
+def shown_part(part: Part, colours: Colours) -> dict[str, Any]:
+    """With the figures that have something to show."""
+    with matplotlib.rc_context(settings(colours)):
+        figures = [vars(figure) | {"drawn": drawn(figure, colours)} for figure in part.figures]
+    return vars(part) | {"figures": [figure for figure in figures if figure["drawn"]]}
+
+
+def drawn(figure: Figure, colours: Colours) -> list[tuple[Picture, Markup]]:
+    canvases = [(picture, picture.draw(colours)) for picture in figure.pictures]
+    labels = {p.name: f"{figure.title}, {p.group.label}" if p.group else figure.title for p in figure.pictures}
+    return [(p, page_svg(canvas, p.name, labels[p.name], colours)) for p, canvas in canvases if canvas]
 
 
 def tables(measures: Sequence[Measure]) -> list[Sequence[Measure]]:

@@ -5,42 +5,50 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from matplotlib.figure import Figure as Canvas
+
 from ptlf.report import paired
-from ptlf.report.drawing import Drawing
-from ptlf.report.figures import accuracy, cost, freezing, frontier, gallery, learning
+from ptlf.report.drawing import Colours
+from ptlf.report.figures import accuracy, freezing, frontier, gallery, lines
 from ptlf.report.intervals import by_tasks_seen, neighbours
-from ptlf.report.measures import COSTS, title_of
-from ptlf.report.runs import OLDER, Comparison, Group, policy_of
+from ptlf.report.measures import COSTS, SCALES, Measure, main_measures, probe_measures, title_of
+from ptlf.report.runs import FEATURES, OLDER, Comparison, Group, policy_of
 
 OVER_TASKS = {
     "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
-    "forgetting": "How many points the earlier tasks have lost since their best before the last one; lower is better.",
+    "forgetting": "Drop from each earlier task's best accuracy, in percentage points; lower is better.",
 }
 TASKS_SEEN = {  # what a k that grows with the tasks means for them
     "accuracy": " k is the number of tasks seen so far: accuracies after different tasks have different k.",
     "forgetting": " k is the number of tasks seen so far: the accuracies compared here have different k.",
 }
+OF_FEATURES = {
+    "effective_rank": "After each task, how many directions the features of its images use (exp of the singular "
+    "values' entropy).",
+    "spread": "After each task, how far the normalised features of its images differ: 1 is evenly, 0 a collapse.",
+}
 # In pictures: of two seeds the t interval would be nine times as wide, and no line could be told from another.
 DEVIATION = "{} are one standard deviation over seeds, narrower than an interval."
-FULL, HALF, THIRD, PHONE = 1040.0, 500.0, 320.0, 343.0  # widths in pixels
-TWO_COLUMNS, ONE_COLUMN = 704.0, 344.0  # on paper, where a unit is 0.7 points: 7 inches and 3.5
+MARKED = "Triangles or dots mark freezing."
 
 
 @dataclass
 class Picture:
-    """One drawing at any width. `group` is the run where a figure has a picture per run."""
+    """group: the run, where a figure has a picture per run."""
 
     name: str
-    draw: Callable[[float], Drawing | None]
+    draw: Callable[[Colours], Canvas | None]
     group: Group | None = None
 
 
 @dataclass
 class Figure:
+    """grid: how many pictures stand beside each other on a wide page."""
+
     title: str
     how: str
     pictures: list[Picture]
-    width: float = FULL
+    grid: str = "halves"
 
 
 @dataclass
@@ -50,12 +58,12 @@ class Part:
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, title: str, how: str, pictures: list[Picture], width: float = FULL) -> None:
+    def add(self, title: str, how: str, pictures: Sequence[Picture], grid: str = "halves") -> None:
         if pictures:
-            self.figures.append(Figure(title, how, pictures, width))
+            self.figures.append(Figure(title, how, list(pictures), grid))
 
 
-def per_run(name: str, draw: Callable[[Group, float], Drawing | None], groups: Sequence[Group]) -> list[Picture]:
+def per_run(name: str, draw: Callable[[Group, Colours], Canvas | None], groups: Sequence[Group]) -> list[Picture]:
     slugs = [re.sub(r"[\W_]", "-", group.label.lower()).strip("-") for group in groups]
     return [Picture(f"{name}-{slug}", partial(draw, group), group) for slug, group in zip(slugs, groups, strict=True)]
 
@@ -74,19 +82,27 @@ def answer_part(comparison: Comparison) -> Part:
     better = "accuracy is better to the right, forgetting and every cost" if comparison.probes else "a cost is better"
     how = f"Each dot is {dot}: {better} to the left."
     if base:
-        how += f" The dashed line is {base.label}; costs carry their ratio to it."
+        how += f" The dotted line is {base.label}; costs carry their ratio to it."
     marked = any(paired.dagger(group, base, COSTS[0]) for group in comparison.groups)
     how += f" {paired.DAGGER}" * marked
     if max(seeds) > 1:
         how += f" {DEVIATION.format('Whiskers')}"
     if comparison.probes or len(comparison.groups) > 1:  # else there is nothing to compare
-        part.add("All runs at a glance", how, [Picture("answer", partial(accuracy.answer, comparison))])
-    if base and len(comparison.groups) > 2:
+        measures = main_measures(comparison, comparison.probes[:1])
+        glance = [Picture("-".join(("answer", *m.path[1:])), partial(accuracy.answer, comparison, m)) for m in measures]
+        part.add("All runs at a glance", how, glance, "thirds")
+    if base and comparison.probes and len(comparison.groups) > 2:
         how = f"Costs relative to {base.label}. The dashed line joins the runs whose means no other one beats in both."
         how += " A thin line joins runs that differ in the final share of frozen units alone, in its order."
         how += f" {DEVIATION.format('Bars')}" * (max(seeds) > 1)
         how += " Some times are of runs of different commits: compare them with care." * marked
-        part.add("What accuracy costs", how, [Picture("frontier", partial(frontier.frontier, comparison))])
+        pictures = [
+            Picture(f"frontier-{measure.short}-{name}", partial(frontier.frontier, comparison, cost, measure))
+            for measure in probe_measures(comparison.probes[0])[:2]
+            for name, cost in zip(("time", "memory"), frontier.COSTS, strict=True)
+            if len(frontier.points(comparison, cost, measure.path)) > 2
+        ]
+        part.add("What accuracy costs", how, pictures)
     if base is None and len(comparison.groups) > 1:
         part.notes.append("No baseline: none of these runs is LUMP without freezing; `--baseline` names another one.")
     return part
@@ -94,47 +110,66 @@ def answer_part(comparison: Comparison) -> Part:
 
 def accuracy_part(comparison: Comparison) -> Part:
     part = Part("accuracy", "What was learned, and what was kept")
-    several = any(len(group.runs) > 1 for group in comparison.groups)
+    several = f" {DEVIATION.format('Bands')}" * any(len(group.runs) > 1 for group in comparison.groups)
     for probe in comparison.probes:
         title = title_of(probe)
         tested = [group for group in comparison.groups if probe in group.first["probes"]]
         growing = any(by_tasks_seen(group.first["probes"][probe]) for group in tested)
         for what, how in OVER_TASKS.items():
-            line = Picture(f"{what}-{probe}", partial(accuracy.over_tasks, comparison, probe, what))
-            how += TASKS_SEEN[what] * growing + f" {DEVIATION.format('Bands')}" * several
-            part.add(f"{what.capitalize()} over tasks, {title}", how, [line], HALF)
-            if not any(pair for group in comparison.groups for pair in accuracy.by_task(group, probe, what)):
+            found = [(group, lines.by_task(group, probe, what)) for group in comparison.groups]
+            if any(series for _, series in found):
+                line = Picture(f"{what}-{probe}", partial(lines.over_tasks, found, 100.0))
+                how += TASKS_SEEN[what] * growing + several
+                part.add(f"{what.capitalize()} over tasks, {title}", how, [line])
+            else:
                 needed = "one task" if what == "accuracy" else "two tasks"
                 part.notes.append(f"No line of {what}, {title}: it needs {what}_by_task of at least {needed}.")
         how = "Accuracy in % after each task (row) on the classes of each task (column)."
         how += " A column shows how the accuracy on one task changes while later tasks are learned."
-        heat_map = partial(accuracy.heat_map, probe, accuracy.heat_bounds(comparison, probe))
+        draw = partial(accuracy.matrix, probe, accuracy.matrix_bounds(comparison.groups, probe))
         if widths := accuracy.half_widths(tested, probe):
             how += f" From the number of test images, the 95 % interval of a cell is at most ±{max(widths):.1f} points."
         records = [group.first["probes"][probe] for group in tested]  # with the same settings, or they are refused
         used = [row for values in records for row in values.get("used_by_task") or []]
         if words := neighbours(records[0] | {"used_by_task": used}):
             how += f" {words.removeprefix(', ')}."
-        part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", heat_map, tested), HALF)
+        shown = [group for group in tested if accuracy.matrix_cells(group, probe)]
+        part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", draw, shown))
     for probe in comparison.known:
-        how = "Accuracy in % on the images of `evaluation.reference`, before the first task (0) and after each."
-        line = Picture(f"known-{probe}", partial(accuracy.known_before, comparison, probe))
-        part.add(f"What it knew before, {title_of(probe)}", how.replace("`", ""), [line], HALF)
+        how = "Accuracy in % on the images of evaluation.reference, before the first task (0) and after each."
+        known = [(group, lines.known_by_task(group, probe)) for group in comparison.groups]
+        line = Picture(f"known-{probe}", partial(lines.over_tasks, known, 100.0))
+        part.add(f"What it knew before, {title_of(probe)}", how, [line])
     if untested := [group.label for group in comparison.groups if not group.first["probes"]]:
-        part.notes.append(
-            f"Not evaluated: {', '.join(untested)}. That needs labelled test images and evaluation.enabled."
-        )
+        needs = "That needs labelled test images and evaluation.enabled"
+        part.notes.append(f"Not evaluated: {', '.join(untested)}. {needs}.")
     return part
 
 
 def learning_part(comparison: Comparison) -> Part:
     part = Part("learning", "How it learned, without labels")
-    names = learning.losses(comparison)
-    if names:
-        how = "The mean of each loss over every epoch, with its own scale; triangles or dots mark freezing."
-        part.add("Losses", how, [Picture("losses", partial(learning.loss_curves, comparison))])
-    for key, (title, how) in learning.FEATURES.items():
-        part.add(title, how, [Picture(key, partial(learning.over_tasks, comparison, key))], HALF)
+    epochs = [line for group in comparison.groups for run in group.runs for line in run.epochs]
+    names = dict.fromkeys(name for line in epochs for name in line.get("loss", {}))
+    pictures = [
+        Picture(
+            f"loss-{name}",
+            partial(
+                lines.over_epochs,
+                comparison,
+                name,
+                lambda line, name=name: line.get("loss", {}).get(name),
+                False,
+                False,
+            ),
+        )
+        for name in names
+    ]
+    part.add("Losses", f"The mean of each loss over every epoch, with its own scale. {MARKED}", pictures)
+    for key, how in OF_FEATURES.items():
+        found = [(group, lines.features_by_task(group, key)) for group in comparison.groups]
+        if any(series for _, series in found):
+            picture = Picture(key, partial(lines.over_tasks, found, None))
+            part.add(f"{FEATURES[key].capitalize()} of the features", how, [picture])
     older = [group.label for group in comparison.groups if "features" not in group.first]
     if 0 < len(older) < len(comparison.groups):
         part.notes.append(f"No effective rank and no spread of {', '.join(older)}: {OLDER}.")
@@ -142,34 +177,35 @@ def learning_part(comparison: Comparison) -> Part:
 
 
 def ratio_part(comparison: Comparison) -> Part:
-    part, groups = Part("correlation", "Which units were chosen, and why"), freezing.written(comparison, "ratios")
+    part, groups = Part("correlation", "Which units were chosen, and why"), freezing.having(comparison, "ratios")
     how = "A line is a task, a row a unit: far right, the new task would change what the past used; filled dots froze."
     if any(freezing.left_out(group) for group in groups):
         how += " A ratio is missing where it was not needed: even with the maximum, 1, the unit would not have frozen."
-    lines = partial(freezing.ratio_lines, freezing.ratio_low(groups))
-    part.add("Task-correlation ratio by unit", how, per_run("ratios", lines, groups), HALF)
+    draw = partial(freezing.ratio_lines, freezing.ratio_low(groups))
+    part.add("Task-correlation ratio by unit", how, per_run("ratios", draw, groups))
     if not groups:
         part.notes.append("No run computed correlation ratios; a run with `--freezing.policy correlation` does.")
     supervised = {group.first.get("uses_labels", False) for group in groups}
     if len(supervised) == 1 and comparison.probes:  # else there are no labels
         missing = "self-supervised" if supervised == {True} else "supervised"
         part.notes.append(f"A {missing} run with `--freezing.policy correlation` would stand beside it here.")
-    several = [group for group in freezing.written(comparison, "events") if len(freezing.tasks_of(group)) > 1]
+    several = [group for group in freezing.having(comparison, "events") if len(freezing.tasks_of(group)) > 1]
     how = "Each cell is the share, in %, of frozen units that two tasks have in common: at 100 the same ones froze."
-    width, overlaps = HALF if comparison.tasks > 8 else THIRD, per_run("overlap", freezing.task_overlap, several)
-    part.add("Overlap of the selection between tasks", how, overlaps, width)
-    if again := freezing.by_epoch(comparison):
+    overlaps = per_run("overlap", freezing.task_overlap, several)
+    part.add("Overlap of the selection between tasks", how, overlaps, "halves" if comparison.tasks > 8 else "thirds")
+    again = [group for group in comparison.groups if policy_of(group.config) == "correlation"]
+    if again := [group for group in again if freezing.overlap_by_epoch(group)]:
         how = "How much of the selection stays when the ratios are computed again in a later epoch; 1 is all of it."
         picture = Picture("overlap-epochs", partial(freezing.epoch_overlap, again))
-        part.add("Overlap of the selection between epochs", how, [picture], HALF)
+        part.add("Overlap of the selection between epochs", how, [picture])
     elif groups:
         part.notes.append("Ratios were computed once per task; `--freezing.update per-epoch` shows how they change.")
     return part
 
 
 def freezing_part(comparison: Comparison) -> Part:
-    part, groups = Part("freezing", "What froze, and when"), freezing.written(comparison, "events")
-    how = "Units run down, epochs across, tasks side by side: a filled cell is a unit that was not updated."
+    part, groups = Part("freezing", "What froze, and when"), freezing.having(comparison, "events")
+    how = "Units run down, the epochs of all tasks across: a filled cell is a unit that was not updated."
     if any(len(group.runs) > 1 for group in groups):
         how += " Paler cells froze in only some of the seeds."
     part.add("Freezing map", how, per_run("freezing", freezing.freezing_map, groups))
@@ -182,12 +218,24 @@ def freezing_part(comparison: Comparison) -> Part:
 
 def cost_part(comparison: Comparison) -> Part:
     part = Part("cost", "What it cost, epoch by epoch")
-    if any(group.runs[0].epochs for group in comparison.groups):
-        how = "One cost per panel over all epochs; triangles or dots mark freezing; the seconds are of the steps alone."
-        part.add("Time and memory", how, [Picture("cost", partial(cost.per_epoch, comparison))])
-    else:
+    lines_of = [line for group in lines.with_epochs(comparison) for run in group.runs for line in run.epochs]
+    pictures = []
+    for measure in (measure for measure in COSTS if measure.epoch):
+        if highest := max((line.get(measure.epoch) or 0 for line in lines_of), default=0):
+            pictures.append(Picture(f"cost-{measure.epoch}", partial(cost_picture, comparison, measure, highest)))
+    how = f"One cost per panel over all epochs; the seconds are of the steps alone. {MARKED}"
+    part.add("Time and memory", how, pictures)
+    if not lines_of:
         part.notes.append("No epoch has been written down yet; a run writes them after its first task.")
     return part
+
+
+def cost_picture(comparison: Comparison, measure: Measure, highest: float, colours: Colours) -> Canvas | None:
+    """Seconds differ from epoch to epoch. Bytes are the most that is kept at once; the others add up."""
+    unit = "G" if measure.unit == "T" and highest < SCALES["T"] else measure.unit
+    title = f"{measure.title.split(',')[0]}, {unit}" + " per epoch" * (unit != "MiB")
+    value = lambda line: None if line.get(measure.epoch) is None else line[measure.epoch] / SCALES.get(unit, 1)  # noqa: E731
+    return lines.over_epochs(comparison, title, value, unit != "s", True, colours)
 
 
 def gallery_part(comparison: Comparison) -> Part:
@@ -202,6 +250,7 @@ def gallery_part(comparison: Comparison) -> Part:
     kinds = {"another class" if gallery.has_classes(group) else "another task" for group in shown}
     how = f"An image, then those with the nearest features; of {' or '.join(sorted(kinds))} where faded and underlined."
     part.add("Nearest images before and after", how, per_run("neighbours", gallery.neighbours, shown))
+    mapped = [group for group in shown if gallery.has_maps(group)]
     how = "Each dot is an image, coloured by its task; close dots have similar features (t-SNE, axes mean nothing)."
-    part.add("Map of the features", how, per_run("features", gallery.feature_map, shown), HALF)
+    part.add("Map of the features", how, per_run("features", gallery.feature_map, mapped))
     return part

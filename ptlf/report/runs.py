@@ -12,11 +12,11 @@ from ptlf.core.errors import UserError, unknown
 from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson, worsened
-from ptlf.report.theme import DASHES, MARKERS, RUNS
 from ptlf.run.compat import describe_difference, identity_key, identity_settings, other_images, stream_settings
 from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_evaluations, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
+RUN_COLOURS = 8
 Key = TypeVar("Key", int, tuple[int, int])
 LATER_KEPT = ("cost", "later_kept_bytes")
 LATER_PEAK = ("cost", "later_peak_memory_bytes")
@@ -67,6 +67,11 @@ class RunRecord:
         return None if value is None else value - compiling_seconds(self.results)
 
     @property
+    def known(self) -> dict[str, Json]:
+        """What the encoder knew before the stream, by probe."""
+        return known_probes(self.results)
+
+    @property
     def state(self) -> str:
         """Empty for a finished run, else what is there of it."""
         if self.finished:
@@ -86,16 +91,8 @@ class Group:
 
     @property
     def colour(self) -> int:
-        """The number of its role in the theme."""
-        return self.place if self.place < RUNS else 1 + (self.place - 1) % (RUNS - 1)
-
-    @property
-    def dash(self) -> str:
-        return DASHES[self.place % len(DASHES)]
-
-    @property
-    def marker(self) -> str:
-        return MARKERS[self.place % len(MARKERS)]
+        """The number of its role among the colours."""
+        return self.place if self.place < RUN_COLOURS else 1 + (self.place - 1) % (RUN_COLOURS - 1)
 
     @property
     def first(self) -> Json:
@@ -125,6 +122,11 @@ class Group:
     def freezes_later(self) -> bool:
         """Whether units froze, and none in the first epoch: its peak is then the run's."""
         return self.freezes and not any(run.epochs[0]["frozen"] for run in self.runs if run.epochs)
+
+    @property
+    def first_row(self) -> str:
+        """What the encoder before training is called beside the trained one."""
+        return "as given" if self.given else "untrained"
 
     @property
     def state(self) -> str:

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ptlf.core.words import clipped
-from ptlf.report import measures, paired, pareto
+from ptlf.report import measures, paired
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, steady, title_of
-from ptlf.report.runs import FEATURES, LATER_KEPT, Comparison, Group, RunRecord, known_probes, policy_of
+from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, steady
+from ptlf.report.runs import FEATURES, LATER_KEPT, Group, RunRecord, known_probes
 from ptlf.run.results import STEADY, Json, ratio_or_none
 
 RATIOS = "x: geometric mean of the ratios by seed"
@@ -174,31 +174,6 @@ def show_as_list(console: Console, groups: Sequence[Group], base: Group | None, 
         found = [group.interval(("probes", probe, "accuracy")) for group in groups]
         if widths := [(high - low) / 2 for low, high in filter(None, found)]:
             console.print(f"{probe}: ±{max(widths):.2f} at 95 %, from the number of test images")
-
-
-def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None:
-    """One row per policy and shares, with the costs of the picture: those of the tasks after the first."""
-    probe = comparison.probes[0] if comparison.probes else ""
-    scores = probe_measures(probe)[:2] if probe else []
-    columns = []  # per cost, its cells by label
-    for kind in pareto.COSTS:
-        best = pareto.leading(pareto.points(comparison, kind, scores[0].path), scores[0].rising) if scores else set()
-        costs = pareto.costs(comparison, kind)
-        columns.append({label: f"{'* ' * (label in best)}{cost:.2f}x" for label, cost in costs.items()})
-    title = f"What accuracy costs: {recipe}" + (f", {title_of(probe)}" if probe else "")
-    headings = ["initial", "final", *(f"{measure.short}\n{measure.unit}" for measure in scores), "time", "bytes\nkept"]
-    table = new_table(title, ["policy"], headings, padding=(0, 1 if console.width >= 100 else 0))
-    for group in comparison.groups:
-        freezing, policy = group.config["freezing"], policy_of(group.config)
-        shares = ["", ""] if policy == "none" else [f"{freezing[key]:g}" for key in ("initial", "final")]
-        cells = [score(measure, group, interval=False) for measure in scores]
-        table.add_row(policy, *shares, *cells, *[column.get(group.label, "-") for column in columns])
-    console.print(table)
-    if any(len(group.runs) > 1 for group in comparison.groups):
-        note(console, f"{paired.OVER_SEEDS}; {RATIOS}")
-    note(console, "time, bytes kept: in the tasks after the first, relative to no freezing")
-    if scores:
-        note(console, "*: on the Pareto front; no other setting is better in one and at least as good in the other")
 
 
 def note(console: Console, words: str) -> None:
