@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 # As a path, not an import hook: a folder named ptlf beside a script (this clone, say) would go before the hook.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat
 
-.PHONY: run test check test-gpu faults docs install lint package clean help
+.PHONY: run test check test-gpu faults reproduce docs install lint package clean help
 
 help:      ## what there is to make
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */  /'
@@ -24,8 +24,8 @@ run: install  ## LUMP and PTLF on the embedded digits, compared, with a report, 
 	$(BIN)/ptlf sweep digits/simsiam/lump digits/simsiam/ptlf --out runs/$$(date +%Y%m%d-%H%M%S)
 
 lint: $(VENV)/.test-installed  ## style and types
-	$(BIN)/ruff check ptlf tests docs/*.py
-	$(BIN)/ruff format --check ptlf tests docs/*.py
+	$(BIN)/ruff check ptlf tests reproduction benchmarks docs/*.py
+	$(BIN)/ruff format --check ptlf tests reproduction benchmarks docs/*.py
 	$(BIN)/mypy
 
 test: lint  ## lint, types and all tests
@@ -36,6 +36,9 @@ check: lint  ## lint, types and the quick tests, in about a minute
 
 test-gpu: $(VENV)/.test-installed  ## the tests that run on a GPU
 	$(BIN)/pytest -m gpu
+
+reproduce: install  ## the paper's tables with ours, from the runs that are there: TABLE=all
+	$(BIN)/python -m reproduction $(or $(TABLE),all) --show
 
 docs: $(VENV)/.test-installed  ## the documentation as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

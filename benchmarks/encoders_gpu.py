@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.timing import per_call
 from ptlf.encoders.resnet import Bottleneck, ResNet
 from ptlf.encoders.vit import ViT
 from ptlf.freezing import Freezer, Unit, find_units
-from ptlf.run.bench import per_call
 from ptlf.run.environment import environment, source_commit
 from ptlf.run.results import write_json
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory

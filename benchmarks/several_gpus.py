@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.timing import noise_for, time_steps
 from ptlf.core import processes
 from ptlf.core.batch import Batch
-from ptlf.run.bench import noise_for, time_steps
 from ptlf.run.config import Config, from_dict
 from ptlf.run.environment import environment, source_commit
 from ptlf.run.loop import Run
@@ -99,7 +99,7 @@ def counted(exchange: Exchange) -> Iterator[None]:
 
 
 def measure(config: Config, size: int, frozen: int, steps: int) -> Row:
-    """The step with the first `frozen` units frozen: as `ptlf bench step` times it, and what it exchanges."""
+    """The step with the first `frozen` units frozen: as `benchmarks/step.py` times it, and what it exchanges."""
     gc.collect()  # the run before: it is in reference cycles
     run = Run(config, stream=noise_for(config, 4 * config.training.batch, size, 1))
     run.freezing.freezer.freeze([unit.name for unit in run.freezing.freezer.units][:frozen])

@@ -3,10 +3,12 @@ exit code 2."""
 
 import argparse
 import io
+import math
 import os
 import shlex
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -15,65 +17,174 @@ from typing import Any
 
 from ptlf import __version__
 from ptlf.core.errors import UserError
+from ptlf.core.imports import own_process
 from ptlf.core.words import printable, short_repr
 from ptlf.training.process import Stopped
 
-MANY_RUNS = ("sweep", "reproduce", "frontier")  # commands that keep what is done, and go on
+MANY_RUNS = ("sweep",)  # commands that keep what is done; the same command continues
+MOVED = {  # commands of version 0.2 that are scripts in a clone of the repository now
+    "reproduce": "`python -m reproduction TABLE`",
+    "bench": "`python benchmarks/step.py`, freezing.py, methods.py or run.py",
+    "frontier": "`python benchmarks/frontier.py RECIPE --out DIR`",
+}
+DEBUG = "show the traceback of every error, as PTLF_DEBUG=1 does"
 Verb = Callable[..., Callable[..., None]]  # declares a command; what it returns adds an option to it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files need not be UTF-8
-            stream.reconfigure(errors="backslashreplace")
+    escape_surrogates()
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in MOVED:
+        say(f"`ptlf {words[0]}` is now {MOVED[words[0]]}, in a clone of the repository")
+        return 2
     parser = make_parser()
-    arguments, rest = parser.parse_known_args(argv)
-    if not hasattr(arguments, "run"):
+    options, unexpected = parse_words(parser, [word for word in words if word != "--debug"])
+    if "run" not in options:
         parser.print_help()
         return 0
-    options = vars(arguments)
-    run, verb, takes_overrides = (options.pop(key) for key in ("run", "verb", "takes_overrides"))
-    try:
-        if takes_overrides:
-            options["overrides"] = rest
-        elif rest:
-            raise UserError(f"`ptlf {verb}` does not take {short_repr(rest[0])}; see `ptlf {verb} --help`")
+    run, verb = options.pop("run"), options.pop("verb")
+
+    def work() -> None:
+        if unexpected:
+            raise UserError(f"unexpected argument {short_repr(unexpected[0])}; see `ptlf {verb} --help`")
         module, function = run.split(":")  # imported only now: torch takes seconds
         getattr(import_module(module), function)(**options)
-    except UserError as error:
-        say(str(error))
-        return 2
+
+    return exit_code(work, program(), words, several=verb in MANY_RUNS)
+
+
+def escape_surrogates() -> None:
+    """On stdout and stderr: names of files need not be UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *, several: bool = False) -> int:
+    """Of a program that does the `work`: the user's mistakes and signals become one sentence on stderr.
+
+    command, words: as they were typed. several: it trains several runs, and the same command continues.
+    """
+    debug, again = os.environ.get("PTLF_DEBUG", "") not in ("", "0") or "--debug" in words, same_command(command, words)
+    try:
+        with own_process():
+            work()
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        say(f"{error.filename or 'the system'}: {error.strerror or error}")
-        return 2
     except Stopped as stopped:
         if process() == 0:
-            again = verb in MANY_RUNS or stopped.unlearnt
-            say(str(stopped.again(same_command(argv)) if again else stopped))
+            say(str(stopped.again(again) if several or stopped.unlearnt else stopped))
         return 128 + stopped.number
     except KeyboardInterrupt:
-        say(f"stopped; {same_command(argv)}" if verb in MANY_RUNS else "stopped")
+        say(f"stopped; {again}" if several else "stopped")
         return 130
-    except (MemoryError, ArithmeticError, RuntimeError, ValueError, TypeError) as error:
-        from ptlf.core.memory import too_large
-
-        if (trouble := too_large(error)) is None:
+    except Exception as error:
+        if (sentence := users_mistake(error, words)) is None:
             raise
-        notes = "; ".join(getattr(error, "__notes__", ()))
-        say(f"{trouble}; {notes or 'ask for less: fewer or smaller images, a smaller batch'}")
+        if debug:
+            show_trace(error)
+        say(sentence)
         return 2
     return 0
 
 
-def same_command(argv: Sequence[str] | None) -> str:
+def users_mistake(error: Exception, words: Sequence[str]) -> str | None:
+    """What the user can do something about, as a sentence: bad input, a file that the words name, memory. None for all
+    others, which are errors of the program or of a plugin."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror or error}" if is_named(error.filename, words) else None
+    from ptlf.core.memory import too_large
+
+    if (trouble := too_large(error)) is None:
+        return None
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    return f"{trouble}; {notes or 'ask for less: fewer or smaller images, a smaller batch'}"
+
+
+def is_named(file: object, words: Sequence[str]) -> bool:
+    """Whether the file is one that these words of a command name, or lies below one; or in the folder of data sets."""
+    if not isinstance(file, str | bytes | os.PathLike):
+        return False
+    named = [*words, *(word.partition("=")[2] for word in words), os.environ.get("PTLF_DATA") or "~/.cache/ptlf"]
+    path = Path(os.path.abspath(os.fsdecode(file)))
+    return any(path.is_relative_to(os.path.abspath(os.path.expanduser(word))) for word in named if word)
+
+
+def show_trace(error: BaseException) -> None:
+    """With the errors that led to it, also those that its sentence stands for."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__suppress_context__ = cause.__cause__ is not None
+        cause = cause.__cause__ or cause.__context__
+    traceback.print_exception(error)
+
+
+def parse_words(parser: "Parser", words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options of the command that the words begin with, and words that have no place. Without a command: help, an
+    error, or nothing."""
+    verb = next((name for name in (" ".join(words[:2]), *words[:1]) if name in parser.verbs), None)
+    if verb is None:
+        return vars(parser.parse_args(words)), []
+    return parse_options(parser.verbs[verb], words[len(verb.split()) :])
+
+
+def parse_options(parser: "Parser", words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Of one command, in any order: its options by name, and words that have no place."""
+    options, positionals, settings = sort_words(parser, words)
+    arguments, rest = parser.parse_known_args([*options, *["--"] * bool(positionals), *positionals])
+    parsed, unexpected = vars(arguments), [word for word in rest if word != "--"]
+    parsed.pop("debug")
+    if not parsed.pop("takes_overrides"):
+        return parsed, [*settings, *unexpected]
+    parsed["overrides"] = [*unexpected, *settings]  # refused with the settings, where the names of recipes are known
+    return parsed, []
+
+
+def sort_words(parser: "Parser", words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """A command's options with their values, its other words, and settings with their values, which are options that
+    the parser does not know. On a command line they come in any order."""
+    options: list[str] = []
+    positionals: list[str] = []
+    settings: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            positionals += rest
+            break
+        if not is_option(word):
+            positionals.append(word)
+            continue
+        name, equals, _ = word.partition("=")
+        option = parser._option_string_actions.get(name)
+        place = settings if option is None and word.startswith("--") else options
+        place.append(word)
+        values: float = 0 if equals else 1
+        if option is not None and option.nargs is not None and not equals:
+            values = math.inf if option.nargs == "+" else 0
+        while values > 0 and rest and not is_option(rest[0]):
+            place.append(rest.pop(0))
+            values -= 1
+    return options, positionals, settings
+
+
+def is_option(word: str) -> bool:
+    return word.startswith("-") and word != "-" and not word[1:2].isdigit() and not word.startswith("-.")
+
+
+def program() -> str:
+    """What the user calls this program by: its path where `ptlf` on PATH is another one."""
+    path, found = Path(sys.argv[0]), shutil.which("ptlf")
+    there = path.name == "ptlf" and path.exists() and not (found and os.path.samefile(found, path))
+    return shlex.quote(str(path)) if there else "ptlf"
+
+
+def same_command(command: str, words: Sequence[str]) -> str:
     """How to go on with a command that keeps what is done: as it was typed, to be typed again."""
-    words, program = list(sys.argv[1:] if argv is None else argv), Path(sys.argv[0])
-    found = shutil.which("ptlf")
-    there = program.name == "ptlf" and program.exists() and not (found and os.path.samefile(found, program))
-    return f"`{shlex.join([str(program) if there else 'ptlf', *words])}` goes on from here"
+    return f"`{command} {shlex.join(words)}` goes on from here"
 
 
 def process() -> int:
@@ -87,6 +198,12 @@ def say(trouble: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
+    """Of `ptlf`, or of one of its commands. verbs: of `ptlf`, the parsers of the commands."""
+
+    def __init__(self, *positional: Any, **options: Any) -> None:
+        super().__init__(*positional, **options)
+        self.verbs: dict[str, Parser] = {}
+
     def format_help(self) -> str:
         if self.prog == "ptlf train":  # made only when it is shown, because making it imports torch
             self.epilog = keys_help()
@@ -127,14 +244,14 @@ def make_parser() -> Parser:
         made.formatter_class = argparse.RawDescriptionHelpFormatter
         run = run or f"ptlf.commands:{name.replace(' ', '_')}"
         made.set_defaults(run=run, verb=name, takes_overrides=overrides)
+        made.add_argument("--debug", help=DEBUG, action="store_true")
+        parser.verbs[name] = made
         return partial(add_option, made)
 
-    for add in (add_train, add_learn, add_sweep, add_reproduce, add_frontier, add_evaluate, add_embed, add_export):
+    for add in (add_train, add_learn, add_sweep, add_evaluate, add_embed, add_export):
         add(verb)
     for add in (add_report, add_watch, add_list, add_completion):
         add(verb)
-    family("bench", "Measure what freezing saves.")
-    add_bench_verbs(verb)
     family("data", "Get, pack, check and list data sets.")
     add_data_verbs(verb)
     return parser
@@ -208,7 +325,6 @@ LOG = {"nargs": "+", "action": "extend", "metavar": "TRACKER"}
 LOG_ABOUT = "also send what goes into metrics.jsonl to these: " + ", ".join(TRACKERS) + ", PACKAGE.MODULE:CLASS"
 FITS = ("crop", "squash", "pad")
 TRUST = "follow PACKAGE.MODULE:NAME in the run's folder or the YAML file: it runs code"
-PLAN = "train nothing: which runs are there, which are missing, how long they would take"
 HOLD_FOR_ALL = "Settings, such as --training.epochs 20, hold for all runs."
 
 
@@ -264,40 +380,6 @@ def add_sweep(verb: Verb) -> None:
     add("--jobs", "how many jobs at once (default: all)", positive)
     add("--job-options", "for submitit, as slurm_partition=gpu", nargs="+", default=[], metavar="KEY=VALUE")
     add("--baseline", "what costs are relative to: a recipe or its end (default: lump, if any)")
-
-
-def add_reproduce(verb: Verb) -> None:
-    about = "The paper's tables: find the runs, make those that are missing, print ours beside the paper's."
-    epilog = "It can be stopped at any moment; the same command goes on. " + HOLD_FOR_ALL
-    add = verb("reproduce", about, overrides=True, epilog=epilog)
-    tables = ("main", "cost", "imagenet100", "one-shot", "top-layers", "ratio", "supervised", "all", "figures")
-    add("table", f"one of {', '.join(tables)}", choices=tables, metavar="TABLE")
-    scales = "smoke: minutes on a CPU, once `ptlf data get` has the sets; short: 20 epochs; paper: the full protocol"
-    add("--scale", scales, choices=("smoke", "short", "paper"), default="paper")
-    add("--seeds", "each run with each of them; others that are there count too", int, nargs="+", default=[0])
-    add("--runs", "a folder below this for each run (default: runs/reproduce/SCALE)", Path, metavar="DIR")
-    add("--plan", PLAN, bool)
-    add("--show", "train nothing: print the tables, or draw the figures, from the runs that are there", bool)
-    add(
-        "--write",
-        "train nothing: write this Markdown page from the runs that are there",
-        partial(new_file, end=".md"),
-        metavar="FILE",
-    )
-    add("--pictures", "folder for the pictures of `figures` (default: figures in the folder of the runs)", Path)
-
-
-def add_frontier(verb: Verb) -> None:
-    about = "Train a recipe with growing shares of its units frozen; list and draw what accuracy costs."
-    epilog = "`ptlf report` draws the same picture of finished runs. " + HOLD_FOR_ALL
-    add = verb("frontier", about, overrides=True, epilog=epilog)
-    add("recipe", "STREAM/OBJECTIVE/METHOD; it is also trained without freezing", metavar="RECIPE")
-    add("--orders", "policies", nargs="+", default=["correlation", "cost_aware"], metavar="POLICY")
-    add("--initial", "shares of the units frozen in a task's first epoch", share, nargs="+", default=[0.0, 0.2])
-    add("--final", "shares frozen in its last epoch", share, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
-    add("--seeds", "each with each of them", whole, nargs="+", default=[0], metavar="SEED")
-    add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
-    add("--plan", PLAN, bool)
 
 
 def add_evaluate(verb: Verb) -> None:
@@ -371,47 +453,6 @@ def add_completion(verb: Verb) -> None:
     about = "Print what completes commands, options, recipes and settings in a shell."
     add = verb("completion", about, "ptlf.completion:completion", epilog=epilog)
     add("shell", "bash, zsh or fish", choices=("bash", "zsh", "fish"), metavar="SHELL")
-
-
-def add_bench_verbs(verb: Verb) -> None:
-    freezing = verb("bench freezing", "Bytes, FLOPs and seconds of one step with units frozen.")
-    freezing("--encoder", "which encoder", default="resnet18")
-    freezing("--batch", "images per step", positive, default=8)
-    freezing("--repeats", "timed steps; the median counts", positive, default=5)
-    freezing("--device", "cpu or cuda; auto is cuda where there is one", default="auto")
-
-    about = "Milliseconds and memory of a whole training step, by freeze stage."
-    step = verb("bench step", about, overrides=True)
-    step("--recipe", "what to train, on noise", default="split-cifar10/simsiam/lump")
-    step("--stages", "numbers of frozen units", whole, nargs="+", default=[0, 2, 4, 6, 8])
-    step("--first", "freeze from the input on, not around the middle", bool)
-    step("--streamed", "read the images from a file, none held on the device", bool)
-    step("--plain", "freeze with requires_grad=False alone", bool)
-    step("--profile", "leave a trace of every stage in this folder, and list the kernels", folder)
-
-    about = "Milliseconds and memory of a whole training step, by method and objective."
-    methods = verb("bench methods", about, overrides=True)
-    methods("recipes", "trained on noise; ratios are to the first", nargs="+", metavar="RECIPE")
-    methods("--task", "which task, from 1: some methods change", positive, default=2)
-
-    about = "Whole runs side by side in one process: the step by freeze stage, the overheads, the accuracies."
-    epilog = (
-        "Ratios are to the first run. Before it, a short run of every recipe is made and thrown away (one epoch of up\n"
-        "to 9 batches of two tasks): imports, CUDA contexts and the compiler are not charged to whoever comes first.\n"
-    )
-    runs = verb("bench run", about, overrides=True, epilog=epilog + HOLD_FOR_ALL)
-    runs("--recipes", "default: LUMP and PTLF with SimSiam on split-cifar10", nargs="+", metavar="RECIPE")
-    runs("--from", "train nothing: finished runs", folder, nargs="+", dest="folders", metavar="DIR")
-    runs("--noise", "train on so many noise images in all; nothing is tested then", partial(whole, ge=1, le=10**9))
-    runs("--size", "side of the noise images in pixels (default: 32)", pixels)
-    runs("--out", "keep each run in a folder below this", folder, metavar="DIR")
-
-    for add in (freezing, step, methods):
-        add("--size", "side of the images in pixels", pixels, default=32)
-    for add in (step, methods):
-        add("--steps", "timed steps of each", positive, default=100)
-    for add in (freezing, step, methods, runs):
-        add("--json", "also write the figures to this file", partial(new_file, end=".json"))
 
 
 def add_data_verbs(verb: Verb) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.files import write_whole
 from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS
@@ -20,43 +19,29 @@ from ptlf.integrations.trackers import TRACKERS
 from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.report.figures.paper import write_paper_figures
 from ptlf.report.intervals import RANDOM, images_of_mean, start_of, worsened
 from ptlf.report.live import Live, console, tell
-from ptlf.report.measures import duration
-from ptlf.report.page import write_report
-from ptlf.report.reproduction import document, show_differences, show_table
 from ptlf.report.runs import read_comparison
 from ptlf.report.tables import (
-    show_comparison,
-    show_frontier,
-    show_kernels,
     show_matrix,
     show_results,
-    show_rows,
     show_runs,
 )
-from ptlf.run import bench
-from ptlf.run import reproduce as reproduction
 from ptlf.run import sweep as sweeps
-from ptlf.run.build import choose_device, make_encoder, make_stream
 from ptlf.run.cluster import train_all as train_jobs
-from ptlf.run.compat import check_comparable
 from ptlf.run.config import Config, read_yaml
 from ptlf.run.embedding import embed_images
-from ptlf.run.environment import environment, source_commit
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.export import add_scores, check_card, export_run
 from ptlf.run.fitting import free_settings
 from ptlf.run.folder import check_vacant, has_finished, has_finished_as
 from ptlf.run.loop import Run
-from ptlf.run.paper import FIGURES, TABLES
 from ptlf.run.recipes import EXPECTED, VARIANTS, name_of, names, resolve_config
-from ptlf.run.results import read_results, refuse_folder_of_runs, write_json
+from ptlf.run.results import read_results, refuse_folder_of_runs
 from ptlf.stream import STREAMS, fetch
 from ptlf.stream.folders import OnError, pack_folder, subfolders
-from ptlf.stream.given import is_plain_folder
-from ptlf.stream.pack import Folders, Pack, list_packs, quoted, verify_pack
+from ptlf.stream.images import is_image_folder
+from ptlf.stream.pack import Folders, Pack, list_packs, quote_names, verify_pack
 from ptlf.stream.packing import pack_images
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.process import Stopped
@@ -64,8 +49,6 @@ from ptlf.views import VIEWS
 
 NO_PACKS = "no packed data sets in {}; `ptlf data get cifar10` gets one"
 LEARN = "arriving/simsiam/ptlf"
-BENCH_PAIR = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
-RANGE = "±: half the range of fifths of the steps"
 Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
 
@@ -138,7 +121,7 @@ def learn(
     **how: Any,
 ) -> None:
     """how: `again`, `new_only`, and how images are packed, for `Learner.learn`."""
-    check_alone("learn")
+    check_alone("ptlf learn")
     if source and overrides and not overrides[0].startswith("-"):
         one = f"`ptlf learn` takes one folder of images per call, and {short_repr(overrides[0])} is a second one"
         raise UserError(f"{one}; call it once for each, or give --watch DIR to learn every subfolder of DIR")
@@ -215,7 +198,7 @@ def sweep(
         baseline = ends[0]
     if not jobs["cluster"] and any(jobs.values()):
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
-    check_alone("sweep")
+    check_alone("ptlf sweep")
     runs = sweeps.plan(recipes, seeds, out, overrides, tell_once())
     missing = [run for run in runs if not has_finished_as(run.folder, run.config)]
     for run in runs:
@@ -246,111 +229,6 @@ def with_others(folders: list[Path], out: Path) -> list[Path]:
     return found
 
 
-def reproduce(
-    table: str,
-    scale: str,
-    seeds: list[int],
-    runs: Path | None,
-    plan: bool,
-    show: bool,
-    write: Path | None,
-    pictures: Path | None,
-    overrides: Words,
-) -> None:
-    if any(word.partition("=")[0] == "--seed" for word in overrides):
-        raise UserError("`ptlf reproduce` takes --seeds, such as --seeds 0 1 2, in place of --seed")
-    check_alone("reproduce")
-    if write and (table, scale) != ("all", "paper"):
-        raise UserError("--write is of all tables at the paper's scale: `ptlf reproduce all --write FILE`")
-    chosen = {"figures": FIGURES, **TABLES}
-    tables = list(TABLES.values()) if table == "all" else [chosen[table]]
-    runs = runs or Path("runs", "reproduce", scale)
-    kept, here = reproduction.project_results(), Path.cwd()
-    if kept and kept.is_relative_to(here):
-        kept = kept.relative_to(here)  # as a user in the clone would name it
-    planned = reproduction.make_plan(tables, scale, seeds, runs, overrides, [kept] if kept else [])
-    if write:
-        return write_whole(write, document(planned.results(), reproduction.remarks(kept)))
-    small = f"at --scale {scale} differences to the paper mean nothing; its protocol is --scale paper"
-    if scale != "paper":
-        tell(small)
-    for pack, lacking in sorted(planned.left_out.items()):
-        root = fetch.data_root(lacking[0].config.data_root)
-        left = f"{len(lacking)} run{'s' * (len(lacking) > 1)} of it cannot be made"
-        tell(f"{pack} is not in {root}: `ptlf data get {pack}` brings it; until then {left}")
-    if plan:
-        for folder in planned.of_other_seeds():
-            tell(f"there, of another seed: {folder}")
-        return show_plan(planned.there(), planned.missing, cannot_be_made(planned))
-    failed, watch = [], tell_count(len(planned.there()), planned.missing, cannot_be_made(planned))
-    if planned.missing and scale == "paper" and not show:
-        tell("--plan says how long that takes on this machine; --show prints what is there")
-    for run, results in () if show else reproduction.train_missing(planned, watch):
-        if isinstance(results, UserError):
-            failed.append(run.name)
-            tell(f"{run.name}: failed: {results}")
-    if table == "figures":
-        without = [cell.row for cell in FIGURES.cells if not planned.results().get(cell.key)]
-        drawn = write_paper_figures(planned.results(), pictures or runs / "figures")
-        tell(f"{drawn} files in {pictures or runs / 'figures'}" if drawn else "no figure can be drawn")
-        if without:
-            tell(f"without runs of: {', '.join(without)}")
-    for one in tables if table != "figures" else []:
-        show_table(console, one, planned.results())
-    show_differences(console, planned.results())
-    if scale != "paper":
-        tell(small)
-    if failed:
-        raise UserError(f"{len(failed)} runs failed, as told above: {', '.join(failed)}; the same command tries again")
-
-
-def cannot_be_made(planned: reproduction.Plan) -> str:
-    """How many runs wait for data sets, and for which."""
-    if not planned.left_out:
-        return ""
-    count, sets = sum(map(len, planned.left_out.values())), ", ".join(sorted(planned.left_out))
-    return f", {count} cannot be made without the data: {sets} (`ptlf data get NAME`)"
-
-
-def show_plan(there: Sequence[Path], missing: Sequence[sweeps.Planned], left_out: str = "") -> None:
-    """What is there and what is missing, with its estimated time here. left_out: `cannot_be_made`."""
-    for folder in there:
-        tell(f"there: {folder}")
-    estimate = reproduction.Estimate(tell=tell)
-    seconds = [estimate(run.config) for run in missing]
-    for run, some in zip(missing, seconds, strict=True):
-        tell(f"to run: {run.name}, {at_least(some)}{', begun' * run.begun}, in {run.folder}")
-    words = sweeps.count(len(there), missing)
-    words += f", {at_least(sum(seconds))}" if missing else ""
-    tell(words + left_out)
-    if missing:
-        tell("from a step of LUMP (with labels: Finetune) timed now on this machine; other work on it makes it longer;")
-        tell("left out: testing, correlations, what other methods, such as PNN, add to a step, and what freezing saves")
-
-
-def at_least(seconds: float) -> str:
-    """Of less than ten seconds a run's start and tests are the most."""
-    return f"at least {duration(seconds)}" if seconds >= 10 else "some seconds"
-
-
-def frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrides: Words, **grid: Any) -> None:
-    """grid: `orders`, `initial` and `final`, for `sweep.plan_frontier`."""
-    check_alone("frontier")
-    for word in overrides:
-        if word.partition("=")[0] in ("--seed", "--freezing.policy", "--freezing.initial", "--freezing.final"):
-            raise UserError(f"`ptlf frontier` varies what {word.partition('=')[0]} sets; see `ptlf frontier --help`")
-    runs = sweeps.plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=tell_once(), **grid)
-    missing = [run for run in runs if not has_finished_as(run.folder, run.config)]
-    if plan:
-        return show_plan([run.folder for run in runs if run not in missing], missing)
-    watch = tell_count(len(runs) - len(missing), missing)
-    for run, results in sweeps.train_all(missing, watch, "the same `ptlf frontier` goes on from here"):
-        show_results(console, results, run.folder, brief=True)
-    folders, baseline = [run.folder for run in runs], f"no-freezing-seed{seeds[0]}"
-    show_frontier(console, recipe, read_comparison(folders, baseline))
-    write_page(folders, out / "report.html", baseline)
-
-
 def tell_count(there: int, missing: Sequence[sweeps.Planned], left_out: str = "") -> sweeps.Watch:
     """Tells how many runs are there and how many are left. What is returned tells with each which one it is."""
     tell(sweeps.count(there, missing) + left_out)
@@ -369,13 +247,15 @@ def tell_once() -> Callable[[str], None]:
     return say
 
 
-def check_alone(verb: str) -> None:
+def check_alone(command: str) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(f"torchrun can share one run among processes: start `ptlf train` with it, not `ptlf {verb}`")
+        raise UserError(f"torchrun can share one run among processes: start `ptlf train` with it, not `{command}`")
 
 
 def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) -> None:
     """The runs are done and saved: a page that cannot be made is worth a sentence, not a failure."""
+    from ptlf.report.page import write_report  # matplotlib takes a while
+
     try:
         write_report(folders, out, baseline)
         tell(f"report: {out}")
@@ -474,91 +354,17 @@ def summaries(family: Mapping[str, type]) -> dict[str, str]:
     return texts
 
 
-def bench_freezing(encoder: str, batch: int, size: int, repeats: int, device: str, json: Path | None) -> None:
-    place, made = choose_device(device), make_encoder(ENCODERS.find(encoder).Config(name=encoder), 0, size)
-    rows = bench.freezing(made, batch, size, place, repeats)
-    title = f"{encoder}, {batch} images of {size} px, float32, eager, {place.type}"
-    show_rows(console, "freezing", title, rows)
-    save(json, encoder=encoder, batch=batch, size=size, environment=environment(place), rows=rows)
-
-
-def bench_step(recipe: str, plain: bool, json: Path | None, overrides: Words, **how: Any) -> None:
-    """how: the arguments of `bench.step`."""
-    config = resolve_config(recipe, None, overrides)
-    config.freezing.save_memory = not plain
-    rows = bench.step(config, **how)
-    where = environment(choose_device(config.device))
-    frozen = f"{'first' if how['first'] else 'middle'} units frozen{' as PyTorch does it' if plain else ''}"
-    what = f"{config.training.batch} images of {how['size']} px on {where['device_name']}, {frozen}"
-    title = f"{recipe}, {what}, {how['steps']} steps each; {RANGE}"
-    show_rows(console, "step", title, rows)
-    show_kernels(console, rows)
-    ways = {key: how[key] for key in ("first", "streamed", "size", "steps")}
-    save(json, commit=source_commit(), config=as_dict(config), environment=where, plain=plain, **ways, rows=rows)
-
-
-def bench_methods(recipes: Words, task: int, size: int, steps: int, json: Path | None, overrides: Words) -> None:
-    configs = [resolve_config(recipe, None, overrides) for recipe in recipes]
-    rows = bench.methods(configs, size, steps, task)
-    where = environment(choose_device(configs[0].device))
-    title = f"A step in task {task}, images of {size} px on {where['device_name']}; {RANGE}"
-    show_rows(console, "methods", title, rows)
-    save(json, commit=source_commit(), environment=where, task=task, size=size, steps=steps, rows=rows)
-
-
-def save(json: Path | None, **values: Any) -> None:
-    if json:
-        write_json(json, values)
-
-
-def bench_run(folders: Sequence[Path] | None, json: Path | None, overrides: Words, **timed: Any) -> None:
-    check_alone("bench run")
-    if folders and (named := [*(f"--{name}" for name, value in timed.items() if value), *overrides[:1]]):
-        raise UserError(f"--from trains nothing; leave out {named[0]}")
-    results = [read_results(folder) for folder in folders] if folders else timed_runs(**timed, overrides=overrides)
-    for folder, result in zip(folders or (), results, strict=False):
-        if result["status"] != "finished":
-            raise UserError(f"the run in {folder} has not finished; `ptlf train --resume {folder}` goes on with it")
-    comparison = bench.compare(results)
-    show_comparison(console, comparison)
-    save(json, **comparison)
-
-
-def timed_runs(
-    recipes: Words | None, noise: int | None, size: int | None, out: Path | None, overrides: Words
-) -> list[dict[str, Any]]:
-    if out and any(out.glob("*/config.yaml")):
-        raise UserError(f"{out} already holds runs; choose another --out")
-    if size and not noise:
-        raise UserError("--size is of --noise images; the size of a data set's is its own")
-    say = tell_once()
-    configs = [resolve_config(recipe, None, overrides, tell=say) for recipe in recipes or BENCH_PAIR]
-    check_comparable([as_dict(config) for config in configs])
-    streams = [bench.noise_for(config, noise, size or 32) if noise else make_stream(config) for config in configs]
-    bench.check_tasks([len(stream.tasks) for stream in streams])
-    pairs = list(zip(configs, streams, strict=True))
-    tell("warming up")
-    for config, stream in pairs:
-        bench.warm_up(config, stream)
-    results = []
-    for number, (config, stream) in enumerate(pairs, start=1):
-        name = name_of(as_dict(config))
-        folder = out / f"{number}-{name.replace('/', '-')}" if out else None
-        results.append(bench.timed_run(config, stream, folder, Live(name)))
-    return results
-
-
 def data_get(name: str, data_root: str | None, **how: Any) -> None:
     show_pack(fetch.get(name, fetch.data_root(data_root), **how))
 
 
 def data_pack(source: Path, name: str, data_root: str | None, folders: Folders, **how: Any) -> None:
     root = fetch.data_root(data_root)
-    if is_plain_folder(source):
+    if is_image_folder(source):
         pack = pack_folder(source, root, name, folders=folders, **how)
         show_pack(pack)
         if folders == "tasks":
-            print(f"  the order of the tasks, by their names: {quoted(pack.names)}")
+            print(f"  the order of the tasks, by their names: {quote_names(pack.names)}")
     elif folders == "tasks":
         raise UserError(f"--folders tasks is for a folder of image folders, and {source} is none; leave it out")
     else:

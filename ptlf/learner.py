@@ -21,7 +21,6 @@ from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation.prober import testing
 from ptlf.report.live import Live, tell
-from ptlf.report.page import write_report
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
@@ -36,11 +35,10 @@ from ptlf.run.start import without_start
 from ptlf.run.watcher import Watcher
 from ptlf.stream import StreamConfig
 from ptlf.stream.arrivals import (
-    Latecomers,
+    UnlearnedFiles,
     accept,
     arrivals,
     check_watched,
-    checksum,
     clear,
     known_images,
     pack_incoming,
@@ -48,6 +46,7 @@ from ptlf.stream.arrivals import (
     reduced,
     settled,
     task_name,
+    train_checksum,
 )
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.folders import OnError, subfolders
@@ -209,13 +208,13 @@ class Learner:
                 if source is not None:
                     incoming = self._pack(source, name, packing)
                     learnt = arrivals(self.folder)
-                    going = not finished and learnt and checksum(learnt[-1]) == checksum(incoming)
+                    going = not finished and learnt and train_checksum(learnt[-1]) == train_checksum(incoming)
                     if going and not again:
                         incoming = None
                     elif new_only:
                         incoming = without_known(incoming, learnt)
                     elif not again:
-                        refuse_twin(incoming, learnt)
+                        reject_duplicate(incoming, learnt)
                 if not finished:
                     run = self._build()
                     self._train(run, watcher)
@@ -267,7 +266,7 @@ class Learner:
                 raise UserError(f"{word} must be a number of seconds from 0 to {MAX_SECONDS:g}, not {value:g}")
         folder = Path(folder)
         refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
-        latecomers = Latecomers(folder)
+        unlearned = UnlearnedFiles(folder)
         check_watched(folder)
         check_new(self.folder)
         if not once and not subfolders(folder):
@@ -277,7 +276,7 @@ class Learner:
         while True:
             learnt, now = {pack.source: pack for pack in arrivals(self.folder)}, time.time()
             new = settled(folder, settle, now, learnt)
-            for line in latecomers.look(learnt, 0 if once else settle, now):
+            for line in unlearned.look(learnt, 0 if once else settle, now):
                 warn(f"ptlf: {line}")
             waiting = [path for path in new if path not in refused or refused[path][0] != appearance(path)]
             if waiting:
@@ -343,6 +342,8 @@ class Learner:
 
     def _repr_html_(self) -> str:
         """The report page, for notebooks."""
+        from ptlf.report.page import write_report  # matplotlib takes a while
+
         page = self.folder / "report.html"
         try:
             write_report([self.folder], page)
@@ -445,11 +446,11 @@ def gathered(settings: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def refuse_twin(incoming: Pack, learnt: Sequence[Pack]) -> None:
+def reject_duplicate(incoming: Pack, learnt: Sequence[Pack]) -> None:
     """Refuse a task of which all images were learnt before; of some, say so."""
     again = "give --again (again=True) to learn them once more"
     for number, pack in enumerate(learnt, start=1):
-        if checksum(pack) == checksum(incoming):
+        if train_checksum(pack) == train_checksum(incoming):
             raise UserError(f"{task_name(incoming)} holds the very images of {place(pack, number)}; {again}")
     known, tasks = known_images(incoming, learnt)
     before = f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before: {'; '.join(tasks)}"

@@ -30,7 +30,7 @@ FORBIDDEN = {
     "report": set(ROOMS) - {"core", "run", "report"},
 }
 FORBIDDEN |= {name: {"kernels"} for name in ("integrations", "learner", "commands", "cli", "completion")}
-REPORT_READS = {"ptlf.run." + name for name in ("compat", "paper", "results", "watcher")}
+REPORT_READS = {"ptlf.run." + name for name in ("compat", "results", "watcher")}
 MAX_LINES = 400
 
 # What is left to do: each of these may only shrink.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,11 @@ import pytest
 import yaml
 from PIL import Image
 
-from ptlf.cli import main, make_parser
+from ptlf.cli import MOVED, main, make_parser, parse_words
+from ptlf.encoders import ENCODERS
 from ptlf.report.paired import interval
 from ptlf.run.recipes import VARIANTS, resolve_config
-from ptlf.run.sweep import plan, plan_frontier
+from ptlf.run.sweep import plan
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
@@ -91,9 +94,6 @@ def test_a_seed_or_recipe_that_is_named_twice_counts_once(tmp_path) -> None:
     lump, ptlf = "digits/simsiam/lump", "digits/simsiam/ptlf"
     runs = plan([lump, ptlf, lump], [3, 3], tmp_path, [])
     assert [(run.name, run.config.seed) for run in runs] == [(lump, 3), (ptlf, 3)]
-    grid = {"orders": ["random", "random"], "initial": [0.0, 0.0], "final": [0.5, 0.5], "seeds": [1, 0, 1]}
-    names = [run.folder.name for run in plan_frontier(lump, **grid, out=tmp_path, overrides=[])]
-    assert names == [f"{name}-seed{seed}" for seed in (1, 0) for name in ("no-freezing", "random-0-0.5")]
 
 
 def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> None:
@@ -121,34 +121,30 @@ def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypat
     monkeypatch.setattr("ptlf.run.sweep.check_comparable", lambda configs: None)
     assert "cifar10" in refused(capsys, "sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
     assert not (tmp_path / "s").exists()
-    for verb in (["bench", "run"], ["bench", "step"], ["bench", "freezing"]):
-        with pytest.raises(SystemExit):
-            main([*verb, "--json", str(tmp_path / "none" / "x.json")])
-        assert "argument --json: there is no folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path), "--out", str(tmp_path / "none" / "x.html")])
     assert "argument --out: there is no folder" in capsys.readouterr().err and not (tmp_path / "none").exists()
-    assert "--size is of --noise images" in refused(capsys, "bench", "run", "--size", "16")
     photograph = tmp_path / "0001.jpg"
     photograph.write_text("a photograph")
     monkeypatch.chdir(tmp_path)
     for words, told in {
         ("report", str(tmp_path), "--out"): "must name a page, such as report.html, not",
-        ("reproduce", "all", "--write"): "must name a file that ends with .md, not",
-        ("bench", "freezing", "--json"): "must name a file that ends with .json, not",
     }.items():
         with pytest.raises(SystemExit):
             main([*words, photograph.name])
         assert f"argument {words[-1]}: {told} '{photograph.name}'" in capsys.readouterr().err
     assert photograph.read_text() == "a photograph"
-    frontier = ["frontier", "digits/simsiam/lump", "--out", str(tmp_path / "f"), "--plan"]
-    pack = ["data", "pack", str(tmp_path), "--name", "x", "--size", "8"]
-    for word, verb in {"--initial": frontier, "--final": frontier, "--test-fraction": pack}.items():
-        for value in ("nan", "1.5", "-0.1", "much"):
-            with pytest.raises(SystemExit):
-                main([*verb, word, value])
-            assert f"argument {word}: must be a number" in capsys.readouterr().err
-    assert "leave out --recipes" in refused(capsys, "bench", "run", "--recipes", *recipes, "--from", str(tmp_path))
+    for value in ("nan", "1.5", "-0.1", "much"):
+        with pytest.raises(SystemExit):
+            main(["data", "pack", str(tmp_path), "--name", "x", "--size", "8", "--test-fraction", value])
+        assert "argument --test-fraction: must be a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("verb", "script"), MOVED.items())
+def test_a_command_that_is_a_script_now_names_it(capsys, verb: str, script: str) -> None:
+    assert script in refused(capsys, verb, "main", "--plan")
+    for path in re.findall(r"benchmarks/\w+\.py", script):
+        assert (Path(__file__).parent.parent / path).is_file()
 
 
 def test_a_file_of_another_recipe_is_refused(capsys, tmp_path) -> None:
@@ -202,7 +198,6 @@ def test_help_of_every_command(capsys) -> None:
         ["sweep"],
         ["evaluate"],
         ["list"],
-        *(["bench", v] for v in ("freezing", "step", "run")),
         ["data"],
         *(["data", v] for v in ("get", "pack", "verify", "list")),
     ):
@@ -240,7 +235,7 @@ def test_help_does_not_wait_for_torch() -> None:
         (["--training.epochs", "-1"], "training.epochs must be at least 1, not -1"),
         (["--training.epochs", "many"], "training.epochs must be a whole number, not 'many'"),
         (["--training.epochs"], "--training.epochs needs a value"),
-        (["epochs=3"], "cannot place 'epochs=3'"),
+        (["epochs=3"], "unexpected argument 'epochs=3'"),
         (["--objective", "byl"], "unknown objective 'byl'; did you mean 'byol'?"),
         (["--objective", "3"], "objective must hold keys and values, not 3"),
         (["--training", "adamw"], "training must hold keys and values, not 'adamw'"),
@@ -355,8 +350,94 @@ def test_a_full_disk_ends_the_run_with_a_sentence(capsys, tmp_path, monkeypatch)
 def test_wrong_words(capsys, tmp_path) -> None:
     assert "invalid choice" in refused(capsys, "trian")
     assert "--out" in refused(capsys, "train")
-    assert "does not take '--fast'" in refused(capsys, "data", "list", "--fast")
+    assert "unexpected argument '--fast'; see `ptlf data list --help`" in refused(capsys, "data", "list", "--fast")
     assert "unknown family 'method'; did you mean 'methods'?" in refused(capsys, "list", "method")
+
+
+BROKEN = """
+from ptlf.methods.method import Method
+class Backend(Method):
+    def end_task(self, task, model): raise OSError("dataset backend broke")
+class File(Method):
+    def end_task(self, task, model): open("/nowhere/of/the/plugin")
+"""
+
+
+def test_an_error_of_a_plugin_is_not_blamed_on_the_system_or_the_user(capsys, tmp_path, monkeypatch) -> None:
+    (tmp_path / "broken_method.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    for name, why in {"Backend": "dataset backend broke", "File": "No such file"}.items():
+        with pytest.raises(OSError, match=why):
+            main(["train", "--out", name, *QUICK, "--method", f"broken_method:{name}"])
+    capsys.readouterr()
+    monkeypatch.setattr("ptlf.commands.pack_images", lambda *given, **how: Path("images/x/y.png").read_bytes())
+    for source, code in {"images": 2, "images.npz": None}.items():  # a file of the user's, and another
+        words = ["data", "pack", source, "--name", "x", "--size", "8"]
+        with nullcontext() if code else pytest.raises(FileNotFoundError):
+            assert main(words) == code
+    assert capsys.readouterr().err == "ptlf: images/x/y.png: No such file or directory\n"
+
+
+@pytest.mark.parametrize("words", [["--debug"], []])
+def test_debug_shows_the_traceback_of_every_error(capsys, tmp_path, monkeypatch, words: list[str]) -> None:
+    monkeypatch.setenv("PTLF_DEBUG", "0" if words else "1")
+    command = ["train", *words, "--out", str(tmp_path / "run"), "--encoder.name", "nowhere:thing"]
+    assert main(command) == 2
+    trace, _, sentence = capsys.readouterr().err.strip().rpartition("\n")
+    assert sentence.startswith("ptlf: encoder 'nowhere:thing' cannot be imported")
+    assert "Traceback" in trace and "ModuleNotFoundError: No module named 'nowhere'" in trace
+    assert "unexpected argument 'more'" in capsys.readouterr().err or main(["data", "list", *words, "more"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_options_settings_and_other_words_come_in_any_order() -> None:
+    run = {"folder": Path("RUN"), "source": "photos", "name": "x", "overrides": ["--seed", "1", "--device=cpu"]}
+    for words in (
+        "RUN photos --name x --seed 1 --device=cpu",
+        "RUN --seed 1 photos --name x --device=cpu",
+        "--seed 1 --device=cpu RUN --name x photos",
+        "--name=x --seed 1 RUN --device=cpu -- photos",
+    ):
+        options, unexpected = parse_words(make_parser(), ["learn", *words.split()])
+        assert {key: options[key] for key in run} == run and not unexpected, words
+    words = "sweep a/b/c --seeds 0 1 --training.epochs 2 d/e/f --out o --log wandb --device cpu"
+    options, _ = parse_words(make_parser(), words.split())
+    assert (options["recipes"], options["seeds"], options["log"]) == (["a/b/c", "d/e/f"], [0, 1], ["wandb"])
+    assert options["overrides"] == ["--training.epochs", "2", "--device", "cpu"]
+    words = "data pack images --name x --size 8 --test-fraction 0.5"
+    options, _ = parse_words(make_parser(), words.split())
+    assert (options["source"], options["test_fraction"]) == (Path("images"), 0.5)
+
+
+LAZY = {
+    "lazy_encoder.py": """
+import subprocess, sys
+from multiprocessing import get_context
+from conftest import tiny_encoder
+from lazy_words import word
+def encoder():
+    from lazy_later import Later
+    with get_context("spawn").Pool(1) as pool:
+        assert pool.map(Later(), [1]) == [2]
+    return tiny_encoder()
+""",
+    "lazy_words.py": "word = 1",
+    "lazy_later.py": "class Later:\n    def __call__(self, number): return number + 1",
+}
+
+
+def test_the_working_folder_is_on_the_path_only_while_it_is_needed(tmp_path, monkeypatch) -> None:
+    for name, text in LAZY.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    before = sys.path.copy()
+    entry = ENCODERS.find("lazy_encoder:encoder")
+    assert sys.path == before
+    with pytest.raises(ImportError, match="lazy_later"):
+        entry.make(entry.Config())
+    words = ["train", "--out", "run", *QUICK, "--encoder.name", "lazy_encoder:encoder"]
+    assert main(words) == 0  # and imports more later, also in another process
+    assert sys.path == before
 
 
 class TestData:

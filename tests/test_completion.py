@@ -34,9 +34,9 @@ def complete(bash: str, folder: object, *words: str) -> set[str]:
 
 def test_bash_completes_commands_options_recipes_and_settings(bash: str, tmp_path) -> None:
     (tmp_path / "photos").mkdir()
-    assert {"train", "learn", "bench", "data", "--version"} <= complete(bash, tmp_path, "")
+    assert {"train", "learn", "data", "--version"} <= complete(bash, tmp_path, "")
     assert complete(bash, tmp_path, "tr") == {"train"}
-    assert complete(bash, tmp_path, "bench", "st") == {"step"}
+    assert complete(bash, tmp_path, "data", "ve") == {"verify"}
     assert complete(bash, tmp_path, "data", "pack", "--f") == {"--fit", "--folders"}
     assert complete(bash, tmp_path, "data", "pack", "--fit", "") == {"crop", "squash", "pad"}
     assert complete(bash, tmp_path, "data", "pack", "ph") == {"photos"}
@@ -53,7 +53,6 @@ def test_bash_completes_commands_options_recipes_and_settings(bash: str, tmp_pat
     assert complete(bash, tmp_path, "train", "--training.epochs", "") == set()
     assert complete(bash, tmp_path, "train", "--objective", "-") == set()
     assert "--out" in complete(bash, tmp_path, "train", "--training.epochs", "3", "")
-    assert complete(bash, tmp_path, "reproduce", "m") == {"main"}
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
@@ -68,7 +67,7 @@ def test_fish_completes_commands_options_recipes_and_settings(tmp_path) -> None:
         return {found.partition("\t")[0] for found in done.stdout.splitlines()}
 
     assert offered("tr") == {"train"}
-    assert offered("bench ") == {"freezing", "step", "methods", "run"}
+    assert offered("data ") == {"get", "pack", "verify", "list"}
     assert offered("completion ") == {"bash", "zsh", "fish"}
     assert offered("learn runs --fit ") == {"crop", "squash", "pad"}  # and no files
     assert offered("learn runs --size ") == set()
@@ -91,11 +90,11 @@ def test_names_of_files_are_offered_as_they_are_and_run_nothing(bash: str, tmp_p
 def test_every_command_and_option_is_there(shell: str) -> None:
     text = script(shell)
     known = commands()
-    assert {command.name for command in known if command.name.startswith("bench ")} >= {"bench step", "bench run"}
+    assert {command.name for command in known if command.name.startswith("data ")} >= {"data get", "data pack"}
     for command in known:
         assert command.name.split(" ")[-1] in text
         assert all(option.lstrip("-") in text for option in command.options)
-        if command.name in ("", "bench", "data"):
+        if command.name in ("", "data"):
             continue
         (found,) = [action for action in parser_of(command.name)._actions if "--help" in action.option_strings]
         assert set(found.option_strings) <= set(command.options)

@@ -128,23 +128,29 @@ def shortened(words: list[str]) -> list[str]:
     epoch, one repeat."""
     verb, *rest = words
     digits = any(word.startswith("digits/") for word in rest) or "--recipe" not in rest
-    if verb in ("train", "sweep", "frontier") and "--resume" not in rest and digits:
+    if verb in ("train", "sweep", "benchmarks/frontier.py") and "--resume" not in rest and digits:
         fewer = ["--seeds", "0", "1"] if "--seeds" in rest else []
         return [*words, *fewer, "--training.epochs", "1", "--stream.groups", "[[0,1],[2,3]]"]
     if verb == "learn" and "--training.epochs" not in rest and not Path(rest[0]).exists():
         return [*words, "--encoder.name", "resnet18-mini", "--training.epochs", "1", "--training.batch", "16"]
-    if words[:2] == ["bench", "freezing"]:
+    if verb == "benchmarks/freezing.py":
         return [*words, "--repeats", "1"]
     return words
 
 
 def run_command(words: list[str]) -> None:
-    """`ptlf` in this process, `torchrun` in others."""
+    """`ptlf` and our scripts in this process, `torchrun` in others."""
     if words[0] == "torchrun":
         place = words.index("ptlf") + 1
         launch = [sys.executable, "-m", "torch.distributed.run", *words[1:place], *shortened(words[place:])]
         done = subprocess.run(launch, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
+    elif words[0] == "python":
+        name, *rest = words[2:] if words[1] == "-m" else shortened(words[1:])
+        module = importlib.import_module(
+            f"{name}.__main__" if words[1] == "-m" else name.removesuffix(".py").replace("/", ".")
+        )
+        assert module.main(rest) == 0, words
     else:
         assert words[0] == "ptlf", f"a test cannot run {words}; mark its block with `# needs ...`"
         assert main(shortened(words[1:])) == 0, words
@@ -232,6 +238,8 @@ def test_blocks_that_are_not_run_parse() -> None:
                 assert words[1] == "install", words
             elif words[0] in ("ptlf", "torchrun"):
                 parse(words[words.index("ptlf") + 1 :])
+            elif words[0] == "python":
+                assert (ROOT / words[2 if words[1] == "-m" else 1]).exists(), words
             else:
                 assert words[0] in (".", "python3"), words
     for path in PAGES:
@@ -358,7 +366,7 @@ def test_the_site_builds_its_links_hold_and_it_loads_nothing_from_elsewhere(site
 
 def test_the_references_of_the_site_are_complete(site: Path) -> None:
     commands = (site / "commands.html").read_text()
-    for verb in ("train", "learn", "sweep", "embed", "bench step", "data pack"):
+    for verb in ("train", "learn", "sweep", "embed", "data pack"):
         assert f'id="ptlf-{verb.replace(" ", "-")}"' in commands
     settings = (site / "settings.html").read_text().replace("<wbr>", "")
     for key, _, _ in describe(Config):

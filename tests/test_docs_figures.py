@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ptlf.report.reproduction import DIFFERENCES, differences, figure
-from ptlf.run.paper import METHODS, OBJECTIVES, TABLES
 from ptlf.run.recipes import EXPECTED
-from ptlf.run.reproduce import make_plan
+from reproduction.page import DIFFERENCES, differences, figure
+from reproduction.runs import make_plan
+from reproduction.tables import METHODS, OBJECTIVES, TABLES
 
 ROOT = Path(__file__).parent.parent
 README, RECIPES, SAVINGS, PRETRAINED, BENCHMARKS = (

@@ -80,11 +80,10 @@ def commands(at: Path) -> dict[str, list[str]]:
         "report": ["report", run, "--out", str(at / "page.html")],
         "figures": ["report", run, "--figures", str(at / "figures")],
         "watch": ["watch", run, "--once"],
-        "bench run": ["bench", "run", "--from", run],
     }
 
 
-@pytest.mark.parametrize("command", ["resume", "config", "evaluate", "report", "figures", "watch", "bench run"])
+@pytest.mark.parametrize("command", ["resume", "config", "evaluate", "report", "figures", "watch"])
 @pytest.mark.parametrize("place", PLACES)
 def test_no_command_runs_code_of_a_run(at: Path, place: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     poison(at / "run", place)

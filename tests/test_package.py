@@ -65,7 +65,7 @@ def test_the_sdist_makes_the_same_wheel(built: Path, wheel: Path, tmp_path: Path
     (sources,) = tmp_path.iterdir()
     inside = {path.name for path in sources.iterdir()}
     assert {"ptlf", "CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"} <= inside
-    assert not {"tests", "results", "benchmarks"} & inside
+    assert not {"tests", "results", "benchmarks", "reproduction"} & inside
     with zipfile.ZipFile(wheel) as file:
         for name in file.namelist():
             if name.startswith("ptlf/"):

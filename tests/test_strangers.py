@@ -193,7 +193,6 @@ READERS = {
     "resume": RESUME,
     "report": SWEEP,
     "watch": ("watch", "RUN", "--once"),
-    "bench run": ("bench", "run", "--from", "RUN", "RUN"),
 }
 RECORDS = {
     "[]": "[]", "{}": "{}", "string": '"x"', "null": "null", "empty": "", "deep": DEEP, "non-utf8": b"\xff\xfe",
@@ -285,21 +284,6 @@ ROWS: dict[str, Row] = {
     "sweep: seeds huge": lambda at: ["sweep", "digits/simsiam/lump", "--out", str(at / "s"), "--seeds", HUGE],
     "sweep: results {}": sweep_of("{}"),
     "sweep: results status only": sweep_of('{"schema": 2, "status": "finished"}'),
-    "bench freezing: size huge": lambda at: ["bench", "freezing", "--size", "100000"],
-    "bench freezing: batch huge": lambda at: ["bench", "freezing", "--batch", "100000000000000000000"],
-    "bench freezing: batch 1e6": lambda at: ["bench", "freezing", "--batch", "1000000", "--size", "1000"],
-    "bench freezing: json dir": lambda at: ["bench", "freezing", "--json", str(at)],
-    "bench freezing: json .": lambda at: ["bench", "freezing", "--json", "."],
-    "bench freezing: encoder Linear": lambda at: ["bench", "freezing", "--encoder", "torch.nn:Linear"],
-    "bench freezing: encoder Identity": lambda at: ["bench", "freezing", "--encoder", "torch.nn:Identity"],
-    "bench step: size 100000": lambda at: ["bench", "step", "--size", "100000"],
-    "bench step: size 8000": lambda at: ["bench", "step", "--size", "8000", "--device", "cpu"],
-    "bench step: batch huge": lambda at: ["bench", "step", "--training.batch", "4000000000"],
-    "bench step: batch 1e20": lambda at: ["bench", "step", "--training.batch", "100000000000000000000"],
-    "bench step: seed 10**400": lambda at: ["bench", "step", "--seed", HUGE],
-    "bench run: noise huge": lambda at: ["bench", "run", "--noise", "1000000000"],
-    "bench run: noise 1e12": lambda at: ["bench", "run", "--noise", "1000000000000"],
-    "bench run: noise 1e19": lambda at: ["bench", "run", "--noise", "10000000000000000000"],
 }  # fmt: skip
 FINE: dict[str, Row] = {  # odd, and rightly accepted
     "sealed: deep json": deep_checkpoint,  # damaged like any other; the run begins anew

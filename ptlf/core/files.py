@@ -1,10 +1,11 @@
 """Atomic writes, which survive a crash of the machine, and file locks."""
 
 import errno
+import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def write_error(path: Path, error: OSError) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"no space left on the disk for {path}; free some, or choose another place")
     return UserError(f"cannot write {path}: {error.strerror or error}; choose another place")
+
+
+def file_digest(file: Path, algorithm: str = "sha256", advance: Callable[[int], None] = lambda _: None) -> str:
+    """advance: takes the number of bytes read, again and again."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    with open(file, "rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.update(block)
+            advance(len(block))
+    return digest.hexdigest()
 
 
 def lock_holder(file: Path) -> tuple[str, bool | None]:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from ptlf.core.words import printable, short_repr
 
 MAX_BYTES = 256 << 20  # of a JSON file; results of 200 tasks are 1 MB
 MAX_YAML = 256 << 10  # of a YAML file; a run's settings are 3 kB
-DEEPEST, MAX_NODES = 32, 20_000  # of a YAML text: nested collections; values, with those an alias repeats
-MAX_DIGITS = 4000  # of a number in YAML; Python reads up to 4300
+MAX_DEPTH = 32  # of collections in a YAML text
+MAX_DIGITS = 4000  # of a number in JSON; Python reads up to 4300
 LARGEST = 1e30  # of a number in a record
 
 NUMBER = (int, float)
@@ -160,63 +160,48 @@ def check_type(value: Any, kinds: tuple[type, ...], place: str) -> None:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML's plain values but dates, which are text here, and numbers that are too long, which are refused."""
+    """YAML's plain values, but text stays as it was typed unless it is a number or a truth value in the one way that
+    Python and JSON write it: 010, 12:30, 1_000, 1e-3, yes and dates are text. Settings read their numbers from text."""
 
 
-def number(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def plain_scalar(make: Callable[[str], Any]) -> Callable[[Any, yaml.ScalarNode], Any]:
     def construct(loader: Any, node: yaml.ScalarNode) -> Any:
-        if len(node.value) > MAX_DIGITS:
-            raise yaml.constructor.ConstructorError(None, None, "a number has too many digits", node.start_mark)
         try:
-            return make(loader, node)
-        except (ValueError, OverflowError):  # such as 0x_, which YAML's pattern of numbers lets through
+            value = make(node.value)
+            return value if str(value) in (node.value, node.value.capitalize()) else node.value
+        except ValueError:
             return node.value
 
     return construct
 
 
-Loader.add_constructor("tag:yaml.org,2002:int", number(yaml.SafeLoader.construct_yaml_int))
-Loader.add_constructor("tag:yaml.org,2002:float", number(yaml.SafeLoader.construct_yaml_float))
-Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
+def truth(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text, text)
+
+
+SCALARS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": truth, "timestamp": str}
+for tag, make in SCALARS.items():
+    Loader.add_constructor(f"tag:yaml.org,2002:{tag}", plain_scalar(make))
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises a YAMLError, also for what is nested too deeply or grows by its aliases."""
+    """The value of a YAML text. Raises a YAMLError, also for what is nested too deeply or may grow without bound."""
     if len(text) > MAX_YAML:
         raise yaml.YAMLError(f"it has {len(text)} characters; at most {MAX_YAML} are read")
-    depth = 0
+    anchored: list[bool] = []  # of the collections around an event, whether one of them has a name
     for event in yaml.parse(text, Loader=Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
-            raise yaml.YAMLError(f"it is nested more than {DEEPEST} deep")
-    loader = Loader(text)
+        if isinstance(event, yaml.CollectionStartEvent):
+            anchored.append(event.anchor is not None or any(anchored[-1:]))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchored.pop()
+        elif isinstance(event, yaml.AliasEvent) and any(anchored[-1:]):
+            raise yaml.YAMLError("an alias stands inside what another may repeat")
+        if len(anchored) > MAX_DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep")
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if nodes(node, {}) > MAX_NODES:
-            raise yaml.YAMLError(f"with its aliases it holds more than {MAX_NODES} values")
-        return loader.construct_document(node)
+        return yaml.load(text, Loader)
     except (ValueError, TypeError) as error:  # such as a list as a key, or characters that are no YAML
-        if isinstance(error, yaml.YAMLError):
-            raise
         raise yaml.YAMLError(str(error)) from None
-    finally:
-        loader.dispose()
-
-
-def nodes(node: yaml.Node, known: dict[int, float]) -> float:
-    """How many values there are below the node, where an alias counts as often as it stands there."""
-    if id(node) not in known:
-        known[id(node)] = math.inf  # until it is counted: a node that holds itself
-        known[id(node)] = 1 + sum(nodes(below, known) for below in children(node))
-    return known[id(node)]
-
-
-def children(node: yaml.Node) -> Iterable[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 def read_yaml_file(path: Path) -> Any:

@@ -1,9 +1,7 @@
 """A family's members by name: those of this package, of installed packages, and of any module on the path."""
 
 import importlib
-import os
 import re
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ptlf.core.errors import UserError, unknown
+from ptlf.core.imports import imports_from_here
 from ptlf.core.processes import warn
 from ptlf.core.words import short_repr
 
@@ -77,12 +76,11 @@ class Registry(MutableMapping[str, T], Generic[T]):
         if module in self.prefixes:
             return self.prefixes[module](attribute)
         check_trusted(self.noun, name)
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # as `python -m` does
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            with imports_from_here():
+                found = getattr(importlib.import_module(module), attribute)
         except Exception as error:
-            raise UserError(f"{self.noun} {short_repr(name)} cannot be imported: {error}") from None
+            raise UserError(f"{self.noun} {short_repr(name)} cannot be imported: {error}") from error
         return self._checked(found, name)
 
     def names_code(self, name: str) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ Presets = Mapping[str, Mapping[str, Any]]  # nested settings that a member's rec
 as_dict = dataclasses.asdict
 Kind = type | Registry[Any]  # of a section: a dataclass, or a registry for the `Config`s of all its members
 Limit = float | None
+DECIMAL = re.compile("[-+]?(0|[1-9][0-9]{0,18})")  # an octal of YAML 1.1, such as 010, is no number here
+TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 MAX = 1_000_000  # a number without a bound of its own
 LIMITS = {"gt": (operator.gt, "more than"), "ge": (operator.ge, "at least"), "le": (operator.le, "at most")}
 
@@ -107,7 +110,7 @@ def _value(kind: Kind, name: str, value: Any, prefix: str) -> Any:
 
 
 def _cast(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the annotated type. Text for a number is read as one (YAML takes 1e-3 for text)."""
+    """`value` as the annotated type. Numbers and truth values may be text, such as 1e-3, +5 or yes."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in sorted(arguments, key=lambda option: option is not type(value)):  # the value's own type first
@@ -120,9 +123,13 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
             return [_cast(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
         if isinstance(value, str) and arguments[0] is str:  # one name
             return [value]
+    elif hint is bool and isinstance(value, str) and value.lower() in TRUTHS:
+        return TRUTHS[value.lower()]
     elif isinstance(value, bool):  # which Python counts as an int
         if hint is bool:
             return value
+    elif hint is int and isinstance(value, str) and DECIMAL.fullmatch(value):
+        return int(value)
     elif hint is float and isinstance(value, (int, float, str)):
         with contextlib.suppress(ValueError, OverflowError):
             return float(value)
@@ -187,7 +194,7 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """A command-line value as YAML reads it: numbers, true/false, null, [lists]; anything else is text."""
+    """A command-line value as `load_yaml` reads it: numbers, true/false, null, [lists]; anything else is text."""
     try:
         return load_yaml(text)
     except yaml.YAMLError:
@@ -202,7 +209,9 @@ def parse_overrides(kind: type, words: Sequence[str]) -> dict[str, Any]:
         word = remaining.pop(0)
         if not word.startswith("--"):
             example = f"--recipe {word}" if word.count("/") == 2 else "--training.epochs 2"
-            raise UserError(f"cannot place {short_repr(word)}: settings are given as --key value, such as {example}")
+            raise UserError(
+                f"unexpected argument {short_repr(word)}: settings are given as --key value, such as {example}"
+            )
         name, equals, text = word[2:].partition("=")
         if not equals:
             if not remaining:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ptlf.core.errors import UserError
-from ptlf.stream.disk import file_digest
+from ptlf.core.files import file_digest
 
 KEY = "ptlf"  # of the card in the metadata of a run's or an exported file
 FILES = ("encoder.safetensors", "model.safetensors")  # of a run's folder, of an exported one

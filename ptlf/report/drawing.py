@@ -7,6 +7,7 @@ become variables of the style sheet. Runs differ by hue, dash and marker; ordere
 import io
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib
@@ -83,24 +84,20 @@ def coded(tasks: int) -> Colours:
     return {role: f"#fe{number:04x}" for number, role in enumerate(themed(False, tasks))}
 
 
-def settings(colours: Colours) -> dict[str, Any]:
-    """matplotlib's, for `matplotlib.rc_context`."""
-    soft, line = colours["soft"], colours["line"]
-    return {
-        **{"svg.fonttype": "none", "text.parse_math": False, "font.size": 9.0, "axes.titlesize": 10.0},
-        **{"axes.titleweight": "bold", "axes.titlelocation": "left", "axes.axisbelow": True, "axes.grid": True},
-        **{"axes.grid.axis": "y", "grid.color": line, "grid.linewidth": 0.8, "axes.facecolor": "none"},
+def style(colours: Colours) -> AbstractContextManager[None]:
+    """Within it pictures are made and written; matplotlib's own settings come back after it."""
+    soft = colours["soft"]
+    values: Any = {
+        **{"svg.fonttype": "none", "text.parse_math": False, "font.size": 9.0, "text.color": colours["ink"]},
+        **{"axes.titlesize": 10.0, "axes.titleweight": "bold", "axes.titlelocation": "left"},
+        **{"axes.titlecolor": colours["ink"], "axes.labelcolor": soft, "xtick.color": soft, "ytick.color": soft},
+        **{"axes.facecolor": "none", "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y"},
+        **{"grid.color": colours["line"], "lines.linewidth": 1.5, "lines.markersize": 4.5},
         **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
-        **{f"{axis}tick.{part}size": 0 for axis in "xy" for part in ("major.", "minor.")},
-        **{"xtick.color": soft, "ytick.color": soft, "axes.labelcolor": soft, "text.color": colours["ink"]},
-        **{
-            "axes.titlecolor": colours["ink"],
-            "lines.linewidth": 1.5,
-            "lines.markersize": 4.5,
-            "xaxis.labellocation": "right",
-        },
-        **{"legend.frameon": False, "legend.borderpad": 0, "legend.borderaxespad": 0, "legend.handlelength": 1.6},
+        **{"xtick.major.size": 0, "ytick.major.size": 0, "xaxis.labellocation": "right", "legend.frameon": False},
+        **{"legend.borderpad": 0, "legend.borderaxespad": 0, "legend.columnspacing": 1.4, "legend.handlelength": 1.6},
     }
+    return matplotlib.rc_context(values)
 
 
 def look(group: Group, colours: Colours) -> dict[str, Any]:

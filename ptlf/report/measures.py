@@ -158,37 +158,3 @@ def steady(costs: Sequence[Measure], groups: Sequence[Group]) -> list[Measure]:
         else m
         for m in costs
     ]
-
-
-def column(title: str, key: str, unit: str, digits: int, cost: bool = False, scale: float = 0.0) -> Measure:
-    """A figure of a benchmark's row."""
-    return Measure(title, (key,), unit, digits, cost, scale=scale)
-
-
-STEP = column("step", "step_ms", "ms", 2, True)
-MEMORY = [
-    column("views", "views_per_second", "per ms", 1, scale=1000),
-    column("kept", "kept_bytes", "MiB", 0, True),
-    column("peak", "peak_memory_bytes", "MiB", 0, True),
-]
-SPREAD, DEVICE = column("±", "step_ms_spread", "ms", 2), column("device", "device_ms", "ms", 2)
-STAGE_COLUMNS = [column("steps", "steps", "", 0), STEP, column("median", "median_step_ms", "ms", 2, True), *MEMORY]
-FREEZING_COLUMNS = [
-    column("kept", "kept_bytes", "MiB", 1, True),
-    column("backward", "backward_flops", "GFLOPs", 2, True, 1e9),
-    column("step", "seconds", "ms", 0, True, 1e-3),
-]
-BENCHMARKS = {  # the headings of what names a row, by its key there; the figures of a row
-    "freezing": ({"frozen": "frozen", "way": "how"}, FREEZING_COLUMNS),
-    "step": ({"frozen": "frozen"}, [STEP, SPREAD, DEVICE, *MEMORY, column("rebuild", "rebuild_seconds", "s", 1)]),
-    "methods": ({"recipe": "recipe"}, [STEP, SPREAD, DEVICE, *MEMORY[1:]]),
-}
-OVERHEADS = [
-    *(column(measure.title, measure.path[-1], "s", 1) for measure in COSTS[1:] if measure.unit == "s"),
-    column("learning after the first task", "later_learning_seconds", "s", 1, True),
-    column("  of it correlation", "later_correlation_share", "%", 1, scale=0.01),
-    column("whole run", "wall_seconds", "s", 1, True),
-    column("GPU waits for the host", "host_share", "%", 1, scale=0.01),
-    *(column(f"{probe} accuracy", f"{probe}_accuracy", "%", 2) for probe in ("knn_task", "knn_class")),
-    *(column(f"{probe} forgetting", f"{probe}_forgetting", "points", 2) for probe in ("knn_task", "knn_class")),
-]

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -15,7 +14,7 @@ from markupsafe import Markup, escape
 from ptlf import __version__
 from ptlf.core.files import write_whole
 from ptlf.report import paired
-from ptlf.report.drawing import FONT, Colours, coded, file_png, file_svg, page_svg, settings, themed
+from ptlf.report.drawing import FONT, Colours, coded, file_png, file_svg, page_svg, style, themed
 from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
 from ptlf.report.intervals import wilson
 from ptlf.report.measures import (
@@ -64,7 +63,7 @@ def write_figures(folders: Sequence[Path], out: Path, baseline: str | None = Non
     colours = themed(False, comparison.tasks)
     out.mkdir(parents=True, exist_ok=True)
     written = 0
-    with matplotlib.rc_context(settings(colours)):
+    with style(colours):
         for picture in (p for part in parts(comparison) for figure in part.figures for p in figure.pictures):
             if canvas := picture.draw(colours):
                 write_whole(out / f"{picture.name}.svg", file_svg(canvas, picture.name))
@@ -299,7 +298,7 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 def shown_part(part: Part, colours: Colours) -> dict[str, Any]:
     """With the figures that have something to show."""
-    with matplotlib.rc_context(settings(colours)):
+    with style(colours):
         figures = [vars(figure) | {"drawn": drawn(figure, colours)} for figure in part.figures]
     return vars(part) | {"figures": [figure for figure in figures if figure["drawn"]]}
 

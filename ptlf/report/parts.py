@@ -13,6 +13,7 @@ from ptlf.report.figures import accuracy, freezing, frontier, gallery, lines
 from ptlf.report.intervals import by_tasks_seen, neighbours
 from ptlf.report.measures import COSTS, SCALES, Measure, main_measures, probe_measures, title_of
 from ptlf.report.runs import FEATURES, OLDER, Comparison, Group, policy_of
+from ptlf.run.results import Json
 
 OVER_TASKS = {
     "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
@@ -150,20 +151,7 @@ def learning_part(comparison: Comparison) -> Part:
     part = Part("learning", "How it learned, without labels")
     epochs = [line for group in comparison.groups for run in group.runs for line in run.epochs]
     names = dict.fromkeys(name for line in epochs for name in line.get("loss", {}))
-    pictures = [
-        Picture(
-            f"loss-{name}",
-            partial(
-                lines.over_epochs,
-                comparison,
-                name,
-                lambda line, name=name: line.get("loss", {}).get(name),
-                False,
-                False,
-            ),
-        )
-        for name in names
-    ]
+    pictures = [Picture(f"loss-{name}", partial(loss_picture, comparison, name)) for name in names]
     part.add("Losses", f"The mean of each loss over every epoch, with its own scale. {MARKED}", pictures)
     for key, how in OF_FEATURES.items():
         found = [(group, lines.features_by_task(group, key)) for group in comparison.groups]
@@ -174,6 +162,13 @@ def learning_part(comparison: Comparison) -> Part:
     if 0 < len(older) < len(comparison.groups):
         part.notes.append(f"No effective rank and no spread of {', '.join(older)}: {OLDER}.")
     return part
+
+
+def loss_picture(comparison: Comparison, name: str, colours: Colours) -> Canvas | None:
+    def value(line: Json) -> float | None:
+        return line.get("loss", {}).get(name)
+
+    return lines.over_epochs(comparison, name, value, False, False, colours)
 
 
 def ratio_part(comparison: Comparison) -> Part:
@@ -234,7 +229,10 @@ def cost_picture(comparison: Comparison, measure: Measure, highest: float, colou
     """Seconds differ from epoch to epoch. Bytes are the most that is kept at once; the others add up."""
     unit = "G" if measure.unit == "T" and highest < SCALES["T"] else measure.unit
     title = f"{measure.title.split(',')[0]}, {unit}" + " per epoch" * (unit != "MiB")
-    value = lambda line: None if line.get(measure.epoch) is None else line[measure.epoch] / SCALES.get(unit, 1)  # noqa: E731
+
+    def value(line: Json) -> float | None:
+        return None if line.get(measure.epoch) is None else line[measure.epoch] / SCALES.get(unit, 1)
+
     return lines.over_epochs(comparison, title, value, unit != "s", True, colours)
 
 

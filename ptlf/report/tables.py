@@ -14,10 +14,9 @@ from ptlf.report import measures, paired
 from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
 from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, steady
 from ptlf.report.runs import FEATURES, LATER_KEPT, Group, RunRecord, known_probes
-from ptlf.run.results import STEADY, Json, ratio_or_none
+from ptlf.run.results import STEADY, Json
 
 RATIOS = "x: geometric mean of the ratios by seed"
-TIMES = f"time relative to another run: {STEADY}"
 BRACKETS = "in brackets: 95 % interval from the number of test images"
 
 
@@ -193,10 +192,6 @@ def times(measure: Measure, group: Group, base: Group | None) -> str:
     return f"{found.mean:.2f}x{paired.dagger(group, base, measure)}" if found else ""
 
 
-def beside(words: str, ratio: float | None) -> str:
-    return words if ratio is None else f"{words}  {ratio:.2f}x"
-
-
 def shortened(names: list[str]) -> tuple[str, list[str]]:
     """What all recipes share, and each one without it."""
     parts = [name.split("/") for name in names]
@@ -219,59 +214,3 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
         later = f"`ptlf evaluate {folder} --stream.labelled FOLDER` takes labels that come later"
         console.print(f"not evaluated: no labelled test images (or evaluation.enabled is false); {later}")
     console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors", soft_wrap=True)
-
-
-def show_rows(console: Console, kind: str, title: str, rows: list[Json]) -> None:
-    """Of a benchmark of that kind; costs also relative to the first row."""
-    names, columns = measures.BENCHMARKS[kind]
-    if "recipe" in names:
-        common, short = shortened([row["recipe"] for row in rows])
-        title = f"{common}: {title}" if common else title
-        rows = [row | {"recipe": name} for row, name in zip(rows, short, strict=True)]
-    table = new_table(title, list(names.values()), [column.heading for column in columns])
-    for row in rows:
-        ratios = {f"{key}_ratio": ratio_or_none(row[key], rows[0][key]) for column in columns for key in column.path}
-        cells = [figure(column, row | ratios, row is rows[0]) for column in columns]
-        table.add_row(*[str(row[name]) for name in names], *cells)
-    console.print(table)
-
-
-def show_comparison(console: Console, comparison: Json) -> None:
-    """The step by run and freeze stage, and below it the overheads; costs also relative to the first run."""
-    runs, columns = comparison["runs"], measures.STAGE_COLUMNS
-    common, names = shortened([run["run"] for run in runs])
-    names = names if len(names) > 1 else [common.split("/")[-1]]
-    title = f"{common} on {runs[0]['environment'].get('device_name')}; x: relative to {names[0]} in the same tasks"
-    table = new_table(title, ["run", "stage"], [column.heading for column in columns])
-    for name, run in zip(names, runs, strict=True):
-        table.add_section()
-        for row in run["stages"]:
-            cells = [figure(column, row, run is runs[0]) for column in columns]
-            table.add_row(name if row is run["stages"][0] else "", row["stage"], *cells)
-    console.print(table)
-    below = new_table("", [""], names)
-    for line in measures.OVERHEADS:
-        below.add_row(line.title, *[figure(line, run["overheads"], run is runs[0], unit=True) for run in runs])
-    console.print(below)
-    if len(runs) > 1:
-        note(console, TIMES)
-
-
-def figure(measure: Measure, row: Json, first: bool, *, unit: bool = False) -> str:
-    """Of a benchmark's row, with the ratio that stands beside a cost there, but in the first row."""
-    (key,) = measure.path
-    relative = row.get(f"{key}_ratio") if measure.cost and not first else None
-    return beside((measure.words if unit else measure.show)(row.get(key)), relative)
-
-
-def show_kernels(console: Console, rows: list[Json], most: int = 15) -> None:
-    """What took the time of a step, for each stage that was profiled."""
-    for row in rows:
-        kernels = row.get("kernels", [])
-        if total := sum(kernel["ms"] for kernel in kernels):
-            title = f"{row['frozen']} frozen: {total:.2f} ms in {len(kernels)} kinds"
-            table = new_table(title, ["kernel"], ["calls", "ms", "share"])
-            for kernel in kernels[:most]:
-                share, ms = f"{kernel['ms'] / total:.1%}", f"{kernel['ms']:.3f}"
-                table.add_row(clipped(kernel["name"], 60), f"{kernel['calls']:.0f}", ms, share)
-            console.print(table)

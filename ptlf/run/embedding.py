@@ -20,10 +20,10 @@ from ptlf.core.processes import warn
 from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.stream.disk import progress_bar
 from ptlf.stream.folders import SHOWN_SKIPS
-from ptlf.stream.given import find_images, given
+from ptlf.stream.images import find_images, open_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import refuse_or_skip
-from ptlf.stream.rows import Given, Row
+from ptlf.stream.rows import ImageSplit, Row
 
 NO_PYARROW = "writing .parquet needs pyarrow: `pip install 'ptlf[export]'`, or give an .npz file"
 
@@ -69,16 +69,16 @@ def embed_images(
     return written, encoder.feature_dim, skipped
 
 
-def all_parts(images: Sequence[str]) -> list[Given]:
+def all_parts(images: Sequence[str]) -> list[ImageSplit]:
     """The splits of all paths; names begin with the path if there are several."""
     parts = []
     for value in images:
-        for part in given(find_images(value, data_root())).values():
+        for part in open_images(find_images(value, data_root())).values():
             parts.append(prefixed(part, value) if len(images) > 1 else part)
     return parts
 
 
-def prefixed(part: Given, path: str) -> Given:
+def prefixed(part: ImageSplit, path: str) -> ImageSplit:
     def read() -> Iterator[Row]:
         return (row._replace(name=f"{path.rstrip('/')}/{row.name}") for row in part.read())
 
@@ -86,7 +86,7 @@ def prefixed(part: Given, path: str) -> Given:
 
 
 def embedded(
-    encoder: LoadedEncoder, part: Given, batch: int, skipped: list[dict[str, str]], on_error: str
+    encoder: LoadedEncoder, part: ImageSplit, batch: int, skipped: list[dict[str, str]], on_error: str
 ) -> Iterator[tuple[list[str], list[str | None], np.ndarray]]:
     def on_problem(problems: list[tuple[str, str]]) -> None:
         refuse_or_skip(problems, skipped, on_error)
@@ -95,7 +95,7 @@ def embedded(
         yield found.names, [class_name(part, label) for label in found.labels], features
 
 
-def class_name(part: Given, label: Any) -> str | None:
+def class_name(part: ImageSplit, label: Any) -> str | None:
     return None if label is None else str(label) if part.names is None else part.names[label]
 
 

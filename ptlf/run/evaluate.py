@@ -23,10 +23,10 @@ from ptlf.run.results import add_evaluation, read_results
 from ptlf.run.start import without_start
 from ptlf.stream import EvalSplit
 from ptlf.stream.folders import OnError
-from ptlf.stream.given import find_images
+from ptlf.stream.images import find_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset
-from ptlf.stream.task import alone, digest
+from ptlf.stream.task import digest, single_task_stream
 
 
 def may_change(setting: str) -> bool:
@@ -84,7 +84,7 @@ def evaluate_labelled(
     size, share = encoder.card["image_size"], config.evaluation.reference_test
     data = labelled_dataset(path, size, share, encoder.fit, on_error)
     learnt = tasks_learnt(folder)
-    stream, probes = alone(data, "labelled", learnt or 1), only(config.probes, chosen)
+    stream, probes = single_task_stream(data, "labelled", learnt or 1), only(config.probes, chosen)
     prober = Prober(stream, config.evaluation, probes, encoder.normalise, encoder.device)
     before = rebuilt(encoder.card, folder, module, config.seed).to(encoder.device)
     start = with_start(before, folder, config) if module is None else before

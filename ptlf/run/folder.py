@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from ptlf.core.errors import UserError
-from ptlf.core.files import locked, write_error, write_whole
+from ptlf.core.files import file_digest, locked, write_error, write_whole
 from ptlf.core.reading import damaged
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
@@ -22,7 +22,6 @@ from ptlf.run.compat import NO_EFFECT, describe_changes
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import RESTORE_HINT, read_results
 from ptlf.stream.arrivals import TASKS, arrived_names, is_arrival, missing
-from ptlf.stream.disk import file_digest
 
 ENCODER = "encoder.safetensors"
 START = "start.safetensors"  # the weights that training began with, if they do not follow from the seed

@@ -29,9 +29,8 @@ from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of
 from ptlf.run.results import read_results, refuse_folder_of_runs
 from ptlf.stream.decode import Fit
-from ptlf.stream.given import given
-from ptlf.stream.packing import Squares, squares
-from ptlf.stream.rows import Given
+from ptlf.stream.images import ImageSplit, open_images
+from ptlf.stream.packing import SquareBatch, decode_squares
 from ptlf.views import normalise
 
 MODEL = "model.safetensors"  # the same file in an exported folder
@@ -113,23 +112,23 @@ class LoadedEncoder:
     @torch.no_grad()
     def embedded(
         self, images: Any, batch: int = 256, on_problem: OnProblem | None = None
-    ) -> Iterator[tuple[Squares, np.ndarray]]:
+    ) -> Iterator[tuple[SquareBatch, np.ndarray]]:
         """Batches of images with their features (n, feature_dim) float32."""
         for part in self.batches(images, batch, on_problem):
             yield part, self.module(self.prepare(part.images)).float().cpu().numpy()
 
-    def batches(self, images: Any, batch: int, on_problem: OnProblem | None = None) -> Iterator[Squares]:
+    def batches(self, images: Any, batch: int, on_problem: OnProblem | None = None) -> Iterator[SquareBatch]:
         if batch < 1:
             raise UserError(f"batch is {batch}; it must be at least 1")
         several = [images] if is_one(images) else images
-        parts = [several] if isinstance(several, Given) else given(several).values()
+        parts = [several] if isinstance(several, ImageSplit) else open_images(several).values()
         for part in parts:
-            for found in squares(part, self.card["image_size"], self.fit):
+            for found in decode_squares(part, self.card["image_size"], self.fit):
                 if found.problems:
                     (on_problem or refuse)(found.problems)
                 for start in range(0, len(found.images), batch):
                     piece = slice(start, start + batch)
-                    yield Squares(found.names[piece], found.images[piece], found.labels[piece], [])
+                    yield SquareBatch(found.names[piece], found.images[piece], found.labels[piece], [])
 
 
 def refuse(problems: list[tuple[str, str]]) -> None:

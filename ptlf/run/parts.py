@@ -14,7 +14,7 @@ from ptlf.run import build
 from ptlf.run.config import Config
 from ptlf.run.start import find_given, make_reference, starting_encoder
 from ptlf.stream import Stream
-from ptlf.stream.given import given
+from ptlf.stream.images import open_images
 from ptlf.stream.loading import Sources
 from ptlf.training.ahead import compile_ahead
 from ptlf.training.distributed import make_alike
@@ -58,7 +58,7 @@ class Parts:
             self.prober = Prober(self.stream, tests, config.probes, self.prepare, self.device, sources)
         self.reference = make_reference(config, self.stream, self.prepare, self.device)
         if config.memory.images and not (self.folder and (self.folder / "config.yaml").exists()):
-            given(find_given(config, config.memory.images))  # a run that goes on has them in its memory
+            open_images(find_given(config, config.memory.images))  # a run that goes on has them in its memory
         if tests.enabled and tests.gallery and self.out:
             seed = derived_seed(config.seed, "gallery")
             self.gallery = Gallery(self.stream, self.prepare, self.device, config=tests, seed=seed)

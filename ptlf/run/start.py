@@ -24,10 +24,10 @@ from ptlf.run.config import Config
 from ptlf.run.folder import START, save_encoder
 from ptlf.stream import Stream
 from ptlf.stream.decode import Fit
-from ptlf.stream.given import find_images, given
+from ptlf.stream.images import find_images, open_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset, sample_images
-from ptlf.stream.task import alone
+from ptlf.stream.task import single_task_stream
 from ptlf.views import View, draw, make_views
 
 BATCH = 256  # images per forward while the memory is filled
@@ -85,7 +85,7 @@ def fill_memory(
     a second view, and with the encoder's vector of its first view if the method needs that. Returns what was done."""
     device, path = memory.images.device, find_given(config, str(config.memory.images))
     draws = np.random.default_rng(derived_seed(config.seed, "memory images"))
-    count = given(path)["train"].count
+    count = open_images(path)["train"].count
     seen = count * config.training.epochs
     pixels, _ = sample_images(path, memory.images.shape[1], min(seen, memory.size), draws, fit)
     images = torch.from_numpy(pixels).to(device)
@@ -113,6 +113,6 @@ def make_reference(
         return None
     data = labelled_dataset(find_given(config, tests.reference), stream.size, tests.reference_test, stream.fit)
     try:
-        return Prober(alone(data, "reference"), tests, config.probes, prepare, device)
+        return Prober(single_task_stream(data, "reference"), tests, config.probes, prepare, device)
     except UserError as error:
         raise UserError(f"evaluation.reference: {error}") from None

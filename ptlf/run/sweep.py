@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
 from ptlf.run.build import make_stream
 from ptlf.run.compat import check_comparable
@@ -52,36 +51,6 @@ def plan(
         config = resolve_config(recipe, None, [*overrides, f"--seed={seed}"], tell=tell)
         runs.append(Planned(name, config, out / f"{recipe.replace('/', '-')}-seed{seed}"))
     check_comparable([as_dict(run.config) for run in runs])
-    return runs
-
-
-def plan_frontier(
-    recipe: str,
-    orders: Sequence[str],
-    initial: Sequence[float],
-    final: Sequence[float],
-    seeds: Sequence[int],
-    out: Path,
-    overrides: Sequence[str],
-    tell: Tell = lambda line: None,
-) -> list[Planned]:
-    """The recipe without freezing, then every order with every initial share and every final one that is not less."""
-    shares = list(itertools.product(initial, final))
-    if above := ", ".join(f"{low:g} to {high:g}" for low, high in shares if low > high):
-        if all(low > high for low, high in shares):
-            hint = "give a lower --initial or a higher --final"
-            raise UserError(f"every initial share is above the final one ({above}): nothing would freeze; {hint}")
-        tell(f"left out, initial share above the final one: {above}")
-    runs = []
-    for seed in unique(seeds):
-        settings = {"no-freezing": ["--freezing.policy=none"]}
-        for order, (low, high) in itertools.product(orders, shares):
-            if low <= high:
-                words = [f"--freezing.policy={order}", f"--freezing.initial={low}", f"--freezing.final={high}"]
-                settings[f"{order}-{low:g}-{high:g}"] = words
-        for name, words in settings.items():
-            config = resolve_config(recipe, None, [*overrides, *words, f"--seed={seed}"], tell=tell)
-            runs.append(Planned(f"{recipe} {name} seed {seed}", config, out / f"{name}-seed{seed}"))
     return runs
 
 

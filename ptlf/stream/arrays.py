@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ptlf.core.errors import UserError
-from ptlf.stream.pack import quoted
-from ptlf.stream.rows import Classes, Given, Row, labelled_rows, numbered, plain_labels
+from ptlf.stream.pack import quote_names
+from ptlf.stream.rows import Classes, ImageSplit, Row, labelled_rows, numbered, plain_labels
 
 # Arrays of an .npz file: (images, labels) by split, as numpy users, MedMNIST and Keras name them.
 # `names`, if it is there, has the classes that labels number.
@@ -28,14 +28,14 @@ def load_npy(path: Path) -> np.ndarray:
         raise UserError(f"{path} is no readable .npy file: {error}") from None
 
 
-def given_npz(path: Path) -> dict[str, Given]:
+def given_npz(path: Path) -> dict[str, ImageSplit]:
     """The arrays are read image by image: a file may be larger than the memory."""
     try:
         with zipfile.ZipFile(path) as file:
             inside = [name.removesuffix(".npy") for name in file.namelist()]
     except (OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is no readable .npz file: {error}") from None
-    found: dict[str, Given] = {}
+    found: dict[str, ImageSplit] = {}
     numbering = Classes(str(path))
     names = [str(name) for name in npz_rows(path, "names")] if "names" in inside else None
     for split, choices in ARRAYS.items():
@@ -44,7 +44,7 @@ def given_npz(path: Path) -> dict[str, Given]:
             continue
         images, labels = pair
         count = header_of(path, images)[0][0]
-        part = Given(count, partial(npz_images, path, images))
+        part = ImageSplit(count, partial(npz_images, path, images))
         if labels in inside:
             values = named_labels(path, labels, names)
             for label in dict.fromkeys(value for value in values if value is not None):
@@ -52,8 +52,8 @@ def given_npz(path: Path) -> dict[str, Given]:
             part = labelled_rows(part, values)
         found[split] = part
     if "train" not in found:
-        wanted = quoted(images for images, _ in ARRAYS["train"])
-        raise UserError(f"{path} has no array called {wanted}; it has: {quoted(inside)}")
+        wanted = quote_names(images for images, _ in ARRAYS["train"])
+        raise UserError(f"{path} has no array called {wanted}; it has: {quote_names(inside)}")
     return found
 
 

@@ -18,11 +18,11 @@ from ptlf.stream.archives import Chunk
 from ptlf.stream.datasets import packed
 from ptlf.stream.disk import disk_errors, files_below, images_below, not_an_image
 from ptlf.stream.folders import subfolders
-from ptlf.stream.given import is_plain_folder, own_side
+from ptlf.stream.images import is_image_folder, own_side
 from ptlf.stream.pack import Pack, natural, open_pack, read_manifest, write_pack
 from ptlf.stream.packing import pack_images
 from ptlf.stream.splits import visible
-from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, exam
+from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, labelled_eval_split
 
 TASKS, INCOMING = "tasks", ".incoming"
 NUMBERED = re.compile(r"(\d{4,})-(.+)")
@@ -76,7 +76,7 @@ def arrival(folder: Path, name: str) -> Pack:
 
 def missing(folder: Path, number: int, name: str = "NAME") -> UserError:
     """number: of the task among those that arrived, from 1."""
-    which = f"{number:04}-{file_name(name)}"
+    which = f"{number:04}-{folder_name(name)}"
     return UserError(
         f"task {number} of those that arrived is missing: there is no {folder / TASKS / which}; put it back"
     )
@@ -109,7 +109,7 @@ def task_name(pack: Pack) -> str:
     return found[2] if found else pack.name
 
 
-def checksum(pack: Pack) -> str:
+def train_checksum(pack: Pack) -> str:
     """Of the training pixels."""
     return pack.split("train").sha256
 
@@ -127,7 +127,9 @@ def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> St
     nothing = Images(np.zeros((0, size, size, 3), np.uint8), np.zeros(0, np.int64))
     data = Dataset(config.name, (), nothing, None, "tasks", packs[0].fit)
     labelled = packed(root, config.labelled) if config.labelled else None
-    return Stream(config.name, data, (), exam(labelled, data), classes=labelled.names if labelled else ())
+    return Stream(
+        config.name, data, (), labelled_eval_split(labelled, data), classes=labelled.names if labelled else ()
+    )
 
 
 def with_arrivals(stream: Stream, packs: Sequence[Pack]) -> Stream:
@@ -184,10 +186,10 @@ def pack_incoming(
         if found:
             check_pack(found, size)
             options["fit"] = found.fit
-        elif is_plain_folder(path):
+        elif is_image_folder(path):
             with disk_errors(path):
                 labelled = bool(test_fraction or ((path / "train").is_dir() and subfolders(path / "train")))
-    target = folder / TASKS / INCOMING / f"{number:04}-{file_name(name or word)}"
+    target = folder / TASKS / INCOMING / f"{number:04}-{folder_name(name or word)}"
     size = size or own_side(source) or default_size
     return pack_images(source, target, size, labelled=labelled, test_fraction=test_fraction, **options)
 
@@ -282,7 +284,7 @@ def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()
     return [path for _, _, path in sorted(found)]
 
 
-class Latecomers:
+class UnlearnedFiles:
     """Images in a watched folder that will not be learnt: new ones in a subfolder that was learnt, and those in no
     subfolder. Each place is told of once. The files of a learnt subfolder are looked at again only if one of its
     folders has changed."""
@@ -337,7 +339,7 @@ def loose_images(folder: Path) -> list[Path]:
     return [file for file in visible(folder)[0] if file.suffix.lower() in endings]
 
 
-def file_name(name: str) -> str:
+def folder_name(name: str) -> str:
     """The name with what a folder cannot be called replaced."""
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "task"
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ptlf.core.errors import UserError
 from ptlf.stream.pack import open_pack
-from ptlf.stream.task import Dataset, Images, Stream, StreamConfig, split, unlabelled
+from ptlf.stream.task import Dataset, Images, Stream, StreamConfig, split, unlabelled_stream
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StreamEntry:
     presets: Mapping[str, Any] = field(default_factory=dict, hash=False)  # settings of its recipes, over the protocol's
 
 
-def from_function(make: Callable[[], Dataset], about: str = "", **more: Any) -> StreamEntry:
+def stream_entry(make: Callable[[], Dataset], about: str = "", **more: Any) -> StreamEntry:
     """The entry of a function that takes no settings."""
     return StreamEntry(about, embedded=lambda config: make(), **more)
 
@@ -67,7 +67,7 @@ def open_stream(config: StreamConfig, source: StreamEntry, root: Path, seed: int
     else:
         data = packed(root, pack)
     if data.folders == "tasks":
-        return unlabelled(data, config, packed(root, config.labelled) if config.labelled else None)
+        return unlabelled_stream(data, config, packed(root, config.labelled) if config.labelled else None)
     if config.labelled is not None:
         why = "this set has a folder per class and is evaluated on its own test images"
         raise UserError(f"stream.labelled is for sets with a folder per task; {why}; leave stream.labelled out")

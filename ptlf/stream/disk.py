@@ -1,7 +1,6 @@
 """Large files and folders: atomic folders, free space, checksums, progress bars, and disk errors as user errors."""
 
 import errno
-import hashlib
 import os
 import re
 import shutil
@@ -115,15 +114,6 @@ def note_passed(folder: Path, passed: Sequence[Path]) -> None:
         endings = ", ".join(sorted({file.suffix.lower() for file in passed}))
         number = f"{len(passed)} file{'s' * (len(passed) != 1)}"
         warn(f"note: passed over {number} in {folder} that by the ending ({endings}) are no images")
-
-
-def file_digest(file: Path, algorithm: str, advance: Callable[[int], None] = lambda _: None) -> str:
-    digest = hashlib.new(algorithm, usedforsecurity=False)
-    with open(file, "rb") as opened:
-        while block := opened.read(1 << 20):
-            digest.update(block)
-            advance(len(block))
-    return digest.hexdigest()
 
 
 @contextmanager

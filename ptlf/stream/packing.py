@@ -18,9 +18,9 @@ from ptlf.stream.datasets import packed
 from ptlf.stream.decode import BATCH_BYTES, BadImage, Fit, ImageFile, check_ending, decode_image, from_picture
 from ptlf.stream.disk import note_passed
 from ptlf.stream.folders import OnError, PackOptions, broken, note_skipped, pack_files, pack_folder, tell_skipped
-from ptlf.stream.given import described, folder_of_folders, given, image_files, is_plain_folder
-from ptlf.stream.pack import Pack, check_free, check_name, natural, write_pack
-from ptlf.stream.rows import CHANNELS, Classes, Given, Row, hold_out
+from ptlf.stream.images import describe_source, folder_of_folders, image_files, is_image_folder, open_images
+from ptlf.stream.pack import Pack, check_name, check_writable_target, natural, write_pack
+from ptlf.stream.rows import CHANNELS, Classes, ImageSplit, Row, hold_out
 from ptlf.stream.task import Dataset, Images
 
 MAX_BYTES = 4 << 30  # of a labelled set that is read into memory
@@ -51,21 +51,21 @@ def pack_images(
     """
     packing, target = PackOptions(**options), Path(target)
     check_name(target.name)
-    check_free(target, packing.overwrite)
-    if isinstance(images, str | os.PathLike) and is_plain_folder(path := Path(images)) and test is None:
+    check_writable_target(target, packing.overwrite)
+    if isinstance(images, str | os.PathLike) and is_image_folder(path := Path(images)) and test is None:
         return pack_path(path, target, size, names, labelled, test_fraction, packing)
-    splits = given(images)
+    splits = open_images(images)
     if test is not None:
         if "test" in splits:
             raise UserError("test images are given, but the images have a test split of their own; leave one out")
-        splits["test"] = given(test)["train"]
+        splits["test"] = open_images(test)["train"]
     has_labels = next(iter(splits["train"].read()), Row("", None)).label is not None
     if labelled and not has_labels:
-        raise UserError(f"{described(images)} has no labels; give a folder per class, or pairs (image, label)")
-    source = str(Path(images).resolve()) if isinstance(images, str | os.PathLike) else described(images)
+        raise UserError(f"{describe_source(images)} has no labels; give a folder per class, or pairs (image, label)")
+    source = str(Path(images).resolve()) if isinstance(images, str | os.PathLike) else describe_source(images)
     if not has_labels or labelled is False:
         if test_fraction or test is not None:
-            raise UserError(f"test images need labels, and {described(images)} has none")
+            raise UserError(f"test images need labels, and {describe_source(images)} has none")
         pack = Pack(target, size, "tasks", tuple(names or (target.name,)), source=source)
         return write_given(pack, {"train": splits["train"]}, packing)
     if test_fraction:
@@ -73,7 +73,7 @@ def pack_images(
             raise UserError("test_fraction is given, but there are test images; use one of them")
         splits = hold_out(splits["train"], test_fraction)
     known = splits["train"].names if names is None else names
-    classes = Classes(described(images), known, counted=names is not None)
+    classes = Classes(describe_source(images), known, counted=names is not None)
     return write_given(Pack(target, size, "classes", classes.names, source=source), splits, packing, classes)
 
 
@@ -99,14 +99,16 @@ def pack_path(
     return pack_files(task, {"train": files}, packing)
 
 
-def write_given(pack: Pack, splits: Mapping[str, Given], options: PackOptions, classes: Classes | None = None) -> Pack:
+def write_given(
+    pack: Pack, splits: Mapping[str, ImageSplit], options: PackOptions, classes: Classes | None = None
+) -> Pack:
     """classes: of the labels; None: all images are of one task."""
     if pack.size < 1:
         raise UserError(f"size must be at least 1, not {pack.size}")
     pack = replace(pack, fit=options.fit)
 
-    def chunks(split: str, part: Given) -> Iterator[Chunk]:
-        for batch in squares(part, pack.size, pack.fit):
+    def chunks(split: str, part: ImageSplit) -> Iterator[Chunk]:
+        for batch in decode_squares(part, pack.size, pack.fit):
             refuse_or_skip(batch.problems, pack.skipped, options.on_error)
             pairs = zip(batch.names, batch.labels, strict=True)
             numbers = [classes.number(split, *pair, part.names) if classes else 0 for pair in pairs]
@@ -126,7 +128,7 @@ def refuse_or_skip(problems: Sequence[tuple[str, str]], skipped: list[dict[str, 
     skipped.extend({"file": file, "why": why} for file, why in problems)
 
 
-class Squares(NamedTuple):
+class SquareBatch(NamedTuple):
     """A batch of images, without those that cannot be read."""
 
     names: list[str]
@@ -135,7 +137,7 @@ class Squares(NamedTuple):
     problems: list[tuple[str, str]]  # name and reason
 
 
-def squares(images: Given, size: int, fit: Fit = "crop") -> Iterator[Squares]:
+def decode_squares(images: ImageSplit, size: int, fit: Fit = "crop") -> Iterator[SquareBatch]:
     """Batches of squares, in order. Decoded by threads: Pillow works outside Python's lock."""
     step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -144,7 +146,7 @@ def squares(images: Given, size: int, fit: Fit = "crop") -> Iterator[Squares]:
             kept = [(row, square) for row, square in zip(batch, made, strict=True) if isinstance(square, np.ndarray)]
             problems = [(row.name, str(why)) for row, why in zip(batch, made, strict=True) if isinstance(why, BadImage)]
             stacked = np.stack([square for _, square in kept]) if kept else np.zeros((0, size, size, 3), np.uint8)
-            yield Squares([row.name for row, _ in kept], stacked, [row.label for row, _ in kept], problems)
+            yield SquareBatch([row.name for row, _ in kept], stacked, [row.label for row, _ in kept], problems)
 
 
 def batches(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
@@ -220,7 +222,7 @@ def sample_images(
     path: Path, size: int, most: int, random: np.random.Generator, fit: Fit = "crop"
 ) -> tuple[np.ndarray, int]:
     """`most` of the training images, (most, S, S, 3) uint8, and how many there are. Fewer are used several times."""
-    images = given(path)["train"]
+    images = open_images(path)["train"]
     rounds = -(-most // images.count)
     drawn = np.concatenate([random.permutation(images.count) for _ in range(rounds)])[:most]
     chosen, places = np.unique(drawn, return_inverse=True)
@@ -229,7 +231,7 @@ def sample_images(
     def rows() -> Iterator[Row]:
         return (row for index, row in enumerate(images.read()) if index in wanted)
 
-    return read_all(Given(len(chosen), rows), size, fit)[0][places], images.count
+    return read_all(ImageSplit(len(chosen), rows), size, fit)[0][places], images.count
 
 
 def refuse(problems: Sequence[tuple[str, str]]) -> None:
@@ -238,12 +240,12 @@ def refuse(problems: Sequence[tuple[str, str]]) -> None:
 
 
 def read_all(
-    images: Given, size: int, fit: Fit = "crop", on_problems: Callable[[list[tuple[str, str]]], None] = refuse
+    images: ImageSplit, size: int, fit: Fit = "crop", on_problems: Callable[[list[tuple[str, str]]], None] = refuse
 ) -> tuple[np.ndarray, list[Any]]:
     """All images (N, S, S, 3) uint8 and their labels, in memory, without the broken ones, unless they are refused."""
     pixels = np.empty((images.count, size, size, 3), np.uint8)
     labels: list[Any] = []
-    for batch in squares(images, size, fit):
+    for batch in decode_squares(images, size, fit):
         on_problems(batch.problems)
         pixels[len(labels) : len(labels) + len(batch.images)] = batch.images
         labels += batch.labels
@@ -261,7 +263,7 @@ def labelled_dataset(
         data = packed(path.absolute().parent, path.name)
         if data.size == size and data.test is not None and data.folders == "classes":
             return data
-    splits = given(path)
+    splits = open_images(path)
     if next(iter(splits["train"].read())).label is None:
         raise UserError(f"{path} has no labels; give a folder per class")
     if "test" not in splits:

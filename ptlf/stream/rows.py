@@ -12,7 +12,7 @@ import torch
 from ptlf.core.errors import UserError
 from ptlf.core.words import short_repr
 from ptlf.stream.folders import held_out
-from ptlf.stream.pack import quoted
+from ptlf.stream.pack import quote_names
 
 # Of rows that are dictionaries, and of columns.
 IMAGE_KEYS = ("image", "img", "jpg", "png")
@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Given:
+class ImageSplit:
     """Images of one split. `read` begins from the first image at every call."""
 
     count: int
@@ -76,7 +76,7 @@ def is_labels(labels: Any, images: Any) -> bool:
     return plain and hasattr(images, "__len__")
 
 
-def labelled_rows(part: Given, labels: Sequence[Any]) -> Given:
+def labelled_rows(part: ImageSplit, labels: Sequence[Any]) -> ImageSplit:
     """With labels beside the images."""
     if len(labels) != part.count:
         raise UserError(f"there are {part.count} images and {len(labels)} labels")
@@ -84,7 +84,7 @@ def labelled_rows(part: Given, labels: Sequence[Any]) -> Given:
     def rows() -> Iterator[Row]:
         return (row._replace(label=label) for row, label in zip(part.read(), labels, strict=True))
 
-    return Given(part.count, rows)
+    return ImageSplit(part.count, rows)
 
 
 class Classes:
@@ -116,7 +116,7 @@ class Classes:
         if place is None and (self.known or split == "train"):
             if self.known:
                 raise UserError(
-                    f"{row} of {self.source} is of {short_repr(label)}, which is none of: {quoted(self.names)}"
+                    f"{row} of {self.source} is of {short_repr(label)}, which is none of: {quote_names(self.names)}"
                 )
             place = self.places[str(label)] = len(self.names)
             self.names.append(str(label))
@@ -160,15 +160,15 @@ def numbered(images: Iterable[Any]) -> Iterator[Row]:
     return (Row(f"image {index + 1}", image) for index, image in enumerate(images))
 
 
-def hold_out(images: Given, fraction: float) -> dict[str, Given]:
+def hold_out(images: ImageSplit, fraction: float) -> dict[str, ImageSplit]:
     held = held_out((row.label for row in images.read()), fraction)
     if all(held) or not any(held):
         raise UserError(f"test_fraction {fraction} leaves no {'train' if all(held) else 'test'} image")
 
-    def part(test: bool) -> Given:
+    def part(test: bool) -> ImageSplit:
         def read() -> Iterator[Row]:
             return (row for row, is_test in zip(images.read(), held, strict=True) if is_test == test)
 
-        return Given(held.count(test), read, images.names)
+        return ImageSplit(held.count(test), read, images.names)
 
     return {"train": part(False), "test": part(True)}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.rows import LABEL_KEYS, Given, Row, plain_label
+from ptlf.stream.rows import LABEL_KEYS, ImageSplit, Row, plain_label
 from ptlf.stream.splits import Part, by_split, files_with, labelled_splits
 
 ENDINGS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -34,7 +34,7 @@ def shard_files(path: Path) -> list[Path]:
     return [path] if path.is_file() and path.name.lower().endswith(ENDINGS) else []
 
 
-def given_shards(path: Path) -> dict[str, Given]:
+def given_shards(path: Path) -> dict[str, ImageSplit]:
     parts = {split: shard_part(files) for split, files in by_split(shard_files(path), path).items()}
     return labelled_splits(parts, path)
 

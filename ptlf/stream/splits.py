@@ -11,8 +11,8 @@ from PIL import Image
 
 from ptlf.core.processes import warn
 from ptlf.stream.disk import disk_errors
-from ptlf.stream.pack import natural, quoted
-from ptlf.stream.rows import Classes, Given, Row
+from ptlf.stream.pack import natural, quote_names
+from ptlf.stream.rows import Classes, ImageSplit, Row
 
 TESTS = ("test", "val", "validation", "valid", "dev")
 FOLDERS = ("train", *TESTS, "data")  # in which a set's files may lie
@@ -66,19 +66,19 @@ def by_split(files: Sequence[Path], root: Path) -> dict[str, list[Path]]:
     if train is None:
         train, test = test, None
     if unused := [file.name for rest in groups.values() for file in rest]:
-        warn(f"note: not read from {root}: {quoted(unused)}")
+        warn(f"note: not read from {root}: {quote_names(unused)}")
     return {"train": train or []} | ({"test": test} if test else {})
 
 
-def labelled_splits(parts: Mapping[str, Part], path: Path) -> dict[str, Given]:
+def labelled_splits(parts: Mapping[str, Part], path: Path) -> dict[str, ImageSplit]:
     """The splits, with the names of the classes if the set has them. Labels that cannot be used are refused here,
     before an image is read."""
     train = parts["train"]
     if all(label is None for label in train.labels):
-        return {"train": Given(train.count, train.read)}
+        return {"train": ImageSplit(train.count, train.read)}
     classes = Classes(str(path), train.names)
     names = {split: part.names or train.names for split, part in parts.items()}
     for split, part in parts.items():
         for label in dict.fromkeys(label for label in part.labels if label is not None):
             classes.number(split, str(path), label, names[split])
-    return {split: Given(part.count, part.read, names[split]) for split, part in parts.items()}
+    return {split: ImageSplit(part.count, part.read, names[split]) for split, part in parts.items()}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ptlf.core.errors import UserError
-from ptlf.stream.rows import IMAGE_KEYS, LABEL_KEYS, Given, Row, plain_label
+from ptlf.stream.rows import IMAGE_KEYS, LABEL_KEYS, ImageSplit, Row, plain_label
 from ptlf.stream.splits import Part, by_split, files_with, labelled_splits
 
 ENDINGS = (".parquet", ".arrow")
@@ -32,7 +32,7 @@ def table_files(path: Path) -> list[Path]:
     return files_with(path, ENDINGS)
 
 
-def given_tables(path: Path) -> dict[str, Given]:
+def given_tables(path: Path) -> dict[str, ImageSplit]:
     parts = {split: table_part(files) for split, files in by_split(table_files(path), path).items()}
     return labelled_splits(parts, path)
 

@@ -146,7 +146,7 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
     return Stream(config.name, data, tuple(made), tuple(eval_splits), ordered, data.names, tuple(untested))
 
 
-def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:
+def unlabelled_stream(data: Dataset, config: StreamConfig, labelled: Dataset | None) -> Stream:
     """A stream with a folder of unlabelled images per task, evaluated on a separate labelled set, if there is one."""
     if config.tasks is not None and config.tasks != len(data.names):
         raise UserError(f"stream.tasks is {config.tasks}, but {data.name} has {len(data.names)} task folders")
@@ -155,10 +155,12 @@ def unlabelled(data: Dataset, config: StreamConfig, labelled: Dataset | None) ->
         raise UserError(f"{data.name} has a folder per task and no classes; leave out {unused}")
     chosen = [indices(data.train, (label,), config.per_class) for label in range(len(data.names))]
     tasks = tuple(Task(name, data.train, train) for name, train in zip(data.names, chosen, strict=True))
-    return Stream(config.name, data, tasks, exam(labelled, data), classes=labelled.names if labelled else ())
+    return Stream(
+        config.name, data, tasks, labelled_eval_split(labelled, data), classes=labelled.names if labelled else ()
+    )
 
 
-def exam(labelled: Dataset | None, data: Dataset) -> tuple[EvalSplit, ...]:
+def labelled_eval_split(labelled: Dataset | None, data: Dataset) -> tuple[EvalSplit, ...]:
     """The split of a labelled set that belongs to no task of `data`; none without such a set."""
     if labelled is None:
         return ()
@@ -171,7 +173,7 @@ def exam(labelled: Dataset | None, data: Dataset) -> tuple[EvalSplit, ...]:
     return (EvalSplit(labelled.name, labelled.train, bank, labelled.test, test, since=0, always=True),)
 
 
-def alone(data: Dataset, name: str, seen: int = 1) -> Stream:
+def single_task_stream(data: Dataset, name: str, seen: int = 1) -> Stream:
     """A labelled set as a stream of its own, to test an encoder that did not learn it: its split is of no task.
 
     seen: how many tasks the encoder has learnt.

@@ -7,7 +7,7 @@ from ptlf.views.named import (
     ViewsConfig,
     cassle_barlow,
     cassle_moco,
-    digits,
+    digits_views,
     lump,
     memory,
     memory_tinyimagenet,
@@ -23,7 +23,7 @@ VIEWS: dict[str, Callable[[int], tuple[View, ...]]] = {
     "supervised": supervised,
     "cassle-barlow": cassle_barlow,
     "cassle-moco": cassle_moco,
-    "digits": digits,
+    "digits": digits_views,
 }
 
 

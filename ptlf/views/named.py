@@ -53,7 +53,7 @@ def cassle_moco(size: int) -> tuple[View, ...]:
     return (replace(LARGE, blur=0.5),) * 2
 
 
-def digits(size: int) -> tuple[View, ...]:
+def digits_views(size: int) -> tuple[View, ...]:
     """For grey digits of 8 to 16 px: no flip, because a mirrored digit is no digit, and no hue."""
     half = (0.5, 0.5, 0.5)
     return (View(crop_scale=(0.5, 1.0), flip=0.0, jitter=0.8, brightness=0.4, contrast=0.4, mean=half, std=half),) * 2

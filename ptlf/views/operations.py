@@ -36,7 +36,7 @@ def apply_view(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
         x = torch.where(happens(u, "blur", view.blur), blur(x, between(u, "sigma", *view.blur_sigma), kernel), x)
     if view.solarise:
         x = torch.where(happens(u, "solarise", view.solarise) & (x >= 0.5), 1 - x, x)
-    return standardise(x, view.mean, view.std)
+    return normalise_channels(x, view.mean, view.std)
 
 
 def make_views(
@@ -67,7 +67,7 @@ def normalise(images: Tensor, mean: Triple, std: Triple, size: int | None = None
             x = enlarge(x, size)
         top, left = (round((side - size) / 2) for side in x.shape[2:])
         x = x[:, :, top : top + size, left : left + size]
-    return standardise(x.to(torch.float32, memory_format=torch.contiguous_format) / 255, mean, std)
+    return normalise_channels(x.to(torch.float32, memory_format=torch.contiguous_format) / 255, mean, std)
 
 
 def check_images(images: Tensor) -> None:
@@ -78,18 +78,18 @@ def check_images(images: Tensor) -> None:
 # ---------------------------------------------------------------- reading the uniforms
 
 
-def column(u: Tensor, name: str) -> Tensor:
+def uniform(u: Tensor, name: str) -> Tensor:
     return u[:, COLUMNS[name]]
 
 
 def between(u: Tensor, name: str, low: float, high: float) -> Tensor:
     """(B,) uniform on [low, high)."""
-    return low + (high - low) * column(u, name)
+    return low + (high - low) * uniform(u, name)
 
 
 def happens(u: Tensor, name: str, probability: float) -> Tensor:
     """(B, 1, 1, 1) bool, true with this probability."""
-    return (column(u, name) < probability)[:, None, None, None]
+    return (uniform(u, name) < probability)[:, None, None, None]
 
 
 def pick(uniform: Tensor, choices: Tensor | int) -> Tensor:
@@ -109,7 +109,7 @@ def crop(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
     else:
         top, left, h, w = crop_boxes(u, height, width, view.crop_scale, view.crop_ratio)
     rows = resample_matrix(top, h, height, size, view.interpolation)
-    columns = resample_matrix(left, w, width, size, view.interpolation, column(u, "flip") < view.flip)
+    columns = resample_matrix(left, w, width, size, view.interpolation, uniform(u, "flip") < view.flip)
     # Scaled to [0, 1] only afterwards: levels 0..255 are exact inputs, also where the GPU multiplies in TF32.
     x = separable(images.permute(0, 3, 1, 2), rows, columns, clamp=view.interpolation == "bicubic")
     return torch.mul(x, 1 / 255).contiguous()
@@ -131,8 +131,8 @@ def crop_boxes(u: Tensor, height: int, width: int, scale: Pair, ratio: Pair) -> 
     first = fits.to(torch.uint8).argmax(dim=1, keepdim=True)
     h, w = h.gather(1, first).squeeze(1), w.gather(1, first).squeeze(1)
     centred = first.squeeze(1) == ATTEMPTS
-    top = torch.where(centred, float((height - last_h) // 2), pick(column(u, "top"), height - h + 1))
-    left = torch.where(centred, float((width - last_w) // 2), pick(column(u, "left"), width - w + 1))
+    top = torch.where(centred, float((height - last_h) // 2), pick(uniform(u, "top"), height - h + 1))
+    left = torch.where(centred, float((width - last_w) // 2), pick(uniform(u, "left"), width - w + 1))
     return top, left, h, w
 
 
@@ -141,7 +141,7 @@ def padded_corner(u: Tensor, height: int, width: int, padding: int, size: int) -
     slack = [side + 2 * padding - size for side in (height, width)]
     if min(slack) < 0:
         raise UserError(f"{height}x{width} images padded by {padding} hold no crop of {size}: lower the size")
-    return pick(column(u, "top"), slack[0] + 1) - padding, pick(column(u, "left"), slack[1] + 1) - padding
+    return pick(uniform(u, "top"), slack[0] + 1) - padding, pick(uniform(u, "left"), slack[1] + 1) - padding
 
 
 def cubic(t: Tensor) -> Tensor:
@@ -203,12 +203,12 @@ def enlarge(x: Tensor, size: int) -> Tensor:
 
 def jitter(x: Tensor, u: Tensor, view: View) -> Tensor:
     """Brightness, contrast, saturation and hue in a random order, with probability view.jitter per image."""
-    on = column(u, "jitter") < view.jitter
+    on = uniform(u, "jitter") < view.jitter
     strengths = {"brightness": view.brightness, "contrast": view.contrast, "saturation": view.saturation}
     factors = torch.stack([between(u, name, max(0.0, 1 - s), 1 + s) for name, s in strengths.items()], dim=1)
     factors = torch.where(on[:, None], factors, 1.0)
     shift = torch.where(on, between(u, "hue", -view.hue, view.hue), 0.0) if view.hue else None
-    hue_position, kinds = jitter_order(pick(column(u, "order"), 24))
+    hue_position, kinds = jitter_order(pick(uniform(u, "order"), 24))
     return jitter_in_order(x, factors, shift, hue_position, kinds)
 
 
@@ -268,7 +268,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     return torch.addcmul(low[:, None], torch.stack(channels, dim=1).clamp_(0, 1), chroma[:, None])
 
 
-def standardise(x: Tensor, mean: Triple, std: Triple) -> Tensor:
+def normalise_channels(x: Tensor, mean: Triple, std: Triple) -> Tensor:
     """(x - mean) / std per channel. Filled on the device: a copy from the host cannot be captured in a CUDA graph."""
     offsets = [torch.full((1, 1, 1), -m / s, device=x.device) for m, s in zip(mean, std, strict=True)]
     scales = [torch.full((1, 1, 1), 1 / s, device=x.device) for s in std]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from ptlf.core.errors import UserError
+from ptlf.core.reading import load_yaml
 from ptlf.core.settings import as_dict, describe, merge, nested, parse, parse_overrides
 from ptlf.evaluation import PROBES
 from ptlf.methods.lump import LumpConfig
@@ -62,6 +63,20 @@ def test_text_reads_as_numbers_lists_and_words() -> None:
         2, "1e-3", True, None, [1, "a"], "lump", "a: b: c",
     ]  # fmt: skip
     assert from_dict(nested("training.lr", "1e-3")).training.lr == 1e-3  # YAML takes 1e-3 for text
+
+
+def test_text_stays_text_where_a_setting_is_text_and_integers_are_decimal() -> None:
+    for word in ("010", "12:30", "1e-3", "1_000", "1.50", "no", "2020-01-02", "7"):
+        for values in (parse_overrides(Config, ["--stream.pack", word]), {"stream": load_yaml(f"pack: {word}")}):
+            assert from_dict(values).stream.pack == word
+    groups = parse_overrides(Config, ["--stream.groups", "[[010, 011], [8, 0x1]]"])
+    assert from_dict(groups).stream.groups == [["010", "011"], [8, "0x1"]]
+    for word in ("010", "0o10", "12:30", "1_000", "1e3"):
+        with pytest.raises(UserError, match=f"seed must be a whole number, not '{word}'"):
+            from_dict(parse_overrides(Config, ["--seed", word]))
+    words = ["--seed", "+5", "--training.lr", "1.0e-05", "--training.channels_last", "Yes"]
+    config = from_dict(parse_overrides(Config, words))
+    assert (config.seed, config.training.lr, config.training.channels_last) == (5, 1e-5, True)
 
 
 def test_classes_by_number_stay_numbers() -> None:

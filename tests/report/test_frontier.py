@@ -12,13 +12,11 @@ import made_up
 import pytest
 from rich.console import Console
 
-from ptlf.cli import main
+from benchmarks.frontier import main, plan_frontier, show_frontier
 from ptlf.core.errors import UserError
 from ptlf.report.figures.frontier import frontier
 from ptlf.report.pareto import Point, costs, front, leading, paths
 from ptlf.report.runs import Comparison, Group, read_comparison
-from ptlf.report.tables import show_frontier
-from ptlf.run.sweep import plan_frontier
 
 
 def point(cost: float, value: float) -> Point:
@@ -179,7 +177,6 @@ def test_a_path_joins_one_order_and_initial_share_by_the_final_one(tmp_path: Pat
 
 def test_a_plan_trains_nothing_and_the_command_shows_its_table(tmp_path: Path, capsys) -> None:
     words = [
-        "frontier",
         "digits/simsiam/lump",
         "--out",
         str(tmp_path / "runs"),

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ptlf.report import live
-from ptlf.report.tables import show_results, show_rows, show_runs
+from ptlf.report.tables import show_results, show_runs
 from ptlf.run.results import STEADY
 
 
@@ -143,24 +143,6 @@ def test_what_looks_like_markup_in_a_record_is_shown_as_it_is(capsys) -> None:
     assert text.count("[/a]") == 3
     assert "bank: [bold] :smile:" in text
     assert "files: [/b]/results.json" in text
-
-
-def test_freezing_is_relative_to_nothing_frozen() -> None:
-    first = {"frozen": "nothing", "way": "", "kept_bytes": 2**21, "backward_flops": 8 * 10**9, "seconds": 0.5}
-    ratios = {"kept_bytes_ratio": 0.5, "backward_flops_ratio": 0.25, "seconds_ratio": 0.8}
-    second = {"frozen": "middle", "way": "ours", "kept_bytes": 2**20, "backward_flops": 2 * 10**9, "seconds": 0.4}
-    found = rows(show_rows, "freezing", "freezing", [first | dict.fromkeys(ratios, 1.0), second | ratios])
-    assert found["nothing"] == ["", "2.0", "8.00", "500"]
-    assert found["middle"] == ["ours", "1.0  0.50x", "2.00  0.25x", "400  0.80x"]
-
-
-def test_steps_are_relative_to_the_first_stage() -> None:
-    first = {"frozen": 0, "step_ms": 8.0, "step_ms_spread": 0.1, "device_ms": None, "views_per_second": 64000.0}
-    first |= {"kept_bytes": 200 * 2**20, "peak_memory_bytes": 500 * 2**20, "rebuild_seconds": 1.0}
-    second = first | {"frozen": 4, "step_ms": 6.0, "kept_bytes": 100 * 2**20, "peak_memory_bytes": 450 * 2**20}
-    found = rows(show_rows, "step", "steps", [first, second])
-    assert found["0"] == ["8.00", "0.10", "-", "64.0", "200", "500", "1.0"]
-    assert found["4"] == ["6.00  0.75x", "0.10", "-", "64.0", "100  0.50x", "450  0.90x", "1.0"]
 
 
 def test_names_of_two_runs_stay_whole_in_80_columns(capsys) -> None:

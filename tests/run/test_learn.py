@@ -40,7 +40,7 @@ from ptlf.run.loop import Run
 from ptlf.run.watcher import Watcher
 from ptlf.stream import arrivals as arrivals_module
 from ptlf.stream import pack
-from ptlf.stream.arrivals import Latecomers, arrivals, settled
+from ptlf.stream.arrivals import UnlearnedFiles, arrivals, settled
 from ptlf.stream.folders import PackOptions, pack_folder
 from ptlf.stream.packing import pack_images
 from ptlf.training.checkpoint import deserialise, sealed, serialise, unsealed
@@ -865,7 +865,7 @@ def test_images_that_watching_does_not_learn_are_counted(root: Path, tmp_path: P
 def test_images_that_come_while_a_folder_is_watched_are_counted_once_settled(tmp_path: Path) -> None:
     paint(tmp_path / "inbox" / "day" / "morning", 4, 1)
     day = pack_images(tmp_path / "inbox" / "day", tmp_path / "0001-day", SIZE, labelled=False, progress=False)
-    watching, learnt = Latecomers(tmp_path / "inbox"), {day.source: day}
+    watching, learnt = UnlearnedFiles(tmp_path / "inbox"), {day.source: day}
     manifest = day.path / "pack.json"
     now = manifest.stat().st_mtime
     os.utime(manifest, (now - 100, now - 100))

@@ -15,10 +15,10 @@ from ptlf.run import compat
 from ptlf.run.build import check_combination
 from ptlf.run.config import from_dict
 from ptlf.run.recipes import VARIANTS, conflict, name_of, names, recipe, resolve_config
-from ptlf.run.reproduce import kept_runs
 from ptlf.run.results import read_results
 from ptlf.stream import STREAMS
 from ptlf.views import named_views
+from reproduction.runs import kept_runs
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -116,7 +116,7 @@ def test_settings_of_older_versions() -> None:
 
 
 def test_kept_runs_are_of_todays_recipes() -> None:
-    """All that `ptlf reproduce` looks for among the records, those with settings that are no more included."""
+    """All that `python -m reproduction` looks for among the records, those with settings that are no more included."""
     records = [read_results(path.parent) for path in RESULTS.glob("split-*-seed?/results.json")]
     kept = kept_runs([RESULTS])
     assert any("distill_scale" in record["config"]["objective"] for record in records)

@@ -20,7 +20,7 @@ import ptlf
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.stream import packing
-from ptlf.stream.given import given
+from ptlf.stream.images import open_images
 from ptlf.stream.pack import Pack, open_pack
 from ptlf.stream.rows import Row
 
@@ -140,10 +140,10 @@ def test_columns_of_paths_bytes_and_arrays(tmp_path: Path) -> None:
         check(made, ("kind0", "kind10", "kind2"), test=False)  # text is sorted as text
     parquet.write_table(pyarrow.table({"price": [1, 2]}), tmp_path / "prices.parquet")
     with pytest.raises(UserError, match=r"prices.parquet has no column of images.*; it has: price"):
-        given(tmp_path / "prices.parquet")
+        open_images(tmp_path / "prices.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(UserError, match=r"broken.parquet cannot be read as a table"):
-        given(tmp_path / "broken.parquet")
+        open_images(tmp_path / "broken.parquet")
 
 
 def test_a_table_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_a_table_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match="needs pyarrow to be read: pip install pyarrow"):
-        given(tmp_path / "some.parquet")
+        open_images(tmp_path / "some.parquet")
 
 
 def write_shard(path: Path, members: dict[str, bytes], mode: str = "w") -> None:
@@ -217,7 +217,7 @@ def test_hard_links_are_the_members_they_link_to(tmp_path: Path, ending: str) ->
         plain = tarfile.TarInfo("z.cls")
         plain.size = 1
         shard.addfile(plain, io.BytesIO(b"7"))
-    part = given(tmp_path / f"links.{ending}")["train"]
+    part = open_images(tmp_path / f"links.{ending}")["train"]
     first, second = png(PIXELS[0]), png(PIXELS[1])
     expected = {"a": (first, 3), "b": (second, 5), "x": (first, 5), "y": (first, 5), "z": (first, 7)}
     assert part.count == len(expected)
@@ -231,7 +231,7 @@ def test_a_hard_link_to_nothing_is_named(tmp_path: Path) -> None:
         link.type, link.linkname = tarfile.LNKTYPE, "nowhere.png"
         shard.addfile(link)
     with pytest.raises(UserError, match=r"no readable shard: a\.png is a hard link to nowhere\.png, which"):
-        given(tmp_path / "link.tar")
+        open_images(tmp_path / "link.tar")
 
 
 def test_a_hard_link_that_is_of_no_sample_is_skipped(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_hard_link_that_is_of_no_sample_is_skipped(tmp_path: Path) -> None:
         image = tarfile.TarInfo("a.png")
         image.size = len(file.getvalue())
         shard.addfile(image, io.BytesIO(file.getvalue()))
-    (part,) = given(tmp_path / "link.tar").values()
+    (part,) = open_images(tmp_path / "link.tar").values()
     assert part.count == 1
 
 
@@ -280,7 +280,7 @@ def test_sizes_that_no_member_has_are_refused(tmp_path: Path) -> None:
         file = tmp_path / f"{number}.tar"
         file.write_bytes(bytes(header) + whole[512:])
         with pytest.raises(UserError, match=rf"{number}.tar is no readable shard: [^\n]+$"):
-            given(file)
+            open_images(file)
 
 
 def test_image_files_are_held_in_memory_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_bad_tables(tmp_path: Path) -> None:
 
     gap = table(image=images, label=[0.0, 1.0, float("nan"), 0.0])
     assert "some.parquet, row 3 has no label, but others have" in refused(gap)
-    assert {row.label for row in given(table(image=images, label=[float("nan")] * 4))["train"].read()} == {None}
+    assert {row.label for row in open_images(table(image=images, label=[float("nan")] * 4))["train"].read()} == {None}
     assert "holds no images: it has no rows" in refused(table(image=pyarrow.array([], pyarrow.binary())))
     assert "row 1 cannot be used: a list is no image" in refused(table(image=[[[1, 2], [3]]] * 4))
     assert "row 1 cannot be used: embedded null" in refused(table(image=["a\0b"]))

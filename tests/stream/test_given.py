@@ -13,9 +13,9 @@ from pictures import picture, tree
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.given import find_images, given
+from ptlf.stream.images import find_images, open_images
 from ptlf.stream.pack import Pack, open_pack
-from ptlf.stream.packing import labelled_dataset, pack_images, sample_images, squares
+from ptlf.stream.packing import decode_squares, labelled_dataset, pack_images, sample_images
 
 RNG = np.random.default_rng(1)
 PIXELS = RNG.integers(0, 256, (7, 10, 12, 3), dtype=np.uint8)
@@ -312,9 +312,9 @@ def test_read_lazily(tmp_path: Path) -> None:
             reads.append(index)
             return PIXELS[index % 7]
 
-    images = given(Counted(range(3000)))["train"]
+    images = open_images(Counted(range(3000)))["train"]
     reads.clear()
-    first = next(iter(squares(images, 8)))
+    first = next(iter(decode_squares(images, 8)))
     assert len(first.images) == len(reads) == 256
 
 
@@ -322,9 +322,9 @@ def test_names_of_files_in_a_folder(tmp_path: Path) -> None:
     source = tmp_path / "s"
     for split in ("train", "test"):
         tree(source / split, "cat", files=1)
-    for split, part in given(source).items():
+    for split, part in open_images(source).items():
         assert [(row.name, row.label) for row in part.read()] == [(f"{split}/cat/0.png", "cat")]
-    assert list(given(source)) == ["train", "test"]
+    assert list(open_images(source)) == ["train", "test"]
 
 
 def test_find_images(tmp_path: Path) -> None:

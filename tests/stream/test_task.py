@@ -7,7 +7,7 @@ from ptlf.core.errors import UserError
 from ptlf.stream import STREAMS, Dataset, Images, StreamConfig, open_stream
 from ptlf.stream.datasets import StreamEntry
 from ptlf.stream.folders import pack_folder
-from ptlf.stream.task import split, unlabelled
+from ptlf.stream.task import split, unlabelled_stream
 
 
 def fake(classes: int = 6, per_class: int = 4, folders: str = "classes", test: bool = True) -> Dataset:
@@ -88,15 +88,15 @@ def test_impossible_splits_are_refused(settings: dict, message: str) -> None:
 
 def test_a_folder_per_task_has_one_exam_or_none() -> None:
     data = fake(folders="tasks", test=False)
-    assert unlabelled(data, StreamConfig(), None).eval_splits == ()
-    stream = unlabelled(data, StreamConfig(), fake(2))
+    assert unlabelled_stream(data, StreamConfig(), None).eval_splits == ()
+    stream = unlabelled_stream(data, StreamConfig(), fake(2))
     assert [len(task.train) for task in stream.tasks] == [4] * 6
     assert len(stream.eval_splits) == 1
     assert stream.eval_splits[0].bank_images is not data.train
     with pytest.raises(UserError, match="6 task folders"):
-        unlabelled(data, StreamConfig(tasks=3), None)
+        unlabelled_stream(data, StreamConfig(tasks=3), None)
     with pytest.raises(UserError, match="no test images"):
-        unlabelled(data, StreamConfig(), fake(2, test=False))
+        unlabelled_stream(data, StreamConfig(), fake(2, test=False))
 
 
 def test_folder_stream_needs_a_pack_and_tasks(tmp_path) -> None:

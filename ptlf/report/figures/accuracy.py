@@ -27,7 +27,7 @@ def answer(comparison: Comparison, measure: Measure, colours: Colours) -> Canvas
     title = f"{measure.short}, {measure.below}" if measure.below else measure.short
     canvas, axes = frame(colours, 18.0 * len(groups) + 8, width=THIRD, left=left, bottom=4.0, title=title)
     axes.set_title(title, x=-left / (THIRD - left - 8))
-    start = 0.0 if measure.cost else base and base.mean(measure.path)
+    start = 0.0 if measure.cost else base.mean(measure.path) if base else None
     for row, group in enumerate(groups):
         mean, spread = group.mean(measure.path) or 0.0, group.spread(measure.path) or 0.0
         upper = min(spread, 100.0 - mean) if measure.unit == "%" else spread

@@ -28,14 +28,17 @@ class Point:
     spread: float
 
 
-def points(comparison: Comparison, cost: str, path: Sequence[str]) -> list[Point]:
-    found = []
+def relative_costs(comparison: Comparison, cost: str) -> dict[str, float]:
+    """By label, relative to the baseline's."""
     base = by_seed(comparison.baseline.runs, COSTS[cost]) if comparison.baseline else {}
-    for group in comparison.groups:
-        value, ratio = group.mean(path), cost_ratio(by_seed(group.runs, COSTS[cost]), base)
-        if value is not None and ratio is not None:
-            found.append(Point(group, ratio.mean, value, group.spread(path) or 0.0))
-    return found
+    ratios = {group.label: cost_ratio(by_seed(group.runs, COSTS[cost]), base) for group in comparison.groups}
+    return {label: ratio.mean for label, ratio in ratios.items() if ratio}
+
+
+def points(comparison: Comparison, cost: str, path: Sequence[str]) -> list[Point]:
+    costs = relative_costs(comparison, cost)
+    found = [(group, group.mean(path)) for group in comparison.groups if group.label in costs]
+    return [Point(g, costs[g.label], value, g.spread(path) or 0.0) for g, value in found if value is not None]
 
 
 def front(found: Sequence[Point], rising: bool) -> list[Point]:

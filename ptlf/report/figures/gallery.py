@@ -12,6 +12,7 @@ from ptlf.report.runs import Group
 from ptlf.run.results import Json
 
 MOMENTS = ("before", "after")
+MAX_PIXELS = 48  # of a tile's side
 
 
 def has_classes(group: Group) -> bool:
@@ -38,35 +39,34 @@ def neighbours(group: Group, colours: Colours) -> Canvas:
     """A row per query: itself, its nearest before, its nearest after. Another class (another task, for images without
     labels) is faded and underlined."""
     gallery = shown_gallery(group) or {}
-    sheet, queries, labels = gallery["sprite"], gallery["queries"], [label for _, label in gallery["tiles"]]
-    count = len(gallery["looks"]["after"]["neighbours"][0])
-    side = (HALF - 20) / (2 * count + 1 + 0.6)
-    total, (before, after) = len(queries) * count, (same_class(gallery, moment) for moment in MOMENTS)
-    kind = "class" if has_classes(group) else "task"
-    words = f"Of the same {kind}: {before} of {total} {group.first_row}, {after} of {total} trained"
-    canvas, axes = frame(colours, side * len(queries) + 14, left=12.0, bottom=4.0, title=words)
-    axes.set(xlim=(0, 2 * count + 1.6), ylim=(len(queries), -14 / side))
-    axes.axis("off")
-    with Image.open(io.BytesIO(base64.b64decode(sheet["image"].partition(",")[2]))) as image:
-        pixels = np.asarray(image.convert("RGB"))
-    for start, name in ((0, "image"), (1.3, f"nearest, {group.first_row}"), (count + 1.6, "nearest, trained")):
+    labels, pixels = [label for _, label in gallery["tiles"]], tile_pixels(gallery["sprite"])
+    queries, looks = gallery["queries"], [gallery["looks"][moment]["neighbours"] for moment in MOMENTS]
+    count, total = len(looks[1][0]), len(queries) * len(looks[1][0])
+    side, starts = (HALF - 20) / (2 * count + 1.6), (0.0, 1.3, count + 1.6)
+    kind, (before, after) = "class" if has_classes(group) else "task", (same_class(gallery, m) for m in MOMENTS)
+    title = f"Of the same {kind}: {before} of {total} {group.first_row}, {after} of {total} trained"
+    canvas, axes = frame(colours, side * len(queries) + 14, left=12.0, bottom=4.0, title=title)
+    for start, name in zip(starts, ("image", f"nearest, {group.first_row}", "nearest, trained"), strict=True):
         axes.text(start, -0.1, name, color=colours["soft"])
     for row, query in enumerate(queries):
-        blocks = [(0.0, [query])] + [
-            (start, gallery["looks"][moment]["neighbours"][row])
-            for start, moment in zip((1.3, count + 1.6), MOMENTS, strict=True)
-        ]
-        for start, tiles in blocks:
-            for place, tile in enumerate(tiles, start=1):
-                top, left = (sheet["size"] * number for number in divmod(tile, sheet["columns"]))
-                cut = pixels[top : top + sheet["size"], left : left + sheet["size"]]
-                same, x = labels[tile] == labels[query], start + place - 1
-                extent = (x + 0.03, x + 0.97, row + 0.94, row + 0.04)
-                axes.imshow(cut, extent=extent, aspect="auto", alpha=None if same else 0.4, interpolation="none")
+        for start, tiles in zip(starts, ([query], *(look[row] for look in looks)), strict=True):
+            for x, tile in enumerate(tiles):
+                left, same = start + x, labels[tile] == labels[query]
+                extent, alpha = (left + 0.03, left + 0.97, row + 0.94, row + 0.04), None if same else 0.4
+                axes.imshow(pixels[tile], extent=extent, aspect="auto", alpha=alpha, interpolation="none")
                 if not same:
-                    axes.plot([x + 0.03, x + 0.97], [row + 0.97] * 2, color=colours["bad"], linewidth=1.5)
+                    axes.plot([left + 0.03, left + 0.97], [row + 0.97] * 2, color=colours["bad"])
     axes.set(xlim=(0, 2 * count + 1.6), ylim=(len(queries), -14 / side))
+    axes.axis("off")
     return canvas
+
+
+def tile_pixels(sheet: Json) -> list[np.ndarray]:
+    """The tiles of a sheet of images, no larger than they are shown."""
+    size, columns, rows = min(sheet["size"], MAX_PIXELS), sheet["columns"], sheet["height"] // sheet["size"]
+    with Image.open(io.BytesIO(base64.b64decode(sheet["image"].partition(",")[2]))) as image:
+        pixels = np.asarray(image.convert("RGB").resize((columns * size, rows * size)))
+    return [*pixels.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)]
 
 
 def feature_map(group: Group, colours: Colours) -> Canvas:
@@ -86,7 +86,14 @@ def feature_map(group: Group, colours: Colours) -> Canvas:
                 for t, p in zip(gallery["point_groups"], gallery["looks"][moment]["points"], strict=True)
                 if t == task - 1
             ]
-            axes.plot(*np.reshape(mine, (-1, 2)).T, ".", color=colours[f"task{task - 1}"], markersize=4, alpha=0.85)
+            axes.plot(
+                *np.reshape(mine, (-1, 2)).T,
+                "o",
+                color=colours[f"task{task - 1}"],
+                markersize=2.6,
+                alpha=0.85,
+                markeredgewidth=0,
+            )
         axes.set(xticks=[], yticks=[], title=title, facecolor=colours["card"])
         axes.invert_yaxis()
     return canvas

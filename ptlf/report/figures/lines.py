@@ -99,7 +99,7 @@ def draw_line(axes: Axes, group: Group, series: dict[int, float], epochs: int, s
     events = freeze_events(group, epochs)
     height = dict(series) if stepped else {place: interpolated(series, place) for place in events}
     marked = [place for place in events if place in height]
-    shape = {"marker": "v", "markersize": 5} if len(events) <= MAX_EVENTS else {"marker": "o", "markersize": 2}
+    shape: Json = {"marker": "v", "markersize": 5} if len(events) <= MAX_EVENTS else {"marker": "o", "markersize": 2}
     axes.plot(
         [place - 0.5 for place in marked],
         [height[place] for place in marked],

@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from ptlf.core.errors import UserError
-from ptlf.report.figures.paper_text import HEADING, SMALL_RUNS, full_figures
 from ptlf.report.paired import DAGGER, Interval, Ratio, difference_to, interval, mean_ratio, mixed, verdict
 from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, RunRecord, at, later_mean, later_seconds
 from ptlf.report.tables import new_table, note
-from ptlf.run.paper import (
+from ptlf.run.results import STEADY, Json, epoch_lines
+from reproduction.figures_text import HEADING, SMALL_RUNS, full_figures
+from reproduction.tables import (
     ADDED,
     ELSEWHERE,
     METHODS,
@@ -26,7 +27,6 @@ from ptlf.run.paper import (
     Cell,
     Table,
 )
-from ptlf.run.results import STEADY, Json, epoch_lines
 
 Key = tuple[str, tuple[str, ...]]  # `Cell.key`
 Found = Mapping[Key, Sequence[Json]]  # the results of every seed of a run
@@ -245,11 +245,11 @@ def any_mixed(rows: Mapping[str, Sequence[Difference]]) -> bool:
 
 HEAD = """# The paper's tables, and ours
 
-Made by `ptlf reproduce all --write docs/reproduction.md` from the runs in [results](../results), which a test checks.
-`ptlf reproduce TABLE` makes the runs that are missing. An empty cell was not run: {filled} of the paper's {printed}
-values have one of ours beside them (a run that stands in several tables counts once, costs that are 1 by definition do
-not count). ± is half the width of a 95 % t interval over the seeds; a single seed has none. A
-ratio is the geometric mean of the ratios by seed, with the 95 % t interval of their logarithms in brackets. Seconds are
+Made by `python -m reproduction all --write docs/reproduction.md` from the runs in [results](../results); a test checks
+it. `python -m reproduction TABLE` makes the runs that are missing. An empty cell was not run: {filled} of the paper's
+{printed} values have one of ours beside them (a run that stands in several tables counts once, costs that are 1 by
+definition do not count). ± is half the width of a 95 % t interval over the seeds; a single seed has none. A ratio is
+the geometric mean of the ratios by seed, with the 95 % t interval of their logarithms in brackets. Seconds are
 those of steps, correlations and rebuilds, where {steady}; the
 mean over the seeds. Rows without a value of the paper are ours.
 """
@@ -333,7 +333,7 @@ def section(name: str, table: Table, found: Found, remarks: Remarks, told: set[s
             above |= cell.name in told
             said += [] if cell.name in told else [f"- {where}: {remarks[cell.name]}\n"]
             told.add(cell.name)
-    text = f"## {table.title}: `ptlf reproduce {name}`\n\n" + " ".join(notes(table, found)) + "\n\n"
+    text = f"## {table.title}: `python -m reproduction {name}`\n\n" + " ".join(notes(table, found)) + "\n\n"
     text += markdown([*headings, "seeds", "commit", "device", "seconds"], rows)
     if said:
         text += "\n" + "".join(said)

@@ -1,20 +1,23 @@
-"""`ptlf bench run`: figures by hand, and the command on runs of seconds."""
+"""The benchmarks: figures by hand, and the scripts on runs of seconds."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_cli import QUICK, refused
+from rich.console import Console
+from test_cli import QUICK
 from torch import nn
 
-from ptlf.cli import main
+from benchmarks import freezing, frontier, methods, step
+from benchmarks import run as side_by_side
+from benchmarks.printing import show_rows
+from benchmarks.run import compare
 from ptlf.core.errors import UserError
-from ptlf.run import bench
-from ptlf.run.bench import compare
 from ptlf.run.build import make_stream
 from ptlf.run.loop import Run
 from ptlf.run.results import SCHEMA, epoch_lines, to_columns
@@ -63,6 +66,19 @@ def second() -> dict[str, Any]:
     frozen = [epoch(2, 3, 10, 1.0, 40, 100), epoch(2, 3, 10, 1.2, 60, 120), epoch(2, 3, 20, 3.8, 80, 110)]
     lines = [epoch(1, 0, 10, 1.1, 100, 200), epoch(2, 0, 10, 3.0, 100, 240), *frozen]
     return made("s/o/ptlf", lines, spent((1.1, 0.0, 3.0), (9.0, 2.0, 1.0)), wall_seconds=25.0, host_share=None)
+
+
+def refused(capsys, script, *words: str) -> str:
+    assert script.main(words) == 2
+    return capsys.readouterr().err
+
+
+def shown(kind: str, title: str, rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The cells of a table by the first one."""
+    console = Console(width=160, file=io.StringIO())
+    show_rows(console, kind, title, rows)
+    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
 
 
 def test_stages_by_hand() -> None:
@@ -127,8 +143,8 @@ def test_what_an_older_record_does_not_hold_is_none() -> None:
 
 def test_runs_side_by_side_and_again_from_their_folders(capsys, tmp_path) -> None:
     out, file = tmp_path / "runs", tmp_path / "new.json"
-    words = ["bench", "run", "--recipes", *PAIR, *QUICK, "--training.epochs", "2", "--out", str(out)]
-    assert main([*words, "--json", str(file)]) == 0
+    words = ["--recipes", *PAIR, *QUICK, "--training.epochs", "2", "--out", str(out)]
+    assert side_by_side.main([*words, "--json", str(file)]) == 0
     shown = capsys.readouterr().out
     for text in (
         "warming up",
@@ -140,42 +156,40 @@ def test_runs_side_by_side_and_again_from_their_folders(capsys, tmp_path) -> Non
     ):
         assert text in shown
     found = json.loads(file.read_text())["runs"]
-    assert [run["run"] for run in found] == PAIR
-    for run in found:
-        assert run["overheads"]["wall_seconds"] > run["overheads"]["later_learning_seconds"] > 0
-        assert run["overheads"]["host_share"] is None
-        assert sum(row["steps"] for row in run["stages"]) == 12
+    assert [one["run"] for one in found] == PAIR
+    for one in found:
+        assert one["overheads"]["wall_seconds"] > one["overheads"]["later_learning_seconds"] > 0
+        assert one["overheads"]["host_share"] is None
+        assert sum(row["steps"] for row in one["stages"]) == 12
     assert found[1]["stages"][-1]["kept_bytes_ratio"] < 1
     folders = [str(out / f"{number}-{recipe.replace('/', '-')}") for number, recipe in enumerate(PAIR, start=1)]
-    assert main(["bench", "run", "--from", *folders, "--json", str(file)]) == 0
+    assert side_by_side.main(["--from", *folders, "--json", str(file)]) == 0
     assert shown.splitlines()[-5] == capsys.readouterr().out.splitlines()[-5]
     again = json.loads(file.read_text())["runs"]
-    assert [run["stages"] for run in again] == [run["stages"] for run in found]
+    assert [one["stages"] for one in again] == [one["stages"] for one in found]
     assert again[0]["overheads"]["wall_seconds"] is None
-    assert "already holds runs" in refused(capsys, *words)
+    assert "already holds runs" in refused(capsys, side_by_side, *words)
 
 
 def test_noise_needs_no_data(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PTLF_DATA", str(tmp_path))
     small = ["--size", "8", "--training.batch", "4", *QUICK[2:6], "--device", "cpu", "--evaluation.gallery", "false"]
-    assert main(["bench", "run", "--noise", "20", *small, "--objective.projection", "8", "--memory.size", "4"]) == 0
+    assert side_by_side.main(["--noise", "20", *small, "--objective.projection", "8", "--memory.size", "4"]) == 0
     assert "split-cifar10/simsiam/ptlf: 5 tasks, 20 images of 8 px" in capsys.readouterr().out
 
 
 def test_refusals(capsys, tmp_path) -> None:
-    bench = ["bench", "run"]
-    assert "unknown recipe 'digits/simsiam/lumpy'" in refused(capsys, *bench, "--recipes", "digits/simsiam/lumpy")
-    error = refused(capsys, *bench, "--recipes", PAIR[0], "digits/simsiam/multitask", *QUICK)
+    assert "unknown recipe 'digits/simsiam/lumpy'" in refused(capsys, side_by_side, "--recipes", "digits/simsiam/lumpy")
+    error = refused(capsys, side_by_side, "--recipes", PAIR[0], "digits/simsiam/multitask", *QUICK)
     assert "the runs have 2, 1 tasks; only runs with the same number of tasks can be compared" in error
-    error = refused(capsys, *bench, "--recipes", PAIR[0], "split-cifar10/simsiam/ptlf", *QUICK)
+    error = refused(capsys, side_by_side, "--recipes", PAIR[0], "split-cifar10/simsiam/ptlf", *QUICK)
     assert "of different streams (name: digits and split-cifar10" in error  # before anything is trained
-    assert "holds no results.json" in refused(capsys, *bench, "--from", str(tmp_path))
-    assert "leave out --seed" in refused(capsys, *bench, "--from", str(tmp_path), "--seed", "1")
+    assert "holds no results.json" in refused(capsys, side_by_side, "--from", str(tmp_path))
     write(tmp_path / "a", first())
     write(tmp_path / "b", {**second(), "status": "stopped"})
-    assert "b has not finished" in refused(capsys, *bench, "--from", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert "b has not finished" in refused(capsys, side_by_side, "--from", str(tmp_path / "a"), str(tmp_path / "b"))
     write(tmp_path / "c", {**second(), "tasks": ["a", "b", "c"]})
-    assert "have 2, 3 tasks" in refused(capsys, *bench, "--from", str(tmp_path / "a"), str(tmp_path / "c"))
+    assert "have 2, 3 tasks" in refused(capsys, side_by_side, "--from", str(tmp_path / "a"), str(tmp_path / "c"))
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:
@@ -184,7 +198,7 @@ def write(folder: Path, results: dict[str, Any]) -> None:
 
 
 STEP = [
-    "bench", "step", "--recipe", "digits/simsiam/lump", "--encoder", "conftest:tiny_encoder", "--size", "8",
+    "--recipe", "digits/simsiam/lump", "--encoder", "conftest:tiny_encoder", "--size", "8",
     "--steps", "1", "--training.batch", "16", "--device", "cpu",
 ]  # fmt: skip
 
@@ -192,7 +206,7 @@ STEP = [
 @pytest.mark.parametrize("way", ["resident", "streamed", "first"])
 def test_steps_by_stage(tmp_path: Path, way: str) -> None:
     figures = tmp_path / "step.json"
-    main([*STEP, "--stages", "0", "1", "--json", str(figures), *([] if way == "resident" else [f"--{way}"])])
+    step.main([*STEP, "--stages", "0", "1", "--json", str(figures), *([] if way == "resident" else [f"--{way}"])])
     plain, frozen = json.loads(figures.read_text())["rows"]
     assert frozen["units"] == (["0"] if way == "first" else ["3"])
     about = json.loads(figures.read_text())
@@ -207,7 +221,7 @@ def test_steps_by_stage(tmp_path: Path, way: str) -> None:
 
 def test_a_trace_of_every_stage(capsys, tmp_path: Path) -> None:
     folder, figures = tmp_path / "traces", tmp_path / "step.json"
-    main([*STEP, "--stages", "2", "--profile", str(folder), "--json", str(figures)])
+    step.main([*STEP, "--stages", "2", "--profile", str(folder), "--json", str(figures)])
     assert [file.name for file in folder.iterdir()] == ["frozen-2.json.gz"]
     (row,) = json.loads(figures.read_text())["rows"]
     assert [kernel["ms"] for kernel in row["kernels"]] == sorted((k["ms"] for k in row["kernels"]), reverse=True)
@@ -215,7 +229,7 @@ def test_a_trace_of_every_stage(capsys, tmp_path: Path) -> None:
 
 
 def test_more_frozen_than_there_is(capsys) -> None:
-    error = refused(capsys, "bench", "step", "--recipe", "digits/simsiam/lump", "--size", "8", "--stages", "0", "20")
+    error = refused(capsys, step, "--recipe", "digits/simsiam/lump", "--size", "8", "--stages", "0", "20")
     assert "--stages names 20 frozen units, but resnet18-mini has 9" in error
 
 
@@ -247,10 +261,10 @@ def test_a_warm_up_meets_all_that_the_run_will(tiny, monkeypatch) -> None:
             engine.body = lambda batch: self.seen.add((len(batch), len(self.freezing.freezer.frozen))) or plain(batch)
             runs.append(self)
 
-    monkeypatch.setattr(bench, "Run", Kept)
+    monkeypatch.setattr(side_by_side, "Run", Kept)
     config = tiny("digits/simsiam/ptlf", freezing__final=0.67, training__epochs=5, training__batch=16)
     stream = make_stream(config)
-    bench.warm_up(config, stream, batches=2)
+    side_by_side.warm_up(config, stream, batches=2)
     rests = [len(task.train) % 16 for task in stream.tasks]
     assert all(rests)
     assert runs[0].seen == {(16, 0), (rests[0], 0), (16, 2), (rests[1], 2)}
@@ -259,7 +273,7 @@ def test_a_warm_up_meets_all_that_the_run_will(tiny, monkeypatch) -> None:
 def test_an_encoder_that_does_not_take_the_images_is_said_to() -> None:
     encoder = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 5))
     with pytest.raises(UserError, match="does not take images of 32 px, or cannot freeze: mat1 and mat2"):
-        bench.freezing(encoder, 4, 32, torch.device("cpu"))
+        freezing.measure_freezing(encoder, 4, 32, torch.device("cpu"))
 
 
 def test_methods_side_by_side(capsys, tmp_path) -> None:
@@ -277,7 +291,7 @@ def test_methods_side_by_side(capsys, tmp_path) -> None:
         "--json",
         str(tmp_path / "m.json"),
     ]
-    assert main(["bench", "methods", *recipes, *words, "--encoder.name", "conftest:tiny_encoder"]) == 0
+    assert methods.main([*recipes, *words, "--encoder.name", "conftest:tiny_encoder"]) == 0
     told = capsys.readouterr().out
     assert "A step in task 2" in told
     rows = json.loads((tmp_path / "m.json").read_text())["rows"]
@@ -285,3 +299,60 @@ def test_methods_side_by_side(capsys, tmp_path) -> None:
     assert all(row["step_ms"] > 0 for row in rows)
     lump, cassle, multitask = (row["backward_flops"] for row in rows)
     assert cassle > lump == multitask  # the predictor's backward
+
+
+def test_freezing_is_relative_to_nothing_frozen() -> None:
+    first = {"frozen": "nothing", "way": "", "kept_bytes": 2**21, "backward_flops": 8 * 10**9, "seconds": 0.5}
+    ratios = {"kept_bytes_ratio": 0.5, "backward_flops_ratio": 0.25, "seconds_ratio": 0.8}
+    second = {"frozen": "middle", "way": "ours", "kept_bytes": 2**20, "backward_flops": 2 * 10**9, "seconds": 0.4}
+    found = shown("freezing", "freezing", [first | dict.fromkeys(ratios, 1.0), second | ratios])
+    assert found["nothing"] == ["", "2.0", "8.00", "500"]
+    assert found["middle"] == ["ours", "1.0  0.50x", "2.00  0.25x", "400  0.80x"]
+
+
+def test_steps_are_relative_to_the_first_stage() -> None:
+    first = {"frozen": 0, "step_ms": 8.0, "step_ms_spread": 0.1, "device_ms": None, "views_per_second": 64000.0}
+    first |= {"kept_bytes": 200 * 2**20, "peak_memory_bytes": 500 * 2**20, "rebuild_seconds": 1.0}
+    second = first | {"frozen": 4, "step_ms": 6.0, "kept_bytes": 100 * 2**20, "peak_memory_bytes": 450 * 2**20}
+    found = shown("step", "steps", [first, second])
+    assert found["0"] == ["8.00", "0.10", "-", "64.0", "200", "500", "1.0"]
+    assert found["4"] == ["6.00  0.75x", "0.10", "-", "64.0", "100  0.50x", "450  0.90x", "1.0"]
+
+
+def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("0001.jpg").write_text("a photograph")
+    missing = str(tmp_path / "none" / "x.json")
+    for script in (freezing, step, methods, side_by_side):
+        for file, told in ((missing, "there is no folder"), ("0001.jpg", "must name a file that ends with .json")):
+            with pytest.raises(SystemExit):
+                script.main([*[PAIR[0]] * (script is methods), "--json", file])
+            assert f"argument --json: {told}" in capsys.readouterr().err, (script, file)
+    for value in ("nan", "1.5", "-0.1", "much"):
+        with pytest.raises(SystemExit):
+            frontier.main([PAIR[0], "--out", str(tmp_path), "--plan", "--initial", value])
+        assert "argument --initial: must be a number" in capsys.readouterr().err, value
+    assert "--size is of --noise images" in refused(capsys, side_by_side, "--size", "16")
+    assert "leave out --recipes" in refused(capsys, side_by_side, "--recipes", *PAIR, "--from", str(tmp_path))
+    assert "leave out --seed" in refused(capsys, side_by_side, "--from", str(tmp_path), "--seed", "1")
+    huge = "100000000000000000000"
+    for script, words in (
+        (freezing, ["--batch", "1000000", "--size", "1000"]),
+        (freezing, ["--encoder", "torch.nn:Linear"]),
+        (freezing, ["--encoder", "torch.nn:Identity"]),
+        (step, ["--size", "8000", "--device", "cpu"]),
+        (step, ["--training.batch", "4000000000"]),
+        (step, ["--training.batch", huge]),
+        (step, ["--seed", "1" + "0" * 400]),
+        (side_by_side, ["--noise", "1000000000"]),
+    ):
+        error = refused(capsys, script, *words)
+        assert error.startswith("ptlf: ") and error.count("\n") == 1, (script, words)
+    for script, words in (
+        (freezing, ["--size", "100000"]),
+        (freezing, ["--batch", huge]),
+        (side_by_side, ["--noise", huge]),
+    ):
+        with pytest.raises(SystemExit):
+            script.main(words)
+        assert "must be at most" in capsys.readouterr().err, (script, words)

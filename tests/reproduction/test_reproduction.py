@@ -17,13 +17,13 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from ptlf.cli import make_parser
 from ptlf.core.errors import UserError
-from ptlf.report.figures.paper import later_entries, task_overlaps, updated_units, write_paper_figures
-from ptlf.report.reproduction import DIFFERENCES, differences, document, figure, number, ours, section, show_table
 from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, Group, RunRecord
-from ptlf.run.paper import COST, ELSEWHERE, FIGURES, TABLES, Cell, Table
-from ptlf.run.reproduce import make_plan, project_results, remarks
+from reproduction.__main__ import make_parser
+from reproduction.figures import later_entries, task_overlaps, updated_units, write_paper_figures
+from reproduction.page import DIFFERENCES, differences, document, figure, number, ours, section, show_table
+from reproduction.runs import KEPT, make_plan, remarks
+from reproduction.tables import COST, ELSEWHERE, FIGURES, TABLES, Cell, Table
 
 ROOT = Path(__file__).parent.parent.parent
 LUMP = Cell("LUMP", "digits", "digits/simsiam/lump")
@@ -148,15 +148,14 @@ def test_no_figure_of_a_table_is_broken(name: str, width: int) -> None:
 
 
 def kept_document() -> str:
-    kept = project_results()
-    assert kept == ROOT / "results"
-    plan = make_plan(TABLES.values(), "paper", [0], ROOT / "runs" / "none", [], [kept])
-    return document(plan.results(), remarks(kept))
+    plan = make_plan(TABLES.values(), "paper", [0], ROOT / "runs" / "none", [], [KEPT])
+    return document(plan.results(), remarks(KEPT))
 
 
 def test_the_document_is_what_the_kept_runs_say() -> None:
     advice = (
-        "docs/reproduction.md is not what results/ says; `ptlf reproduce all --write docs/reproduction.md` writes it"
+        "docs/reproduction.md is not what results/ says; "
+        "`python -m reproduction all --write docs/reproduction.md` writes it"
     )
     assert (ROOT / "docs" / "reproduction.md").read_text() == kept_document(), advice
 
@@ -285,8 +284,8 @@ def test_the_remark_on_der_s_weight_on_cifar10() -> None:
 def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp_path: Path) -> None:
     """And what the document says of them is what they show."""
     text = (ROOT / "docs" / "reproduction.md").read_text()
-    (command,) = re.findall(r"```sh\n#.*?\n(ptlf reproduce figures.*?)```", text, re.DOTALL)
-    arguments, settings = make_parser().parse_known_args(shlex.split(command.replace("\\\n", " "))[1:])
+    (command,) = re.findall(r"```sh\n#.*?\n(python -m reproduction figures.*?)```", text, re.DOTALL)
+    arguments, settings = make_parser().parse_known_args(shlex.split(command.replace("\\\n", " "))[3:])
     plan = make_plan([FIGURES], arguments.scale, arguments.seeds, tmp_path, settings, [ROOT / "results"])
     runs = plan.results()
     assert [len(runs[cell.key]) for cell in FIGURES.cells] == [1] * 5

@@ -1,25 +1,22 @@
 """The runs behind the paper's tables: which there are, which are missing, and what those would take."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import ptlf
+from benchmarks.planning import work
 from ptlf.core.errors import UserError
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
-from ptlf.run import bench
-from ptlf.run.build import choose_device, make_stream
 from ptlf.run.compat import NON_IDENTITY, describe_changes, identity_key
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.folder import texts
-from ptlf.run.paper import Cell, Table
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import Json, read_results
-from ptlf.run.sweep import Planned, Tell, Watch, train_all, unique
+from ptlf.run.sweep import Planned, Watch, train_all, unique
 from ptlf.stream import STREAMS
 from ptlf.stream.pack import data_root
+from reproduction.tables import Cell, Table
 
 Key = tuple[str, tuple[str, ...]]  # recipe and settings: `Cell.key`
 SCALES = ("smoke", "short", "paper")
@@ -102,16 +99,12 @@ def kept_runs(roots: Iterable[Path], words: Sequence[str] = ()) -> dict[str, dic
     return kept
 
 
-def project_results() -> Path | None:
-    """The runs kept in the clone that this package is run from."""
-    root = Path(ptlf.__file__).resolve().parent.parent
-    return root / "results" if (root / "pyproject.toml").is_file() and (root / "results").is_dir() else None
+KEPT = Path(__file__).resolve().parent.parent / "results"
 
 
-def remarks(root: Path | None) -> dict[str, str]:
+def remarks(root: Path) -> dict[str, str]:
     """What was found where a cell differs from the paper's: `remarks.yaml` in that folder, by `Cell.name`."""
-    path = root / "remarks.yaml" if root else None
-    return {str(key): str(value) for key, value in read_yaml(path).items()} if path and path.exists() else {}
+    return {str(key): str(value) for key, value in read_yaml(root / "remarks.yaml").items()}
 
 
 def wanted(tables: Iterable[Table]) -> dict[Key, Cell]:
@@ -181,64 +174,12 @@ def check_folders(runs: Sequence[Planned]) -> None:
             raise UserError(f"{run.folder} holds a run with other settings ({changed}); {hint}")
 
 
-def size_of(config: Config) -> tuple[int, int]:
-    """Images per epoch of the whole stream, and the side of a view in pixels."""
-    stream = make_stream(config)
-    return sum(len(task.train) for task in stream.tasks), config.views.size or stream.size
-
-
-def work(config: Config) -> float:
-    """Pixels that go through the network: what runs are ordered by where nothing was measured."""
-    images, side = size_of(config)
-    return float(config.training.epochs * images * side**2)
-
-
-@dataclass
-class Estimate:
-    """Seconds of a run, from one step of LUMP (of Finetune with labels) measured here on noise, for each objective and
-    image size. Evaluation, correlations, what other methods add to a step and what freezing takes from it are left out.
-
-    steps: timed steps of each measurement.
-    tell: what is timed, before it is.
-    """
-
-    steps: int = 3
-    tell: Tell = lambda line: None
-    seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)  # of an image, by what was measured
-
-    def __call__(self, config: Config) -> float:
-        images, side = size_of(config)
-        kind = (config.objective.name, side, config.encoder.name, config.training.batch)
-        if kind not in self.seconds:
-            self.seconds[kind] = self.measure(config, side)
-        return config.training.epochs * images * self.seconds[kind]
-
-    def measure(self, config: Config, side: int) -> float:
-        """On a CPU with a small batch: a step takes long there, and in proportion to its images."""
-        batch = config.training.batch
-        if choose_device(config.device).type == "cpu":
-            batch = min(batch, max(2, 16 * 32**2 // side**2))
-        method = "finetune" if config.objective.name == "supervised" else "lump"
-        measured = replace(
-            resolve_config(f"{config.stream.name}/{config.objective.name}/{method}", None, []),
-            device=config.device,
-            encoder=config.encoder,
-            objective=config.objective,
-            views=config.views,
-            memory=config.memory,
-            training=replace(config.training, batch=batch),
-        )
-        self.tell(f"timing a step of {measured.recipe}, {side} px")
-        (row,) = bench.methods([measured], side, self.steps, 2)
-        return row["step_ms"] / 1000 / batch
-
-
 def train_missing(plan: Plan, watch: Watch) -> Iterator[tuple[Planned, Json | UserError]]:
     """Each run with its results, or with why it failed; the others go on."""
     keys = {run.folder: (key, seed) for (key, seed), run in plan.runs.items()}
     for run in plan.missing:
         try:
-            ((_, results),) = train_all([run], watch, "the same `ptlf reproduce` goes on from here")
+            ((_, results),) = train_all([run], watch)
         except UserError as error:
             yield run, error
             continue

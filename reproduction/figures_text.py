@@ -10,10 +10,10 @@ from ptlf.run.results import Json
 Found = Mapping[tuple[str, tuple[str, ...]], Sequence[Json]]  # by `Cell.key`: the results of every seed
 PTLF = ("split-cifar10/simsiam/ptlf", ())
 LAST_STAGE = "stages.3."  # of ResNet-18
-HEADING = "## The paper's figures: `ptlf reproduce figures`\n"
+HEADING = "## The paper's figures: `python -m reproduction figures`\n"
 FULL = """**At the full protocol**: the PTLF runs of Split CIFAR-10 with SimSiam in the tables above, drawn by
-`ptlf reproduce figures --show --pictures docs/pictures/full`. Supervised learning, ratios computed in every epoch and
-other final ratios were not run at this scale; small runs of them are below.
+`python -m reproduction figures --show --pictures docs/pictures/full`. Supervised learning, ratios computed in every
+epoch and other final ratios were not run at this scale; small runs of them are below.
 
 ![A panel per pair of tasks, ratios of 20 units; small dots are single seeds.](pictures/full/paper-correlation.png)
 
@@ -36,7 +36,7 @@ ResNet-18 with 16 channels, 30 epochs per task, one seed, on a CPU, by
 
 ```sh
 # needs CIFAR-10
-ptlf reproduce figures --scale paper --runs runs/figures --pictures docs/pictures --encoder.width 16 \\
+python -m reproduction figures --scale paper --runs runs/figures --pictures docs/pictures --encoder.width 16 \\
   --training.precision bf16 --stream.per_class 600 --training.epochs 30 --training.batch 64 --probes.knn_class.k 50
 ```
 

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from conftest import tiny_config
 
-import ptlf
-from ptlf import commands
-from ptlf.cli import main, make_parser
+import reproduction.__main__ as command
+from benchmarks.planning import Estimate
 from ptlf.core.settings import as_dict
 from ptlf.report.live import Live
-from ptlf.run import reproduce
 from ptlf.run.compat import identity_key
-from ptlf.run.paper import FIGURES, TABLES, Cell, Table
 from ptlf.run.recipes import resolve_config
-from ptlf.run.reproduce import SCALES, Estimate, kept_runs, make_plan, scale_settings
 from ptlf.run.results import write_json
+from reproduction import runs as found_runs
+from reproduction.__main__ import main
+from reproduction.runs import KEPT, SCALES, kept_runs, make_plan, scale_settings, wanted
+from reproduction.tables import FIGURES, TABLES, Cell, Table
 
 QUICK = [
     "--stream.groups=[[0, 1], [2, 3]]", "--encoder.name=conftest:tiny_encoder", "--training.epochs=1",
@@ -62,7 +62,7 @@ def test_every_cell_is_a_run_at_every_scale(scale: str) -> None:
                 resolve_config(cell.baseline, None, scale_settings(scale, cell.baseline))
 
 
-RECORD = json.loads((Path(ptlf.__file__).parent.parent / "results" / "digits" / "lump" / "results.json").read_text())
+RECORD = json.loads((KEPT / "digits" / "lump" / "results.json").read_text())
 
 
 def keep(folder: Path, config: dict, status: str = "finished") -> Path:
@@ -115,7 +115,7 @@ def test_of_runs_with_the_same_seed_the_recipe_s_own_is_taken(tmp_path: Path) ->
 
 def test_a_seed_that_is_named_twice_counts_once(tmp_path: Path) -> None:
     plan = make_plan([TINY], "paper", [0, 0], tmp_path / "runs", QUICK, [tmp_path])
-    assert sorted(run.name for run in plan.missing) == sorted(cell.name for cell in reproduce.wanted([TINY]).values())
+    assert sorted(run.name for run in plan.missing) == sorted(cell.name for cell in wanted([TINY]).values())
 
 
 def test_cheapest_first(tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ def trained(shown: str) -> int:
 
 
 def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path: Path) -> None:
-    monkeypatch.setattr(commands, "TABLES", {"main": TINY})
-    monkeypatch.setattr(reproduce, "project_results", lambda: None)
+    monkeypatch.setattr(command, "TABLES", {"main": TINY})
+    monkeypatch.setattr(found_runs, "KEPT", tmp_path / "none")
     monkeypatch.setattr(Interrupted, "runs", 0)
-    words = ["reproduce", "main", "--runs", str(tmp_path / "runs"), *QUICK]
+    words = ["main", "--runs", str(tmp_path / "runs"), *QUICK]
     with monkeypatch.context() as patched:
-        patched.setattr(commands, "Live", Interrupted)
+        patched.setattr("ptlf.commands.Live", Interrupted)
         assert main(words) == 128 + signal.SIGTERM
     shown = capsys.readouterr()
     assert trained(shown.out) == 1
@@ -162,7 +162,7 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     hint = "--plan says how long that takes on this machine; --show prints what is there\n"
     assert shown.out.startswith(f"2 runs: 2 to run\n{hint}{runs[0]}")
     assert runs[1] in shown.out
-    assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in shown.err
+    assert f"stopped; `python -m reproduction {shlex.join(words)}` goes on from here" in shown.err
     assert main(words) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith(f"2 runs: 1 there, 1 goes on\n{hint}{runs[1]}")
@@ -213,15 +213,15 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
 
 def test_cells_without_data_are_left_out_and_others_go_on(monkeypatch, capsys, tmp_path: Path) -> None:
     lacking = Cell("LUMP", "Split CIFAR-100", "split-cifar100/simsiam/lump", {"accuracy": 82.3})
-    monkeypatch.setattr(commands, "TABLES", {"main": Table("Two", ("accuracy",), (lacking, LUMP))})
-    monkeypatch.setattr(reproduce, "project_results", lambda: None)
+    monkeypatch.setattr(command, "TABLES", {"main": Table("Two", ("accuracy",), (lacking, LUMP))})
+    monkeypatch.setattr(found_runs, "KEPT", tmp_path / "none")
     words = ["--encoder.name=conftest:tiny_encoder", "--training.epochs=1", "--training.batch=128", "--device=cpu"]
     words += ["--probes.knn_class.k=20", "--data-root", str(tmp_path / "none")]
-    assert main(["reproduce", "main", "--runs", str(tmp_path / "runs"), *words, "--plan", "--seeds", "0", "1"]) == 0
+    assert main(["main", "--runs", str(tmp_path / "runs"), *words, "--plan", "--seeds", "0", "1"]) == 0
     plan = " ".join(capsys.readouterr().out.split())
     assert re.search(f"2 runs: 2 to run, {TIME}", plan)
     assert "2 cannot be made without the data: cifar100 (`ptlf data get NAME`)" in plan
-    assert main(["reproduce", "main", "--runs", str(tmp_path / "runs"), *words]) == 0
+    assert main(["main", "--runs", str(tmp_path / "runs"), *words]) == 0
     shown = capsys.readouterr().out
     assert f"cifar100 is not in {tmp_path / 'none'}: `ptlf data get cifar100` brings it" in " ".join(shown.split())
     cells = next(line for line in shown.splitlines() if "ours" in line).split("│")
@@ -231,9 +231,9 @@ def test_cells_without_data_are_left_out_and_others_go_on(monkeypatch, capsys, t
 
 def test_a_run_that_fails_does_not_stop_the_others(monkeypatch, capsys, tmp_path: Path) -> None:
     broken = Cell("broken", "digits", "digits/simsiam/lump", settings=("--training.batch=100000",))
-    monkeypatch.setattr(commands, "TABLES", {"main": Table("Two", ("accuracy",), (broken, LUMP))})
-    monkeypatch.setattr(reproduce, "project_results", lambda: None)
-    assert main(["reproduce", "main", "--runs", str(tmp_path), *QUICK]) == 2
+    monkeypatch.setattr(command, "TABLES", {"main": Table("Two", ("accuracy",), (broken, LUMP))})
+    monkeypatch.setattr(found_runs, "KEPT", tmp_path / "none")
+    assert main(["main", "--runs", str(tmp_path), *QUICK]) == 2
     shown = capsys.readouterr()
     assert "training.batch is 100000" in shown.out
     assert re.findall("run . of .: .*", shown.out) == [
@@ -248,10 +248,10 @@ def test_a_run_that_fails_does_not_stop_the_others(monkeypatch, capsys, tmp_path
 def test_what_a_scale_is_worth_is_said_first_and_below_the_table(
     monkeypatch, capsys, tmp_path: Path, scale: str
 ) -> None:
-    monkeypatch.setattr(commands, "TABLES", {"main": TINY})
-    monkeypatch.setattr(reproduce, "project_results", lambda: None)
-    monkeypatch.setattr(reproduce, "train_missing", lambda plan, watch: print("training") or iter(()))
-    words, small = ["reproduce", "main", "--scale", scale, "--runs", str(tmp_path)], scale != "paper"
+    monkeypatch.setattr(command, "TABLES", {"main": TINY})
+    monkeypatch.setattr(found_runs, "KEPT", tmp_path / "none")
+    monkeypatch.setattr(found_runs, "train_missing", lambda plan, watch: print("training") or iter(()))
+    words, small = ["main", "--scale", scale, "--runs", str(tmp_path)], scale != "paper"
     said = "differences to the paper mean nothing; its protocol is --scale paper"
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -259,7 +259,7 @@ def test_what_a_scale_is_worth_is_said_first_and_below_the_table(
     table, _, below = text.rpartition("│")
     assert "Tiny" in table
     assert (said in below) == small
-    monkeypatch.setattr(commands, "show_plan", lambda *arguments: None)
+    monkeypatch.setattr(command, "show_plan", lambda *arguments: None)
     assert main([*words, "--plan"]) == 0
     assert (said in capsys.readouterr().out) == small
 
@@ -283,30 +283,22 @@ def test_a_plan_has_the_time_of_a_run_and_paths_as_they_were_given(
     clone = tmp_path / "clone"
     config = as_dict(resolve_config(LUMP.recipe, None, [*scale_settings("paper", LUMP.recipe), *QUICK]))
     keep(clone / "results" / "lump", config)
-    (clone / "pyproject.toml").touch()
-    monkeypatch.setattr(reproduce.ptlf, "__file__", str(clone / "ptlf" / "__init__.py"))
-    monkeypatch.setattr(commands, "TABLES", {"main": TINY})
+    monkeypatch.setattr(found_runs, "KEPT", clone / "results")
+    monkeypatch.setattr(command, "TABLES", {"main": TINY})
     monkeypatch.setattr(Estimate, "__call__", lambda estimate, config: seconds)
     for folder, kept in ((clone, "results/lump"), (tmp_path, "clone/results/lump")):
         monkeypatch.chdir(folder)
-        assert main(["reproduce", "main", "--runs", "mine", "--plan", *QUICK]) == 0
+        assert main(["main", "--runs", "mine", "--plan", *QUICK]) == 0
         lines = capsys.readouterr().out.splitlines()
         to_run = f"to run: {PTLF} 0.7, {words}, in mine/digits-simsiam-ptlf-0.7-seed0"
         assert lines[:3] == [f"there: {kept}", to_run, f"2 runs: 1 there, 1 to run, {words}"]
 
 
 def test_seed_is_refused(capsys) -> None:
-    assert main(["reproduce", "main", "--seed", "1"]) == 2
-    assert "takes --seeds" in capsys.readouterr().err
-
-
-def test_the_command_knows_every_table_and_scale() -> None:
-    for table in [*TABLES, "all", "figures"]:
-        for scale in SCALES:
-            arguments, _ = make_parser().parse_known_args(["reproduce", table, "--scale", scale])
-            assert (arguments.table, arguments.scale) == (table, scale)
+    assert main(["main", "--seed", "1"]) == 2
+    assert "give --seeds" in capsys.readouterr().err
 
 
 def test_the_page_is_of_all_tables(capsys, tmp_path: Path) -> None:
-    assert main(["reproduce", "main", "--write", str(tmp_path / "page.md")]) == 2
-    assert "`ptlf reproduce all --write FILE`" in capsys.readouterr().err
+    assert main(["main", "--write", str(tmp_path / "page.md")]) == 2
+    assert "`python -m reproduction all --write FILE`" in capsys.readouterr().err

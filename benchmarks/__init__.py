@@ -1,0 +1,1 @@
+"""Scripts that measure: `python benchmarks/NAME.py`, in a clone that is installed by `make install`."""
