@@ -19,7 +19,7 @@ from ptlf.cli import folder, share, whole
 from ptlf.commands import check_alone, tell_count, tell_once, write_page
 from ptlf.core.errors import UserError
 from ptlf.report import paired
-from ptlf.report.figures.frontier import COSTS, front, points, relative_costs
+from ptlf.report.figures.frontier import COSTS, leading, points, relative_costs
 from ptlf.report.live import console
 from ptlf.report.measures import probe_measures, title_of
 from ptlf.report.runs import Comparison, policy_of, read_comparison
@@ -97,11 +97,9 @@ def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None
     scores = probe_measures(probe)[:2] if probe else []
     columns = []  # per cost, its cells by label
     for kind in COSTS:
-        found = points(comparison, kind, scores[0].path) if scores else []
-        best = {(point.cost, point.value) for point in front(found, rising=True)}  # of equal points all
-        leading = {point.group.label for point in found if (point.cost, point.value) in best}
+        best = leading(points(comparison, kind, scores[0].path), scores[0].rising) if scores else set()
         costs = relative_costs(comparison, kind)
-        columns.append({label: f"{'* ' * (label in leading)}{cost:.2f}x" for label, cost in costs.items()})
+        columns.append({label: f"{'* ' * (label in best)}{cost:.2f}x" for label, cost in costs.items()})
     title = f"What accuracy costs: {recipe}" + (f", {title_of(probe)}" if probe else "")
     headings = ["initial", "final", *(f"{measure.short}\n{measure.unit}" for measure in scores), "time", "bytes\nkept"]
     table = new_table(title, ["policy"], headings, padding=(0, 1 if console.width >= 100 else 0))

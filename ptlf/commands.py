@@ -215,7 +215,7 @@ def sweep(
     for run in runs:
         groups.setdefault(run.config.recipe, []).append(read_results(run.folder))
     base = baseline or next((name for name, some in groups.items() if some[0].get("baseline")), None)
-    show_runs(console, groups, base, f"What it came to{several}")
+    show_runs(console, groups, base, f"Summary{several}")
     write_page(with_others([run.folder for run in runs], out), out / "report.html", baseline)
 
 

@@ -100,7 +100,7 @@ def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> Non
     recipes = ["digits/simsiam/finetune", "digits/simsiam/lump"]
     words = ["sweep", *recipes, "--seeds", "0", "1", "--baseline", "lump", "--out", str(tmp_path), *QUICK]
     assert main(words) == 0
-    shown = capsys.readouterr().out.partition("What it came to, means of 2 seeds")[2]
+    shown = capsys.readouterr().out.partition("Summary, means of 2 seeds")[2]
     line = next(line for line in shown.splitlines() if "knn_class accuracy, %" in line)
     for method in ("finetune", "lump"):
         files = [tmp_path / f"digits-simsiam-{method}-seed{seed}" / "results.json" for seed in (0, 1)]

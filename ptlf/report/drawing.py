@@ -64,7 +64,7 @@ def themed(dark: bool, tasks: int) -> Colours:
     """Every role: those above, heat0.., on0.. (text upon heat), task0..."""
     found = {role: pair[dark] for role, pair in ROLES.items()}
     for step, heat in enumerate(ramp(HEAT[dark], STEPS)):
-        found |= {f"heat{step}": heat, f"on{step}": "#ffffff" if luminance(heat) < 0.18 else "#10151c"}
+        found |= {f"heat{step}": heat, f"on{step}": "#ffffff" if luminance(heat) < 0.195 else "#10151c"}
     return found | {f"task{number}": colour for number, colour in enumerate(ramp(TASK[dark], tasks))}
 
 
@@ -138,7 +138,7 @@ def page_svg(canvas: Canvas, name: str, label: str, colours: Colours) -> Markup:
     canvas.patch.set_visible(False)
     roles = list(colours)
     text = written_svg(canvas, name)
-    body = re.sub(r' id="[^"]*"(?=>\s*(<|$))', "", text[text.index(">", text.index("<svg")) + 1 :])
+    body = re.sub(r'(?<=<g) id="[^"]*"| id="image\w+"', "", text[text.index(">", text.index("<svg")) + 1 :])
     body = re.sub(r"<metadata>.*?</metadata>|font-family: [^;\"]*;? ?", "", body, flags=re.DOTALL)
     body = re.sub(r"#fe([0-9a-f]{4})", lambda found: f"var(--{roles[int(found[1], 16)]})", body)
     width, height = (72 * side for side in canvas.get_size_inches())

@@ -18,12 +18,13 @@ from ptlf.run.results import Json
 
 Cells = Mapping[tuple[int, int], float]  # by row and column
 Bounds = tuple[float, float]
+MAX_LABEL = 21  # characters of a run's name beside its dot
 
 
 def answer(comparison: Comparison, measure: Measure, colours: Colours) -> Canvas:
     """A row per run, its value or ratio beside it; the baseline's value is a line through all of them."""
     base, groups = comparison.baseline, [group for group in comparison.groups if group.values(measure.path)]
-    left = min(9.0 + 5.6 * max(len(group.label) for group in groups), 110.0)
+    left = 8.0 + 6.0 * min(max(len(group.label) for group in groups), MAX_LABEL)
     title = f"{measure.short}, {measure.below}" if measure.below else measure.short
     canvas, axes = frame(colours, 18.0 * len(groups) + 8, width=THIRD, left=left, bottom=4.0, title=title)
     axes.set_title(title, x=-left / (THIRD - left - 8))
@@ -51,7 +52,7 @@ def answer(comparison: Comparison, measure: Measure, colours: Colours) -> Canvas
     return canvas
 
 
-def middle_cut(label: str, most: int = 21) -> str:
+def middle_cut(label: str, most: int = MAX_LABEL) -> str:
     """Long labels of one family begin alike and end differently."""
     return label if len(label) <= most else f"{label[:6]}…{label[7 - most :]}"
 
@@ -101,12 +102,12 @@ def heat_map(
     canvas, axes = frame(colours, tall * len(rows), width=left + 8 + wide * len(columns), left=left, bottom=30.0)
     low, high = bounds
     steps = np.ma.masked_all((len(rows), len(columns)))
-    size = min(9.0, wide * 0.36)
+    fine = wide >= 26 and high - low < 100  # room for a decimal
     for (row, column), value in cells.items():
         share = min(max((value - low) / ((high - low) or 1), 0.0), 1.0)
         steps[row, column] = step = round(share * (STEPS - 1))
-        words = f"{value:.1f}" if wide >= 24 and high - low < 100 else f"{value:.0f}"
-        if wide >= 15:
+        words, size = f"{value:.{1 * fine}f}", min(9.0, wide * (0.34 if fine else 0.45))
+        if wide >= 14:
             ink = colours[f"on{step}"]
             axes.text(column + 0.5, row + 0.5, words, color=ink, size=size, ha="center", va="center_baseline")
     scale = ListedColormap([colours[f"heat{step}"] for step in range(STEPS)])

@@ -36,7 +36,7 @@ def ratio_low(groups: Sequence[Group]) -> float:
     return math.floor(min(values) * 20) / 20 if values else 0.0
 
 
-def left_out(group: Group) -> set[str]:
+def units_without_ratio(group: Group) -> set[str]:
     """Units whose ratio nobody had to compute, in some task."""
     ratios = [entry["ratios"] for entry in entries(group) if entry["ratios"]]
     return {unit for unit in group.first["units"] if any(unit not in computed for computed in ratios)}

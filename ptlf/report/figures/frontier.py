@@ -50,6 +50,12 @@ def front(found: Sequence[Point], rising: bool) -> list[Point]:
     return best
 
 
+def leading(found: Sequence[Point], rising: bool) -> set[str]:
+    """Labels of the groups on the front; of equal points all."""
+    best = {(point.cost, point.value) for point in front(found, rising)}
+    return {point.group.label for point in found if (point.cost, point.value) in best}
+
+
 def paths(found: Sequence[Point]) -> list[list[Point]]:
     """Points whose runs differ in nothing but `freezing.final` and the seeds, in the order of that share. Runs without
     freezing, and points that stand alone, are on no path."""

@@ -1,12 +1,9 @@
 """What the encoder learned: nearest images and a map of the features, before and after the stream."""
 
-import base64
-import io
-
 import numpy as np
 from matplotlib.figure import Figure as Canvas
-from PIL import Image
 
+from ptlf.report.checks import tile_pixels
 from ptlf.report.drawing import HALF, Colours, frame
 from ptlf.report.runs import Group
 from ptlf.run.results import Json
@@ -35,11 +32,14 @@ def same_class(gallery: Json, moment: str) -> int:
     return sum(label[query] == label[other] for query, row in rows for other in row)
 
 
-def neighbours(group: Group, colours: Colours) -> Canvas:
+def nearest_images(group: Group, colours: Colours) -> Canvas:
     """A row per query: itself, its nearest before, its nearest after. Another class (another task, for images without
     labels) is faded and underlined."""
     gallery = shown_gallery(group) or {}
-    labels, pixels = [label for _, label in gallery["tiles"]], tile_pixels(gallery["sprite"])
+    labels, pixels = (
+        [label for _, label in gallery["tiles"]],
+        tile_pixels(gallery["sprite"], len(gallery["tiles"]), MAX_PIXELS),
+    )
     queries, looks = gallery["queries"], [gallery["looks"][moment]["neighbours"] for moment in MOMENTS]
     count, total = len(looks[1][0]), len(queries) * len(looks[1][0])
     side, starts = (HALF - 20) / (2 * count + 1.6), (0.0, 1.3, count + 1.6)
@@ -59,14 +59,6 @@ def neighbours(group: Group, colours: Colours) -> Canvas:
     axes.set(xlim=(0, 2 * count + 1.6), ylim=(len(queries), -14 / side))
     axes.axis("off")
     return canvas
-
-
-def tile_pixels(sheet: Json) -> list[np.ndarray]:
-    """The tiles of a sheet of images, no larger than they are shown."""
-    size, columns, rows = min(sheet["size"], MAX_PIXELS), sheet["columns"], sheet["height"] // sheet["size"]
-    with Image.open(io.BytesIO(base64.b64decode(sheet["image"].partition(",")[2]))) as image:
-        pixels = np.asarray(image.convert("RGB").resize((columns * size, rows * size)))
-    return [*pixels.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)]
 
 
 def feature_map(group: Group, colours: Colours) -> Canvas:

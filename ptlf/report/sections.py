@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Canvas
 from ptlf.report import paired
 from ptlf.report.drawing import Colours
 from ptlf.report.figures import accuracy, freezing, frontier, gallery, lines
-from ptlf.report.intervals import by_tasks_seen, neighbours
+from ptlf.report.intervals import by_tasks_seen, neighbours_used
 from ptlf.report.measures import COSTS, SCALES, Measure, main_measures, probe_measures, title_of
 from ptlf.report.runs import FEATURES, OLDER, Comparison, Group, policy_of
 from ptlf.run.results import Json
@@ -53,7 +53,7 @@ class Figure:
 
 
 @dataclass
-class Part:
+class Section:
     name: str
     title: str
     figures: list[Figure] = field(default_factory=list)
@@ -69,29 +69,37 @@ def per_run(name: str, draw: Callable[[Group, Colours], Canvas | None], groups: 
     return [Picture(f"{name}-{slug}", partial(draw, group), group) for slug, group in zip(slugs, groups, strict=True)]
 
 
-def parts(comparison: Comparison) -> list[Part]:
-    makers = (answer_part, accuracy_part, learning_part, ratio_part, freezing_part, cost_part, gallery_part)
+def sections(comparison: Comparison) -> list[Section]:
+    makers = (
+        answer_section,
+        accuracy_section,
+        learning_section,
+        ratio_section,
+        freezing_section,
+        cost_section,
+        gallery_section,
+    )
     return [make(comparison) for make in makers]
 
 
-def answer_part(comparison: Comparison) -> Part:
-    part, base = Part("answer", "The answer"), comparison.baseline
+def answer_section(comparison: Comparison) -> Section:
+    section, base = Section("answer", "The answer"), comparison.baseline
     if not comparison.probes:
-        part.title = "What is known without labels, and what it cost"
+        section.title = "What is known without labels, and what it cost"
     seeds = [len(group.runs) for group in comparison.groups]
     dot = "one run" if max(seeds) == 1 else "the mean over seeds" if min(seeds) > 1 else "one run or a mean over seeds"
     better = "accuracy is better to the right, forgetting and every cost" if comparison.probes else "a cost is better"
     how = f"Each dot is {dot}: {better} to the left."
     if base:
         how += f" The dotted line is {base.label}; costs carry their ratio to it."
-    marked = any(paired.dagger(group, base, COSTS[0]) for group in comparison.groups)
+    marked = paired.any_dagger(comparison.groups, base)
     how += f" {paired.DAGGER}" * marked
     if max(seeds) > 1:
         how += f" {DEVIATION.format('Whiskers')}"
     if comparison.probes or len(comparison.groups) > 1:  # else there is nothing to compare
         measures = main_measures(comparison, comparison.probes[:1])
         glance = [Picture("-".join(("answer", *m.path[1:])), partial(accuracy.answer, comparison, m)) for m in measures]
-        part.add("All runs at a glance", how, glance, "thirds")
+        section.add("All runs at a glance", how, glance, "thirds")
     if base and comparison.probes and len(comparison.groups) > 2:
         how = f"Costs relative to {base.label}. The dashed line joins the runs whose means no other one beats in both."
         how += " A thin line joins runs that differ in the final share of frozen units alone, in its order."
@@ -103,14 +111,16 @@ def answer_part(comparison: Comparison) -> Part:
             for name, cost in zip(("time", "memory"), frontier.COSTS, strict=True)
             if len(frontier.points(comparison, cost, measure.path)) > 2
         ]
-        part.add("What accuracy costs", how, pictures)
+        section.add("What accuracy costs", how, pictures)
     if base is None and len(comparison.groups) > 1:
-        part.notes.append("No baseline: none of these runs is LUMP without freezing; `--baseline` names another one.")
-    return part
+        section.notes.append(
+            "No baseline: none of these runs is LUMP without freezing; `--baseline` names another one."
+        )
+    return section
 
 
-def accuracy_part(comparison: Comparison) -> Part:
-    part = Part("accuracy", "What was learned, and what was kept")
+def accuracy_section(comparison: Comparison) -> Section:
+    section = Section("accuracy", "What was learned, and what was kept")
     several = f" {DEVIATION.format('Bands')}" * any(len(group.runs) > 1 for group in comparison.groups)
     for probe in comparison.probes:
         title = title_of(probe)
@@ -121,10 +131,10 @@ def accuracy_part(comparison: Comparison) -> Part:
             if any(series for _, series in found):
                 line = Picture(f"{what}-{probe}", partial(lines.over_tasks, found, 100.0))
                 how += TASKS_SEEN[what] * growing + several
-                part.add(f"{what.capitalize()} over tasks, {title}", how, [line])
+                section.add(f"{what.capitalize()} over tasks, {title}", how, [line])
             else:
                 needed = "one task" if what == "accuracy" else "two tasks"
-                part.notes.append(f"No line of {what}, {title}: it needs {what}_by_task of at least {needed}.")
+                section.notes.append(f"No line of {what}, {title}: it needs {what}_by_task of at least {needed}.")
         how = "Accuracy in % after each task (row) on the classes of each task (column)."
         how += " A column shows how the accuracy on one task changes while later tasks are learned."
         draw = partial(accuracy.matrix, probe, accuracy.matrix_bounds(comparison.groups, probe))
@@ -132,36 +142,36 @@ def accuracy_part(comparison: Comparison) -> Part:
             how += f" From the number of test images, the 95 % interval of a cell is at most ±{max(widths):.1f} points."
         records = [group.first["probes"][probe] for group in tested]  # with the same settings, or they are refused
         used = [row for values in records for row in values.get("used_by_task") or []]
-        if words := neighbours(records[0] | {"used_by_task": used}):
+        if words := neighbours_used(records[0] | {"used_by_task": used}):
             how += f" {words.removeprefix(', ')}."
         shown = [group for group in tested if accuracy.matrix_cells(group, probe)]
-        part.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", draw, shown))
+        section.add(f"Accuracy matrix, {title}", how, per_run(f"matrix-{probe}", draw, shown))
     for probe in comparison.known:
         how = "Accuracy in % on the images of evaluation.reference, before the first task (0) and after each."
         known = [(group, lines.known_by_task(group, probe)) for group in comparison.groups]
         line = Picture(f"known-{probe}", partial(lines.over_tasks, known, 100.0))
-        part.add(f"What it knew before, {title_of(probe)}", how, [line])
+        section.add(f"What it knew before, {title_of(probe)}", how, [line])
     if untested := [group.label for group in comparison.groups if not group.first["probes"]]:
         needs = "That needs labelled test images and evaluation.enabled"
-        part.notes.append(f"Not evaluated: {', '.join(untested)}. {needs}.")
-    return part
+        section.notes.append(f"Not evaluated: {', '.join(untested)}. {needs}.")
+    return section
 
 
-def learning_part(comparison: Comparison) -> Part:
-    part = Part("learning", "How it learned, without labels")
+def learning_section(comparison: Comparison) -> Section:
+    section = Section("learning", "How it learned, without labels")
     epochs = [line for group in comparison.groups for run in group.runs for line in run.epochs]
     names = dict.fromkeys(name for line in epochs for name in line.get("loss", {}))
     pictures = [Picture(f"loss-{name}", partial(loss_picture, comparison, name)) for name in names]
-    part.add("Losses", f"The mean of each loss over every epoch, with its own scale. {MARKED}", pictures)
+    section.add("Losses", f"The mean of each loss over every epoch, with its own scale. {MARKED}", pictures)
     for key, how in OF_FEATURES.items():
         found = [(group, lines.features_by_task(group, key)) for group in comparison.groups]
         if any(series for _, series in found):
             picture = Picture(key, partial(lines.over_tasks, found, None))
-            part.add(f"{FEATURES[key].capitalize()} of the features", how, [picture])
+            section.add(f"{FEATURES[key].capitalize()} of the features", how, [picture])
     older = [group.label for group in comparison.groups if "features" not in group.first]
     if 0 < len(older) < len(comparison.groups):
-        part.notes.append(f"No effective rank and no spread of {', '.join(older)}: {OLDER}.")
-    return part
+        section.notes.append(f"No effective rank and no spread of {', '.join(older)}: {OLDER}.")
+    return section
 
 
 def loss_picture(comparison: Comparison, name: str, colours: Colours) -> Canvas | None:
@@ -171,58 +181,58 @@ def loss_picture(comparison: Comparison, name: str, colours: Colours) -> Canvas 
     return lines.over_epochs(comparison, name, value, False, False, colours)
 
 
-def ratio_part(comparison: Comparison) -> Part:
-    part, groups = Part("correlation", "Which units were chosen, and why"), freezing.having(comparison, "ratios")
+def ratio_section(comparison: Comparison) -> Section:
+    section, groups = Section("correlation", "Which units were chosen, and why"), freezing.having(comparison, "ratios")
     how = "A line is a task, a row a unit: far right, the new task would change what the past used; filled dots froze."
-    if any(freezing.left_out(group) for group in groups):
+    if any(freezing.units_without_ratio(group) for group in groups):
         how += " A ratio is missing where it was not needed: even with the maximum, 1, the unit would not have frozen."
     draw = partial(freezing.ratio_lines, freezing.ratio_low(groups))
-    part.add("Task-correlation ratio by unit", how, per_run("ratios", draw, groups))
+    section.add("Task-correlation ratio by unit", how, per_run("ratios", draw, groups))
     if not groups:
-        part.notes.append("No run computed correlation ratios; a run with `--freezing.policy correlation` does.")
+        section.notes.append("No run computed correlation ratios; a run with `--freezing.policy correlation` does.")
     supervised = {group.first.get("uses_labels", False) for group in groups}
     if len(supervised) == 1 and comparison.probes:  # else there are no labels
         missing = "self-supervised" if supervised == {True} else "supervised"
-        part.notes.append(f"A {missing} run with `--freezing.policy correlation` would stand beside it here.")
+        section.notes.append(f"A {missing} run with `--freezing.policy correlation` would stand beside it here.")
     several = [group for group in freezing.having(comparison, "events") if len(freezing.tasks_of(group)) > 1]
     how = "Each cell is the share, in %, of frozen units that two tasks have in common: at 100 the same ones froze."
     overlaps = per_run("overlap", freezing.task_overlap, several)
-    part.add("Overlap of the selection between tasks", how, overlaps, "halves" if comparison.tasks > 8 else "thirds")
+    section.add("Overlap of the selection between tasks", how, overlaps, "halves" if comparison.tasks > 8 else "thirds")
     again = [group for group in comparison.groups if policy_of(group.config) == "correlation"]
     if again := [group for group in again if freezing.overlap_by_epoch(group)]:
         how = "How much of the selection stays when the ratios are computed again in a later epoch; 1 is all of it."
         picture = Picture("overlap-epochs", partial(freezing.epoch_overlap, again))
-        part.add("Overlap of the selection between epochs", how, [picture])
+        section.add("Overlap of the selection between epochs", how, [picture])
     elif groups:
-        part.notes.append("Ratios were computed once per task; `--freezing.update per-epoch` shows how they change.")
-    return part
+        section.notes.append("Ratios were computed once per task; `--freezing.update per-epoch` shows how they change.")
+    return section
 
 
-def freezing_part(comparison: Comparison) -> Part:
-    part, groups = Part("freezing", "What froze, and when"), freezing.having(comparison, "events")
+def freezing_section(comparison: Comparison) -> Section:
+    section, groups = Section("freezing", "What froze, and when"), freezing.having(comparison, "events")
     how = "Units run down, the epochs of all tasks across: a filled cell is a unit that was not updated."
     if any(len(group.runs) > 1 for group in groups):
         how += " Paler cells froze in only some of the seeds."
-    part.add("Freezing map", how, per_run("freezing", freezing.freezing_map, groups))
+    section.add("Freezing map", how, per_run("freezing", freezing.freezing_map, groups))
     idle = [group for group in comparison.groups if group not in groups]
     for off, why in ((True, " (`freezing.policy none`)"), (False, "")):
         if names := [group.label for group in idle if (policy_of(group.config) == "none") == off]:
-            part.notes.append(f"No unit froze in {', '.join(names)}{why}.")
-    return part
+            section.notes.append(f"No unit froze in {', '.join(names)}{why}.")
+    return section
 
 
-def cost_part(comparison: Comparison) -> Part:
-    part = Part("cost", "What it cost, epoch by epoch")
+def cost_section(comparison: Comparison) -> Section:
+    section = Section("cost", "What it cost, epoch by epoch")
     lines_of = [line for group in lines.with_epochs(comparison) for run in group.runs for line in run.epochs]
     pictures = []
     for measure in (measure for measure in COSTS if measure.epoch):
         if highest := max((line.get(measure.epoch) or 0 for line in lines_of), default=0):
             pictures.append(Picture(f"cost-{measure.epoch}", partial(cost_picture, comparison, measure, highest)))
     how = f"One cost per panel over all epochs; the seconds are of the steps alone. {MARKED}"
-    part.add("Time and memory", how, pictures)
+    section.add("Time and memory", how, pictures)
     if not lines_of:
-        part.notes.append("No epoch has been written down yet; a run writes them after its first task.")
-    return part
+        section.notes.append("No epoch has been written down yet; a run writes them after its first task.")
+    return section
 
 
 def cost_picture(comparison: Comparison, measure: Measure, highest: float, colours: Colours) -> Canvas | None:
@@ -236,19 +246,19 @@ def cost_picture(comparison: Comparison, measure: Measure, highest: float, colou
     return lines.over_epochs(comparison, title, value, unit != "s", True, colours)
 
 
-def gallery_part(comparison: Comparison) -> Part:
-    part = Part("gallery", "What the encoder learned to see")
+def gallery_section(comparison: Comparison) -> Section:
+    section = Section("gallery", "What the encoder learned to see")
     shown = [group for group in comparison.groups if gallery.shown_gallery(group)]
     missing: dict[str, list[str]] = {}  # by reason
     for group in comparison.groups:
         if group not in shown:
             reason = group.runs[0].gallery_problem or "it is drawn when the run has finished"
             missing.setdefault(reason, []).append(group.label)
-    part.notes += [f"No pictures of {', '.join(names)}: {reason}." for reason, names in missing.items()]
+    section.notes += [f"No pictures of {', '.join(names)}: {reason}." for reason, names in missing.items()]
     kinds = {"another class" if gallery.has_classes(group) else "another task" for group in shown}
     how = f"An image, then those with the nearest features; of {' or '.join(sorted(kinds))} where faded and underlined."
-    part.add("Nearest images before and after", how, per_run("neighbours", gallery.neighbours, shown))
+    section.add("Nearest images before and after", how, per_run("neighbours", gallery.nearest_images, shown))
     mapped = [group for group in shown if gallery.has_maps(group)]
     how = "Each dot is an image, coloured by its task; close dots have similar features (t-SNE, axes mean nothing)."
-    part.add("Map of the features", how, per_run("features", gallery.feature_map, mapped))
-    return part
+    section.add("Map of the features", how, per_run("features", gallery.feature_map, mapped))
+    return section
