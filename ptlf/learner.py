@@ -15,20 +15,20 @@ import numpy as np
 from torch import nn
 
 from ptlf.core.errors import UserError
-from ptlf.core.processes import warn
+from ptlf.core.processes import info, warn
 from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation.prober import testing
 from ptlf.report.live import Live, tell
 from ptlf.run.build import check_grows, make_stream
+from ptlf.run.components import Components, build_components
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, check_arrived, check_new, claimed, has_finished, restore_encoder, save_encoder
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
-from ptlf.run.parts import Parts
 from ptlf.run.recipes import name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
 from ptlf.run.start import without_start
@@ -140,7 +140,7 @@ class Learner:
         kept = replace(config.checkpoint, keep_tasks=config.checkpoint.keep_tasks or KEPT)
         self.config = replace(config, stream=stream, checkpoint=kept)
         check_grows(self.config)
-        self._parts: Parts | None = None
+        self._parts: Components | None = None
         self.run: Run | None = None  # the latest
 
     def __repr__(self) -> str:
@@ -218,8 +218,8 @@ class Learner:
                 if not finished:
                     run = self._build()
                     self._train(run, watcher)
-                    if incoming is not None and run.signals.asked:  # in its last moments
-                        raise Stopped(self.folder, run.signals.asked)
+                    if incoming is not None and run.stop_signal:  # in its last moments
+                        raise Stopped(self.folder, run.stop_signal)
                 if incoming is not None:
                     if not self.exists:
                         self._fit(incoming, said)
@@ -229,7 +229,7 @@ class Learner:
                         note_small(accepted, self.config.training.batch)
                         self._train(run, watcher)
                     except BaseException:
-                        if run is None or not run.prepared:
+                        if run is None or not run.begun:
                             shutil.rmtree(accepted.path)
                         raise
             except Stopped as stopped:
@@ -270,14 +270,14 @@ class Learner:
         check_watched(folder)
         check_new(self.folder)
         if not once and not subfolders(folder):
-            warn(f"ptlf: {folder} has no subfolders yet; each that comes is learnt as a task")
+            info(f"{folder} has no subfolders yet; each that comes is learnt as a task")
         if not self._finished():
             yield self._one_of_many(None, folder, learning)
         while True:
             learnt, now = {pack.source: pack for pack in arrivals(self.folder)}, time.time()
             new = settled(folder, settle, now, learnt)
             for line in unlearned.look(learnt, 0 if once else settle, now):
-                warn(f"ptlf: {line}")
+                warn(line)
             waiting = [path for path in new if path not in refused or refused[path][0] != appearance(path)]
             if waiting:
                 path, looks = waiting[0], appearance(waiting[0])
@@ -286,7 +286,7 @@ class Learner:
                 except UserError as error:
                     if not self._finished():  # not for what the folder holds
                         raise
-                    warn(f"ptlf: {path} is left out: {error}")
+                    warn(f"{path} is left out: {error}")
                     refused[path] = looks, str(error)
                 else:
                     yield results
@@ -304,8 +304,8 @@ class Learner:
             results = self.learn(source, **learning)
         except Stopped as stopped:
             raise Stopped(self.folder, stopped.number, advice, stopped.lost) from None
-        if self.run is not None and self.run.signals.asked:
-            raise Stopped(self.folder, self.run.signals.asked, advice)
+        if self.run is not None and self.run.stop_signal:
+            raise Stopped(self.folder, self.run.stop_signal, advice)
         return results
 
     def evaluate(
@@ -413,18 +413,18 @@ class Learner:
         return Run(self.config, self.folder, encoder=self._start())
 
     def _train(self, run: Run, watcher: Watcher) -> None:
-        if self.module is not None and not self.exists and run.weights is None:
+        if self.module is not None and not self.exists and run.components.weights is None:
             save_encoder(self.folder, self.module, START)
         self.run = run
         run.train(watcher, resume=True, claim=False)
-        self._parts = run
+        self._parts = run.components
 
-    def _loaded(self) -> Parts:
+    def _loaded(self) -> Components:
         """The run's parts, with the encoder as the last task left it."""
         if self._parts is None:
             stream, quiet = make_stream(self.config, self.folder), replace(self.config.evaluation, enabled=False)
             config = without_start(replace(self.config, evaluation=quiet))
-            self._parts = Parts(config, None, self._start(), stream)
+            self._parts = build_components(config, None, self._start(), stream)
             restore_encoder(self.folder, self._parts.model.encoder)
         return self._parts
 
@@ -457,14 +457,14 @@ def reject_duplicate(incoming: Pack, learnt: Sequence[Pack]) -> None:
     if known.all():
         raise UserError(f"{before}; {again}")
     if known.any():
-        warn(f"note: {before}; they are learnt again, unless --new-only (new_only=True) is given")
+        info(f"{before}; they are learnt again, unless --new-only (new_only=True) is given")
 
 
 def note_small(task: Pack, batch: int) -> None:
     if (count := task.split("train").count) < batch:
         fewer = f"task {task_name(task)} has {count} images, fewer than a batch of {batch}"
         poor = f"its batches are of {count}, and their statistics are poor"
-        warn(f"ptlf: warning: {fewer}: {poor}; better put more images into one task")
+        warn(f"{fewer}: {poor}; better put more images into one task")
 
 
 def without_known(incoming: Pack, learnt: Sequence[Pack]) -> Pack | None:
@@ -473,7 +473,7 @@ def without_known(incoming: Pack, learnt: Sequence[Pack]) -> Pack | None:
     if not known.any():
         return incoming
     if known.all():
-        warn(f"note: nothing new in {task_name(incoming)}: all {len(known)} images were learnt before")
+        info(f"nothing new in {task_name(incoming)}: all {len(known)} images were learnt before")
         return None
-    warn(f"note: {known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before, left out")
+    info(f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before, left out")
     return reduced(incoming, np.flatnonzero(~known))

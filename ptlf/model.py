@@ -9,12 +9,15 @@ from torch import Tensor, nn
 from ptlf.core.batch import Batch
 from ptlf.encoders.norm import views_in_one_pass
 from ptlf.objectives import Objective
-from ptlf.objectives.objective import each_view
+from ptlf.objectives.heads import each_view
 from ptlf.objectives.teacher import Teacher
 
 
 class Accelerator:
-    """Runs the parts of a training step: here as they are. `ptlf.training.fast_parts` has one with faster code."""
+    """Runs the parts of a training step: here as they are. `ptlf.kernels.FastParts` has faster code."""
+
+    def prepare(self, module: nn.Module) -> None:
+        """Called once with the objective and with the method: may replace heads by faster modules of the same state."""
 
     def takes_views_in_one_pass(self, encoder: nn.Module) -> bool:
         """Whether `encode` may be given several views as one batch."""

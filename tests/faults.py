@@ -32,7 +32,7 @@ from conftest import tiny_config
 
 from ptlf.cli import main
 from ptlf.run.config import Config, to_yaml
-from ptlf.run.loop import Run
+from ptlf.run.evaluator import Evaluator
 from ptlf.training import checkpoint
 from ptlf.training.trainer import Trainer
 
@@ -121,7 +121,7 @@ def arm(kind: str, count: int) -> None:
         "while writing": lambda: while_writing(count),
         "before rename": lambda: before_call(os, "replace", count, to_checkpoint),
         "after rename": lambda: before_call(os, "replace", count, to_checkpoint, late=True),
-        "before evaluation": lambda: before_call(Run, "evaluate", 1 + count % 2),
+        "before evaluation": lambda: before_call(Evaluator, "test_task", 1 + count % 2),
         "before results": lambda: before_call(os, "replace", 1 + count % 4, to_results),
         "in a step": lambda: before_call(Trainer, "step", count + 3),
         "after seconds": lambda: None,

@@ -11,18 +11,19 @@ from typing import Any
 
 import plugin_members
 import pytest
-from test_every_key import another, cases, outcome
+from conftest import run_cli
+from test_every_key import another, cases, outcome, value_at
 
-from ptlf.cli import keys_help, main
+from ptlf.cli import keys_help
 from ptlf.core.errors import UserError
 from ptlf.core.registry import Registry
 from ptlf.core.settings import nested
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
-from ptlf.freezing import POLICIES
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config, from_dict
+from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.stream import STREAMS
 from ptlf.training.optimizers import OPTIMIZERS
@@ -75,12 +76,6 @@ def words(settings: dict[str, Any]) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-def value_at(config: dict[str, Any], dotted: str) -> Any:
-    for name in dotted.split("."):
-        config = config[name]
-    return config
-
-
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     for family, name, attribute in MEMBERS:
@@ -88,13 +83,12 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_registered_members_train_compare_and_show_up(capsys, tmp_path) -> None:
+def test_registered_members_train_compare_and_show_up(tmp_path) -> None:
     common = {key: value for key, value in KEYS.items() if key.split(".")[0] not in ("objective", "method")}
-    sweep = ["sweep", RECIPE, "stripes/simsiam/lump", "--out", str(tmp_path), *words(CHOSEN), *words(common)]
-    assert main(sweep) == 0
-    shown = capsys.readouterr().out
-    assert "centroid accuracy, %" in shown
-    results = json.loads((tmp_path / "stripes-align-shrink-seed0" / "results.json").read_text())
+    sweep = ["sweep", RECIPE, "stripes/simsiam/lump", "--out", tmp_path, *words(CHOSEN), *words(common)]
+    assert "centroid accuracy, %" in run_cli(*sweep).out
+    run = tmp_path / "stripes-align-shrink-seed0"
+    results = json.loads((run / "results.json").read_text())
     assert results["name"] == f"{RECIPE} + descending freezing"
     assert {key: value_at(results["config"], key) for key in common} == common
     assert results["probes"]["centroid"]["settings"]["power"] == 1.0
@@ -102,35 +96,30 @@ def test_registered_members_train_compare_and_show_up(capsys, tmp_path) -> None:
     assert results["freezing"][0]["order"] == ["0"]  # the last unit is skipped
     assert set(results["cost"]["per_epoch"]["loss"]) == {"ssl", "length"}
     page = (tmp_path / "report.html").read_text()
-    assert "align/shrink" in page
-    assert "centroid" in page
-    assert main(["evaluate", "--trust-code", str(tmp_path / "stripes-align-shrink-seed0"), "--probe", "centroid"]) == 0
-    assert "centroid: accuracy in %" in capsys.readouterr().out
+    assert "align/shrink" in page and "centroid" in page
+    assert "centroid: accuracy in %" in run_cli("evaluate", "--trust-code", run, "--probe", "centroid").out
 
 
 @pytest.mark.usefixtures("registered")
-def test_registered_members_are_listed_with_their_keys(capsys) -> None:
+def test_registered_members_are_listed_with_their_keys() -> None:
     for what, about in {
         "streams": "stripes, 2 tasks x 2 classes",
         "encoders": "two convolutions",
         "recipes": "stripes/simsiam/ptlf",
     }.items():
-        assert main(["list", what]) == 0
-        assert about in capsys.readouterr().out
-    assert main(["list"]) == 0
-    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+        assert about in run_cli("list", what).out
+    listed = {line.split()[0] for line in run_cli("list").out.splitlines()}
     assert {name for _, name, _ in MEMBERS} <= listed
     helped = keys_help()
-    for key in KEYS:
-        assert f"\n  --{key} " in helped
+    assert all(f"\n  --{key} " in helped for key in KEYS)
     assert "align: weight of the term that keeps features apart" in helped
 
 
-def test_a_probe_may_be_named_by_its_module(tmp_path, capsys) -> None:
-    run = ["train", "--recipe", "digits/simsiam/finetune", "--out", str(tmp_path / "run"), *words(QUICK)]
-    assert main([*run, "--probes.plugin_members:Centroid.enabled", "true"]) == 0
-    assert main(["evaluate", "--trust-code", str(tmp_path / "run"), "--probe", "plugin_members:Centroid"]) == 0
-    assert "centroid: accuracy in %" in capsys.readouterr().out
+def test_a_probe_may_be_named_by_its_module(tmp_path) -> None:
+    quick = words({**QUICK, "probes.plugin_members:Centroid.enabled": "true"})
+    run_cli("train", "--recipe", "digits/simsiam/finetune", "--out", tmp_path / "run", *quick)
+    tested = run_cli("evaluate", "--trust-code", tmp_path / "run", "--probe", "plugin_members:Centroid")
+    assert "centroid: accuracy in %" in tested.out
     assert nested("probes.a.b:C.k", 1) == {"probes": {"a.b:C": {"k": 1}}}
 
 
@@ -164,22 +153,18 @@ def test_keys_of_registered_members_are_found_and_have_an_effect(tmp_path) -> No
         assert outcome(case, tmp_path) != outcome(case, tmp_path, **{case.key: another(case)}), case.key
 
 
-def test_what_is_no_member_is_refused() -> None:
-    for family, name, _ in MEMBERS:
+def test_a_member_goes_by_module_and_attribute_and_others_are_refused() -> None:
+    for family, name, attribute in MEMBERS:
+        assert family.find(f"plugin_members:{attribute}") is getattr(plugin_members, attribute)
+        for wanted, problem in {
+            "plugin_members:Nothing": rf"{family.noun} 'plugin_members:Nothing' cannot be imported: .*no attribute",
+            name: f"unknown {family.noun} '{name}'",
+        }.items():
+            with pytest.raises(UserError, match=problem):
+                family.find(wanted)
         with pytest.raises(UserError, match=f"{family.noun} '{name}' must be an? .* of {family.kind.__name__}"):
             family[name] = 3
         assert name not in family
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "attribute"), MEMBERS, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_a_member_goes_by_module_and_attribute(family: Registry[Any], name: str, attribute: str) -> None:
-    assert family.find(f"plugin_members:{attribute}") is getattr(plugin_members, attribute)
-    with pytest.raises(UserError, match=rf"{family.noun} 'plugin_members:Nothing' cannot be imported: .*no attribute"):
-        family.find("plugin_members:Nothing")
-    with pytest.raises(UserError, match=f"unknown {family.noun} '{name}'"):
-        family.find(name)
 
 
 def test_a_run_of_members_by_module_and_attribute() -> None:
@@ -231,17 +216,12 @@ def test_installed_packages_register_theirs_through_entry_points(tmp_path) -> No
     assert results["probes"]["centroid"]["accuracy"] > 0
     warnings = [line for line in done.stderr.splitlines() if line.startswith("ptlf: warning:")]
     found = [line.partition(" is left out: ")[::2] for line in warnings if "'lost'" in line or "'number'" in line]
-    assert sorted(found) == sorted(
-        [
-            (
-                "ptlf: warning: method 'lost' of package torn",
-                "AttributeError: module 'torn' has no attribute 'Lost'",
-            ),
-            (
-                "ptlf: warning: freezing policy 'number' of package torn",
-                "freezing policy 'number' must be a subclass of Policy, not 3",
-            ),
-        ]
-    )
+    assert sorted(found) == [
+        (
+            "ptlf: warning: freezing policy 'number' of package torn",
+            "freezing policy 'number' must be a subclass of Policy, not 3",
+        ),
+        ("ptlf: warning: method 'lost' of package torn", "AttributeError: module 'torn' has no attribute 'Lost'"),
+    ]
     assert "ptlf: warning: method 'lump' of package torn is left out: there is another method of that name" in warnings
     assert sum("is left out" in warning for warning in warnings) == 3

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ptlf.core.errors import UserError
+from ptlf.freezing import format_bytes
 
 # What libraries say where memory, or the size of a number, does not suffice.
 PHRASES = ("allocate memory", "out of memory", "Unable to allocate", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -50,13 +51,6 @@ def check_fits(what: str, needed: float, device: torch.device | str = "cpu", hin
         where = "GPU" if torch.device(device).type == "cuda" else "machine"
         has = f"this {where} has {format_bytes(free)} free"
         raise UserError(f"{what} would take {format_bytes(needed)} of memory, and {has}; {hint}")
-
-
-def format_bytes(amount: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if amount >= size:
-            return f"{amount / size:,.1f} {unit}"
-    return f"{amount:,.0f} bytes"
 
 
 def too_large(error: BaseException) -> str | None:

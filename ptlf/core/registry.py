@@ -49,6 +49,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
     listed. `find` also takes "package.module:attribute", unless it stands in a file, see `settings_from`.
 
     noun: what one member is called in messages.
+    members: kept, not copied, so that members added to that dict are found too.
     wrap: makes a member of a function, such as one that returns an encoder.
     prefixes: for names such as "timm:vit_tiny", what makes a member of the text behind the colon.
     """
@@ -58,12 +59,12 @@ class Registry(MutableMapping[str, T], Generic[T]):
         noun: str,
         group: str,
         kind: type,
-        members: Mapping[str, T],
+        members: dict[str, T],
         wrap: Callable[[Any], T] | None = None,
         prefixes: Mapping[str, Callable[[str], T]] | None = None,
     ) -> None:
         self.noun, self.group, self.kind, self.wrap, self.prefixes = noun, group, kind, wrap, prefixes or {}
-        self._members = dict(members)
+        self._members = members
         self._complete = False  # entry points are loaded
 
     def find(self, name: object) -> T:
@@ -113,7 +114,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
                 except Exception as error:
                     package = point.dist.name if point.dist else point.value
                     why = " ".join(f"{type(error).__name__}: {error}".removeprefix("UserError: ").split())
-                    warn(f"ptlf: warning: {self.noun} {point.name!r} of package {package} is left out: {why}")
+                    warn(f"{self.noun} {point.name!r} of package {package} is left out: {why}")
         return self._members
 
     def _checked(self, found: Any, name: str) -> T:

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
+from ptlf.freezing.kernels import standard_in_eval
 
 
+@standard_in_eval
 class ViewBatchNorm2d(nn.BatchNorm2d):
     """In training, splits the batch into `views` equal parts and normalises each by its own statistics.
 
@@ -67,6 +69,7 @@ def is_usual(norm: nn.modules.batchnorm._BatchNorm) -> bool:
     return norm.affine and norm.running_mean is not None and norm.momentum is not None
 
 
+@standard_in_eval
 class SharedStatistics(nn.modules.batchnorm._BatchNorm):
     """BatchNorm over the batch of all processes, which have shares of equal size. One exchange in each direction."""
 

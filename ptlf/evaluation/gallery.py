@@ -59,6 +59,10 @@ class Gallery:
         self.label_names = list(stream.classes) if self.labelled else self.group_names
         self.looks: dict[str, dict[str, Any]] = {}
 
+    def restore(self, looks: dict[str, dict[str, Any]]) -> None:
+        """Those of a checkpoint, where there are none yet."""
+        self.looks = self.looks or looks
+
     def read(self) -> None:
         """The images, in the order in which `spread` draws them, unless they are here already."""
         if hasattr(self, "pixels"):

@@ -1,10 +1,12 @@
 """Layer freezing for any PyTorch module: find units, rank them by task correlation, freeze and thaw them."""
 
 from ptlf.freezing.correlation import correlation_ratios
+from ptlf.freezing.estimate import format_bytes
 from ptlf.freezing.freezer import Freezer
+from ptlf.freezing.kernels import replaced_forward
 from ptlf.freezing.policies import POLICIES
 from ptlf.freezing.policy import Context, Policy, PolicyConfig
-from ptlf.freezing.progressive import FreezingConfig, ProgressiveFreezing
+from ptlf.freezing.progressive import ProgressiveFreezing
 from ptlf.freezing.schedule import FreezeSchedule
 from ptlf.freezing.units import Unit, find_units
 
@@ -13,11 +15,12 @@ __all__ = [
     "Context",
     "FreezeSchedule",
     "Freezer",
-    "FreezingConfig",
     "Policy",
     "PolicyConfig",
     "ProgressiveFreezing",
     "Unit",
     "correlation_ratios",
     "find_units",
+    "format_bytes",
+    "replaced_forward",
 ]

@@ -14,19 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ptlf.freezing.background import HostRatios
-from ptlf.freezing.bound import is_wide, upper_bound
 from ptlf.freezing.products import as_matrix, parts
-from ptlf.freezing.subspace import (
-    Inputs,
-    check_finite,
-    fit_at_once,
-    gram_size,
-    inputs_of,
-    passes,
-    ratio_of,
-    replay_inputs,
-)
+from ptlf.freezing.subspace import check_finite, fit_at_once, inputs_of, passes, ratio_of, replay_inputs
 from ptlf.freezing.units import Unit, trained_units, unchanged
 
 GradientFn = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]  # of weights; None if one has no part in the loss
@@ -57,7 +46,7 @@ def correlation_ratios(
 
 
 class TaskCorrelation:
-    """Call it with unit names to compute their ratios at the module's current weights.
+    """Call it with unit names to compute their ratios at the module's current weights; each is computed once.
 
     replay: inputs (N, ...) of past tasks, one tensor or several; forwarded in eval mode, `chunk` images at a time.
     loss_fn: returns the loss on a batch of the new task. The constructor calls it `batches` times, in the module's
@@ -68,7 +57,6 @@ class TaskCorrelation:
     combine: changes the averaged gradients in place, for example to average them over processes.
     at_once: forward the replay once, with all Gram matrices in memory. Default: if all Gram matrices take less than an
         eighth of the GPU's free memory.
-    background: whether `start` may have ratios computed by threads of the host. Default: for a module on a GPU.
 
     Parameters, buffers (batch-norm statistics), `.grad`, modes, hooks and torch's global random state are restored,
     even if `loss_fn` raises. Generators that `loss_fn` owns do advance.
@@ -96,7 +84,6 @@ class TaskCorrelation:
         keep: Sequence[nn.Module] = (),
         combine: Callable[[list[Tensor]], None] = lambda gradients: None,
         at_once: bool | None = None,
-        background: bool | None = None,
     ) -> None:
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold must lie in (0, 1], not {threshold}")
@@ -112,85 +99,28 @@ class TaskCorrelation:
             replay = [replay] if isinstance(replay, Tensor) else list(replay)  # forwarded more than once
         self.module, self.replay, self.threshold = module, replay, threshold
         self.units, self.chunk, self.at_once = {unit.name: unit for unit in units}, chunk, at_once
-        self.background = on_gpu(units) if background is None else background
+        self.known: dict[str, float] = {}  # the ratios computed so far
         self.directions: dict[str, int] = {}
-        self.seen: dict[str, list[Inputs]] = {}  # of units whose ratio nobody has asked for yet
-        self.threads = HostRatios()
         # Uncached, a parametrised weight is a new tensor at every access.
         with unchanged(module, *keep), parametrize.cached():
             self.gradients = mean_gradients(units, gradient_fn, batches)
             combine([gradient for gradients in self.gradients.values() for gradient in gradients])
 
-    @property
-    def background_seconds(self) -> float:
-        """Those of the host's threads together."""
-        return self.threads.seconds
-
     def __call__(self, names: Sequence[str]) -> dict[str, float]:
         """Ratio by unit name."""
         ratios: dict[str, Tensor] = {}
-        for name in [name for name in names if name in self.threads]:
-            ratios[name], self.directions[name] = self.threads.result(name)
-        for name, inputs in self.inputs([name for name in names if name not in ratios]):
-            ratios[name], self.directions[name] = ratio_of(self.gradients[name], inputs, self.threshold)
-            del inputs  # before the next Gram matrices are made
-        if not ratios:
-            return {}
-        device = self.gradients[names[0]][0].device  # one transfer for all
-        found = torch.stack([ratios[name].to(device) for name in names]).tolist()
-        return dict(zip(names, found, strict=True))
-
-    def bounds(self, names: Sequence[str]) -> dict[str, float]:
-        """Upper bounds of the ratios of wide units, by name: see `upper_bound`."""
-        if self.fits([self.units[name] for name in names]):
-            self.see([name for name in names if name not in self.seen and name not in self.threads])
-        wide = [name for name in names if name not in self.threads and is_wide(self.units[name])]
-        found: dict[str, Tensor] = {}
-        for name, inputs in self.inputs(wide, keep=True):
-            found[name] = upper_bound(self.gradients[name], inputs, self.threshold)
-            del inputs
-        values = torch.stack(list(found.values())).tolist() if found else []
-        return dict(zip(found, values, strict=True))
-
-    def start(self, names: Sequence[str]) -> bool:
-        """Have threads of the host compute the ratios of units that are not wide; `__call__` waits for them. The Gram
-        matrices are made here and now, so that the module may be trained meanwhile. Whether that can be: all Gram
-        matrices are in memory at once."""
-        units = [self.units[name] for name in names]
-        if not self.background or not self.fits(units):
-            return False
-        self.see(names)
-        narrow = sorted((unit for unit in units if not is_wide(unit)), key=gram_size, reverse=True)
-        self.threads.start(self.gradients, {unit.name: self.seen.pop(unit.name) for unit in narrow}, self.threshold)
-        return True
-
-    def fits(self, units: Sequence[Unit]) -> bool:
-        """Whether all Gram matrices may be in memory together."""
-        return bool(units) and (fit_at_once(units) if self.at_once is None else self.at_once)
-
-    def see(self, names: Sequence[str]) -> None:
-        """Forward the replay once, and keep what the units' layers are given."""
-        if names:
+        units = [self.units[name] for name in names if name not in self.known]
+        at_once = fit_at_once(units) if self.at_once is None else self.at_once
+        for group in [units] if units and at_once else passes(units):
             with unchanged(self.module), torch.no_grad():
-                units = [self.units[name] for name in names]
-                self.seen |= replay_inputs(self.module, units, self.replay, self.chunk)
-
-    def inputs(self, names: Sequence[str], *, keep: bool = False) -> Iterator[tuple[str, list[Inputs]]]:
-        """What the units' layers are given, as kept, or from as many forwards as memory asks for. keep: those that were
-        kept stay."""
-        for name in [name for name in names if name in self.seen]:
-            yield name, self.seen[name] if keep else self.seen.pop(name)
-            names = [other for other in names if other != name]
-        units = [self.units[name] for name in names]
-        for group in [units] if self.fits(units) else passes(units):
-            with unchanged(self.module), torch.no_grad():
-                seen = replay_inputs(self.module, group, self.replay, self.chunk)
+                inputs = replay_inputs(self.module, group, self.replay, self.chunk)
             for unit in group:
-                yield unit.name, seen.pop(unit.name)
-
-
-def on_gpu(units: Sequence[Unit]) -> bool:
-    return bool(units) and units[0].weights[0].is_cuda
+                # The Gram matrices are let go of one by one.
+                found = ratio_of(self.gradients[unit.name], inputs.pop(unit.name), self.threshold)
+                ratios[unit.name], self.directions[unit.name] = found
+        if ratios:  # one transfer for all
+            self.known |= zip(ratios, torch.stack(list(ratios.values())).tolist(), strict=True)
+        return {name: self.known[name] for name in names}
 
 
 def gradients_of(loss_fn: Callable[[], Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor | None]:

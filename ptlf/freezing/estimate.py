@@ -46,11 +46,11 @@ class Estimate:
 
     def __str__(self) -> str:
         rows = [
-            ("kept for backward", self.now.kept_bytes, self.then.kept_bytes, spoken_bytes),
-            ("gradients", self.now.gradient_bytes, self.then.gradient_bytes, spoken_bytes),
-            ("optimizer state", self.now.optimizer_bytes, self.then.optimizer_bytes, spoken_bytes),
-            ("weights and buffers", self.now.held_bytes, self.then.held_bytes, spoken_bytes),
-            ("together", self.now.bytes, self.then.bytes, spoken_bytes),
+            ("kept for backward", self.now.kept_bytes, self.then.kept_bytes, format_bytes),
+            ("gradients", self.now.gradient_bytes, self.then.gradient_bytes, format_bytes),
+            ("optimizer state", self.now.optimizer_bytes, self.then.optimizer_bytes, format_bytes),
+            ("weights and buffers", self.now.held_bytes, self.then.held_bytes, format_bytes),
+            ("together", self.now.bytes, self.then.bytes, format_bytes),
             ("backward GFLOPs", self.now.backward_flops, self.then.backward_flops, lambda n: f"{n / 1e9:.3g}"),
         ]
         count = f"{len(self.names)} unit{'s' * (len(self.names) != 1)} to freeze"
@@ -177,7 +177,7 @@ def parse_bytes(text: str | int) -> int:
     return int(float(found[1]) * SIZES[found[2].lower()])
 
 
-def spoken_bytes(amount: int) -> str:
+def format_bytes(amount: float) -> str:
     size = float(amount)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

@@ -1,5 +1,6 @@
 """Freeze and thaw the units of a module: weights, norms, optimizer state, and tensors saved for backward."""
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import SGD, Optimizer
 
-from ptlf.core.processes import warn
 from ptlf.freezing import kernels
-from ptlf.freezing.estimate import Estimate, Loss, StepCost, parse_bytes, spoken_bytes, step_cost
+from ptlf.freezing.estimate import Estimate, Loss, StepCost, format_bytes, parse_bytes, step_cost
 from ptlf.freezing.following import FollowingDDP
-from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough
+from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough, replaced_forward
 from ptlf.freezing.schedule import FreezeSchedule
 from ptlf.freezing.select import Selector, select
 from ptlf.freezing.timetable import Timetable
 from ptlf.freezing.units import BATCH_NORMS, INSTANCE_NORMS, Trace, Unit, trace
 
+logger = logging.getLogger("ptlf.freezing")
 MARK = "_frozen_by"  # of a frozen unit's layer, patched or not: see `Freezer._check_unfrozen`
 
 
@@ -187,14 +188,14 @@ class Freezer:
 
             order = sorted(candidates, key=worth, reverse=True)
             if (least := cost(order)).bytes > most:
-                missing = f"{spoken_bytes(least.bytes)}, {spoken_bytes(least.bytes - most)} more than {limit}"
-                parts = f"of which {spoken_bytes(least.held_bytes)} are weights and buffers"
+                missing = f"{format_bytes(least.bytes)}, {format_bytes(least.bytes - most)} more than {limit}"
+                parts = f"of which {format_bytes(least.held_bytes)} are weights and buffers"
                 raise ValueError(f"with all units frozen a step takes {missing}, {parts}; take a smaller batch")
             needed = _needed(order, lambda names: cost(names).bytes <= most)
             names = tuple(name for name in candidates if name in needed)
             if len(names) == len(candidates):
                 fits = f"a step takes at most {limit} only with all {len(self.units)} units frozen"
-                warn(f"ptlf: warning: {fits}: none of them would train; take a smaller batch")
+                logger.warning("%s: none of them would train; take a smaller batch", fits)
             return Estimate(names, now, cost(names, backward=True))
 
     def ddp(self, model: nn.Module | None = None, **options: Any) -> FollowingDDP:
@@ -226,7 +227,7 @@ class Freezer:
                 ", ".join(dict.fromkeys(type(norm).__name__ for norm in unit.norms)) or "-",
                 "yes" if unit.name in self._frozen else "-",
                 f"{self.ratios[unit.name]:.3f}" if unit.name in self.ratios else "-",
-                spoken_bytes(self.saved[unit.name]) if unit.name in self.saved else "-",
+                format_bytes(self.saved[unit.name]) if unit.name in self.saved else "-",
             ]
             for unit in self.units
         ]
@@ -243,7 +244,7 @@ class Freezer:
         own = [record.mark for record in self._frozen.values()]
         for name, child in self.module.named_modules():
             mark = child.__dict__.get(MARK)
-            patched = isinstance(child.__dict__.get("forward"), ForwardPatch) and child not in self._patched
+            patched = isinstance(replaced_forward(child), ForwardPatch) and child not in self._patched
             if patched or (mark is not None and mark not in own):
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
 
@@ -297,7 +298,7 @@ class Freezer:
         """Masked ReLUs are those whose output no trainable layer saves: it would keep the output beside the mask."""
         for relu in self._relus if self.save_memory else ():
             masked = bool(self._frozen) and relu.keepers <= self._frozen.keys()
-            if masked and "forward" not in relu.module.__dict__:
+            if masked and replaced_forward(relu.module) is None:
                 self._patch(None, relu.module, MaskedReLU)
             elif not masked and relu.module in self._patched:
                 self._patched.pop(relu.module).detach()

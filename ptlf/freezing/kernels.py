@@ -7,19 +7,20 @@ is folded into the layer before it. A ReLU needs one bit per element if nothing 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ptlf.encoders.norm import SharedStatistics, ViewBatchNorm2d
 from ptlf.freezing.units import BATCH_NORMS, Convolution
 
 Pair = tuple[int, int]
+NormClass = TypeVar("NormClass", bound=type[nn.Module])
 PlainLayer = nn.Conv2d | nn.Linear  # the layers with a forward here
-PLAIN_FORWARDS = (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward, SharedStatistics.forward, ViewBatchNorm2d.forward)
+# Forwards of BatchNorms that compute what PyTorch's does in eval mode: see `standard_in_eval`.
+STANDARD_FORWARDS: set[Callable[..., Any]] = {nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward}
 
 
 class _FrozenConv2d(torch.autograd.Function):
@@ -182,7 +183,7 @@ class ForwardPatch:
         self.before: Any = None  # what the module had there, mostly nothing
 
     def attach(self) -> None:
-        self.before = self.module.__dict__.get("forward")
+        self.before = replaced_forward(self.module)
         self.module.__dict__["forward"] = self
 
     def detach(self) -> None:
@@ -263,6 +264,12 @@ class FrozenLayer(ForwardPatch):
         return [(source.data_ptr(), source._version) for source in sources]
 
 
+def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """What is called in place of this module's own forward: a `ForwardPatch` while it is frozen (or feeds a frozen
+    unit), or whatever somebody else has put there. None: its own forward runs."""
+    return module.__dict__.get("forward")
+
+
 def _layout(tensor: Tensor) -> object:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
@@ -318,7 +325,7 @@ class MaskedReLU(ForwardPatch):
 def is_plain_layer(layer: nn.Module) -> bool:
     """Whether the layer is a standard Conv2d or Linear: no overridden forward, no computed weight."""
     kind = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
-    inherited = type(layer).forward is kind.forward and "forward" not in layer.__dict__
+    inherited = type(layer).forward is kind.forward and replaced_forward(layer) is None
     if isinstance(layer, nn.Conv2d):
         inherited = inherited and type(layer)._conv_forward is nn.Conv2d._conv_forward
     return inherited and layer._parameters.get("weight") is not None
@@ -328,4 +335,11 @@ def is_plain_batch_norm(norm: nn.Module | None) -> bool:
     """Whether the norm is a standard BatchNorm with running statistics; a subclass may add an activation."""
     if not isinstance(norm, BATCH_NORMS) or norm.running_mean is None:
         return False
-    return type(norm).forward in PLAIN_FORWARDS and "forward" not in norm.__dict__
+    return type(norm).forward in STANDARD_FORWARDS and replaced_forward(norm) is None
+
+
+def standard_in_eval(kind: NormClass) -> NormClass:
+    """Class decorator for a BatchNorm with a forward of its own: in eval mode it computes what PyTorch's does, so that
+    it may be folded into its layer once it is frozen."""
+    STANDARD_FORWARDS.add(kind.forward)
+    return kind

@@ -1,21 +1,23 @@
 """The policy's contract: which units freeze next."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
-from ptlf.core.settings import key
 from ptlf.freezing.savings import Saving
+
+Names = list[str]
+RatiosOf = Callable[[Sequence[str]], dict[str, float]]  # computes the correlation ratios of units, by name
 
 
 @dataclass
 class Context:
     """What a policy may look at. `ratios` and `savings` are given to policies that need them; ratios change by task."""
 
-    units: list[str]  # all, in data order
-    ratios: dict[str, float] | None = None  # of the units that the policy looked at
+    units: Names  # all, in data order
+    ratios: dict[str, float] | None = None  # of the units that the policy asked for
     savings: dict[str, Saving] | None = None
     generator: torch.Generator | None = None
     remaining: int = 1  # how many more may freeze before the task ends
@@ -27,46 +29,35 @@ class Context:
         return found
 
 
-Names = list[str]
-
-
-class Ratios:
-    """Computes ratios of the units it is given, at the weights of the moment at which it was made."""
-
-    def __init__(self, compute: Callable[[Sequence[str]], dict[str, float]] | None = None) -> None:
-        self.compute = compute
-
-    def __call__(self, names: Sequence[str]) -> dict[str, float]:
-        assert self.compute is not None
-        return self.compute(names)
-
-    def bounds(self, names: Sequence[str]) -> dict[str, float]:
-        """Upper bounds of those ratios that take long to compute; none of the others."""
-        return {}
-
-    def start(self, names: Sequence[str]) -> bool:
-        """Have these ratios computed while training goes on; whether that can be."""
-        return False
+def setting(default: Any, about: str, **limits: Any) -> Any:
+    """A field of a `PolicyConfig` with its help text and limits."""
+    return field(default=default, metadata={"about": about, **limits})
 
 
 @dataclass
 class PolicyConfig:
-    name: str = key("none", "which units freeze next; `ptlf list policies` names them")
+    """Settings of a policy. A field's metadata may hold its help text ("about") and limits ("choices", "ge", ...)."""
+
+    name: str = setting("none", "which units freeze next; `ptlf list policies` names them")
 
 
-class Policy:
+C = TypeVar("C", bound=PolicyConfig)
+
+
+class Policy(Generic[C]):
+    """Subclass `Policy[YourConfig]`, set `Config = YourConfig`, and implement `choose`."""
+
     Config: ClassVar[type[PolicyConfig]] = PolicyConfig
     freezes: ClassVar[bool] = True
-    needs_ratios: ClassVar[bool] = False
-    looks_at_all: ClassVar[bool] = False  # nearly all candidates' ratios are needed, whatever they are
-    savings_by: str | None = None  # which savings the context must hold: "flops", "seconds", or none
+    needs_ratios: ClassVar[bool] = False  # correlation ratios are computed at a task's start, for `context.ratios`
+    savings_by: str | None = None  # which savings `context.savings` must hold: "flops", "seconds", or none
 
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, config: C | None = None) -> None:
         """`config` is an instance of `Config`; without it, its defaults."""
-        self.config: Any = self.Config() if config is None else config
+        self.config: C = cast("C", self.Config()) if config is None else config
 
-    def ratios_needed(self, candidates: Names, frozen: Names, context: Context, ratios: Ratios) -> dict[str, float]:
-        """The ratios that the choice depends on, by unit name."""
+    def ratios_needed(self, candidates: Names, frozen: Names, context: Context, ratios: RatiosOf) -> dict[str, float]:
+        """The ratios that the choice depends on, by unit name. A policy that can do without some saves their time."""
         return ratios(candidates)
 
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:

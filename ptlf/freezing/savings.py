@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ptlf.core.errors import unknown
 from ptlf.freezing.kernels import pad
+from ptlf.freezing.names import unknown_name
 from ptlf.freezing.products import TRANSPOSED, Part, Projection, groups, parts, watched
 from ptlf.freezing.units import Unit, storage, unchanged
 
@@ -26,7 +26,7 @@ class Saving:
     bytes: int  # of its input, kept for the weight gradient, and of its norm's
 
 
-class Relief:
+class BackwardSavings:
     """Share of the backward that freezing saves, in [0, 1]: the mean of its share of the cost and of the bytes.
 
     Units in data order. A trainable unit pays for its weight gradient and keeps its bytes. Every unit behind the first
@@ -34,7 +34,7 @@ class Relief:
     Data order stands in for the graph: two branches of a residual block count as if one followed the other, and an
     input that two units share counts for each.
 
-    `now` is that of the units frozen so far; each further one takes constant time.
+    `current` is that of the units frozen so far; each further one takes constant time.
     """
 
     def __init__(self, savings: Sequence[Saving], frozen: Sequence[bool]) -> None:
@@ -46,20 +46,20 @@ class Relief:
         self.inputs = list(itertools.accumulate((saving.input_cost for saving in savings[1:]), initial=0))
         self.cost = sum(saving.weight_cost for saving in savings) + self.inputs[-1]
         self.kept = sum(saving.bytes for saving in savings)
-        self.now = self._share(self.weights, self.freed, self.first)
+        self.current = self._share(self.weights, self.freed, self.first)
 
-    def then(self, place: int) -> float:
+    def if_frozen(self, place: int) -> float:
         """With the trainable unit at this place frozen too."""
         unit = self.savings[place]
         return self._share(self.weights + unit.weight_cost, self.freed + unit.bytes, self._first(place))
 
     def freeze(self, place: int) -> None:
-        self.now, self.first = self.then(place), self._first(place)
+        self.current, self.first = self.if_frozen(place), self._first(place)
         self.weights += self.savings[place].weight_cost
         self.freed += self.savings[place].bytes
         self.frozen[place] = True
 
-    def copy(self) -> "Relief":
+    def copy(self) -> "BackwardSavings":
         made = copy.copy(self)
         made.frozen = list(self.frozen)
         return made
@@ -81,7 +81,7 @@ def measure_savings(
     of each layer on tensors of the shapes, type and layout it meets: nearer to the truth, and different every time.
     """
     if by not in MEASURES:
-        raise ValueError(str(unknown("measure of savings", by, MEASURES)))
+        raise ValueError(unknown_name("measure of savings", by, MEASURES))
     savings = {unit.name: Saving(0, 0, 0) for unit in units}
 
     def add(unit: Unit, given: list[Tensor], output: Tensor) -> None:

@@ -3,15 +3,13 @@
 import math
 from dataclasses import dataclass
 
-from ptlf.core.errors import unknown
+from ptlf.freezing.names import unknown_name
 
 # Each shape maps (epoch, epochs) to the weight w in the ratio (1 - w) * initial + w * final.
 SHAPES = {
     "cosine": lambda epoch, epochs: (1 - math.cos(math.pi * progress(epoch, epochs))) / 2,
     "linear": lambda epoch, epochs: progress(epoch, epochs),
     "constant": lambda epoch, epochs: 1.0,
-    # As printed in the paper: falls from `final`, and never reaches `initial`, because it divides by `epochs`.
-    "printed": lambda epoch, epochs: (1 + math.cos(math.pi * epoch / epochs)) / 2,
 }
 RISING = ("cosine", "linear")
 
@@ -25,8 +23,7 @@ def progress(epoch: int, epochs: int) -> float:
 class FreezeSchedule:
     """The fraction of units that may be frozen in an epoch, from `initial` in the first to `final` in the last epoch.
 
-    "constant" is `final` in every epoch. "printed" falls. Units stay frozen until the task ends, so the caller uses the
-    largest count so far, and "printed" has the same effect as "constant".
+    "constant" is `final` in every epoch.
     """
 
     initial: float = 0.0
@@ -36,7 +33,7 @@ class FreezeSchedule:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise ValueError(str(unknown("freeze schedule", self.shape, SHAPES)))
+            raise ValueError(unknown_name("freeze schedule", self.shape, SHAPES))
         if self.epochs < 1:
             raise ValueError(f"a freeze schedule needs at least 1 epoch, not {self.epochs}")
         for name, ratio in (("initial", self.initial), ("final", self.final)):
@@ -59,4 +56,4 @@ class FreezeSchedule:
 
     def most(self, units: int) -> int:
         """How many of `units` are frozen at the end of the task."""
-        return max(self.count(0, units), self.count(self.epochs - 1, units))
+        return self.count(self.epochs - 1, units)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-from ptlf.core.errors import unknown
+from ptlf.freezing.names import unknown_name
 from ptlf.freezing.units import Unit
 
 Selector = str | nn.Module | re.Pattern[str] | int | Unit | Callable[[Unit], bool] | Iterable["Selector"]
@@ -59,4 +59,4 @@ def _no_unit(units: Sequence[Unit], wanted: str) -> str:
         held = [unit.norm_name or "", *unit.extra]
         if any(name == wanted or name.startswith(f"{wanted}.") for name in held):
             return f"{wanted!r} is not a unit of its own: it freezes with {unit.name!r}"
-    return str(unknown("unit", wanted, [unit.name for unit in units]))
+    return unknown_name("unit", wanted, [unit.name for unit in units])

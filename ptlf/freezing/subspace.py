@@ -3,7 +3,6 @@
 The symbols are those of `ptlf.freezing.correlation`.
 """
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -30,14 +29,6 @@ class Inputs:
         self.part, self.device = part, part.weight.device
         self.blocks: list[Tensor] = []  # (groups, m, n) each
         self.gram: Tensor | None = None
-
-    def on_host(self) -> "Inputs":
-        """The same on the host; copies from a GPU have only begun."""
-        there = copy.copy(self)
-        there.device = torch.device("cpu")
-        there.blocks = [host_copy(block) for block in self.blocks]
-        there.gram = None if self.gram is None else host_copy(self.gram)
-        return there
 
     def add(self, given: Tensor) -> None:
         if self.gram is not None:
@@ -66,13 +57,6 @@ class Inputs:
         """A number that is not finite if an input is not."""
         kept = self.blocks if self.gram is None else [self.gram]
         return torch.stack([tensor.sum() for tensor in kept] or [torch.zeros(())]).sum()
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """The tensor on the host; a copy from a GPU has only begun."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def replay_inputs(

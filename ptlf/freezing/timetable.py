@@ -45,9 +45,7 @@ class Timetable:
     def names(self, now: float) -> list[str]:
         """The units that are frozen at this moment."""
         if self.schedule is not None:
-            count = len(self.order)
-            # Frozen stays frozen, also if the schedule falls.
-            return self.order[: max(self.schedule.count(epoch, count) for epoch in (0, self._epoch(now)))]
+            return self.order[: self.schedule.count(self._epoch(now), len(self.order))]
         if self.fractions and now > 1:
             raise ValueError(f"{now} is not a fraction of training; give `total`, the number of epochs or steps")
         return next((names for moment, names in reversed(self.moments) if moment <= now), [])

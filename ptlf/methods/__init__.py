@@ -1,5 +1,7 @@
 """Methods by name. To add one: a file with a subclass of `Method`, and a line here."""
 
+from typing import Any
+
 from ptlf.core.registry import Registry
 from ptlf.methods.cassle import PFR, Cassle
 from ptlf.methods.der import DER
@@ -20,6 +22,6 @@ MEMBERS = {
     "cassle": Cassle,
     "pfr": PFR,
 }
-METHODS: Registry[type[Method]] = Registry("method", "ptlf.methods", Method, MEMBERS)
+METHODS: Registry[type[Method[Any]]] = Registry("method", "ptlf.methods", Method, MEMBERS)
 
 __all__ = ["METHODS", "Memory", "MemoryConfig", "Method", "MethodConfig"]

@@ -11,7 +11,8 @@ from ptlf.core.settings import key
 from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
-from ptlf.objectives.objective import each_view, mean_over_views, mlp, negative_cosine
+from ptlf.objectives.heads import NegativeCosine, each_view, mlp
+from ptlf.objectives.objective import mean_over_views
 from ptlf.objectives.teacher import PreviousModel
 
 
@@ -22,7 +23,7 @@ class CassleConfig(MethodConfig):
     hidden: int = key(2048, "hidden width of the predictor", ge=1)
 
 
-class Cassle(Method):
+class Cassle(Method[CassleConfig]):
     """CaSSLe: predicted projections against the previous model's, with the objective's own kind of loss."""
 
     Config = CassleConfig
@@ -59,6 +60,10 @@ class PFR(Cassle):
 
     distills = False
 
+    def __init__(self, config: CassleConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
+        super().__init__(config, model, memory, generator)
+        self.negative_cosine = NegativeCosine()
+
     def width(self, model: Model) -> int:
         return model.objective.feature_dim
 
@@ -71,4 +76,4 @@ class PFR(Cassle):
         return losses
 
     def distill(self, model: Model, projected: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        return mean_over_views(negative_cosine, each_view(self.predictor, projected), old)
+        return mean_over_views(self.negative_cosine, each_view(self.predictor, projected), old)

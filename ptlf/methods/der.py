@@ -19,7 +19,7 @@ class DERConfig(MethodConfig):
     alpha: float = key(0.4, "weight of the squared error against the stored vectors", ge=0)
 
 
-class DER(Method):
+class DER(Method[DERConfig]):
     """Stored with an image: the vector of its first view as the step's forward made it."""
 
     Config = DERConfig

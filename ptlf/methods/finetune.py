@@ -1,9 +1,9 @@
 """Finetune: the objective alone, task after task. Multitask: the objective alone, on all tasks at once."""
 
-from ptlf.methods.method import Method
+from ptlf.methods.method import Method, MethodConfig
 
 
-class Finetune(Method):
+class Finetune(Method[MethodConfig]):
     """The objective alone, task after task."""
 
     step_kinds = 1

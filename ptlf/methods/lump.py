@@ -19,7 +19,7 @@ class LumpConfig(MethodConfig):
     mix_first_task: bool = key(True, "mix in a task without a past too, from its second step on, as public code does")
 
 
-class Lump(Method):
+class Lump(Method[LumpConfig]):
     """View 1 is mixed with a fresh augmentation of the stored image, view 2 with the stored view as it is."""
 
     Config = LumpConfig

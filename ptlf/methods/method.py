@@ -9,7 +9,7 @@ again for a task that goes on.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,10 @@ class MethodConfig:
     name: str = key("finetune", "which method; `ptlf list methods` names them")
 
 
-class Method(nn.Module):
+C = TypeVar("C", bound=MethodConfig)
+
+
+class Method(nn.Module, Generic[C]):
     Config: type[MethodConfig] = MethodConfig
     joint = False  # trains on all tasks at once
     grows = False  # its encoder has more parts with more tasks
@@ -39,10 +42,10 @@ class Method(nn.Module):
     presets: ClassVar[Presets] = {}
     baseline = False  # a run of it without freezing is what costs are relative to
 
-    def __init__(self, config: MethodConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
+    def __init__(self, config: C, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         """`memory` is there when the method or the freezing needs one; `generator` is the method's own randomness."""
         super().__init__()
-        self.config: Any = config
+        self.config = config
         self.memory, self.generator = memory, generator
         self.task = 0
 

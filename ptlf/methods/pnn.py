@@ -22,7 +22,7 @@ class PNNConfig(MethodConfig):
     width: float = key(1.0, "a column's channels, as a share of the encoder's", gt=0)
 
 
-class PNN(Method):
+class PNN(Method[PNNConfig]):
     """Each split is tested with its own task's column, or with the vectors of all columns joined."""
 
     Config = PNNConfig

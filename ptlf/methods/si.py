@@ -23,7 +23,7 @@ class SIConfig(MethodConfig):
     clip: float = key(1.0, "gradients are clipped to +- this value", gt=0)
 
 
-class SI(Method):
+class SI(Method[SIConfig]):
     """Per encoder parameter, penalty = strength * sum of importance * (p - anchor)^2.
 
     Importance follows LUMP's public code, not Zenke et al.: the path counts lr * grad^2 with the clipped gradient of

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, mlp
+from ptlf.objectives.heads import mlp
+from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
 
 
 @dataclass
@@ -20,7 +21,7 @@ class BarlowTwinsConfig(ObjectiveConfig):
     scale: float = key(1.0, "factor on the whole loss, and on that against an earlier model (CaSSLe)", gt=0)
 
 
-class BarlowTwins(Objective):
+class BarlowTwins(Objective[BarlowTwinsConfig]):
     Config = BarlowTwinsConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
@@ -39,18 +40,19 @@ class BarlowTwins(Objective):
         return self.config.scale * mean_over_views(self.decorrelate, predicted, old)
 
     def decorrelate(self, z1: Tensor, z2: Tensor) -> Tensor:
-        return cross_correlation_loss(z1, z2, self.config.redundancy)
+        return barlow_twins_loss(z1, z2, self.config.redundancy)
 
 
-def cross_correlation_loss(z1: Tensor, z2: Tensor, redundancy: float) -> Tensor:
-    """Sum of (1 - C_ii)^2 plus `redundancy` times the sum of squared off-diagonal C_ij, C (D, D) over the batch."""
+def barlow_twins_loss(z1: Tensor, z2: Tensor, redundancy: float = 5e-3) -> Tensor:
+    """Of the views' projections (B, D): the sum of (1 - C_ii)^2 plus `redundancy` times the sum of squared off-diagonal
+    C_ij, where C (D, D) is their cross-correlation over the batch."""
     z1, z2 = all_gather_rows(z1), all_gather_rows(z2)
-    correlation = standardise(z1).T @ standardise(z2) / len(z1)
+    correlation = standardise_columns(z1).T @ standardise_columns(z2) / len(z1)
     diagonal = correlation.diagonal()
     off_diagonal = correlation.square().sum() - diagonal.square().sum()
     return (1 - diagonal).square().sum() + redundancy * off_diagonal
 
 
-def standardise(z: Tensor) -> Tensor:
-    """Columns to mean 0 and (unbiased) std 1. A constant column becomes 0, not NaN: its std is held above 1e-5."""
+def standardise_columns(z: Tensor) -> Tensor:
+    """To mean 0 and (unbiased) std 1. A constant column becomes 0, not NaN: its std is held above 1e-5."""
     return (z - z.mean(0)) / (z.var(0) + 1e-10).sqrt()

@@ -12,7 +12,8 @@ from ptlf.core.batch import Batch
 from ptlf.core.memory import check_fits
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation, mlp
+from ptlf.objectives.heads import mlp
+from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
 from ptlf.objectives.teacher import MomentumTeacher
 
 
@@ -30,7 +31,7 @@ class MoCoV2PlusConfig(ObjectiveConfig):
     distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", ge=1e-3)
 
 
-class MoCoV2Plus(Objective):
+class MoCoV2Plus(Objective[MoCoV2PlusConfig]):
     Config = MoCoV2PlusConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
@@ -56,13 +57,8 @@ class MoCoV2Plus(Objective):
         q1, q2 = (F.normalize(z, dim=1) for z in projected)
         k1, k2 = (F.normalize(z, dim=1) for z in batch.targets)
         first, second = self.queue
-        return (self.key_loss(q1, k2, second) + self.key_loss(q2, k1, first)) / 2
-
-    def key_loss(self, queries: Tensor, keys: Tensor, queue: Tensor) -> Tensor:
-        """Cross-entropy of picking each query's own key (B, D) among it and the queue's (K, D)."""
-        own = (queries * keys).sum(dim=1, keepdim=True)
-        logits = torch.cat((own, queries @ queue.T), dim=1) / self.config.temperature
-        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+        temperature = self.config.temperature
+        return (moco_loss(q1, k2, second, temperature) + moco_loss(q2, k1, first, temperature)) / 2
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
         return contrastive_distillation(predicted, old, self.config.distill_temperature)
@@ -75,3 +71,11 @@ class MoCoV2Plus(Objective):
         rows = (self.pointer + torch.arange(keys.shape[1], device=keys.device)) % self.config.queue
         self.queue.index_copy_(1, rows, keys)
         self.pointer.copy_((self.pointer + keys.shape[1]) % self.config.queue)
+
+
+def moco_loss(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float = 0.2) -> Tensor:
+    """Cross-entropy of picking each query's own key among it and the queue's. Unit vectors: queries and keys (B, D),
+    queue (K, D)."""
+    own = (queries * keys).sum(dim=1, keepdim=True)
+    logits = torch.cat((own, queries @ queue.T), dim=1) / temperature
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))

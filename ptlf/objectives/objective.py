@@ -9,21 +9,18 @@ Where several processes share a run, each has its share of the batch. A loss tha
 nothing of it; one that compares images, or takes statistics over them, takes `all_gather_rows` of its vectors first.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
-from ptlf.core.memory import check_fits
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.encoders.norm import SharedStatistics
+from ptlf.objectives.heads import each_view
 from ptlf.objectives.teacher import Teacher
 
 
@@ -32,7 +29,10 @@ class ObjectiveConfig:
     name: str = key("simsiam", "which objective; `ptlf list objectives` names them")
 
 
-class Objective(nn.Module):
+C = TypeVar("C", bound=ObjectiveConfig)
+
+
+class Objective(nn.Module, Generic[C]):
     Config: type[ObjectiveConfig] = ObjectiveConfig
     needs_labels = False
     presets: ClassVar[Presets] = {}
@@ -41,10 +41,10 @@ class Objective(nn.Module):
     projection_dim: int
     teacher: Teacher | None  # a copy whose projections of the mixed views are `batch.targets`
 
-    def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
+    def __init__(self, config: C, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         """`encoder` is there for objectives that keep a copy of it; `classes` for those that use labels."""
         super().__init__()
-        self.config: Any = config
+        self.config = config
         self.feature_dim = feature_dim
         self.projector = nn.Identity()
         self.projection_dim = feature_dim
@@ -76,68 +76,6 @@ class Objective(nn.Module):
         """Called after the optimizer's step on this batch, for what moves without a gradient."""
         if self.teacher is not None:
             self.teacher.follow(encoder, self.projector)
-
-
-class Kernels(Protocol):
-    """Implementations of the functions below with these names, such as those of `ptlf.training.fused_heads`."""
-
-    def each_view(self, head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]: ...
-
-    def negative_cosine(self, prediction: Tensor, target: Tensor) -> Tensor: ...
-
-
-_kernels: Kernels | None = None
-
-
-@contextmanager
-def through(kernels: Kernels) -> Iterator[None]:
-    """Inside the block, `each_view` and `negative_cosine` are computed by these."""
-    global _kernels
-    before, _kernels = _kernels, kernels
-    try:
-        yield
-    finally:
-        _kernels = before
-
-
-def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
-    """The head's output for every view, each with its own batch statistics. Compiled code takes the products of all
-    views at once."""
-    if _kernels is not None:
-        return _kernels.each_view(head, views)
-    if not torch.compiler.is_compiling() or not isinstance(head, nn.Sequential):
-        return [head(view) for view in views]
-    x = torch.cat(list(views))
-    for layer in head:
-        if isinstance(layer, SharedStatistics) and layer.training:
-            x = torch.cat(layer.of_views(x.chunk(len(views))))
-        elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            x = torch.cat([layer(view) for view in x.chunk(len(views))])
-        else:
-            x = layer(x)
-    return list(x.chunk(len(views)))
-
-
-def mlp(*widths: int, norm: bool = True, last_norm: bool = False) -> nn.Sequential:
-    """Linear layers from each width to the next, ReLU between them.
-
-    norm: a BatchNorm before each ReLU. last_norm: one after the last layer too, as in the projectors of SimSiam and
-    Barlow Twins in the LUMP protocol.
-    """
-    layers: list[nn.Module] = []
-    weights = sum(inputs * outputs for inputs, outputs in pairwise(widths))
-    # Weights, gradients and momentum, 4 bytes each.
-    check_fits(f"a head of widths {' x '.join(map(str, widths))}", 12 * weights, hint="choose narrower ones")
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), *([nn.BatchNorm1d(outputs)] if norm else []), nn.ReLU()]
-    return nn.Sequential(*layers[: -1 if last_norm or not norm else -2])
-
-
-def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
-    """The mean of -cos(prediction, target) over the rows."""
-    if _kernels is not None:
-        return _kernels.negative_cosine(prediction, target)
-    return -torch.cosine_similarity(prediction, target, dim=1).mean()
 
 
 def mean_over_views(loss: Callable[..., Tensor], first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:

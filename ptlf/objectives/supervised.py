@@ -9,10 +9,11 @@ from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import Presets
-from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, negative_cosine
+from ptlf.objectives.heads import NegativeCosine
+from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
 
 
-class Supervised(Objective):
+class Supervised(Objective[ObjectiveConfig]):
     needs_labels = True
     presets: ClassVar[Presets] = {
         "lump": {"views": {"name": "supervised"}},
@@ -26,6 +27,7 @@ class Supervised(Objective):
     def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
         self.classifier = nn.Linear(feature_dim, classes)
+        self.negative_cosine = NegativeCosine()
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         logits = self.classifier(torch.cat(list(projected)))
@@ -33,4 +35,4 @@ class Supervised(Objective):
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
         """Negative cosine between features: an earlier model's logits know nothing of the new classes."""
-        return mean_over_views(negative_cosine, predicted, old)
+        return mean_over_views(self.negative_cosine, predicted, old)

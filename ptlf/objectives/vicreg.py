@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from ptlf.core.batch import Batch
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views, mlp
+from ptlf.objectives.heads import mlp
+from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
 
 
 # Settings of Bardes et al. 2022. As in their code, the invariance term is the mean over images and dimensions, and the
@@ -24,7 +25,7 @@ class VICRegConfig(ObjectiveConfig):
     covariance: float = key(1.0, "weight of the squared covariances between dimensions", ge=0)
 
 
-class VICReg(Objective):
+class VICReg(Objective[VICRegConfig]):
     Config = VICRegConfig
     presets: ClassVar[Presets] = {
         "lump": {"objective": {"projection": 2048}},
@@ -38,14 +39,21 @@ class VICReg(Objective):
         self.projector = mlp(feature_dim, *[config.projection] * 3)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
-        z1, z2 = (all_gather_rows(z) for z in projected)
-        invariance, variance, covariance = self.config.invariance, self.config.variance, self.config.covariance
-        loss = invariance * F.mse_loss(z1, z2) + variance * (variance_loss(z1) + variance_loss(z2)) / 2
-        return loss + covariance * (covariance_loss(z1) + covariance_loss(z2))
+        z1, z2 = projected
+        return vicreg_loss(z1, z2, self.config.invariance, self.config.variance, self.config.covariance)
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
         """Invariance alone, as in CaSSLe: the earlier model's projections have their variance already."""
         return self.config.invariance * mean_over_views(F.mse_loss, predicted, old)
+
+
+def vicreg_loss(
+    z1: Tensor, z2: Tensor, invariance: float = 25.0, variance: float = 25.0, covariance: float = 1.0
+) -> Tensor:
+    """Of the views' projections (B, D), with a weight for each term."""
+    z1, z2 = all_gather_rows(z1), all_gather_rows(z2)
+    loss = invariance * F.mse_loss(z1, z2) + variance * (variance_loss(z1) + variance_loss(z2)) / 2
+    return loss + covariance * (covariance_loss(z1) + covariance_loss(z2))
 
 
 def variance_loss(z: Tensor) -> Tensor:

@@ -19,21 +19,21 @@ from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim
 from ptlf.encoders.encoder import SizedConfig
 from ptlf.encoders.norm import is_rowwise
-from ptlf.freezing import POLICIES, Freezer, ProgressiveFreezing
+from ptlf.freezing import Freezer, FreezeSchedule, ProgressiveFreezing
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
 from ptlf.methods import METHODS, Memory, Method
-from ptlf.model import Accelerator, Model
+from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.fitting import expected_sizes
+from ptlf.run.freezing import POLICIES
 from ptlf.run.recipes import conflict
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
 from ptlf.training.cost import kept_bytes
-from ptlf.training.engine import choose_engine
-from ptlf.training.fast_parts import FastParts
+from ptlf.training.engine import choose_dtype, choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.rate import check_warmup, peak_rate
 from ptlf.training.trainer import Trainer, TrainingConfig, check_batch
@@ -73,7 +73,9 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
         outputs = model.objective.feature_dim if kind.needs_outputs else 0
         memory = Memory(config.memory.size, stream.size, view_size, fresh, outputs, model.accelerator)
     with seeded(config.seed, "method"):
-        return kind(config.method, model, memory, generator)
+        method = kind(config.method, model, memory, generator)
+    model.accelerator.prepare(method)
+    return method
 
 
 def make_optimizer(config: TrainingConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -84,7 +86,7 @@ def make_optimizer(config: TrainingConfig, parameters: Iterable[nn.Parameter]) -
     return OPTIMIZERS.find(config.optimizer.name).make(config.optimizer, parameters, rate)
 
 
-def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator, tasks: int) -> ProgressiveFreezing:
+def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) -> ProgressiveFreezing:
     encoder = trainer.model.encoder
     policy = POLICIES.find(config.freezing.policy.name)(config.freezing.policy)
     example = torch.zeros(2, 3, trainer.view_size, trainer.view_size, device=trainer.device)
@@ -109,13 +111,13 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator, 
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
             savings = measure_savings(encoder, freezer.units, example, by=policy.savings_by)
         savings = processes.broadcast_object(savings)  # each process would time others, and choose others
-    epochs = config.training.epochs
-    freezing = ProgressiveFreezing(config.freezing, policy, freezer, epochs, generator, savings, tasks)
-    last = freezing.schedule_of(tasks - 1)
-    if policy.freezes and last.most(len(freezer.units)) == 0:
-        share = f"freezing.final {last.final} of {len(freezer.units)} units"
-        processes.warn(f"ptlf: warning: {share} is less than one: nothing will freeze")
-    return freezing
+    settings = config.freezing
+    schedule = FreezeSchedule(settings.initial, settings.final, config.training.epochs, settings.shape)
+    if policy.freezes and schedule.most(len(freezer.units)) == 0:
+        share = f"freezing.final {settings.final} of {len(freezer.units)} units"
+        processes.warn(f"{share} is less than one: nothing will freeze")
+    also = {"update": settings.update, "thaw": settings.thaw}
+    return ProgressiveFreezing(freezer, policy, schedule, generator=generator, savings=savings, **also)
 
 
 def make_encoder(config: EncoderConfig, seed: int, size: int | None = None) -> nn.Module:
@@ -147,13 +149,11 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
             raise UserError(f"encoder {config.encoder.name!r} cannot be trained: {error}") from None
         except (ValueError, RuntimeError, StopIteration) as error:
             raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
-    wanted = config.training.precision
-    half = default_on_gpu(None if wanted == "auto" else wanted == "bf16", device)
-    fast = choose_engine(config.training.engine, device) != "eager"
-    layout = default_on_gpu(config.training.channels_last, device)
-    accelerator = FastParts(processes.share(config.training.batch), channels_last=layout) if fast else Accelerator()
-    model = Model(encoder, heads, torch.bfloat16 if half else torch.float32, accelerator).to(device)
-    if fast and not hasattr(encoder, "rowwise"):
+    kind = choose_engine(config.training.engine, device)
+    accelerator = make_accelerator(kind, processes.share(config.training.batch), device)
+    accelerator.prepare(heads)
+    model = Model(encoder, heads, choose_dtype(config.training.precision, device), accelerator).to(device)
+    if kind != "eager" and not hasattr(encoder, "rowwise"):
         encoder.rowwise = is_rowwise(encoder, torch.empty(1, 3, size, size, device=device))  # type: ignore[assignment]
     return model
 
@@ -195,9 +195,6 @@ def check_grows(config: Config) -> None:
     if OBJECTIVES.find(config.objective.name).needs_labels:
         needs = f"objective {config.objective.name!r} needs the classes of the whole stream from the start"
         raise UserError(f"{needs} and cannot go on with tasks that arrive later; choose another objective")
-    if config.freezing.stream_final is not None:
-        grows = f"freezing.stream_final, {config.freezing.stream_final}, is the share frozen in the last task"
-        raise UserError(f"{grows}, and no task is known to be the last where more arrive later; use freezing.final")
     if not config.checkpoint.enabled:
         raise UserError("checkpoint.enabled is false, and without a checkpoint a run cannot go on; leave that out")
 
@@ -205,16 +202,12 @@ def check_grows(config: Config) -> None:
 def check_combination(config: Config, stream: Stream | None) -> None:
     """Refuse settings that do not go together, all at once. stream: None where it cannot be made."""
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
-    initial, final, last = config.freezing.initial, config.freezing.final, config.freezing.stream_final
+    initial, final = config.freezing.initial, config.freezing.final
     refused = Refusals()
     with refused:
         if initial > final:
             shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
             raise UserError(f"{shares}; what is frozen stays frozen, so the share can only rise")
-    with refused:
-        if last is not None and last < final:
-            shares = f"freezing.stream_final is {last}, less than freezing.final, {final}"
-            raise UserError(f"{shares}; over the stream the share can only rise")
     with refused:
         if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
             raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")

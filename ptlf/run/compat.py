@@ -11,7 +11,6 @@ from ptlf.core.words import short_repr
 Json = dict[str, Any]
 # Settings that may change while a run goes: what it comes to is the same, but for rounding.
 MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint"}
-MAY_CHANGE |= {"freezing.ratios"}
 NO_EFFECT = MAY_CHANGE - {"evaluation.tasks"}  # on the figures of a finished run, which is not tested again
 # Runs that differ in these alone are of one configuration: they learn the same, and are tested on the same.
 NON_IDENTITY = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
@@ -21,15 +20,28 @@ WITHOUT_DISTILLING = {"finetune", "lump", "si", "der", "pnn", "pfr", "multitask"
 OLDER_LINEAR = {"enabled", "epochs", "batch", "lr", "momentum", "weight_decay"}  # settings of `probes.linear`
 
 
+# Settings that are no more, with the values under which they can be left out: nothing else follows from them.
+REMOVED: Mapping[str, Sequence[Any]] = {
+    "freezing.ratios": ("needed", "all"),  # both gave the same choices
+    "freezing.stream_final": (None,),
+}
+
+
 def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings as this version says them; what it cannot say is left, for others to refuse.
 
     `objective.distill_scale` of Barlow Twins is `objective.scale` now: left out where it was that, or had no effect.
     Linear probes with all settings but `standardise` are of a version that did not standardise.
+    The ridge probe is no more: its settings are left out where it was off.
     `views.memory` of Split Tiny-ImageNet has a name of its own, since its statistics no longer follow from 64 px.
     """
     if not isinstance(config, Mapping):
         return config
+    for dotted, harmless in REMOVED.items():
+        section, _, name = dotted.partition(".")
+        values = config.get(section)
+        if isinstance(values, Mapping) and name in values and values[name] in harmless:
+            config = {**config, section: {key: value for key, value in values.items() if key != name}}
     objective, method, stream = (
         {"name": part} if isinstance(part, str) else part if isinstance(part, Mapping) else {}
         for part in (config.get(section) for section in ("objective", "method", "stream"))
@@ -39,6 +51,9 @@ def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if same or method.get("name") in WITHOUT_DISTILLING:
             left = {key: value for key, value in objective.items() if key != "distill_scale"}
             config = {**config, "objective": left}
+    probes = config.get("probes")
+    if isinstance(probes, Mapping) and isinstance(ridge := probes.get("ridge"), Mapping) and not ridge.get("enabled"):
+        config = {**config, "probes": {key: value for key, value in probes.items() if key != "ridge"}}
     linear = (config.get("probes") or {}).get("linear") if isinstance(config.get("probes"), Mapping) else None
     if isinstance(linear, Mapping) and linear.get("enabled") is True and linear.keys() == OLDER_LINEAR:
         config = {**config, "probes": {**config["probes"], "linear": {**linear, "standardise": False}}}
@@ -57,7 +72,6 @@ ADDED: Mapping[str, Any] = {
     "evaluation.reference": None,
     "evaluation.reference_test": 0.2,
     "evaluation.tasks": "all",
-    "freezing.stream_final": None,
     "freezing.thaw": "all",
     "memory.images": None,
     "probes.linear.standardise": True,  # of runs without this probe; see `upgrade_settings` for others

@@ -13,11 +13,11 @@ from ptlf.core.reading import read_yaml_file
 from ptlf.core.settings import as_dict, build, key, section
 from ptlf.encoders import ENCODERS, EncoderConfig
 from ptlf.evaluation import PROBES, EvaluationConfig, ProbeConfig
-from ptlf.freezing import FreezingConfig
 from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
 from ptlf.run.compat import upgrade_settings
+from ptlf.run.freezing import FreezingConfig
 from ptlf.stream import STREAMS, StreamConfig
 from ptlf.training.checkpoint import CheckpointConfig
 from ptlf.training.distributed import DistributedConfig

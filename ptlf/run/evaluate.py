@@ -15,10 +15,10 @@ from ptlf.core.errors import UserError
 from ptlf.evaluation import PROBES, Prober
 from ptlf.evaluation.probe import OWN, ProbeConfig
 from ptlf.run.build import make_stream
+from ptlf.run.components import build_components
 from ptlf.run.config import Config
 from ptlf.run.folder import START, restore_encoder
 from ptlf.run.inference import load_encoder, rebuilt
-from ptlf.run.parts import Parts
 from ptlf.run.results import add_evaluation, read_results
 from ptlf.run.start import without_start
 from ptlf.stream import EvalSplit
@@ -45,7 +45,7 @@ def evaluate_run(
     """
     tests, probes = replace(config.evaluation, enabled=True), only(config.probes, chosen)
     plain = without_start(replace(config, evaluation=tests, probes=probes))
-    parts = Parts(plain, None, encoder, make_stream(plain, folder))
+    parts = build_components(plain, None, encoder, make_stream(plain, folder))
     before = copy.deepcopy(parts.model.encoder)
     restore_encoder(folder, parts.model.encoder)
     if parts.prober is None:
@@ -111,7 +111,7 @@ def keep(folder: Path, learnt: int, split: EvalSplit, name: str, probes: dict[st
     try:
         add_evaluation(folder, {**test, "sha256": "-".join(sums), "probes": probes})
     except UserError as error:
-        processes.warn(f"ptlf: warning: the test is not kept for the report: {error}")
+        processes.warn(f"the test is not kept for the report: {error}")
 
 
 def with_start(encoder: nn.Module, folder: Path, config: Config) -> nn.Module | None:

@@ -14,12 +14,12 @@ from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, stored_encoder
-from ptlf.freezing import POLICIES
 from ptlf.freezing.policy import PolicyConfig
 from ptlf.methods import METHODS, Method
 from ptlf.objectives import OBJECTIVES, Objective
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.fitting import fit_pack, free_settings
+from ptlf.run.freezing import POLICIES
 from ptlf.stream import STREAMS
 from ptlf.training.optimizers import OPTIMIZERS
 

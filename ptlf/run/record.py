@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Any
 
@@ -36,6 +36,12 @@ class Record:
     untrained_features: list[dict[str, Any]] = field(default_factory=list)  # before training, where nothing is labelled
     memory_images: dict[str, Any] | None = None  # what the memory was filled with before the first task
     reference: dict[str, list[float]] = field(default_factory=dict)  # before the first task and after each, by probe
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Those that `vars` gave. Older ones lack what came later."""
+        for each in fields(self):
+            if each.name in state:
+                setattr(self, each.name, state[each.name])
 
     def begin_epoch(self, spent: Mapping[str, float]) -> None:
         self.spent_before, self.newly_frozen = dict(spent), []

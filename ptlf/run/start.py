@@ -1,36 +1,28 @@
-"""What a run knows before its first task: an encoder with weights from a file, images in the replay memory, and the
-labelled images that say what the encoder knew."""
+"""What a run knows before its first task: an encoder with weights from a file, and the labelled images that say what
+it knew."""
 
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.encoders import Weights, as_encoder, load_weights, read_tensors
 from ptlf.evaluation import Prober
-from ptlf.freezing.units import unchanged
-from ptlf.methods import METHODS, Memory, Method
+from ptlf.methods import METHODS, Method
 from ptlf.run.build import make_encoder
 from ptlf.run.config import Config
 from ptlf.run.folder import START, save_encoder
 from ptlf.stream import Stream
-from ptlf.stream.decode import Fit
-from ptlf.stream.images import find_images, open_images
+from ptlf.stream.images import find_images
 from ptlf.stream.pack import data_root
-from ptlf.stream.packing import labelled_dataset, sample_images
+from ptlf.stream.packing import labelled_dataset
 from ptlf.stream.task import single_task_stream
-from ptlf.views import View, draw, make_views
-
-BATCH = 256  # images per forward while the memory is filled
 
 
 def starting_encoder(
@@ -69,38 +61,6 @@ def without_start(config: Config) -> Config:
 
 def find_given(config: Config, value: str) -> Path:
     return find_images(value, data_root(config.data_root))
-
-
-def fill_memory(
-    memory: Memory,
-    encoder: nn.Module,
-    config: Config,
-    view_specs: tuple[View, ...],
-    view_size: int,
-    random: Randomness,
-    needs_outputs: bool,
-    fit: Fit,
-) -> dict[str, Any]:
-    """Fill the memory as if the images of `memory.images` had been a task before the first: a sample of them, each with
-    a second view, and with the encoder's vector of its first view if the method needs that. Returns what was done."""
-    device, path = memory.images.device, find_given(config, str(config.memory.images))
-    draws = np.random.default_rng(derived_seed(config.seed, "memory images"))
-    count = open_images(path)["train"].count
-    seen = count * config.training.epochs
-    pixels, _ = sample_images(path, memory.images.shape[1], min(seen, memory.size), draws, fit)
-    images = torch.from_numpy(pixels).to(device)
-    uniforms = draw(len(images), random["memory images"], len(view_specs))
-    views: list[Tensor] = []
-    outputs: list[Tensor] = []
-    with torch.no_grad(), unchanged(encoder):
-        encoder.train()  # as in the step whose vectors DER stores
-        for part, chances in zip(images.split(BATCH), uniforms.split(BATCH, dim=1), strict=True):
-            first, *_, last = made = make_views(part, chances.to(device), view_specs, view_size)
-            views.append(last if len(made) > 1 else first)
-            if needs_outputs:
-                outputs.append(encoder(first).float())
-    memory.fill(images, torch.cat(views), torch.cat(outputs) if needs_outputs else None, seen)
-    return {"path": str(config.memory.images), "images": count, "taken": len(images)}
 
 
 def make_reference(

@@ -102,6 +102,6 @@ def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool =
         if run.folder is None:
             raise
         raise Stopped(run.folder, signal.SIGINT, advice, run.lost()) from None
-    if run.signals.asked and run.folder:
-        raise Stopped(run.folder, run.signals.asked, advice)
+    if run.stop_signal and run.folder:
+        raise Stopped(run.folder, run.stop_signal, advice)
     return results

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.core.settings import key
 from ptlf.encoders.norm import is_synchronised, synchronise
+from ptlf.freezing import replaced_forward
 
 
 @dataclass
@@ -39,6 +40,6 @@ def average_statistics(*modules: nn.Module) -> None:
     """Average the running statistics of batch norms that each process updates from its own share of the batch."""
     parts = (part for module in modules for part in module.modules())
     norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._BatchNorm) and not is_synchronised(part)]
-    local = [n for n in norms if n.training and n.track_running_stats and "forward" not in n.__dict__]
+    local = [n for n in norms if n.training and n.track_running_stats and replaced_forward(n) is None]
     running = (buffer for norm in local for name, buffer in norm.named_buffers() if name.startswith("running_"))
     processes.all_reduce_mean_(running)

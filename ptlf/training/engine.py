@@ -18,7 +18,8 @@ from torch.utils._triton import has_triton
 from ptlf.core import processes
 from ptlf.core.batch import Batch, Layout
 from ptlf.core.errors import UserError
-from ptlf.training import weight_gradients
+from ptlf.kernels import FastParts
+from ptlf.model import Accelerator
 
 Body = Callable[[Batch], dict[str, Tensor]]
 Addresses = tuple[int, ...]  # of every tensor that a step reads or writes beside its batch
@@ -45,6 +46,18 @@ def why_not_captured(wanted: str, device: torch.device) -> str | None:
     if processes.joined() and not dist.is_nccl_available():
         return "this PyTorch has no NCCL, through which captured steps of several processes speak"
     return None if has_triton() else "there is no Triton compiler for this GPU"
+
+
+def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Of the encoder's arithmetic. `auto` means bf16 on GPUs that have it (from Ampere on), float32 elsewhere."""
+    if precision == "auto" and device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def make_accelerator(kind: str, batch: int, device: torch.device) -> Accelerator:
+    """What runs the parts of the step under an engine of this kind."""
+    return Accelerator() if kind == "eager" else FastParts(batch, device)
 
 
 class Engine:
@@ -186,7 +199,6 @@ class CapturedEngine(Engine):
         `torch.cuda.graph` would empty the allocator's cache every time. Here the graphs share their memory, so that is
         needed only for the first.
         """
-        weight_gradients.end_searches()
         torch.cuda.synchronize()
         if not self.has_graphs():
             self.pool = torch.cuda.graph_pool_handle()  # one that lost all its graphs cannot be used again

@@ -17,16 +17,14 @@ from ptlf.core.randomness import Randomness
 from ptlf.core.reading import recordable
 from ptlf.core.settings import key, section
 from ptlf.freezing.units import unchanged
+from ptlf.kernels import folded_tensors, module_variant, step_pieces
 from ptlf.methods import Method
 from ptlf.model import Model
 from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
-from ptlf.training import fused_resnet
 from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import average_gradients, average_statistics
 from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, Pieces, choose_engine
-from ptlf.training.fast_parts import variant
-from ptlf.training.fused_resnet import folded
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
 from ptlf.training.rate import RateConfig, learning_rate, set_rate
 from ptlf.views import View, apply_view, draw, make_views
@@ -38,7 +36,9 @@ class TrainingConfig(RateConfig):
     epochs: int = key(200, "passes over each task's images", ge=1)
     clip: float | None = key(None, "greatest norm of a step's gradient, of all parameters; null = any", gt=0)
     last_batch: str = key("use", "what to do with an epoch's last, smaller batch", choices=("use", "drop"))
-    precision: str = key("auto", "the encoder's arithmetic; auto = bf16 on a GPU", choices=("auto", "fp32", "bf16"))
+    precision: str = key(
+        "auto", "arithmetic of the encoder; auto = bf16 if the GPU has it", choices=("auto", "fp32", "bf16")
+    )
     channels_last: bool | None = key(None, "memory layout of images and convolutions; null = on a GPU")
     engine: str = key("auto", "how the step is run; auto = captured on a GPU, else eager", choices=ENGINES)
 
@@ -164,6 +164,10 @@ class Trainer:
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.trained(), self.config.clip, foreach=True)
 
+    def begin_task(self, images: Images) -> None:
+        """From here on, indices are those of these images."""
+        self.images = images
+
     def begin_epoch(self) -> EpochState:
         return EpochState(self.random["order"].get_state())
 
@@ -193,7 +197,7 @@ class Trainer:
         self.rebuilds += 1
         kept = self.kept_state if self.engine_kind == "captured" else {}
         complete = prepare_state(self.update_rule, self.optimizer, kept)
-        name = f"{self.method.branch()} {variant(self.model)} {variant(self.method)}"
+        name = f"{self.method.branch()} {module_variant(self.model)} {module_variant(self.method)}"
         addresses = tuple(tensor.data_ptr() for tensor in self.held())
         if complete:
             self.built = name, addresses, self.pieces()
@@ -206,16 +210,13 @@ class Trainer:
     def pieces(self) -> Pieces | None:
         """What decides the kernels of the step, part by part; None where an encoder is compiled for its whole set."""
         self.model.train()
-        if not fused_resnet.can_fuse(self.model.encoder):
+        if (pieces := step_pieces(self.model.encoder)) is None:
             return None
-        others = (self.method.branch(), variant(self.model.objective), variant(self.method))
-        return fused_resnet.pieces(self.model.encoder) | {others}
+        return pieces | {(self.method.branch(), module_variant(self.model.objective), module_variant(self.method))}
 
     def held(self) -> list[Tensor]:
         """All that a step reads or writes beside its batch."""
-        tensors = [*tensors_of(self.model), *tensors_of(self.method)]
-        for module in self.model.modules():
-            tensors += layer.tensors() if (layer := folded(module)) is not None else []
+        tensors = [*tensors_of(self.model), *tensors_of(self.method), *folded_tensors(self.model)]
         for group in self.optimizer.param_groups:
             states = [self.optimizer.state.get(parameter, {}) for parameter in group["params"]]
             found = [group["lr"], *(value for state in states for value in state.values())]
@@ -295,7 +296,7 @@ class Trainer:
         """Inside, the engine runs `gradients`, for `sample_gradients`, and not the step."""
         self.sampled = []
         addresses = tuple(tensor.data_ptr() for tensor in tensors_of(self.model))
-        self.engine.rebuild(f"gradients {variant(self.model)}", addresses, self.pieces())
+        self.engine.rebuild(f"gradients {module_variant(self.model)}", addresses, self.pieces())
         try:
             yield
         finally:

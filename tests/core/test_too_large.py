@@ -9,7 +9,7 @@ import torch
 from ptlf.cli import main
 from ptlf.core import memory
 from ptlf.core.errors import UserError
-from ptlf.core.memory import check_fits, format_bytes, too_large
+from ptlf.core.memory import check_fits, too_large
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
@@ -21,7 +21,7 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10**9)
     check_fits("a thing", 10**9)
     with pytest.raises(
-        UserError, match=r"a thing would take 2\.0 GB of memory, and this machine has 1\.0 GB free; lower"
+        UserError, match=r"a thing would take 1\.9 GiB of memory, and this machine has 953\.7 MiB free; lower"
     ):
         check_fits("a thing", 2 * 10**9)
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
@@ -31,13 +31,6 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_free_memory_is_of_this_machine() -> None:
     free = memory.free_bytes()
     assert free is None or 10**6 < free < 10**15
-    assert [format_bytes(n) for n in (12, 4.2e4, 3.5e6, 7.25e9, 6.98e12)] == [
-        "12 bytes",
-        "42.0 kB",
-        "3.5 MB",
-        "7.2 GB",
-        "7.0 TB",
-    ]
 
 
 def real_failures() -> list[BaseException]:

@@ -193,11 +193,11 @@ def normalised() -> nn.Module:
 
 def test_views_and_probes_are_normalised_as_the_encoder_says() -> None:
     run = Run(tiny_config("digits/simsiam/lump", encoder__name="test_extras:normalised"))
-    for view in (*run.view_specs, run.method.memory.view):
+    for view in (*run.components.view_specs, run.method.memory.view):
         assert (view.mean, view.std) == Normalised.normalisation
     white = torch.full((1, 16, 16, 3), 255, dtype=torch.uint8)
     expected = [(1 - mean) / std for mean, std in zip(*Normalised.normalisation, strict=True)]
-    torch.testing.assert_close(run.prepare(white)[0, :, 0, 0], torch.tensor(expected))
+    torch.testing.assert_close(run.components.prepare(white)[0, :, 0, 0], torch.tensor(expected))
 
 
 @pytest.mark.parametrize("name", ["timm:resnet18", "torchvision:resnet18", "hf:somewhere"])

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -16,10 +15,10 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from ptlf.encoders.resnet import BasicBlock, ResNet
-from ptlf.freezing import background, bound, subspace
+from ptlf.freezing import subspace
 from ptlf.freezing.correlation import TaskCorrelation, correlation_ratios, gradients_of, mean_gradients
 from ptlf.freezing.subspace import add_gram, empty_gram, fit_at_once, leading_eigenvectors, passes, projection_ratio
-from ptlf.freezing.units import Unit, trained_units
+from ptlf.freezing.units import Unit
 
 
 def gram(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -248,125 +247,6 @@ def test_ratios_asked_for_one_by_one_are_those_of_all_at_once(network):
     assert some([]) == {}
     assert len(calls) == 4  # gradients are computed once
     assert set(some.directions) == set(NAMES)
-
-
-def correlated(network, **options) -> TaskCorrelation:
-    network.drop.p = 0.0
-    replay = torch.randn(20, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    return TaskCorrelation(network, replay, task_loss(network), units=units_of(network, NAMES), batches=2, **options)
-
-
-def test_ratios_of_threads_are_those_of_the_start_whatever_is_trained_meanwhile(network, monkeypatch):
-    expected = correlated(network, at_once=True)(NAMES)
-    opened, whole = threading.Event(), background.timed_ratio
-    monkeypatch.setattr(background, "timed_ratio", lambda *words: (opened.wait(60), whole(*words))[1])
-    later = correlated(network, at_once=True, background=True)
-    assert later.start(NAMES)
-    assert later.seen == {}
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(1.0)
-    opened.set()
-    assert later(NAMES[3:]) == {name: expected[name] for name in NAMES[3:]}  # to the bit
-    assert later(NAMES[:3]) == {name: expected[name] for name in NAMES[:3]}
-    assert later.threads.started == {}
-    assert set(later.directions) == set(NAMES)
-    assert later.background_seconds > 0
-    assert correlated(network, at_once=True)(NAMES) != expected
-
-
-@pytest.mark.gpu
-def test_ratios_of_threads_are_those_of_the_gpu(monkeypatch):
-    """While the training thread works on the GPU and captures graphs; wide units stay there."""
-    monkeypatch.setattr(bound, "WIDE", 500)
-    torch.manual_seed(0)
-    network = ResNet(BasicBlock, (1, 1, 1), width=32).cuda()
-    units = trained_units(network, torch.zeros(2, 3, 32, 32, device="cuda"))
-    names = [unit.name for unit in units]
-    replay = torch.randn(64, 3, 32, 32, device="cuda")
-
-    def made(**options):
-        generator = torch.Generator("cuda").manual_seed(1)
-        draw = lambda: torch.randn(32, 3, 32, 32, device="cuda", generator=generator)  # noqa: E731
-        return TaskCorrelation(network, replay, lambda: network(draw()).logsumexp(1).mean(), units=units, **options)
-
-    now, later = made(background=False), made()
-    assert not now.start(names)
-    assert later.start(names)
-    assert 0 < len(later.seen) < len(names)
-    x, graph = torch.ones(100, 100, device="cuda"), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = x @ x
-    graph.replay()
-    bounds, expected = later.bounds(names), now(names)
-    assert bounds.keys() == later.seen.keys()
-    assert all(expected[name] <= bounds[name] for name in bounds)
-    assert later(names) == pytest.approx(expected, abs=1e-7)
-    assert later.directions == now.directions
-    assert float(y[0, 0]) == 100
-
-
-def test_ratios_are_not_computed_by_threads_without_room_or_without_a_gpu(network):
-    assert not correlated(network, at_once=False, background=True).start(NAMES)
-    assert not correlated(network, at_once=True).start(NAMES)
-    assert not correlated(network, at_once=True, background=True).start([])
-
-
-def test_the_number_of_threads_is_left_as_it_was(network, monkeypatch):
-    monkeypatch.setattr(background, "host_threads", lambda: 2)
-    assert torch.get_num_threads() == 1  # as all tests have it
-    later = correlated(network, at_once=True, background=True)
-    later.start(NAMES)
-    later(NAMES)
-    found = []
-    fresh = threading.Thread(target=lambda: (torch.ones(2) + 1, found.append(torch.get_num_threads())))
-    fresh.start()
-    fresh.join()
-    assert [torch.get_num_threads(), *found] == [1, 1]
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("start", [True, False])
-def test_wide_units_are_bounded_before_they_are_decomposed(network, monkeypatch, at_once, start):
-    expected = correlated(network, at_once=True)(NAMES)
-    monkeypatch.setattr(bound, "WIDE", 64)
-    wide = ["strided", "dilated", "plain"]
-    decomposed, eigh = [], torch.linalg.eigh
-    monkeypatch.setattr(torch.linalg, "eigh", lambda gram: (decomposed.append(gram.shape), eigh(gram))[1])
-    found = correlated(network, at_once=at_once, background=True)
-    assert found.start(NAMES) is at_once if start else True
-    bounds = found.bounds(NAMES)
-    assert list(bounds) == wide
-    assert all(expected[name] <= bounds[name] <= 1 for name in wide)
-    narrow = [name for name in NAMES if name not in wide]
-    assert found(narrow) == pytest.approx({name: expected[name] for name in narrow}, abs=1e-9)
-    assert len(decomposed) == len(narrow)
-    assert found(wide[:1]) == pytest.approx({wide[0]: expected[wide[0]]}, abs=1e-9)
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_a_ratio_is_never_above_its_bound(groups):
-    """Against numpy: spectra that fall slowly or fast, of full rank or not, gradients inside, outside and in between.
-    Where all of the gradient lies in directions without energy the bound is nearly 0."""
-    rng, tight = np.random.default_rng(groups), 0
-    layer = nn.Conv2d(12 * groups, 4 * groups, 1, groups=groups)
-    for trial in range(60):
-        inputs = subspace.Inputs(layer)
-        decay, rank = rng.uniform(0, 12), rng.integers(3, 13)
-        spectrum = 10.0 ** (-decay * np.arange(12) / 12) * (np.arange(12) < rank)
-        turned = [np.linalg.qr(rng.normal(size=(12, 12)))[0] for _ in range(groups)]
-        inputs.gram = torch.from_numpy(np.stack([q * spectrum @ q.T for q in turned]))
-        weights = spectrum ** rng.uniform(0, 1) if trial % 3 else (np.arange(12) >= rank)
-        gradient = np.stack([rng.normal(size=(4, 12)) * weights @ q.T for q in turned])
-        threshold = (0.5, 0.9, 0.99, 1.0)[trial % 4]
-        kept = np.cumsum(spectrum) - spectrum < threshold * (1 - 1e-11) * spectrum.sum()
-        inside = sum(np.linalg.norm(g @ q[:, kept]) ** 2 for g, q in zip(gradient, turned, strict=True))
-        norm = np.linalg.norm(gradient)
-        ratio = min(1.0, np.sqrt(inside) / norm) if norm else 0.0
-        most = float(bound.upper_bound([torch.from_numpy(gradient)], [inputs], threshold))
-        assert ratio <= most <= 1
-        tight += most < 0.5
-    assert tight > 3
 
 
 def test_at_once_where_a_gpu_has_room(network, monkeypatch):

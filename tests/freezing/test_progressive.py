@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from ptlf.freezing import POLICIES, Freezer, FreezingConfig, ProgressiveFreezing
+from ptlf.freezing import POLICIES, Freezer, FreezeSchedule, ProgressiveFreezing
 from ptlf.freezing.policies import CostAware
-from ptlf.freezing.policy import Ratios
 from ptlf.freezing.savings import Saving
 
 EPOCHS = 3
@@ -23,13 +22,17 @@ RATIOS = [  # by task, from the second on
 ]
 
 
-def freezing(policy: str | CostAware, savings=None, tasks: int | None = 4, **settings) -> ProgressiveFreezing:
+def freezing(policy: str | CostAware, savings=None, initial=0.0, final=0.4, thaw="all") -> ProgressiveFreezing:
     """Of four linear layers."""
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     freezer = Freezer(model, torch.optim.SGD(model.parameters(), 0.1), example=torch.zeros(1, 2))
     made = POLICIES[policy]() if isinstance(policy, str) else policy
-    config = FreezingConfig(shape="linear", **settings)
-    return ProgressiveFreezing(config, made, freezer, EPOCHS, torch.Generator().manual_seed(0), savings, tasks)
+    schedule = FreezeSchedule(initial, final, EPOCHS, "linear")
+    return ProgressiveFreezing(freezer, made, schedule, thaw=thaw, savings=savings)
+
+
+def chosen_ratios(of: dict[str, float], names: list[str]) -> dict[str, float]:
+    return {name: of[name] for name in names}
 
 
 def frozen_by_epoch(plan: ProgressiveFreezing, task: int, ratios: dict[str, float] | None = None) -> list[str]:
@@ -37,33 +40,9 @@ def frozen_by_epoch(plan: ProgressiveFreezing, task: int, ratios: dict[str, floa
     plan.begin_task(task)
     found = []
     for epoch in range(EPOCHS):
-        plan.begin_epoch(epoch, lambda: Ratios(lambda names: {name: (ratios or {})[name] for name in names}))
+        plan.begin_epoch(epoch, lambda: functools.partial(chosen_ratios, ratios or {}))
         found.append("".join(plan.freezer.frozen))
     return found
-
-
-def test_the_final_share_grows_over_the_stream():
-    plan = freezing("ascending", final=0.25, stream_final=1.0, tasks=4)
-    assert [plan.schedule_of(task).final for task in range(4)] == [0.25, 0.25, 0.625, 1.0]
-    assert [frozen_by_epoch(plan, task) for task in range(4)] == [
-        ["", "", ""],
-        ["", "", "0"],
-        ["", "0", "01"],
-        ["", "01", "0123"],
-    ]
-    assert [entry["events"][-1] for entry in plan.log] == [
-        {"epoch": 3, "frozen": ["0"]},
-        {"epoch": 3, "frozen": ["1"]},
-        {"epoch": 3, "frozen": ["2", "3"]},
-    ]
-
-
-def test_the_only_later_task_is_the_last():
-    assert freezing("ascending", stream_final=0.9, tasks=2).schedule_of(1).final == 0.9
-    assert freezing("ascending", stream_final=0.9, tasks=1).schedule_of(0).final == 0.9
-    assert freezing("ascending", tasks=None).schedule_of(7).final == 0.4
-    with pytest.raises(ValueError, match="number of tasks"):
-        freezing("ascending", stream_final=0.9, tasks=None)
 
 
 @pytest.mark.parametrize("thaw", ["all", "needed"])
@@ -91,13 +70,10 @@ def test_units_stay_beside_an_initial_share():
 
 
 def test_the_order_from_the_input_stays_frozen_and_grows():
-    plan = freezing("ascending", final=0.5, stream_final=1.0, thaw="needed")
-    assert [frozen_by_epoch(plan, task) for task in range(4)] == [
-        ["", "", ""],
-        ["", "0", "01"],
-        ["01", "01", "012"],
-        ["012", "012", "0123"],
-    ]
+    plan = freezing("ascending", final=0.5, thaw="needed")
+    assert [frozen_by_epoch(plan, task) for task in range(3)] == [["", "", ""], ["", "0", "01"], ["01", "01", "01"]]
+    plan.schedule = FreezeSchedule(0, 1.0, EPOCHS, "linear")
+    assert frozen_by_epoch(plan, 3) == ["01", "01", "0123"]
 
 
 def test_a_unit_that_stays_frozen_does_not_move():
@@ -106,7 +82,7 @@ def test_a_unit_that_stays_frozen_does_not_move():
     frozen_by_epoch(plan, 1)
     before = model[0].weight.detach().clone()
     plan.begin_task(2)
-    plan.begin_epoch(0, lambda: Ratios())
+    plan.begin_epoch(0, lambda: None)
     model(torch.ones(3, 2)).sum().backward()
     optimizer.step()
     assert torch.equal(model[0].weight, before)
@@ -135,14 +111,14 @@ def test_cost_aware_needs_no_other_ratios_where_units_stay(seed):
 
 
 def test_going_on_in_the_middle_of_a_task_keeps_its_schedule():
-    settings = {"final": 0.25, "stream_final": 1.0, "thaw": "needed"}
+    settings = {"final": 0.5, "thaw": "needed"}
     whole = freezing("correlation", **settings)
     expected = [frozen_by_epoch(whole, task, RATIOS[task - 1]) for task in range(4)]
     for task, epoch in itertools.product((1, 2, 3), range(EPOCHS)):
         first, second = (freezing("correlation", **settings) for _ in range(2))
         for before in range(task):
             frozen_by_epoch(first, before, RATIOS[before - 1])
-        ratios = Ratios(lambda names, of=RATIOS[task - 1]: {name: of[name] for name in names})
+        ratios = functools.partial(chosen_ratios, RATIOS[task - 1])
         first.begin_task(task)
         for done in range(epoch + 1):
             first.begin_epoch(done, lambda given=ratios: given)
@@ -165,26 +141,9 @@ def test_a_state_of_a_task_that_has_begun_stays_as_it_was():
     expected = copy.deepcopy(state)
     second.load_state_dict(state)
     for plan in (first, second):
-        plan.begin_epoch(0, lambda: Ratios(lambda names: {name: RATIOS[0][name] for name in names}))
+        plan.begin_epoch(0, lambda: functools.partial(chosen_ratios, RATIOS[0]))
     assert second.freezer.frozen == first.freezer.frozen == ("0", "1")
     assert second.log == first.log != expected["log"]
     assert state == expected
     second.load_state_dict({name: value for name, value in state.items() if name != "stays"})  # of an older version
-    assert second.stays == []
-
-
-def test_ratios_under_way_are_waited_for_where_units_may_stay():
-    started = []
-
-    class Later(Ratios):
-        def start(self, names):
-            started.append(list(names))
-            return True
-
-    plan = freezing("correlation", final=0.5, thaw="needed")
-    for task in (1, 2):
-        plan.begin_task(task)
-        plan.begin_epoch(0, lambda of=RATIOS[task - 1]: Later(lambda names: {name: of[name] for name in names}))
-        assert plan.entry["ratios"] == ({} if task == 1 else RATIOS[1])
-        plan.begin_epoch(2, SimpleNamespace)
-    assert started == [["0", "1", "2", "3"]]  # in the third task the choice cannot wait
+    assert second.keep_frozen == []

@@ -111,7 +111,7 @@ def test_exams_see_their_own_column_or_all(tiny) -> None:
         )
     )
     results = run.train()
-    encoder, prober = run.model.encoder.eval(), run.prober
+    encoder, prober = run.model.encoder.eval(), run.components.prober
     with torch.no_grad():
         banks = [prober.features(encoder, split.bank_images, split.bank) for split in run.stream.eval_splits]
         tests = [prober.features(encoder, split.test_images, split.test) for split in run.stream.eval_splits]

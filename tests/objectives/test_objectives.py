@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from ptlf import objectives
 from ptlf.core.batch import Batch
 from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
-from ptlf.objectives.barlow_twins import cross_correlation_loss, standardise
+from ptlf.objectives.barlow_twins import barlow_twins_loss, standardise_columns
 
 
 def make(name: str, **settings):
@@ -75,19 +76,19 @@ def test_barlow_twins_by_hand() -> None:
     expected = sum((1 - c[i, i]) ** 2 for i in range(5))
     expected += 0.3 * sum(c[i, j] ** 2 for i in range(5) for j in range(5) if i != j)
     z1, z2 = torch.tensor(a, requires_grad=True), torch.tensor(b, requires_grad=True)
-    assert cross_correlation_loss(z1, z2, 0.3).item() == pytest.approx(expected, abs=1e-9)
-    assert torch.autograd.gradcheck(lambda z1, z2: cross_correlation_loss(z1, z2, 0.3), (z1, z2))
+    assert barlow_twins_loss(z1, z2, 0.3).item() == pytest.approx(expected, abs=1e-9)
+    assert torch.autograd.gradcheck(lambda z1, z2: barlow_twins_loss(z1, z2, 0.3), (z1, z2))
 
 
 def test_barlow_twins_survives_a_constant_column() -> None:
     z = torch.randn(8, 4)
     z[:, 2] = 3.0
     z.requires_grad_()
-    loss = cross_correlation_loss(z, torch.randn(8, 4), 5e-3)
+    loss = barlow_twins_loss(z, torch.randn(8, 4), 5e-3)
     loss.backward()
     assert loss.isfinite()
     assert z.grad.isfinite().all()
-    assert standardise(z)[:, 2].abs().max() == 0
+    assert standardise_columns(z)[:, 2].abs().max() == 0
 
 
 def unit(v: np.ndarray) -> np.ndarray:
@@ -219,7 +220,7 @@ def test_distillation_by_hand(name: str) -> None:
     cosine = np.mean([np.mean(np.sum(unit(a) * unit(b), axis=1)) for a, b in zip(p, z, strict=True)])
     logits = unit(p.reshape(16, 12)) @ unit(z.reshape(16, 12)).T / 0.2
     contrastive = (pick_own(logits) + pick_own(logits.T)) / 2
-    crossed = [cross_correlation_loss(torch.tensor(a), torch.tensor(b), 5e-3).item() for a, b in zip(p, z, strict=True)]
+    crossed = [barlow_twins_loss(torch.tensor(a), torch.tensor(b), 5e-3).item() for a, b in zip(p, z, strict=True)]
     expected = {
         "simsiam": -cosine,
         "supervised": -cosine,
@@ -238,7 +239,7 @@ def test_distillation_by_hand(name: str) -> None:
 def test_barlow_twins_distils_at_the_scale_of_its_own_loss(scale: float) -> None:
     """As in CaSSLe's code, whose two losses have the same factor."""
     objective, (p, z) = make("barlow_twins", scale=scale), torch.randn(2, 8, 12)
-    plain = cross_correlation_loss(p, z, 5e-3)
+    plain = barlow_twins_loss(p, z, 5e-3)
     assert objective.compare([p, z], batch()).item() == pytest.approx(scale * plain.item())
     assert objective.distill([p, p], [z, z]).item() == pytest.approx(scale * plain.item())
 
@@ -253,3 +254,30 @@ def test_heads_stay_float32_under_bf16() -> None:
     model = Model(encoder, objective, torch.bfloat16)
     model.loss(model.encode([torch.randn(8, 3, 2, 2), torch.randn(8, 3, 2, 2)]), batch())
     assert seen == [torch.bfloat16, torch.bfloat16, *[(torch.float32, torch.float32)] * 2]
+
+
+def test_losses_and_heads_train_in_a_loop_of_one_s_own() -> None:
+    """With nothing but what `ptlf.objectives` exports and plain PyTorch."""
+    torch.manual_seed(0)
+    images, queue = torch.rand(32, 3, 8, 8), nn.functional.normalize(torch.randn(40, 16), dim=1)
+
+    def moco(z1, z2):
+        keys = nn.functional.normalize(z2.detach())
+        return objectives.moco_loss(nn.functional.normalize(z1), keys, queue)
+
+    compared = [objectives.barlow_twins_loss, objectives.simclr_loss, objectives.vicreg_loss, moco]
+    predicted = [objectives.simsiam_loss, objectives.byol_loss]
+    for loss_of in (*compared, *predicted):
+        encoder = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 16))
+        projector, predictor = objectives.mlp(16, 16, 16, last_norm=True), objectives.mlp(16, 8, 16)
+        optimizer = torch.optim.Adam(nn.ModuleList([encoder, projector, predictor]).parameters(), lr=1e-2)
+        losses = []
+        for _ in range(20):
+            z = objectives.each_view(projector, [encoder(images + 0.1 * torch.randn_like(images)) for _ in range(2)])
+            targets = [*objectives.each_view(predictor, z), *(view.detach() for view in z)]
+            loss = loss_of(*(targets if loss_of in predicted else z))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] - 0.1 * abs(losses[0]), (loss_of, losses)

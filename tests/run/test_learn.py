@@ -27,16 +27,18 @@ from ptlf import learner as learner_module
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import EvaluationConfig
-from ptlf.freezing import POLICIES
 from ptlf.learner import OF_LEARN
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.page import commands
 from ptlf.report.runs import read_comparison, read_run
-from ptlf.run import loop
+from ptlf.run import snapshots
 from ptlf.run.config import Config
+from ptlf.run.evaluator import Evaluator
 from ptlf.run.folder import lock_of_run
+from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
+from ptlf.run.snapshots import Snapshots
 from ptlf.run.watcher import Watcher
 from ptlf.stream import arrivals as arrivals_module
 from ptlf.stream import pack
@@ -297,17 +299,17 @@ class Forked:
 
 KILLS = [
     Forked(learner_module, "accept", late=True),
-    Forked(Run, "look_before"),
+    Forked(Evaluator, "test_untrained"),
     Forked(Trainer, "step", 3),
-    Forked(Run, "evaluate"),
+    Forked(Evaluator, "test_task"),
 ]
 MORE_KILLS = [
     Forked(pack, "write_images"),
     Forked(pack, "open_pack"),
     Forked(learner_module, "accept"),
-    Forked(Run, "save_results"),
-    Forked(loop, "save_encoder"),
-    Forked(Run, "save_results", 3),
+    Forked(Snapshots, "save_results"),
+    Forked(Snapshots, "save_encoder"),
+    Forked(Snapshots, "save_results", 3),
 ]
 
 
@@ -598,12 +600,12 @@ def test_an_error_before_the_first_step_leaves_no_run(root: Path, tmp_path: Path
     learner = ptlf.Learner(encoder, out=tmp_path / "run", size=SIZE, **settings)
     name = "save_start" if given == "weights" else "keep_lines"
     with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left"):
-        patch.setattr(loop, name, lambda *words: (_ for _ in ()).throw(UserError("no space left")))
+        patch.setattr(snapshots, name, lambda *words: (_ for _ in ()).throw(UserError("no space left")))
         learner.learn("day1", watcher=QUIET)
     assert not (tmp_path / "run").exists()
     assert learner.learn("day1", watcher=QUIET)["tasks"] == ["day1"]
     with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left"):
-        patch.setattr(loop, "keep_lines", lambda *words: (_ for _ in ()).throw(UserError("no space left")))
+        patch.setattr(snapshots, "keep_lines", lambda *words: (_ for _ in ()).throw(UserError("no space left")))
         learner.learn("day2", watcher=QUIET)
     assert learner.learn("day2", watcher=QUIET)["tasks"] == ["day1", "day2"]  # the run that was there still is
 
@@ -842,9 +844,9 @@ def test_images_that_watching_does_not_learn_are_counted(root: Path, tmp_path: P
         shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", inbox / "day1" / "a" / f"new{number}.png")
     shutil.copy(root / "plain" / "day2" / "c" / "05.png", inbox / "loose.png")
     hint = f"not learnt; put such images into a new folder in {inbox}\n"
-    late = f"ptlf: {inbox / 'day1'} was learnt before; 3 images in it came later and are {hint}"
+    late = f"ptlf: warning: {inbox / 'day1'} was learnt before; 3 images in it came later and are {hint}"
     assert watched(run, inbox) == 0
-    assert capsys.readouterr().err == f"ptlf: 1 image in {inbox} itself is {hint}{late}"
+    assert capsys.readouterr().err == f"ptlf: warning: 1 image in {inbox} itself is {hint}{late}"
     assert [found.name for found in arrivals(run)] == ["0001-day1"]
 
     looked, looks = [], iter(range(3))
@@ -923,7 +925,7 @@ def test_from_python_with_a_module_of_ones_own(root: Path, tmp_path: Path) -> No
     row = {name: found["matrix"][0] for name, found in rest.evaluate().items()}
     assert row == {name: found["matrix"][-1] for name, found in results["probes"].items()}
     images = np.random.default_rng(0).integers(0, 256, (5, SIZE, SIZE, 3), dtype=np.uint8)
-    view = learner.run.view_specs[0]
+    view = learner.run.components.view_specs[0]
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (view.mean, view.std))
     with torch.no_grad():
         expected = rest.encoder((torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - mean) / std).numpy()

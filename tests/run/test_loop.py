@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -19,16 +17,14 @@ from torch import nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.freezing import POLICIES, ProgressiveFreezing, background, bound, correlation
-from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.savings import Saving
-from ptlf.learner import Learner
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.run import build, looks
+from ptlf.run import build, evaluator
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.folder import restore_encoder
+from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.stream.folders import pack_folder
@@ -125,19 +121,19 @@ def test_freezing_is_written_down_and_saves(tiny) -> None:
 
 def test_a_step_is_looked_at_once(tiny, monkeypatch) -> None:
     """In three tasks: a step with nothing frozen, and one with a frozen unit."""
-    looks = []
+    measured = []
     original = Trainer.cost_of_step
 
     def cost_of_step(self, *arguments):
-        looks.append(original(self, *arguments))
-        return looks[-1]
+        measured.append(original(self, *arguments))
+        return measured[-1]
 
     monkeypatch.setattr(Trainer, "cost_of_step", cost_of_step)
     settings = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "freezing__policy": "ascending", "freezing__final": 0.34}
     results = Run(tiny("digits/simsiam/ptlf", training__epochs=2, **settings)).train()
-    assert len(looks) == 2
+    assert len(measured) == 2
     bytes_kept = [line["kept_bytes"] for line in epoch_lines(results)]
-    assert bytes_kept == [look.kept_bytes for look in (looks[0], looks[0], *looks, *looks)]
+    assert bytes_kept == [look.kept_bytes for look in (measured[0], measured[0], *measured, *measured)]
 
 
 def test_cost_aware_computes_only_the_ratios_it_needs(tiny) -> None:
@@ -188,57 +184,27 @@ def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:
     assert entry["order"] == [max(ratios, key=lambda name: ratios[name]) for ratios in (second, third)]
 
 
-@pytest.mark.parametrize("update", ["one-shot", "per-epoch"])
-@pytest.mark.parametrize("late", [True, False])
-def test_ratios_computed_meanwhile_freeze_the_same_units(tiny, tmp_path, monkeypatch, late: bool, update: str) -> None:
-    """By threads that are done at once, or only when they are waited for; also if the run stops meanwhile."""
-    settings = {
-        "training__epochs": 4,
-        "freezing__final": 0.67,
-        "freezing__update": update,
-        "evaluation__gallery": False,
-    }
-    config = tiny("digits/simsiam/ptlf", checkpoint__every_epochs=0, **settings)
-    monkeypatch.setattr(looks, "TaskCorrelation", functools.partial(TaskCorrelation, at_once=True))
-    expected = Run(config, tmp_path / "now").train()
-    monkeypatch.setattr(looks, "TaskCorrelation", functools.partial(TaskCorrelation, at_once=True, background=True))
-    opened, whole, settle = threading.Event(), background.timed_ratio, ProgressiveFreezing.settle
-    if late:
-        monkeypatch.setattr(background, "timed_ratio", lambda *words: (opened.wait(60), whole(*words))[1])
-        monkeypatch.setattr(ProgressiveFreezing, "settle", lambda freezing: (opened.set(), settle(freezing))[1])
-    found = Run(config, tmp_path / "later").train()
-    steps = sum(line["steps"] for line in epoch_lines(found)) // 2
-    with pytest.raises(Stopped):
-        Run(config, tmp_path / "stopped").train(StopsAt(steps + 1))  # the first step of the second task
-    stopped = Run(config, tmp_path / "stopped").train(resume=True)
-    assert lasting(found) == lasting(expected) == lasting(stopped)
-    assert found["freezing"][0]["background_seconds"] > 0
-    for name in ("later", "stopped"):
-        weights = [(tmp_path / folder / "encoder.safetensors").read_bytes() for folder in ("now", name)]
-        assert weights[0] == weights[1]
-
-
-STREAM_WIDE = {"freezing__final": 0.34, "freezing__stream_final": 0.67, "freezing__thaw": "needed"}
+KEPT_FROZEN = {"freezing__final": 0.67, "freezing__thaw": "needed"}
 THREE = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "stream__per_class": 40, "training__batch": 40}
 
 
 @pytest.mark.parametrize("policy", ["correlation", "cost_aware", "ascending", "random"])
-def test_freezing_over_the_stream_goes_on_to_the_same_bits(tiny, tmp_path, policy: str) -> None:
+def test_a_run_whose_units_stay_frozen_resumes_bit_exactly(tiny, tmp_path, policy: str) -> None:
     config = tiny(
         "digits/simsiam/ptlf",
         freezing__policy=policy,
         training__epochs=3,
         evaluation__gallery=False,
         **THREE,
-        **STREAM_WIDE,
+        **KEPT_FROZEN,
     )
     alone = Run(config, tmp_path / "alone").train()
     counts = [line["frozen"] for line in epoch_lines(alone)]
-    assert counts[:6] == [0, 0, 0, 0, 0, 1]
+    assert counts[:6] == [0, 0, 0, 0, 1, 2]
     assert counts[8] == 2
     if policy == "ascending":
-        assert counts[6:] == [1, 1, 2]
-        assert alone["freezing"][1]["events"] == [{"epoch": 1, "frozen": ["0"]}, {"epoch": 3, "frozen": ["3"]}]
+        assert counts[6:] == [2, 2, 2]
+        assert alone["freezing"][1]["events"] == [{"epoch": 1, "frozen": ["0", "3"]}]
     steps = sum(line["steps"] for line in epoch_lines(alone))
     for number in (steps // 3 + 2, steps // 3 + 1, 3):  # in the second task, then twice in the third
         with pytest.raises(Stopped):
@@ -246,26 +212,6 @@ def test_freezing_over_the_stream_goes_on_to_the_same_bits(tiny, tmp_path, polic
     assert lasting(Run(config, tmp_path / "stopped").train(resume=True)) == lasting(alone)
     weights = [(tmp_path / folder / "encoder.safetensors").read_bytes() for folder in ("alone", "stopped")]
     assert weights[0] == weights[1]
-
-
-def test_a_share_that_grows_over_the_stream_needs_its_end(tiny, tmp_path) -> None:
-    with pytest.raises(UserError, match=r"stream_final is 0.2, less than freezing.final, 0.4; over the stream"):
-        Run(tiny("digits/simsiam/ptlf", freezing__stream_final=0.2))
-    with pytest.raises(UserError, match=r"stream_final, 0.9, is the share frozen in the last task, and no task"):
-        Learner.new(tiny("digits/simsiam/ptlf", freezing__stream_final=0.9), tmp_path / "run")
-
-
-def test_wide_units_without_a_chance_are_left_out_of_the_ratios(tiny, monkeypatch) -> None:
-    settings = {"training__epochs": 3, "freezing__final": 0.34}
-    everything = Run(tiny("digits/simsiam/ptlf", **settings, freezing__ratios="all")).train()["freezing"][0]
-    monkeypatch.setattr(bound, "WIDE", 100)
-    asked = Run(tiny("digits/simsiam/ptlf", **settings, freezing__ratios="all")).train()["freezing"][0]
-    assert asked == everything
-    monkeypatch.setattr(correlation, "upper_bound", lambda *words: torch.tensor(0.1))  # as if it had none
-    (entry,) = Run(tiny("digits/simsiam/ptlf", **settings)).train()["freezing"]
-    assert entry["bounds"] == {"6": pytest.approx(0.1)}
-    assert entry["ratios"] == {name: everything["ratios"][name] for name in ("0", "3")}
-    assert entry["order"] == [max(entry["ratios"], key=lambda name: entry["ratios"][name])]
 
 
 def test_lump_and_ptlf_see_the_same_batches(tiny) -> None:
@@ -278,7 +224,7 @@ def test_lump_and_ptlf_see_the_same_batches(tiny) -> None:
 
 
 def test_what_a_run_leaves_behind(tiny, tmp_path) -> None:
-    run = Run(tiny("digits/simsiam/lump"), tmp_path / "run")
+    run = Run(tiny("digits/simsiam/lump", evaluation__gallery=True), tmp_path / "run")
     returned = run.train()
     names = {path.name for path in (tmp_path / "run").iterdir()}
     written = {"config.yaml", "results.json", "metrics.jsonl", "encoder.safetensors", "gallery.json"}
@@ -328,7 +274,7 @@ def test_encoders_are_tested_on_normalised_images(tiny) -> None:
     run = Run(tiny(views__name="lump"))
     seen: list[torch.Tensor] = []
     run.model.encoder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    run.prober.rows(run.model.encoder, 0)
+    run.components.prober.rows(run.model.encoder, 0)
     split, data = run.stream.eval_splits[0], run.stream.data
     for found, images in zip(seen, (data.train.pixels[split.bank], data.test.pixels[split.test]), strict=True):
         expected = (images / 255 - CIFAR_MEAN) / CIFAR_STD
@@ -385,16 +331,16 @@ def test_statistics_that_are_not_finite_stop_the_run(tiny) -> None:
     run = Run(tiny())
     run.model.encoder[1].running_var[0] = float("inf")
     with pytest.raises(UserError, match="weights are no longer finite"):
-        run.check_numbers()
+        run.snapshots.check_finite()
 
 
 def test_the_method_s_weights_stop_the_run_too_but_not_a_mask_with_infinities(tiny) -> None:
     run = Run(tiny("digits/simsiam/cassle"))
     run.model.encoder.register_buffer("mask", torch.full((2,), float("-inf")))
-    run.check_numbers()
+    run.snapshots.check_finite()
     next(run.method.predictor.parameters()).data[0] = float("nan")
     with pytest.raises(UserError, match="weights are no longer finite"):
-        run.check_numbers()
+        run.snapshots.check_finite()
 
 
 def test_an_encoder_with_tied_weights_trains_and_says_why_it_does_not_freeze(tiny) -> None:
@@ -426,7 +372,7 @@ def test_a_failure_before_the_first_task_is_told_as_it_is(tiny, tmp_path, monkey
     def broken(*_):
         raise UserError("the file has been cut short")
 
-    monkeypatch.setattr(run.prober, "rows", broken)
+    monkeypatch.setattr(run.components.prober, "rows", broken)
     with pytest.raises(UserError, match="cut short"):
         run.train()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
@@ -464,7 +410,7 @@ def test_a_run_whose_encoder_cannot_be_saved_has_failed(tiny, tmp_path, monkeypa
     def full(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("ptlf.run.loop.save_encoder", full)
+    monkeypatch.setattr("ptlf.run.snapshots.save_encoder", full)
     with pytest.raises(OSError, match="disk full"):
         Run(tiny(), tmp_path / "run").train()
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
@@ -504,12 +450,12 @@ def test_another_number_of_threads_is_told_on_resuming(tiny, tmp_path, monkeypat
 def test_features_are_measured_on_images_of_all_of_a_task(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tiny("digits/simsiam/finetune", training__epochs=1))
     indices = run.stream.tasks[0].train
-    monkeypatch.setattr(looks, "SAMPLE", round(0.6 * len(indices)))
+    monkeypatch.setattr(evaluator, "SAMPLE", round(0.6 * len(indices)))
     gathered, source = [], run.trainer.source
     monkeypatch.setattr(source, "gather", lambda part: gathered.append(part) or type(source).gather(source, part))
     monkeypatch.setattr(run.trainer, "sources", lambda images: source)
-    (found,) = run.measure_features(0)
-    assert torch.cat(gathered).max() >= indices[-3] and found["images"] == looks.SAMPLE
+    (found,) = run.evaluator.measure_features(0)
+    assert torch.cat(gathered).max() >= indices[-3] and found["images"] == evaluator.SAMPLE
     gathered.clear()
-    run.check_spread(indices[:200])  # of which 128 are used
+    run.warn_of_collapse(indices[:200])  # of which 128 are used
     assert torch.cat(gathered).max() >= indices[197]

@@ -53,7 +53,7 @@ def test_the_memory_holds_a_sample(known: Path) -> None:
     stored = {image.tobytes() for image in memory.images[:32].numpy()}
     assert len(stored) == 32 and stored <= {image.tobytes() for image in images}
     # Each view is an augmentation of its image: nearer to it, in mean and place, than to the others.
-    views, plain = memory.views[:32].mean((2, 3)), run.prepare(memory.images[:32]).mean((2, 3))
+    views, plain = memory.views[:32].mean((2, 3)), run.components.prepare(memory.images[:32]).mean((2, 3))
     assert torch.corrcoef(torch.stack((views[:, 0], plain[:, 0])))[0, 1] > 0.3
     assert memory.count == int(memory.seen) == 90 * run.config.training.epochs
     again = filled(Run(config("lump", known))).method.memory
@@ -82,7 +82,7 @@ def test_der_stores_the_encoder_s_vectors(known: Path) -> None:
     stored = memory.outputs[:32]
     assert stored.std(0).gt(0).any() and stored.isfinite().all()
     with torch.no_grad():  # of first views, which are others than the stored ones, but of the same images
-        unaugmented = run.model.encoder(run.prepare(memory.images[:32]))
+        unaugmented = run.model.encoder(run.components.prepare(memory.images[:32]))
     assert torch.corrcoef(torch.stack((stored.mean(1), unaugmented.mean(1))))[0, 1] > 0
 
 
@@ -100,14 +100,14 @@ def test_freezing_begins_with_the_first_task(known: Path) -> None:
 def test_the_past_of_the_first_task_is_what_was_given(known: Path) -> None:
     run = Run(config("ptlf", known))
     seen: list[torch.Tensor] = []
-    correlate = run.correlate
+    correlate = run.evaluator.correlate
 
-    def spy(indices: np.ndarray) -> Any:
+    def spy(*words: Any) -> Any:
         assert run.method.memory is not None
         seen.append(run.method.memory.past().clone())
-        return correlate(indices)
+        return correlate(*words)
 
-    run.correlate = spy  # type: ignore[method-assign]
+    run.evaluator.correlate = spy  # type: ignore[method-assign]
     run.train()
     given = {image.tobytes() for image in known_images()[0]}
     assert len(seen[0]) == 32 and {image.tobytes() for image in seen[0].numpy()} <= given
@@ -174,7 +174,7 @@ def test_what_it_knew_is_tested_before_and_after_every_task(known: Path, tmp_pat
     images, labels = known_images()
     run.model.encoder.eval()
     with torch.no_grad():
-        features = run.model.encoder(run.prepare(torch.from_numpy(images))).numpy()
+        features = run.model.encoder(run.components.prepare(torch.from_numpy(images))).numpy()
     features /= np.linalg.norm(features, axis=1, keepdims=True)
     place = np.array([(labels[: i + 1] == label).sum() for i, label in enumerate(labels)])
     test = place % 5 == 0

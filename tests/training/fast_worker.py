@@ -1,7 +1,7 @@
 """Training steps of tiny residual networks: `python fast_worker.py FOLDER`, as one of two processes.
 
 The first process runs all steps alone, eagerly and with the whole batch. Then both run their shares of them with the
-kernels of `ptlf.training.triton_bn`, in Triton's interpreter, and compiled heads. At last both train with steps that
+kernels of `ptlf.kernels.norm`, in Triton's interpreter, and compiled heads. At last both train with steps that
 are recorded and replayed.
 """
 
@@ -23,8 +23,9 @@ from test_engine import assert_same_run, small_config, trained_both_ways
 from torch import Tensor, nn
 
 from ptlf.core import processes
+from ptlf.kernels import FastParts, parts, resnet
 from ptlf.run.loop import Run
-from ptlf.training import engine, fast_parts, fused_resnet
+from ptlf.training import engine
 
 STEM, MIDDLE, SHORTCUT = "stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0"
 FROZEN = [(), (STEM,), (MIDDLE, SHORTCUT)]
@@ -45,12 +46,12 @@ RUNS: dict[str, dict[str, Any]] = {
 TAPED = [("simsiam", "lump"), ("barlow_twins", "der"), ("mocov2plus", "cassle")]
 
 
-class Fast(fast_parts.FastParts):
+class Fast(FastParts):
     """As on a GPU, but with a light compiler."""
 
     def encode(self, encoder: nn.Module, images: Tensor) -> Tensor:
-        assert fused_resnet.can_fuse(encoder)
-        return fused_resnet.forward(encoder, images)
+        assert resnet.can_fuse(encoder)
+        return resnet.fused_forward(encoder, images)
 
 
 def steps(name: str, *, fast: bool) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def steps(name: str, *, fast: bool) -> list[dict[str, Any]]:
     objective, method = name.split()
     run = Run(tiny_config(f"digits/{objective}/finetune", method__name=method, **{**COMMON, **RUNS[name]}))
     if fast:
-        run.model.accelerator = Fast(processes.share(run.config.training.batch))
+        run.model.accelerator = Fast(processes.share(run.config.training.batch), run.device)
         run.trainer.engine_kind = "compiled"
     run.method.begin_task(0, run.model)
     found = []
@@ -98,7 +99,7 @@ def check_replays() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    fast_parts.BACKEND = os.environ.get("COMPILER", "aot_eager")
+    parts.BACKEND = os.environ.get("COMPILER", "aot_eager")
     rank = os.environ["RANK"]
     if rank == "0":
         torch.save({name: steps(name, fast=False) for name in RUNS}, f"{sys.argv[1]}/alone.pt")

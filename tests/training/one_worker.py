@@ -25,9 +25,10 @@ from conftest import tiny_config
 from ptlf.core import processes
 from ptlf.encoders.norm import synchronise, views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
+from ptlf.kernels.resnet import fused_forward
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
-from ptlf.training import engine, fused_resnet
+from ptlf.training import engine
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -91,7 +92,7 @@ def encoder_step() -> dict[str, torch.Tensor]:
         synchronise(encoder)
     torch.backends.cudnn.deterministic = True
     with views_in_one_pass(encoder, 2), torch.autocast(DEVICE, torch.bfloat16):
-        fused_resnet.forward(encoder, images).square().sum().backward()
+        fused_forward(encoder, images).square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in encoder.named_parameters()}
     return {name: value.cpu() for name, value in {**gradients, **dict(encoder.named_buffers())}.items()}
 

@@ -28,6 +28,7 @@ from ptlf.report.live import Watcher
 from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
+from ptlf.run.snapshots import Snapshots
 from ptlf.training import checkpoint, cost
 from ptlf.training.checkpoint import (
     MAGIC,
@@ -154,18 +155,18 @@ def test_a_run_ends_only_when_its_last_checkpoint_is_written(tiny, tmp_path, mon
     """At its end, and when it is stopped."""
     gate, order = Gate(monkeypatch), []
     config = tiny("digits/simsiam/lump", checkpoint__every_epochs=0)
-    finish, save_results = Checkpoints.finish, Run.save_results
+    finish, save_results = Checkpoints.finish, Snapshots.save_results
 
     def finishing(kept: Checkpoints) -> None:
         gate.open.set()
         finish(kept)
 
-    def saving(run: Run) -> None:
-        order.append((run.status, gate.writing))
-        save_results(run)
+    def saving(snapshots: Snapshots) -> None:
+        order.append((snapshots.progress.status, gate.writing))
+        save_results(snapshots)
 
     monkeypatch.setattr(Checkpoints, "finish", finishing)
-    monkeypatch.setattr(Run, "save_results", saving)
+    monkeypatch.setattr(Snapshots, "save_results", saving)
     run = Run(config, tmp_path / "run")
     with contextlib.nullcontext() if stop is None else pytest.raises(Stopped):
         run.train(None if stop is None else StopsAt(stop))

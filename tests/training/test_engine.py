@@ -21,17 +21,18 @@ from ptlf.core.errors import UserError
 from ptlf.encoders.norm import is_rowwise, takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import Freezer, correlation, find_units, kernels
+from ptlf.kernels import FastParts, module_variant, parts, step_pieces
 from ptlf.methods import METHODS, Method
 from ptlf.model import PLAIN, Accelerator, Model
-from ptlf.objectives import OBJECTIVES
-from ptlf.objectives.objective import Objective, ObjectiveConfig, each_view, mlp
+from ptlf.objectives import OBJECTIVES, Objective, ObjectiveConfig, each_view, mlp
 from ptlf.run import build
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
-from ptlf.training import engine, fast_parts, fused_resnet
+from ptlf.training import engine
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.trainer import total
 
+CPU = torch.device("cpu")
 FROZEN = ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")
 
 
@@ -90,11 +91,11 @@ def test_other_norms_keep_two_passes() -> None:
 @pytest.fixture
 def light_compiler(monkeypatch):
     """Traces and splits like the real compiler, and leaves out the slow code generation."""
-    monkeypatch.setattr(fast_parts, "BACKEND", "aot_eager")
-    fast_parts.compiled.cache_clear()
+    monkeypatch.setattr(parts, "BACKEND", "aot_eager")
+    parts.compiled.cache_clear()
     torch._dynamo.reset()
     yield
-    fast_parts.compiled.cache_clear()
+    parts.compiled.cache_clear()
     torch._dynamo.reset()
 
 
@@ -102,17 +103,17 @@ def light_compiler(monkeypatch):
 def test_compiled_parts_follow_freezing_and_thawing(light_compiler) -> None:
     plain, fast = small(), small()
     views = list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64))
-    parts = fast_parts.FastParts(batch=4)
+    fast_parts = FastParts(4, CPU)
     freezers = [Freezer(encoder, example=views[0]) for encoder in (plain, fast)]
     for frozen in ((), FROZEN[:1], FROZEN, None, FROZEN[1:2]):
         for freezer in freezers:
             freezer.thaw() if frozen is None else freezer.freeze(frozen)
-        torch.testing.assert_close(gradients(fast, views, parts), gradients(plain, views), rtol=0, atol=1e-5)
+        torch.testing.assert_close(gradients(fast, views, fast_parts), gradients(plain, views), rtol=0, atol=1e-5)
     reused = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for freezer in freezers:
         freezer.thaw()
         freezer.freeze(FROZEN)
-    gradients(fast, views, parts)
+    gradients(fast, views, fast_parts)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == reused  # a set seen before is not compiled again
 
 
@@ -120,7 +121,7 @@ def test_compiled_heads_keep_the_views_apart(light_compiler) -> None:
     torch.manual_seed(0)
     head = mlp(6, 4, 6).double()
     views = [torch.randn(5, 6, dtype=torch.float64), 3 * torch.randn(5, 6, dtype=torch.float64) + 1]
-    expected, found = each_view(head, views), fast_parts.compiled(each_view)(copy.deepcopy(head), views)
+    expected, found = each_view(head, views), parts.compiled(each_view)(copy.deepcopy(head), views)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert not torch.allclose(head(torch.cat(views)), torch.cat(expected))  # shared statistics would show
 
@@ -130,30 +131,41 @@ def test_only_full_batches_are_compiled(monkeypatch) -> None:
 
     def noting(function):
         def call(*given):
-            called.append((function.__name__, len(fast_parts.first_tensor(given))))
+            called.append((function.__name__, len(parts.first_tensor(given))))
             return function(*given)
 
         return call
 
-    monkeypatch.setattr(fast_parts, "compiled", noting)
-    encoder, parts = small(), fast_parts.FastParts(batch=4)
-    gradients(encoder, list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)), parts)
+    monkeypatch.setattr(parts, "compiled", noting)
+    encoder, fast_parts = small(), FastParts(4, CPU)
+    gradients(encoder, list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)), fast_parts)
     segments = [("call_module", 8)] * len(encoder.segments())
     assert called == segments
-    gradients(encoder, list(torch.randn(2, 3, 3, 8, 8, dtype=torch.float64)), parts)  # a smaller last batch
+    gradients(encoder, list(torch.randn(2, 3, 3, 8, 8, dtype=torch.float64)), fast_parts)  # a smaller last batch
     encoder.eval()(torch.randn(8, 3, 8, 8, dtype=torch.float64))
     assert called == segments
     head = mlp(6, 4, 6)
     for rows in (4, 3):
-        assert len(parts(each_view, head, list(torch.randn(2, rows, 6)))) == 2
+        assert len(fast_parts(each_view, head, list(torch.randn(2, rows, 6)))) == 2
     assert called == [*segments, ("each_view", 4)]
 
 
-def test_running_out_of_variants_is_an_error(light_compiler) -> None:
-    encoder, parts = small(), fast_parts.FastParts(batch=4)
-    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(Exception, match="recompile_limit"):
+def test_the_compiler_s_settings_are_as_before(light_compiler) -> None:
+    def settings() -> dict[str, object]:
+        return {name: getattr(torch._dynamo.config, name) for name in parts.DYNAMO}
+
+    before = settings()
+    assert before != parts.DYNAMO
+    FastParts(4, CPU).encode(small(), torch.randn(4, 3, 8, 8, dtype=torch.float64))
+    assert settings() == before
+
+
+def test_running_out_of_variants_is_an_error(light_compiler, monkeypatch) -> None:
+    encoder, fast_parts = small(), FastParts(4, CPU)
+    monkeypatch.setitem(parts.DYNAMO, "recompile_limit", 1)
+    with pytest.raises(Exception, match="recompile_limit"):
         for size in (8, 10, 12):
-            parts.encode(encoder, torch.randn(4, 3, size, size, dtype=torch.float64))
+            fast_parts.encode(encoder, torch.randn(4, 3, size, size, dtype=torch.float64))
 
 
 @pytest.mark.slow
@@ -189,7 +201,7 @@ def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, met
 
         def look(self) -> tuple:
             trains = tuple(parameter.requires_grad for parameter in run.model.parameters())
-            return trains, fast_parts.variant(run.model), tuple(map(id, run.method.parameters()))
+            return trains, module_variant(run.model), tuple(map(id, run.method.parameters()))
 
         def rebuild(self, variant: str, addresses: engine.Addresses = (), pieces: object = None) -> None:
             self.shape = self.look()
@@ -217,9 +229,9 @@ def test_an_encoder_that_cannot_be_compiled_says_so(light_compiler) -> None:
             return x.mean((2, 3))
 
     odd = nn.Sequential(nn.Conv2d(3, 4, 3), Odd())
-    parts = fast_parts.FastParts(batch=4)
+    fast_parts = FastParts(4, CPU)
     with pytest.raises(UserError, match=r"Sequential cannot be compiled \(.*\); use --training.engine eager"):
-        parts.encode(odd, torch.randn(4, 3, 8, 8))
+        fast_parts.encode(odd, torch.randn(4, 3, 8, 8))
 
 
 class Blocks(nn.Module):
@@ -238,9 +250,9 @@ def test_repeated_blocks_are_compiled_once_for_all(light_compiler) -> None:
     torch.manual_seed(0)
     plain = Blocks().double()
     fast, views = copy.deepcopy(plain), list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64))
-    blocks = fast_parts.repeated_blocks(fast)
+    blocks = parts.repeated_blocks(fast)
     assert blocks == list(fast.blocks)
-    parts = fast_parts.FastParts(batch=4)
+    fast_parts = FastParts(4, CPU)
     freezers = [Freezer(encoder, example=views[0]) for encoder in (plain, fast)]
     names = [unit.name for unit in freezers[0].units]
     made = []
@@ -249,7 +261,7 @@ def test_repeated_blocks_are_compiled_once_for_all(light_compiler) -> None:
             freezer.thaw()
             freezer.freeze(frozen)
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        torch.testing.assert_close(gradients(fast, views, parts), gradients(plain, views), rtol=0, atol=1e-10)
+        torch.testing.assert_close(gradients(fast, views, fast_parts), gradients(plain, views), rtol=0, atol=1e-10)
         made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
     # A trained block; a frozen one with a gradient through it; nothing for the next block; one that no gradient enters.
     assert made[:3] == [1, 1, 0] and made[4] <= 1
@@ -259,18 +271,18 @@ def test_repeated_blocks_are_compiled_once_for_all(light_compiler) -> None:
 def test_compiled_blocks_keep_their_hooks_and_what_their_owner_compiled(light_compiler) -> None:
     torch.manual_seed(0)
     encoder, images = Blocks().double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
-    fast_parts.FastParts(batch=4).encode(encoder, images)  # the code of blocks without hooks is there
+    FastParts(4, CPU).encode(encoder, images)  # the code of blocks without hooks is there
     encoder.blocks[0].register_forward_hook(lambda block, given, made: made + 1)
     encoder.blocks[1].register_forward_pre_hook(lambda block, given: (2 * given[0],))
     encoder.blocks[2].compile(backend="eager")
     own = encoder.blocks[2]._compiled_call_impl
-    parts = fast_parts.FastParts(batch=4)
-    torch.testing.assert_close(parts.encode(encoder, images), encoder(images), rtol=0, atol=1e-12)
+    fast_parts = FastParts(4, CPU)
+    torch.testing.assert_close(fast_parts.encode(encoder, images), encoder(images), rtol=0, atol=1e-12)
     assert [block._compiled_call_impl for block in encoder.blocks] == [None, None, own]
     whole = nn.Sequential(nn.Flatten(), nn.Linear(192, 4)).double()
     whole.register_forward_hook(lambda module, given, made: 3 * made)
-    assert not fast_parts.repeated_blocks(whole)
-    torch.testing.assert_close(parts.encode(whole, images), whole(images), rtol=0, atol=1e-12)
+    assert not parts.repeated_blocks(whole)
+    torch.testing.assert_close(fast_parts.encode(whole, images), whole(images), rtol=0, atol=1e-12)
 
 
 def test_a_block_that_branches_on_its_values_names_the_way_out(light_compiler) -> None:
@@ -280,7 +292,7 @@ def test_a_block_that_branches_on_its_values_names_the_way_out(light_compiler) -
 
     encoder = nn.Sequential(nn.Flatten(), *(Branches(nn.Linear(12, 12)) for _ in range(2)))
     with pytest.raises(UserError, match=r"Branches cannot be compiled .*; use --training.engine eager"):
-        fast_parts.FastParts(batch=4).encode(encoder, torch.randn(4, 3, 2, 2))
+        FastParts(4, CPU).encode(encoder, torch.randn(4, 3, 2, 2))
     assert all(block._compiled_call_impl is None for block in encoder[1:])
 
 
@@ -292,6 +304,18 @@ def test_whether_images_are_encoded_apart_is_found_by_trying(layer: nn.Module, r
     assert not encoder.training
     assert not is_rowwise(nn.Sequential(encoder, nn.BatchNorm1d(4)), torch.empty(1, 3, 2, 2))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_auto_takes_bf16_where_the_gpu_has_it(monkeypatch, has_bf16: bool) -> None:
+    """Not where PyTorch would emulate it, as on a T4."""
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16
+    )
+    gpu = torch.device("cuda")
+    assert engine.choose_dtype("auto", gpu) is (torch.bfloat16 if has_bf16 else torch.float32)
+    assert engine.choose_dtype("auto", CPU) is engine.choose_dtype("fp32", gpu) is torch.float32
+    assert engine.choose_dtype("bf16", gpu) is engine.choose_dtype("bf16", CPU) is torch.bfloat16
 
 
 def test_engine_choice() -> None:
@@ -407,9 +431,9 @@ def test_a_step_of_pieces_that_ran_before_is_captured_at_once(steps) -> None:
 
 def test_the_pieces_of_a_step_tell_where_gradients_flow() -> None:
     def of(*frozen: str) -> frozenset:
-        encoder = small()
-        Freezer(encoder, example=torch.randn(2, 3, 8, 8, dtype=torch.float64)).freeze(frozen)
-        return fused_resnet.pieces(encoder)
+        encoder = small().float()
+        Freezer(encoder, example=torch.randn(2, 3, 8, 8)).freeze(frozen)
+        return step_pieces(encoder)
 
     names = [unit.name for unit in find_units(small(), torch.randn(2, 3, 8, 8, dtype=torch.float64))]
     first, *middle, last = names
@@ -507,15 +531,15 @@ def test_the_new_task_s_gradient_has_the_arithmetic_of_a_step(tiny, monkeypatch)
 
 def test_variants_tell_apart_what_is_frozen_how() -> None:
     encoder, images = small(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    names = {fast_parts.variant(encoder)}
+    names = {module_variant(encoder)}
     for save_memory in (True, False):
         freezer = Freezer(encoder, example=images, save_memory=save_memory)
         for count in (1, 2, 3):
             freezer.freeze(FROZEN[:count])
-            names.add(fast_parts.variant(encoder))
+            names.add(module_variant(encoder))
         freezer.thaw()
     assert len(names) == 7
-    assert fast_parts.variant(encoder) in names
+    assert module_variant(encoder) in names
 
 
 class Tape(TorchDispatchMode):
@@ -557,7 +581,7 @@ class TapedEngine(engine.CapturedEngine):
         self.run, self.did = run, []
 
     def uncaptured(self, batch):
-        self.did.append((self.run.position.task, "run"))
+        self.did.append((self.run.progress.position.task, "run"))
         return self.body(batch)
 
     def capture(self, mine, batch):
@@ -569,7 +593,7 @@ class TapedEngine(engine.CapturedEngine):
         with torch.no_grad():
             for tensor, value in zip(held, before, strict=True):
                 tensor.detach().copy_(value)
-        self.did.append((self.run.position.task, "capture"))
+        self.did.append((self.run.progress.position.task, "capture"))
         mine.batch, mine.graph = batch, tape
 
 
@@ -654,11 +678,11 @@ def test_gradients_for_the_ratios_are_replayed(tiny, recording, monkeypatch, obj
 
     class Noted(TapedEngine):
         def uncaptured(self, batch):
-            sampled.extend([(self.run.position.task, "run")] * (self.run.trainer.sampled is not None))
+            sampled.extend([(self.run.progress.position.task, "run")] * (self.run.trainer.sampled is not None))
             return super().uncaptured(batch)
 
         def capture(self, mine, batch):
-            sampled.extend([(self.run.position.task, "capture")] * (self.run.trainer.sampled is not None))
+            sampled.extend([(self.run.progress.position.task, "capture")] * (self.run.trainer.sampled is not None))
             super().capture(mine, batch)
 
     monkeypatch.setitem(globals(), "TapedEngine", Noted)
@@ -678,9 +702,9 @@ def test_replayed_graphs_with_another_optimizer(tiny, recording, monkeypatch, op
 
 @pytest.mark.parametrize("policy", ["ascending", "correlation"])
 def test_replayed_graphs_of_units_that_stay_frozen(tiny, recording, monkeypatch, policy: str) -> None:
-    """Where the final share grows over the stream, and a task begins with units frozen."""
-    over_stream = {"freezing__final": 0.34, "freezing__stream_final": 0.67, "freezing__thaw": "needed"}
-    config = small_config(tiny, "simsiam", "lump", **over_stream, freezing__policy=policy)
+    """Where a task begins with units frozen."""
+    keep = {"freezing__final": 0.67, "freezing__thaw": "needed"}
+    config = small_config(tiny, "simsiam", "lump", **keep, freezing__policy=policy)
     plain, taped = trained_both_ways(config, monkeypatch)
     assert_same_run(plain, taped)
     assert plain.freezing.log == taped.freezing.log

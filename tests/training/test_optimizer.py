@@ -246,14 +246,14 @@ def test_adamw_trains_freezes_and_resumes_to_the_same_bits(tiny, tmp_path) -> No
 
 def stop_after(run: Run, position: tuple[int, int]) -> None:
     """Ask the run to stop when it has come so far (task, epoch)."""
-    pause = run.pause
+    save_or_stop = run.save_or_stop
 
     def stop() -> None:
-        if (run.position.task, run.position.epoch) == position and run.position.step == 0:
+        if (run.progress.position.task, run.progress.position.epoch) == position and run.progress.position.step == 0:
             run.signals.asked = 15
-        pause()
+        save_or_stop()
 
-    run.pause = stop
+    run.save_or_stop = stop
     with pytest.raises(Stopped):
         run.train()
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
 from ptlf.run.loop import Run
+from ptlf.training.checkpoint import Position
 from ptlf.views import apply_view, draw
 
 pytestmark = pytest.mark.slow
@@ -54,7 +55,7 @@ class Loop:
     """Tasks of six steps, from where the run starts."""
 
     def __init__(self, run: Run) -> None:
-        self.config, self.view_specs, self.size = run.config, run.view_specs, run.view_size
+        self.config, self.view_specs, self.size = run.config, run.components.view_specs, run.components.view_size
         self.model = deepcopy(run.model).train()
         self.encoder, self.heads = self.model.encoder, self.model.objective
         self.predictor = deepcopy(getattr(run.method, "predictor", nn.Identity()))
@@ -256,7 +257,10 @@ def ratios_by_hand(
     for _ in range(settings.batches):
         chosen = task[torch.randperm(len(task), generator=generator)[: run.config.training.batch]]
         images, uniforms = torch.from_numpy(run.stream.data.train.pixels[chosen]), draw(len(chosen), generator)
-        views = [apply_view(images, u, view, run.view_size) for u, view in zip(uniforms, run.view_specs, strict=True)]
+        views = [
+            apply_view(images, u, view, run.components.view_size)
+            for u, view in zip(uniforms, run.components.view_specs, strict=True)
+        ]
         loss = simsiam(model.objective, *(model.objective.projector(encoder(view)) for view in views))
         for name, layer in layers.items():
             gradients[name] += torch.autograd.grad(loss, layer.weight, retain_graph=True)[0].double().numpy()
@@ -279,23 +283,23 @@ def test_ratios_of_a_run_equal_those_by_hand(tiny, batch_statistics: bool) -> No
         freezing__batch_statistics=batch_statistics,
     )
     run = Run(config)
-    twin, original = deepcopy(run.model), run.correlate
+    twin, original = deepcopy(run.model), run.evaluator.correlate
     past: list[Tensor] = []
     expected: list[dict[str, float]] = []
 
-    def correlate(indices: np.ndarray):
+    def correlate(at: Position, indices: np.ndarray):
         past.append(run.method.memory.images[: len(run.method.memory)].clone())
         twin.load_state_dict(run.model.state_dict())
         generator = torch.Generator()
-        generator.set_state(run.random["correlation"].get_state())
+        generator.set_state(run.components.random["correlation"].get_state())
         expected.append(ratios_by_hand(run, twin, list(run.freezing.freezer.frozen), past[0], generator))
         run.model.eval()  # as a probe may leave it
         before = state(run.model, run.method)
-        ratios = original(indices)
+        ratios = original(at, indices)
         assert all(torch.equal(value, before[name]) for name, value in state(run.model, run.method).items())
         return ratios
 
-    run.correlate = correlate
+    run.evaluator.correlate = correlate
     (entry,) = run.train()["freezing"]
     assert not torch.equal(past[0], past[1])
     found = [entry["ratios"], *entry["ratios_by_epoch"].values()]

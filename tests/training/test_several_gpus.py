@@ -93,7 +93,7 @@ class Both:
 @pytest.mark.parametrize("views", [1, 2])
 def test_statistics_far_from_zero_keep_their_digits(monkeypatch, views: int) -> None:
     """Channels with means of 300 deviations, another one on each process, against batch norm in float64."""
-    from ptlf.training import triton_bn
+    from ptlf.kernels.norm import norm_relu
 
     torch.manual_seed(0)
     x = torch.randn(2, views, 4, 8, 4, 4, dtype=torch.float64)  # (processes, views, rows, C, H, W)
@@ -114,7 +114,7 @@ def test_statistics_far_from_zero_keep_their_digits(monkeypatch, views: int) -> 
         norm.weight.data.copy_(plain.weight)
         norms.append(norm)
         mine = x[rank].flatten(0, 1).to(DEVICE, memory_format=torch.channels_last).requires_grad_()
-        out, _ = triton_bn.norm_relu(mine, norm)
+        out, _ = norm_relu(mine, norm)
         (out * given[rank].flatten(0, 1).to(DEVICE)).sum().backward()
         return out.detach().cpu(), mine.grad.cpu()
 

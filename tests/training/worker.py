@@ -154,7 +154,7 @@ def train(name: str) -> dict[str, Any]:
             unit.name: sum(p.numel() * p.element_size() for p in unit.parameters())
             for unit in run.freezing.freezer.units
         },
-        "random": run.random.state_dict(),
+        "random": run.components.random.state_dict(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Training forward of our ResNets with the Triton kernels of `ptlf.training.triton_bn`, `triton_pool`, `triton_stem`.
+"""Training forward of our ResNets with the kernels of `norm` and `stem`.
 
 Compared with torch.compile it makes fewer passes over memory, and compiles nothing when a unit freezes or thaws.
 """
@@ -13,10 +13,18 @@ from torch.autograd.function import once_differentiable
 
 from ptlf.encoders.norm import ViewBatchNorm2d, is_usual
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
-from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, fold, frozen_conv2d
+from ptlf.freezing.kernels import (
+    EvalMode,
+    ForwardPatch,
+    FrozenLayer,
+    MaskedReLU,
+    fold,
+    frozen_conv2d,
+    replaced_forward,
+)
+from ptlf.kernels import weight_gradients
+from ptlf.kernels.weight_gradients import Pair
 from ptlf.methods.pnn import Columns
-from ptlf.training import weight_gradients
-from ptlf.training.weight_gradients import Pair
 
 Twice = tuple[Tensor, Tensor]  # the same activations twice: for the next layer and for the shortcut
 Term = Tensor | None  # (N, C, H, W) or (C,), added before the ReLU
@@ -36,9 +44,11 @@ def used_columns(encoder: Columns) -> list[nn.Module]:
 
 
 def is_plain(network: nn.Module, *, training: bool) -> bool:
-    if type(network) is not ResNet or not all(type(block) in (BasicBlock, Bottleneck) for block in blocks(network)):
+    if type(network) is not ResNet or not all(
+        type(block) in (BasicBlock, Bottleneck) for block in residual_blocks(network)
+    ):
         return False
-    return all(norm.training is training and is_standard(layer, norm) for layer, norm in units(network))
+    return all(norm.training is training and is_standard(layer, norm) for layer, norm in conv_norm_pairs(network))
 
 
 def is_standard(layer: nn.Conv2d, norm: nn.Module) -> bool:
@@ -46,35 +56,38 @@ def is_standard(layer: nn.Conv2d, norm: nn.Module) -> bool:
         return False
     if (layer.dilation, layer.groups, layer.padding_mode) != ((1, 1), 1, "zeros"):
         return False
-    patches = [module.__dict__["forward"] for module in (layer, norm) if "forward" in module.__dict__]
-    return is_usual(norm) and all(isinstance(patch, ForwardPatch) for patch in patches)
+    patches = [replaced_forward(layer), replaced_forward(norm)]
+    return is_usual(norm) and all(patch is None or isinstance(patch, ForwardPatch) for patch in patches)
 
 
-def blocks(encoder: ResNet) -> list[Block]:
+def residual_blocks(encoder: ResNet) -> list[Block]:
     return encoder.segments()[1:]  # type: ignore[return-value]
 
 
-def units(encoder: ResNet) -> list[Layers]:
+def conv_norm_pairs(encoder: ResNet) -> list[Layers]:
     found: list[Layers] = [(encoder.stem.conv, encoder.stem.bn)]
-    for block in blocks(encoder):
-        found += [layers for layers, _ in branch(block)]
+    for block in residual_blocks(encoder):
+        found += [layers for layers, _ in residual_branch(block)]
         if isinstance(block.shortcut, nn.Sequential):
             found.append(tuple(block.shortcut))  # type: ignore[arg-type]
     return found
 
 
-def pieces(encoder: nn.Module) -> frozenset[Hashable]:
+def step_pieces(encoder: nn.Module) -> frozenset[Hashable] | None:
     """What decides the kernels of each module in a step: whether it trains or is replaced, and the first module that
-    trains, because only after it a gradient flows. Upstream of a module is all that is listed before its block."""
+    trains, because only after it a gradient flows. Upstream of a module is all that is listed before its block. None
+    for an encoder that is not fused."""
+    if not can_fuse(encoder):
+        return None
     entries = [
-        (type(m.__dict__.get("forward")), *(p.requires_grad for p in m._parameters.values() if p is not None))
+        (type(replaced_forward(m)), *(p.requires_grad for p in m._parameters.values() if p is not None))
         for m in encoder.modules()
     ]
     first = next((index for index, entry in enumerate(entries) if any(entry[1:])), None)
     return frozenset((index, entry, first) for index, entry in enumerate(entries))
 
 
-def branch(block: Block) -> list[tuple[Layers, nn.ReLU]]:
+def residual_branch(block: Block) -> list[tuple[Layers, nn.ReLU]]:
     """The (convolution, norm) pairs and ReLUs of the block's residual branch, in order."""
     found = [((block.conv1, block.bn1), block.relu1), ((block.conv2, block.bn2), block.relu2)]
     return [*found, ((block.conv3, block.bn3), block.relu3)] if isinstance(block, Bottleneck) else found
@@ -82,36 +95,31 @@ def branch(block: Block) -> list[tuple[Layers, nn.ReLU]]:
 
 def folded(layer: nn.Module) -> FrozenLayer | None:
     """The frozen layer's patch, if its norm is folded in."""
-    patch = layer.__dict__.get("forward")
+    patch = replaced_forward(layer)
     return patch if isinstance(patch, FrozenLayer) and patch.weight is not None else None
 
 
-def is_small_pool(pool: nn.Module) -> bool:
-    """Whether it is the ImageNet stem's, for which there are kernels."""
-    settings = [getattr(pool, name, None) for name in ("kernel_size", "stride", "padding", "dilation", "ceil_mode")]
-    return type(pool) is nn.MaxPool2d and settings == [3, 2, 1, 1, False] and not pool.return_indices
+def folded_tensors(model: nn.Module) -> list[Tensor]:
+    """Weights and biases of all frozen layers that a norm is folded into: a captured step reads them."""
+    return [tensor for module in model.modules() if (patch := folded(module)) for tensor in patch.tensors()]
 
 
-def forward(encoder: nn.Module, images: Tensor) -> Tensor:
+def fused_forward(encoder: nn.Module, images: Tensor) -> Tensor:
     """`encoder(images)` in train mode."""
     dtype = images.dtype
     if torch.is_autocast_enabled(images.device.type):
         dtype = torch.get_autocast_dtype(images.device.type)
     with torch.autocast(images.device.type, enabled=False):
         if not isinstance(encoder, Columns):
-            return features(encoder, images, dtype)  # type: ignore[arg-type]
+            return _MeanPool.apply(Forward(encoder, dtype).stages(images)[-1])  # type: ignore[arg-type]
         maps: list[list[Tensor]] = []  # by column, by stage
         for index, column in enumerate(used_columns(encoder)):
             with torch.set_grad_enabled(torch.is_grad_enabled() and index == encoder.current):
                 maps.append(Forward(column, dtype).stages(images, encoder.laterals[index], maps))  # type: ignore[arg-type]
-        return _Pool.apply(maps[-1][-1])
+        return _MeanPool.apply(maps[-1][-1])
 
 
-def features(encoder: ResNet, images: Tensor, dtype: torch.dtype) -> Tensor:
-    return _Pool.apply(Forward(encoder, dtype).stages(images)[-1])
-
-
-class _Pool(torch.autograd.Function):
+class _MeanPool(torch.autograd.Function):
     """The mean over the pixels, (N, C, H, W) to (N, C). Its gradient is made channels-last at once; autograd's is
     divided after it was expanded, and then copied to that layout."""
 
@@ -135,23 +143,19 @@ class Forward:
     """
 
     def __init__(self, encoder: ResNet, dtype: torch.dtype) -> None:
-        from ptlf.training import triton_bn, triton_pool, triton_stem  # need Triton
+        from ptlf.kernels import norm, stem  # need Triton
 
         self.encoder, self.dtype = encoder, dtype
-        self.kernels, self.pool_kernels, self.layouts = triton_bn, triton_pool, triton_stem
+        self.kernels, self.patches = norm, stem.patches
         weights: dict[nn.Conv2d, Tensor] = {}
         self.biases: dict[nn.Conv2d, Tensor] = {}  # float32
-        for layer, norm in units(encoder):
+        for layer, bn in conv_norm_pairs(encoder):
             if (frozen := folded(layer)) is not None:
                 weights[layer], self.biases[layer] = frozen.tensors()
-            elif norm.training:
+            elif bn.training:
                 weights[layer] = layer.weight
             else:
-                weights[layer], self.biases[layer] = fold(layer, norm)
-        first = encoder.stem.conv
-        self.on_squares = first if triton_stem.takes_squares(first) else None
-        if self.on_squares is not None:
-            weights[first] = triton_stem.weight_on_squares(weights[first])
+                weights[layer], self.biases[layer] = fold(layer, bn)
         self.weights = self.cast(weights)
         self.cast_biases = self.cast(self.biases)
 
@@ -182,22 +186,15 @@ class Forward:
     def stem(self, stem: Stem, images: Tensor) -> Twice:
         if stem.conv.kernel_size == (3, 3):
             return self.small_stem(stem, images)
-        if self.on_squares is not None:
-            images = self.layouts.squares(images, self.dtype)
-        else:
-            images = images.to(self.dtype, memory_format=torch.channels_last)
-        batch_norm = stem.conv not in self.biases and not isinstance(stem.bn.__dict__.get("forward"), EvalMode)
-        if batch_norm and is_small_pool(stem.pool):
-            return self.pool_kernels.norm_relu_pool(self.convolve(stem.conv, images), stem.bn)
+        images = images.to(self.dtype, memory_format=torch.channels_last)
         x, _ = self.unit((stem.conv, stem.bn), stem.relu, images)
-        plain = x.requires_grad or not is_small_pool(stem.pool)
-        pooled = stem.pool(x) if plain else self.pool_kernels.pool(x)[0]
+        pooled = stem.pool(x)
         return pooled, pooled
 
     def small_stem(self, stem: Stem, images: Tensor) -> Twice:
         """A 3x3 convolution is computed as a matrix product: with three input channels it takes half cuDNN's time."""
         n, _, height, width = images.shape
-        rows, bias = self.layouts.patches(images, self.dtype), self.cast_biases.get(stem.conv)
+        rows, bias = self.patches(images, self.dtype), self.cast_biases.get(stem.conv)
         weight = F.pad(self.weights[stem.conv].flatten(1), (0, rows.shape[1] - 27))
         # _addmm_activation is rows @ weight.T + bias with a ReLU in one kernel.
         x = F.linear(rows, weight) if bias is None else torch._addmm_activation(bias, rows, weight.T)
@@ -206,7 +203,7 @@ class Forward:
 
     def block(self, block: Block, x: Twice) -> Twice:
         y, skip = x
-        *first, (last, last_relu) = branch(block)
+        *first, (last, last_relu) = residual_branch(block)
         for layers, relu in first:
             y, _ = self.unit(layers, relu, y)
         extra = None
@@ -220,29 +217,27 @@ class Forward:
     def unit(self, layers: Layers, relu: nn.ReLU, x: Tensor, residual: Term = None, extra: Term = None) -> Twice:
         """relu(norm(layer(x)) + extra + residual)"""
         layer, norm = layers
-        as_bits = isinstance(relu.__dict__.get("forward"), MaskedReLU)
+        as_bits = isinstance(replaced_forward(relu), MaskedReLU)
         if layer not in self.biases:
             return self.norm_relu(self.convolve(layer, x), norm, residual, extra, as_bits=as_bits)
         bias = self.cast_biases[layer] if extra is None else (self.biases[layer] + extra).to(self.dtype)
-        return self.kernels.FrozenConvReLU.apply(x, self.weights[layer], bias, residual, *self.settings(layer), as_bits)
+        settings = (layer.stride, layer.padding, as_bits)
+        return self.kernels.FrozenConvReLU.apply(x, self.weights[layer], bias, residual, *settings)
 
     def convolve(self, layer: nn.Conv2d, x: Tensor) -> Tensor:
         """Without the bias. A FrozenLayer saves only its weight for backward."""
-        weight, settings = self.weights[layer], self.settings(layer)
-        if isinstance(layer.__dict__.get("forward"), FrozenLayer):
+        weight = self.weights[layer]
+        settings: tuple[Pair, Pair] = layer.stride, layer.padding  # type: ignore[assignment]
+        if isinstance(replaced_forward(layer), FrozenLayer):
             return frozen_conv2d(x, weight, None, *settings)
         beside = weight.requires_grad and weight.dtype is not layer.weight.dtype  # then `cast` joins them
         return weight_gradients.conv2d(x, weight, *settings) if beside else F.conv2d(x, weight, None, *settings)
-
-    def settings(self, layer: nn.Conv2d) -> tuple[Pair, Pair]:
-        """Stride and padding that its weight in `weights` is for."""
-        return self.layouts.ON_SQUARES if layer is self.on_squares else (layer.stride, layer.padding)  # type: ignore[return-value]
 
     def norm_relu(
         self, x: Tensor, norm: ViewBatchNorm2d, residual: Term = None, extra: Term = None,
         *, relu: bool = True, as_bits: bool = False,
     ) -> Twice:  # fmt: skip
-        if not isinstance(norm.__dict__.get("forward"), EvalMode):
+        if not isinstance(replaced_forward(norm), EvalMode):
             return self.kernels.norm_relu(x, norm, residual, extra, relu=relu, as_bits=as_bits)
         x = norm(x)  # frozen but not folded: plain PyTorch
         for term in (residual, None if extra is None else extra.to(x.dtype).view(-1, 1, 1)):

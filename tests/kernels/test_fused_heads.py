@@ -10,13 +10,13 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+
 from ptlf.core.batch import Batch
-from ptlf.objectives import objective
+from ptlf.kernels import FastParts, parts
+from ptlf.kernels.heads import FusedMLP, FusedNegativeCosine, fuse_heads
+from ptlf.objectives import MLP, each_view, mlp
 from ptlf.objectives.byol import BYOL, BYOLConfig
-from ptlf.objectives.objective import mlp
 from ptlf.objectives.simsiam import SimSiam, SimSiamConfig
-from ptlf.training import fused_heads
-from ptlf.training.fast_parts import FastParts
 
 pytestmark = [pytest.mark.gpu(emulated=True)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,8 +26,8 @@ HEADS = {
     "no norm": lambda: mlp(6, 9, 5, norm=False),
     "three layers": lambda: mlp(6, 40, 40, 5),
     "one linear layer": lambda: nn.Linear(6, 5),
-    "an unknown layer": lambda: nn.Sequential(nn.Linear(6, 5), Centred()),
-    "a norm without weights": lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, affine=False)),
+    "an unknown layer": lambda: MLP(nn.Linear(6, 5), Centred()),
+    "a norm without weights": lambda: MLP(nn.Linear(6, 5), nn.BatchNorm1d(5, affine=False)),
 }
 
 
@@ -51,7 +51,11 @@ def views_of(count: int, rows: int = 7) -> list[torch.Tensor]:
     return [(3 * number + 1) * view + number for number, view in enumerate(drawn)]
 
 
-def outcome(head: nn.Module, views: list[torch.Tensor], each_view) -> tuple[list, list, dict, dict]:
+def fused(head: nn.Module) -> nn.Module:
+    return fuse_heads(holder := nn.ModuleList([copy.deepcopy(head)])) or holder[0]
+
+
+def outcome(head: nn.Module, views: list[torch.Tensor]) -> tuple[list, list, dict, dict]:
     views = [view.clone().requires_grad_() for view in views]
     outputs = each_view(head, views)
     sum((output.sin() * (number + 1)).sum() for number, output in enumerate(outputs)).backward()
@@ -69,16 +73,15 @@ def test_heads_are_those_of_pytorch(name: str, count: int, training: bool) -> No
         if isinstance(layer, nn.BatchNorm1d) and layer.affine:
             nn.init.uniform_(layer.weight, 0.3, 1.5)
             nn.init.uniform_(layer.bias, -1, 1)
-    outcome(head, views_of(2), objective.each_view)  # running statistics other than the initial ones
+    outcome(head, views_of(2))  # running statistics other than the initial ones
     head.zero_grad()
     head.train(training)
-    plain = outcome(copy.deepcopy(head), views_of(count), objective.each_view)
-    with objective.through(fused_heads):
-        fused = outcome(copy.deepcopy(head), views_of(count), objective.each_view)
-    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)  # the bias before a norm has a gradient of 0
+    plain = outcome(copy.deepcopy(head), views_of(count))
+    found = outcome(fused(head), views_of(count))
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)  # the bias before a norm has a gradient of 0
 
 
-class Doubled(nn.Sequential):
+class Doubled(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
 
@@ -88,26 +91,24 @@ class TenTimes(nn.BatchNorm1d):
         return 10 * super().forward(x)
 
 
-@pytest.mark.parametrize(
-    "head", [Doubled(*mlp(6, 9, 5)), nn.Sequential(nn.Linear(6, 5), TenTimes(5))], ids=["head", "norm"]
-)
-def test_a_forward_of_one_s_own_is_called(head: nn.Sequential) -> None:
+@pytest.mark.parametrize("head", [Doubled(*mlp(6, 9, 5)), MLP(nn.Linear(6, 5), TenTimes(5))], ids=["head", "norm"])
+def test_a_forward_of_one_s_own_is_called(head: MLP) -> None:
     head = head.to(DEVICE)
-    torch.testing.assert_close(fused_heads.each_view(head, views_of(2)), [head(view) for view in views_of(2)])
+    torch.testing.assert_close(each_view(fused(head), views_of(2)), [head(view) for view in views_of(2)])
 
 
 def test_hooks_are_called_for_each_view() -> None:
-    head, called = mlp(6, 9, 5).to(DEVICE), []
+    head, called = fused(mlp(6, 9, 5).to(DEVICE)), []
     for module in (head, head[1]):
         module.register_forward_hook(lambda module, given, out: called.append(len(out)))
-    fused_heads.each_view(head, views_of(2))
+    each_view(head, views_of(2))
     assert called == [7, 7, 7, 7]
 
 
 def test_views_of_different_sizes_stay_apart() -> None:
-    head = mlp(6, 9, 5).to(DEVICE)
+    head = fused(mlp(6, 9, 5).to(DEVICE))
     views = [views_of(2)[0], views_of(2)[1][:3]]
-    assert [len(rows) for rows in fused_heads.each_view(head, views)] == [7, 3]
+    assert [len(rows) for rows in each_view(head, views)] == [7, 3]
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5), (4, 5)], ids=["three dimensions", "half precision"])
@@ -115,14 +116,14 @@ def test_other_cosines_are_left_to_pytorch(shape: tuple[int, ...]) -> None:
     x, y = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     if len(shape) == 2:
         x, y = x.bfloat16(), y.bfloat16()
-    torch.testing.assert_close(fused_heads.negative_cosine(x, y), -torch.cosine_similarity(x, y, dim=1).mean())
+    torch.testing.assert_close(FusedNegativeCosine()(x, y), -torch.cosine_similarity(x, y, dim=1).mean())
 
 
 def test_rows_of_a_norm_s_kernel_are_those_of_its_view() -> None:
     """Statistics over both views would give another result."""
-    head = mlp(6, 9, 5).to(DEVICE)
+    head = fused(mlp(6, 9, 5).to(DEVICE))
     views = views_of(2)
-    apart = fused_heads.each_view(head, views)
+    apart = each_view(head, views)
     assert not torch.allclose(torch.cat(apart), head(torch.cat(views)), atol=1e-2)
 
 
@@ -133,7 +134,7 @@ def test_cosines_are_those_of_pytorch(width: int) -> None:
     x[1], y[2], x[3] = 0, 0, x[3] * 1e-10  # nothing to divide by
     x[4] = 2 * y[4]
     found, expected = x.clone().requires_grad_(), x.double().requires_grad_()
-    loss, true = fused_heads.negative_cosine(found, y), -torch.cosine_similarity(expected, y.double(), dim=1).mean()
+    loss, true = FusedNegativeCosine()(found, y), -torch.cosine_similarity(expected, y.double(), dim=1).mean()
     (3 * loss).backward()
     (3 * true).backward()
     torch.testing.assert_close(loss.double(), true, rtol=1e-6, atol=1e-7)
@@ -144,13 +145,12 @@ def test_cosines_are_those_of_pytorch(width: int) -> None:
 def test_a_target_that_trains_gets_its_gradient() -> None:
     x, y = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     y.requires_grad_()
-    fused_heads.negative_cosine(x, y).backward()
+    FusedNegativeCosine()(x, y).backward()
     assert y.grad is not None and y.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("kind", [(SimSiam, SimSiamConfig), (BYOL, BYOLConfig)], ids=["simsiam", "byol"])
-def test_an_objective_s_loss_and_gradients(kind, monkeypatch) -> None:
-    """Through the accelerator, as in a step on a GPU."""
+def test_an_objective_s_loss_and_gradients(kind) -> None:
     torch.manual_seed(0)
     made, config = kind
     settings = {"projection": 8, **({"bottleneck": 4} if made is SimSiam else {"hidden": 8})}
@@ -162,10 +162,9 @@ def test_an_objective_s_loss_and_gradients(kind, monkeypatch) -> None:
     for fast in (False, True):
         two, given = copy.deepcopy(one), [view.clone().requires_grad_() for view in views]
         if fast:
-            with objective.through(fused_heads):
-                loss = two.loss(given, batch)
-        else:
-            loss = two.loss(given, batch)
+            fuse_heads(two)
+            assert isinstance(two.projector, FusedMLP) and isinstance(two.negative_cosine, FusedNegativeCosine)
+        loss = two.loss(given, batch)
         loss.backward()
         results.append((loss.detach(), [view.grad for view in given], [p.grad for p in two.parameters()]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=2e-5)
@@ -173,6 +172,7 @@ def test_an_objective_s_loss_and_gradients(kind, monkeypatch) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_of_a_head_is_compiled(monkeypatch) -> None:
-    monkeypatch.setattr("ptlf.training.fast_parts.compiled", lambda function: pytest.fail(f"{function} is compiled"))
-    head = mlp(6, 9, 5).to(DEVICE)
-    assert len(FastParts(7)(objective.each_view, head, views_of(2))) == 2
+    monkeypatch.setattr(parts, "compiled", lambda function: pytest.fail(f"{function} is compiled"))
+    fast, heads = FastParts(7, DEVICE), nn.ModuleList([mlp(6, 9, 5).to(DEVICE)])
+    fast.prepare(heads)
+    assert isinstance(heads[0], FusedMLP) and len(fast(each_view, heads[0], views_of(2))) == 2

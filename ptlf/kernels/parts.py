@@ -1,12 +1,10 @@
-"""The parts of a training step through faster code: heads, losses, augmentation, and the encoder.
+"""The parts of a training step in faster code: heads, losses, augmentation, and the encoder.
 
-On a GPU heads run through `ptlf.training.fused_heads`, and losses as they are: to compile them takes as long as it
-saves in a whole run. Views of up to 64 px are made by a Triton kernel, `ptlf.training.triton_views`; larger ones are
-compiled.
-On a GPU our residual networks run through `ptlf.training.fused_resnet`, where a freeze leaves nothing to compile. Of
-other encoders the repeated blocks are compiled: all blocks of a kind share their code, with a variant for each way
-their units freeze. An encoder without such blocks is compiled as a whole, once for every set of frozen units. Compiled
-code is reused for the rest of the process, and by the compiler's own cache on disk.
+On a GPU heads run in `heads` and our residual networks in `resnet`, where a freeze leaves nothing to compile. Losses
+run as they are: to compile them takes as long as it saves in a whole run.
+Views are compiled, and of other encoders the repeated blocks: all blocks of a kind share their code, with a variant for
+each way their units freeze. An encoder without such blocks is compiled as a whole, once for every set of frozen units.
+Compiled code is reused for the rest of the process, and by the compiler's own cache on disk.
 """
 
 import functools
@@ -22,12 +20,20 @@ from torch.utils._triton import has_triton
 
 from ptlf.core.errors import UserError
 from ptlf.encoders import norm
+from ptlf.freezing import replaced_forward
+from ptlf.kernels import resnet
 from ptlf.model import Accelerator
-from ptlf.objectives import objective
-from ptlf.training import fused_resnet
 from ptlf.views import apply_view
 
 BACKEND = "inductor"
+# A part has a variant per frozen set. Running out of variants must be an error, not a silent eager run. A block with
+# hooks does not share the code of one without.
+DYNAMO = {
+    "recompile_limit": 1024,
+    "accumulated_recompile_limit": 8192,
+    "fail_on_recompile_limit_hit": True,
+    "skip_nnmodule_hook_guards": False,
+}
 
 
 class FastParts(Accelerator):
@@ -36,24 +42,24 @@ class FastParts(Accelerator):
 
     takes_views_in_one_pass = staticmethod(norm.takes_views_in_one_pass)
 
-    def __init__(self, batch: int, *, channels_last: bool = False) -> None:
-        """channels_last: the layout of the views that the Triton kernel writes."""
-        self.batch, self.channels_last = batch, channels_last
-        # A part has a variant per frozen set. Running out of variants must be an error, not a silent eager run.
-        config = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, 1024)
-        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8192)
-        config.fail_on_recompile_limit_hit = True
-        config.skip_nnmodule_hook_guards = False  # a block with hooks does not share the code of one without
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.batch = batch
+        self.has_kernels = device.type == "cuda" and has_triton()
+
+    def prepare(self, module: nn.Module) -> None:
+        if self.has_kernels:
+            from ptlf.kernels.heads import fuse_heads  # needs Triton
+
+            fuse_heads(module)
 
     def encode(self, encoder: nn.Module, images: Tensor) -> Tensor:
-        if images.is_cuda and has_triton() and fused_resnet.can_fuse(encoder):
-            return fused_resnet.forward(encoder, images)
+        if self.has_kernels and resnet.can_fuse(encoder):
+            return resnet.fused_forward(encoder, images)
         if getattr(encoder, "segmented", False):
             return encoder(images, self.segment)
         if not (blocks := repeated_blocks(encoder)) or len(images) % self.batch:
             return self.segment(encoder, images)
-        with through(self.block, blocks):
+        with redirect_calls(self.block, blocks):
             return encoder(images)
 
     def segment(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -61,28 +67,19 @@ class FastParts(Accelerator):
 
     def block(self, module: nn.Module, *arguments: Any, **named: Any) -> Any:
         try:
-            return compiled(call_module)(module, variant(module), *arguments, **named)
+            return run_compiled(call_module, module, module_variant(module), *arguments, **named)
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
             why = str(error).strip().splitlines()[0]
             name = type(module).__name__
             raise UserError(f"{name} cannot be compiled ({why}); use --training.engine eager") from error
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        first = first_tensor(arguments)
-        if first.is_cuda and has_triton():
-            from ptlf.training import fused_heads, triton_views  # need Triton
-
-            if function is not apply_view:
-                with objective.through(fused_heads):
-                    return function(*arguments)
-            images, _, view, size = arguments
-            if triton_views.can_apply(images, view, size):
-                return triton_views.apply_view(*arguments, channels_last=self.channels_last)
-        if len(first) % self.batch:
+        as_it_is = self.has_kernels and function is not apply_view
+        if as_it_is or len(first_tensor(arguments)) % self.batch:
             return function(*arguments)
         if isinstance(function, MethodType):  # compile the function, so that the object can be freed
-            return compiled(function.__func__)(function.__self__, *arguments)
-        return compiled(function)(*arguments)
+            return run_compiled(function.__func__, function.__self__, *arguments)
+        return run_compiled(function, *arguments)
 
 
 def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
@@ -96,16 +93,16 @@ def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
 
 def repeated_blocks(encoder: nn.Module) -> list[nn.Module]:
     """The modules, made of others, that stand in a list beside another of their type; the innermost of them."""
-    found = []
+    repeated = []
     for parent in encoder.modules():
         if isinstance(parent, nn.Sequential | nn.ModuleList):
             kinds = Counter(type(child) for child in parent.children())
-            found += [child for child in parent.children() if kinds[type(child)] > 1 and any(child.children())]
-    return [block for block in found if not any(other in found for other in list(block.modules())[1:])]
+            repeated += [child for child in parent.children() if kinds[type(child)] > 1 and any(child.children())]
+    return [block for block in repeated if not any(other in repeated for other in list(block.modules())[1:])]
 
 
 @contextmanager
-def through(call: Callable[..., Any], modules: list[nn.Module]) -> Iterator[None]:
+def redirect_calls(call: Callable[..., Any], modules: list[nn.Module]) -> Iterator[None]:
     """Calls of these modules become `call(module, ...)`, by the attribute in which torch keeps compiled forwards."""
     before = {module: module._compiled_call_impl for module in modules}  # not None after `module.compile()`
     try:
@@ -118,16 +115,16 @@ def through(call: Callable[..., Any], modules: list[nn.Module]) -> Iterator[None
 
 
 def call_module(module: nn.Module, variant: str, *arguments: Any, **named: Any) -> Any:
-    """The module's hooks and forward; `module(...)` would look at what `through` has set."""
+    """The module's hooks and forward; `module(...)` would look at what `redirect_calls` has set."""
     return module._call_impl(*arguments, **named)
 
 
-def variant(module: nn.Module) -> str:
+def module_variant(module: nn.Module) -> str:
     """Which forwards below this module are replaced, and which parameters train. As an argument of the compiled
     function it separates what the compiler's own guards may not notice."""
     names = []
     for child in module.modules():
-        replaced = type(child.__dict__["forward"]).__name__ if "forward" in child.__dict__ else "-"
+        replaced = "-" if (forward := replaced_forward(child)) is None else type(forward).__name__
         trained = "".join("01"[p.requires_grad] for p in child._parameters.values() if p is not None)
         names.append(replaced + trained)
     return " ".join(names)
@@ -136,3 +133,9 @@ def variant(module: nn.Module) -> str:
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
+
+
+def run_compiled(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Compiles when it runs. The compiler's settings hold for this call alone."""
+    with torch._dynamo.config.patch(DYNAMO):
+        return compiled(function)(*arguments, **named)

@@ -1,4 +1,4 @@
-"""Heads, and the cosine between their outputs, through Triton kernels.
+"""Heads, and the cosine between their outputs, in Triton kernels.
 
 All views take one pass. Nothing is compiled by torch.compile, which would take many seconds before the first step.
 """
@@ -13,28 +13,41 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ptlf.encoders.norm import SharedBatchNorm1d, is_usual
-from ptlf.training.triton_bn import next_power_of_2, norm_relu
+from ptlf.freezing import replaced_forward
+from ptlf.kernels.norm import next_power_of_2, norm_relu
+from ptlf.objectives.heads import MLP, NegativeCosine
 
 EPS = tl.constexpr(1e-8)  # of torch.cosine_similarity: the least norm that is divided by
-WIDEST = 16384  # values of a vector, which one program holds
+MAX_WIDTH = 16384  # values of a vector, which one program holds
 
 
-def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
-    """The head's output for every view, each with its own batch statistics."""
-    layers = list(head.children())
-    known = type(head) is nn.Sequential and is_as_built(head) and all(is_known(layer) for layer in layers)
-    if not known or len({len(view) for view in views}) > 1:
-        return [head(view) for view in views]
-    x = torch.cat(list(views))
-    while layers:
-        layer = layers.pop(0)
-        if isinstance(layer, nn.BatchNorm1d) and layer.training:
-            relu = bool(layers) and isinstance(layers[0], nn.ReLU)
-            layers = layers[relu:]
-            x = norm_relu(x[:, :, None, None], layer, relu=relu, views=len(views))[0].flatten(1)
-        else:
-            x = layer(x)
-    return list(x.chunk(len(views)))
+def fuse_heads(module: nn.Module) -> None:
+    """Replace every MLP and cosine below the module by one that runs on the kernels, with the same layers."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is MLP:
+                setattr(parent, name, FusedMLP(*child))
+            elif type(child) is NegativeCosine:
+                setattr(parent, name, FusedNegativeCosine())
+
+
+class FusedMLP(MLP):
+    def each_view(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """All views in one pass."""
+        layers = list(self)
+        known = is_as_built(self) and all(is_known(layer) for layer in layers)
+        if not known or len({len(view) for view in views}) > 1:
+            return [self(view) for view in views]
+        x = torch.cat(list(views))
+        while layers:
+            layer = layers.pop(0)
+            if isinstance(layer, nn.BatchNorm1d) and layer.training:
+                relu = bool(layers) and isinstance(layers[0], nn.ReLU)
+                layers = layers[relu:]
+                x = norm_relu(x[:, :, None, None], layer, relu=relu, views=len(views))[0].flatten(1)
+            else:
+                x = layer(x)
+        return list(x.chunk(len(views)))
 
 
 def is_known(layer: nn.Module) -> bool:
@@ -48,16 +61,16 @@ def is_known(layer: nn.Module) -> bool:
 def is_as_built(module: nn.Module) -> bool:
     """Whether its forward is its class's own, and no hooks are registered."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return "forward" not in module.__dict__ and not any(hooks)
+    return replaced_forward(module) is None and not any(hooks)
 
 
-def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
-    """The mean of -cos(prediction, target) over the rows."""
-    rows = prediction.ndim == 2 and prediction.shape == target.shape and prediction.shape[1] <= WIDEST
-    exact = prediction.dtype is target.dtype is torch.float32
-    if target.requires_grad or not (rows and exact):
-        return -torch.cosine_similarity(prediction, target, dim=1).mean()
-    return -_Cosine.apply(prediction, target).mean()
+class FusedNegativeCosine(NegativeCosine):
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        rows = prediction.ndim == 2 and prediction.shape == target.shape and prediction.shape[1] <= MAX_WIDTH
+        exact = prediction.dtype is target.dtype is torch.float32
+        if target.requires_grad or not (rows and exact):
+            return super().forward(prediction, target)
+        return -_Cosine.apply(prediction, target).mean()
 
 
 class _Cosine(torch.autograd.Function):

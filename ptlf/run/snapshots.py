@@ -1,0 +1,292 @@
+"""A run's folder: its settings, checkpoints and results as the run goes, and the way back into a run from them."""
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+import ptlf
+from ptlf.core import processes
+from ptlf.core.errors import UserError
+from ptlf.core.files import write_whole
+from ptlf.core.randomness import global_state, set_global_state
+from ptlf.core.reading import damaged, reason
+from ptlf.core.settings import as_dict
+from ptlf.encoders.weights import KEY
+from ptlf.run.components import Components
+from ptlf.run.config import read_yaml, resume_command, to_yaml
+from ptlf.run.environment import environment, source_commit
+from ptlf.run.folder import ENCODER, START, save_encoder
+from ptlf.run.inference import card_of
+from ptlf.run.progress import Progress
+from ptlf.run.recipes import name_of
+from ptlf.run.record import Record
+from ptlf.run.results import SCHEMA, Json, append_line, keep_lines, write_json
+from ptlf.run.resume import Images, check_fits_run, check_same_run, check_state, check_threads, images_of_task
+from ptlf.run.start import save_start
+from ptlf.training.checkpoint import (
+    Checkpoints,
+    group_state,
+    load_group_state,
+    load_optimizer_state,
+    optimizer_state,
+)
+from ptlf.training.cost import Stopwatch
+from ptlf.training.trainer import EpochState
+
+
+class Snapshots:
+    """Only the first process writes, and only where the run has a folder."""
+
+    def __init__(self, components: Components, progress: Progress, record: Record, clock: Stopwatch) -> None:
+        self.components, self.progress, self.record, self.clock = components, progress, record, clock
+        self.out = components.out
+        self.encoder_sha256: str | None = None  # of the file, once it is written
+        self.commit = source_commit()
+        self.enabled = components.folder is not None and components.config.checkpoint.enabled
+        self.checkpoints: Checkpoints | None = None
+        if self.out and self.enabled:
+            self.checkpoints = Checkpoints(self.out, components.config.checkpoint, self.command(self.out))
+        self.images_of_task = functools.cache(functools.partial(images_of_task, components.stream))
+
+    @property
+    def last(self) -> Path | None:
+        """The checkpoint that was written or loaded last."""
+        return self.checkpoints.last if self.checkpoints else None
+
+    def command(self, folder: Path) -> str:
+        """What to type to resume the run."""
+        parts = self.components
+        arrived = parts.stream.arrived > 0
+        return resume_command(folder, parts.config, module=parts.encoder_given, arrived=arrived)
+
+    def due(self) -> bool:
+        return self.checkpoints is not None and self.checkpoints.due(self.progress.position)
+
+    def save(self) -> None:
+        with self.clock("checkpoint"):
+            self.check_finite()
+            if self.checkpoints:
+                self.checkpoints.save(self.progress.position, self.state_dict())
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        if self.checkpoints:
+            with self.clock("checkpoint"):
+                self.checkpoints.finish()
+
+    def check_finite(self) -> None:
+        """Nothing continues, and nothing is saved, with losses or weights that are not finite, nor with losses that no
+        record may hold."""
+        at = self.progress.position
+        bad = self.progress.epoch_state.first_bad() if self.progress.epoch_state else None
+        if bad is None and are_finite([self.components.model, self.components.method]):
+            return
+        step = bad[0] + 1 if bad else at.step
+        what = f"loss became {bad[1]}" if bad else "weights are no longer finite"
+        if self.checkpoints:
+            self.checkpoints.finish()
+        raise UserError(
+            f"the {what} in task {at.task + 1}, epoch {at.epoch + 1}, step {step}; "
+            f"{f'the last good checkpoint is {self.last}' if self.last else 'there is no checkpoint yet'}; "
+            "try a lower --training.lr or --training.precision fp32"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that has changed since the run was built, as plain values and tensors."""
+        parts, progress = self.components, self.progress
+        return {
+            "position": vars(progress.position),
+            "ended": progress.ended,
+            "tasks": len(parts.stream.tasks),
+            "model": parts.model.state_dict(),
+            "method": parts.method.state_dict(),
+            "optimizer": optimizer_state(parts.trainer.optimizer, self.parameter_names()),
+            "optimizer_groups": group_state(parts.trainer.optimizer),
+            "freezing": parts.freezing.state_dict(),
+            "random": parts.random.state_dict(),
+            "torch_random": global_state(parts.device),
+            "epoch_state": vars(progress.epoch_state) if progress.epoch_state else None,
+            "clock": self.clock.state_dict(),
+            "looks": parts.gallery.looks if parts.gallery else {},
+            "looks_sha256": parts.gallery.sha256 if parts.gallery else None,
+            "record": vars(self.record),
+            "settings": as_dict(parts.config),
+            "threads": torch.get_num_threads(),
+            "images": self.images_begun(progress.task),
+        }
+
+    def load_state_dict(self, state: Json) -> None:
+        """Into components as they were built, with the same settings, and maybe more tasks. Looks at the gallery that
+        are there stay."""
+        parts, progress, epoch = self.components, self.progress, state["epoch_state"]
+        parts.model.load_state_dict(state["model"], strict=False)  # methods that grow lack what comes later
+        parts.method.load_state_dict(state["method"])
+        load_optimizer_state(parts.trainer.optimizer, state["optimizer"], self.parameter_names())
+        load_group_state(parts.trainer.optimizer, state.get("optimizer_groups") or [])
+        parts.freezing.load_state_dict(state["freezing"])
+        parts.random.load_state_dict(state["random"])
+        set_global_state(state["torch_random"], parts.device)
+        if epoch is not None:
+            losses = {name: values.to(parts.device) for name, values in epoch["losses"].items()}
+            progress.epoch_state = EpochState(epoch["order"], epoch["steps"], epoch["views"], losses)
+        progress.task, progress.epoch = state["position"]["task"], state["position"]["epoch"]
+        progress.ended = state.get("ended") or False
+        self.clock.load_state_dict(state["clock"])
+        if parts.gallery:
+            parts.gallery.restore(state["looks"])
+        self.record.load_state_dict(state["record"])
+        self.record.widen(len(parts.stream.eval_splits))
+
+    def read(self) -> Json | None:
+        """The newest checkpoint, if there is one, checked: loading it is safe. On all processes."""
+        parts = self.components
+        state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
+        if state is None:
+            return None
+        last = self.last or "the checkpoint"
+        try:
+            check_state(state)
+        except ValueError as error:
+            raise damaged(last, error, "remove that file to go on from the one before it") from None
+        known = state.get("tasks", len(parts.stream.tasks))
+        check_same_run(state, parts, self.images_begun(min(state["position"]["task"], known - 1)))
+        try:
+            check_fits_run(state, parts, self.parameter_names())
+        except ValueError as error:
+            why = f"does not fit the settings in {parts.folder}/config.yaml: {reason(error)}"
+            raise UserError(f"{last} {why}") from None
+        check_threads(state.get("threads"), parts.device)
+        return state
+
+    def images_begun(self, task: int) -> Images:
+        """What identifies the images of the tasks up to this one (from 0)."""
+        count = min(task + 1, len(self.components.stream.tasks))
+        return [entry for number in range(count) for entry in self.images_of_task(number)]
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        modules: dict[str, nn.Module] = {"model": self.components.model, "method": self.components.method}
+        return {parameter: name for part in modules for name, parameter in modules[part].named_parameters(part)}
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """If the block raises, and the folder held no run before, it holds none after it."""
+        written = [self.out / name for name in ("config.yaml", START)] if self.out else []
+        new = not any(path.exists() for path in written[:1])
+        try:
+            yield
+        except BaseException:
+            for path in written if new else ():
+                with contextlib.suppress(OSError):  # the error that is told is the first
+                    path.unlink()
+            raise
+
+    def write_settings(self) -> None:
+        """And the weights that training begins with."""
+        if self.out and not (self.out / "config.yaml").exists():
+            write_whole(self.out / "config.yaml", to_yaml(self.components.config))
+        if self.out and self.components.weights:
+            save_start(self.out, self.components.model.encoder, self.components.weights)
+
+    def update_settings(self) -> None:
+        """What may have been given anew: where the run is tested, and who tracks it."""
+        if self.out is None:
+            return
+        stored, own = read_yaml(self.out / "config.yaml"), as_dict(self.components.config)
+        changed = {name: own[name] for name in ("evaluation", "log") if own[name] != stored.get(name, [])}
+        if changed:
+            write_whole(self.out / "config.yaml", yaml.safe_dump({**stored, **changed}, sort_keys=False))
+
+    def trim_metrics(self) -> None:
+        """To the epochs that the run has trained."""
+        if self.out:
+            keep_lines(self.out / "metrics.jsonl", self.record.per_epoch)
+
+    def append_metrics(self, line: Json) -> None:
+        if self.out:
+            append_line(self.out / "metrics.jsonl", line)
+
+    def save_encoder(self) -> None:
+        if self.out:
+            metadata = {KEY: json.dumps(card_of(self.components))}
+            self.encoder_sha256 = save_encoder(self.out, self.components.model.encoder, ENCODER, metadata)
+
+    def save_gallery(self) -> None:
+        if self.out and self.components.gallery:
+            with self.clock("evaluation"):
+                write_json(self.out / "gallery.json", self.components.gallery.as_dict())
+
+    def save_results(self) -> None:
+        if self.out:  # else nobody needs them
+            write_json(self.out / "results.json", self.results())
+
+    def results(self) -> Json:
+        """What `results.json` holds."""
+        parts, record, stream = self.components, self.record, self.components.stream
+        arrived, config = stream.arrived, as_dict(parts.config)
+        here = environment(parts.device) | parts.trainer.arithmetic() | {"processes": processes.world_size()}
+        return {
+            "schema": SCHEMA,
+            "ptlf_version": ptlf.__version__,
+            "commit": self.commit,
+            "name": name_of(config),
+            "baseline": type(parts.method).baseline and not parts.freezing.policy.freezes,
+            "uses_labels": parts.model.objective.needs_labels,
+            "status": "running" if self.progress.status == "new" else self.progress.status,
+            "config": config,
+            "environment": here,
+            "encoder_weights": parts.weights.as_dict() if parts.weights else None,
+            "seed": parts.config.seed,
+            "class_order": list(stream.class_order),
+            "tasks": [task.name for task in stream.tasks],
+            "arrived": arrived,
+            "arrived_sha256": [task.images.sha256 for task in stream.tasks[-arrived:]] if arrived else [],
+            "eval_splits": [split.name for split in stream.eval_splits],
+            "test_images": [len(split.test) for split in stream.eval_splits],
+            "own_encoder": parts.own_encoder,
+            "encoder_sha256": self.encoder_sha256,
+            "units": [unit.name for unit in parts.freezing.freezer.units],
+            "probes": record.probes(parts.prober.settings() if parts.prober else {}),
+            "reference": self.reference_results(),
+            "memory_images": record.memory_images,
+            "features": record.features,
+            "untrained_features": record.untrained_features,
+            "freezing": parts.freezing.log,
+            "cost": record.cost(self.clock.seconds),
+        }
+
+    def reference_results(self) -> Json | None:
+        reference = self.components.reference
+        if reference is None:
+            return None
+        split = reference.stream.eval_splits[0]
+        return {
+            "path": self.components.config.evaluation.reference,
+            "classes": list(reference.stream.data.names),
+            "bank": len(split.bank),
+            "test": len(split.test),
+            "probes": self.record.reference_probes(reference.settings()),
+        }
+
+
+def are_finite(modules: Iterable[nn.Module]) -> bool:
+    """Whether parameters and running statistics are finite and other buffers, such as masks with -inf, have no NaN."""
+    trained: list[Tensor] = []
+    others: list[Tensor] = []
+    for module in modules:
+        trained += module.parameters()
+        for name, buffer in module.named_buffers():
+            (trained if "running_" in name else others).append(buffer)
+    return bool(norms(trained).isfinite().all()) and not bool(norms(others).isnan().any())
+
+
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """L1 norm of each float tensor, in one call: not finite if a value is not."""
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return torch.stack([value.float() for value in torch._foreach_norm(floats, 1)]) if floats else torch.zeros(1)
