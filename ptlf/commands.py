@@ -20,7 +20,6 @@ from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.intervals import RANDOM, images_of_mean, start_of, worsened
 from ptlf.report.live import Live, console, tell
-from ptlf.report.page import write_report
 from ptlf.report.runs import read_comparison
 from ptlf.report.tables import (
     show_matrix,
@@ -257,6 +256,8 @@ def check_alone(command: str) -> None:
 
 def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) -> None:
     """The runs are done and saved: a page that cannot be made is worth a sentence, not a failure."""
+    from ptlf.report.page import write_report  # matplotlib takes a while
+
     try:
         write_report(folders, out, baseline)
         tell(f"report: {out}")
