@@ -37,8 +37,8 @@ MAX_LINES = 400
 LONG_FILES = {"freezing/units.py", "learner.py"}
 PRINTING: set[str] = set()
 DEFINED_TWICE = """
-whole number summaries commands to_bytes read_bytes kind_of spread StepCost _run parts seconds progress FreezingCallback
-left_out compiled over_tasks shortened neighbours Part train_all numbered hold_out
+whole number summaries commands to_bytes read_bytes kind_of spread _run parts seconds progress FreezingCallback
+left_out over_tasks shortened neighbours Part train_all numbered hold_out
 """
 
 

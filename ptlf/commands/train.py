@@ -13,7 +13,6 @@ from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.core.words import short_repr
 from ptlf.learner import Learner
 from ptlf.report.live import Live, console, tell
-from ptlf.report.page import write_report
 from ptlf.report.runs import read_comparison
 from ptlf.report.tables import (
     show_results,
@@ -237,6 +236,8 @@ def check_alone(command: str) -> None:
 
 def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) -> None:
     """The runs are done and saved: a page that cannot be made is worth a sentence, not a failure."""
+    from ptlf.report.page import write_report  # matplotlib takes a while
+
     try:
         write_report(folders, out, baseline)
         tell(f"report: {out}")

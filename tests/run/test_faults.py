@@ -31,7 +31,7 @@ from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.run.results import read_lines, read_results
 from ptlf.stream import Dataset, Images, Stream, Task
-from ptlf.training.checkpoint import deserialise, unsealed
+from ptlf.training.checkpoint import read_checkpoint
 from ptlf.training.process import Stopped, StopSignals
 from ptlf.training.trainer import Trainer
 
@@ -262,7 +262,7 @@ def test_a_second_sigterm_changes_nothing() -> None:
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked == signal.SIGTERM
+        assert stop.stop_signal == signal.SIGTERM
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
@@ -270,7 +270,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     try:
         with StopSignals() as stop:
             os.kill(os.getpid(), signal.SIGINT)
-            assert stop.asked is None
+            assert stop.stop_signal is None
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -351,7 +351,7 @@ def test_bad_numbers_stop_the_run_and_are_never_saved(tiny, tmp_path, step: int,
         run.train(Poisons(run, step, float("nan")))
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
     for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
-        weights = deserialise(unsealed(path))["model"].values()
+        weights = read_checkpoint(path)["model"].values()
         assert all(tensor.isfinite().all() for tensor in weights)
     assert Run(config, tmp_path / "run").train(resume=True)["status"] == "finished"
 

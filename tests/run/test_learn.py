@@ -45,7 +45,7 @@ from ptlf.stream import pack
 from ptlf.stream.arrivals import UnlearnedFiles, arrivals, settled
 from ptlf.stream.folders import PackOptions, pack_folder
 from ptlf.stream.packing import pack_images
-from ptlf.training.checkpoint import deserialise, sealed, serialise, unsealed
+from ptlf.training.checkpoint import HostCopy, read_checkpoint, write_checkpoint
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import Trainer
 
@@ -125,7 +125,7 @@ def learnt(folder: Path, settings: Config, days: Iterator[str] | list[Any] | Non
 
 
 def state(folder: Path) -> dict[str, Any]:
-    return deserialise(unsealed(folder / "checkpoints" / "after-task03.ckpt"))
+    return read_checkpoint(folder / "checkpoints" / "after-task03.ckpt")
 
 
 def check_same(one: Path, other: Path) -> None:
@@ -239,9 +239,9 @@ def noise(count: int, seed: int) -> np.ndarray:
 def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """The newest checkpoint of the run, changed."""
     path = max((folder / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    stored = deserialise(unsealed(path))
+    stored = read_checkpoint(path)
     change(stored)
-    path.write_bytes(b"".join(sealed(serialise(stored))))
+    write_checkpoint(path, HostCopy(stored))
 
 
 def test_the_gallery_may_become_smaller_with_a_new_task(tmp_path: Path) -> None:
