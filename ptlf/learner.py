@@ -50,8 +50,9 @@ from ptlf.stream.arrivals import (
     train_checksum,
 )
 from ptlf.stream.disk import disk_errors, files_below
-from ptlf.stream.folders import OnError, subfolders
+from ptlf.stream.folders import subfolders
 from ptlf.stream.pack import Pack, data_root
+from ptlf.stream.squares import OnError
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
 

@@ -49,8 +49,8 @@ def messages() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def heed_interrupts() -> None:
-    """Python does not, where it is started as a shell's background job."""
+def interruptible() -> None:
+    """As a shell's background job, Python would ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
