@@ -19,7 +19,7 @@ from ptlf.core.processes import info, warn
 from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
-from ptlf.evaluation.prober import testing
+from ptlf.evaluation.prober import eval_mode
 from ptlf.report.live import Live, tell
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.components import Components, build_components
@@ -313,7 +313,7 @@ class Learner:
         """Features (N, dim) float32 of images in any form that `learn` takes: a folder (files sorted by path), a packed
         set, an .npz, an array, a list, a data set. They are made square as the run's own images were."""
         parts = self._loaded()
-        with testing(parts.model.encoder):
+        with eval_mode(parts.model.encoder):
             return LoadedEncoder(parts.model.encoder, card_of(parts), parts.device).embed(images, batch)
 
     def _repr_html_(self) -> str:

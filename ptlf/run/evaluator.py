@@ -13,7 +13,7 @@ from torch import Tensor
 from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.phases import Advance, Phase, silent
-from ptlf.evaluation.prober import testing
+from ptlf.evaluation.prober import eval_mode
 from ptlf.evaluation.spread import effective_rank, feature_spread, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.subspace import NotFinite
@@ -147,7 +147,7 @@ class Evaluator:
         if not parts.config.evaluation.enabled:
             return []
         images, train = self.stream.tasks[task].images, self.stream.tasks[task].train
-        with self.clock("evaluation"), testing(self.encoder):
+        with self.clock("evaluation"), eval_mode(self.encoder):
             source, chosen = parts.trainer.sources(images), torch.from_numpy(spaced(train, SAMPLE))
             batches = [parts.prepare(source.gather(part)) for part in chosen.split(128)]
             features = torch.cat([self.encoder(batch).float().flatten(1) for batch in batches])
