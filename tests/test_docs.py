@@ -209,7 +209,7 @@ def check_pretrained(printed: list[str], said: str) -> None:
 
 
 def check_readme(printed: list[str], said: str) -> None:
-    assert "kept for backward" in printed[0]
+    assert "activation memory" in printed[0]
 
 
 CHECKS: dict[str, Callable[[list[str], str], None]] = {
@@ -408,6 +408,6 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sum("image/png" in output.get("data", {}) for output in shown) == 2
     said = "".join(output.text for output in shown if output.output_type == "stream")
     assert "warning" not in said.lower()
-    assert "kept for backward" in said and "(100, 64)" in said
+    assert "activation memory" in said and "(100, 64)" in said
     (report,) = cells[-1].outputs
     assert "<iframe srcdoc=" in report.data["text/html"] and "digits-2-and-3" in report.data["text/html"]
