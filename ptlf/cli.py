@@ -3,13 +3,15 @@ exit code 2."""
 
 import argparse
 import io
+import logging
 import math
 import os
 import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -67,7 +69,7 @@ def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *,
     """
     debug, again = os.environ.get("PTLF_DEBUG", "") not in ("", "0") or "--debug" in words, same_command(command, words)
     try:
-        with own_process():
+        with own_process(), messages_on_stderr():
             work()
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -195,6 +197,33 @@ def process() -> int:
 def say(trouble: str) -> None:
     trouble = printable(" ".join(trouble.split()))
     print(f"ptlf: process {process()}: {trouble}" if process() else f"ptlf: {trouble}", file=sys.stderr)
+
+
+class MessageHandler(logging.Handler):
+    """Lines on stderr, which rich's progress bars let through above them; of the first process only."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if process() == 0:
+            kind = "ptlf: warning" if record.levelno >= logging.WARNING else "note"
+            message = "\n".join(printable(line) for line in record.getMessage().splitlines())
+            print(f"{kind}: {message}", file=sys.stderr)
+
+
+@contextmanager
+def messages_on_stderr() -> Iterator[None]:
+    """Inside, what ptlf logs is shown: warnings, and notes."""
+    logger = logging.getLogger("ptlf")
+    if any(isinstance(handler, MessageHandler) for handler in logger.handlers):
+        yield
+        return
+    handler, level = MessageHandler(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class Parser(argparse.ArgumentParser):
@@ -391,10 +420,8 @@ def add_evaluate(verb: Verb) -> None:
     add = verb("evaluate", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
     add("folder", "a run's folder", folder, metavar="DIR")
     add("--trust-code", TRUST, bool)
-    add("--probe", "which; `ptlf list probes` names them (default: those the run used)", nargs="+", metavar="NAME")
+    add("--probe", "probes to run (see `ptlf list probes`; default: those the run used)", nargs="+", metavar="NAME")
     add("--on-error", "for broken images of --stream.labelled", choices=("refuse", "skip"), default="refuse")
-    about = "also add the figures to the model card in this folder, made by `ptlf export`"
-    add("--card", f"{about}; those of the same images, probes and settings are replaced", folder, metavar="DIR")
 
 
 def add_embed(verb: Verb) -> None:
@@ -416,8 +443,8 @@ def add_embed(verb: Verb) -> None:
 def add_export(verb: Verb) -> None:
     add = verb("export", "The encoder of a run for other programs, checked against PyTorch.")
     add("folder", "a run's folder", Path, metavar="RUN")
-    add("--to", "FILE.onnx, FILE.pt2 (torch.export), or a folder as on the Hugging Face hub", Path, required=True)
-    add("--license", "of the encoder, for the folder's model card, as mit or cc-by-4.0", dest="licence")
+    add("--to", "FILE.onnx, or FILE.pt2 (torch.export)", Path, required=True, metavar="FILE")
+    add("--license", "of the encoder, for the file's metadata, such as mit or cc-by-4.0", dest="licence")
     add("--overwrite", "replace an earlier export", bool)
     add("--trust-code", TRUST, bool)
 

@@ -32,7 +32,7 @@ from ptlf.run.cluster import train_all as train_jobs
 from ptlf.run.config import Config, read_yaml
 from ptlf.run.embedding import embed_images
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
-from ptlf.run.export import add_scores, check_card, export_run
+from ptlf.run.export import export_run
 from ptlf.run.fitting import free_settings
 from ptlf.run.folder import check_vacant, has_finished, has_finished_as
 from ptlf.run.freezing import POLICIES
@@ -266,7 +266,6 @@ def evaluate(
     folder: Path,
     probe: Sequence[str] | None,
     on_error: OnError,
-    card: Path | None,
     trust_code: bool,
     overrides: Words,
 ) -> None:
@@ -277,8 +276,6 @@ def evaluate(
         PROBES.find(name)
     if not (folder / "config.yaml").exists():
         refuse_folder_of_runs(folder)
-    if card:
-        check_card(folder, card)
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
     if any(word.startswith("--stream.labelled") for word in overrides) and config.stream.labelled:
         probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe, on_error=on_error)
@@ -290,9 +287,6 @@ def evaluate(
     for name, values in probes.items():
         if words := worsened(name, values, start, images_of_mean(values["test_images"])):
             console.print(words, style="yellow", soft_wrap=True)
-    if card:
-        replaced = add_scores(card, probes, eval_splits)
-        tell(f"{'replaced in' if replaced else 'added to'} {card / 'README.md'}")
 
 
 def embed(folder: Path, images: Words, out: Path, **how: Any) -> None:

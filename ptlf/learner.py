@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from ptlf.core.errors import UserError
-from ptlf.core.processes import warn
+from ptlf.core.processes import info, warn
 from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
@@ -271,14 +271,14 @@ class Learner:
         check_watched(folder)
         check_new(self.folder)
         if not once and not subfolders(folder):
-            warn(f"ptlf: {folder} has no subfolders yet; each that comes is learnt as a task")
+            info(f"{folder} has no subfolders yet; each that comes is learnt as a task")
         if not self._finished():
             yield self._one_of_many(None, folder, learning)
         while True:
             learnt, now = {pack.source: pack for pack in arrivals(self.folder)}, time.time()
             new = settled(folder, settle, now, learnt)
             for line in unlearned.look(learnt, 0 if once else settle, now):
-                warn(f"ptlf: {line}")
+                warn(line)
             waiting = [path for path in new if path not in refused or refused[path][0] != appearance(path)]
             if waiting:
                 path, looks = waiting[0], appearance(waiting[0])
@@ -287,7 +287,7 @@ class Learner:
                 except UserError as error:
                     if not self._finished():  # not for what the folder holds
                         raise
-                    warn(f"ptlf: {path} is left out: {error}")
+                    warn(f"{path} is left out: {error}")
                     refused[path] = looks, str(error)
                 else:
                     yield results
@@ -456,14 +456,14 @@ def reject_duplicate(incoming: Pack, learnt: Sequence[Pack]) -> None:
     if known.all():
         raise UserError(f"{before}; {again}")
     if known.any():
-        warn(f"note: {before}; they are learnt again, unless --new-only (new_only=True) is given")
+        info(f"{before}; they are learnt again, unless --new-only (new_only=True) is given")
 
 
 def note_small(task: Pack, batch: int) -> None:
     if (count := task.split("train").count) < batch:
         fewer = f"task {task_name(task)} has {count} images, fewer than a batch of {batch}"
         poor = f"its batches are of {count}, and their statistics are poor"
-        warn(f"ptlf: warning: {fewer}: {poor}; better put more images into one task")
+        warn(f"{fewer}: {poor}; better put more images into one task")
 
 
 def without_known(incoming: Pack, learnt: Sequence[Pack]) -> Pack | None:
@@ -472,7 +472,7 @@ def without_known(incoming: Pack, learnt: Sequence[Pack]) -> Pack | None:
     if not known.any():
         return incoming
     if known.all():
-        warn(f"note: nothing new in {task_name(incoming)}: all {len(known)} images were learnt before")
+        info(f"nothing new in {task_name(incoming)}: all {len(known)} images were learnt before")
         return None
-    warn(f"note: {known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before, left out")
+    info(f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before, left out")
     return reduced(incoming, np.flatnonzero(~known))

@@ -17,7 +17,7 @@ if not os.path.exists("/dev/nvidiactl"):
 import torch
 from torch import nn
 
-from ptlf.cli import main
+from ptlf.cli import main, messages_on_stderr
 from ptlf.core.phases import Advance
 from ptlf.core.settings import merge, nested
 from ptlf.encoders.resnet import BasicBlock, ResNet
@@ -39,6 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def one_thread() -> None:
     """Tests are small: more threads only get in each other's way."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def messages() -> Iterator[None]:
+    """What ptlf logs is on stderr, as on the command line."""
+    with messages_on_stderr():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -24,16 +24,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from conftest import tiny_config
 from PIL import Image
 
 import ptlf
 from ptlf.cli import main, make_parser
 from ptlf.core.settings import describe
 from ptlf.integrations.trackers import TRACKERS
+from ptlf.methods import METHODS
+from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.recipes import resolve_config
 
@@ -212,7 +216,22 @@ def check_readme(printed: list[str], said: str) -> None:
     assert "activation memory" in printed[0]
 
 
+def check_contributing(printed: list[str], said: str) -> None:
+    """Its objective trains with its method."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(ROOT / "CONTRIBUTING.md"):
+        if block.language == "python":
+            exec(block.code, scope)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OBJECTIVES, "mine", scope["Mine"])
+        patch.setitem(METHODS, "slow", scope["Slow"])
+        run = ptlf.Run(tiny_config("digits/mine/slow", objective__spread=0.5))
+        run.train()
+    assert run.method.state_dict()["mean"].any()
+
+
 CHECKS: dict[str, Callable[[list[str], str], None]] = {
+    "CONTRIBUTING.md": check_contributing,
     "README.md": check_readme,
     "guide.md": check_guide,
     "freezer.md": check_freezer,

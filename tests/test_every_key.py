@@ -118,7 +118,6 @@ VALUES: Settings = {
     "probes.linear.lr": 5.0,
     "probes.linear.momentum": 0.0,
     "probes.linear.weight_decay": 0.1,
-    "probes.ridge.penalty": 100.0,
 }
 WITHOUT_EFFECT = {
     "recipe": "says where the other settings came from",

@@ -5,8 +5,8 @@ CUDA tensors with NCCL. Collectives of a training step have fixed shapes and nev
 graph can record them. A group of one process does all its collectives too; they change no value.
 """
 
+import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +19,7 @@ from torch import distributed as dist
 from ptlf.core.errors import UserError
 
 T = TypeVar("T")
+logger = logging.getLogger("ptlf")
 TIMEOUT = timedelta(minutes=30)  # of one collective: the other ranks wait while rank 0 writes files
 
 _rank, _world_size, _joined = 0, 1, False
@@ -38,10 +39,16 @@ def is_first() -> bool:
     return _rank == 0
 
 
-def warn(warning: str) -> None:
-    """Print to stderr, on rank 0 only."""
+def warn(message: str) -> None:
+    """Log what the user should look at, on rank 0 only."""
     if is_first():
-        print(warning, file=sys.stderr)
+        logger.warning(message)
+
+
+def info(message: str) -> None:
+    """Log what the user may want to know, on rank 0 only."""
+    if is_first():
+        logger.info(message)
 
 
 @contextmanager

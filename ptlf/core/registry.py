@@ -114,7 +114,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
                 except Exception as error:
                     package = point.dist.name if point.dist else point.value
                     why = " ".join(f"{type(error).__name__}: {error}".removeprefix("UserError: ").split())
-                    warn(f"ptlf: warning: {self.noun} {point.name!r} of package {package} is left out: {why}")
+                    warn(f"{self.noun} {point.name!r} of package {package} is left out: {why}")
         return self._members
 
     def _checked(self, found: Any, name: str) -> T:

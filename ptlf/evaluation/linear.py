@@ -1,4 +1,4 @@
-"""Linear probes on cached features: softmax regression by SGD, and ridge regression as a second opinion."""
+"""A linear probe on cached features: softmax regression by SGD."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,13 +23,6 @@ class LinearConfig(ProbeConfig):
     momentum: float = key(0.9, "momentum", ge=0, le=0.9999)
     weight_decay: float = key(0.0, "weight decay", ge=0)
     standardise: bool = key(True, "scale features by mean and deviation of the bank; off in CaSSLe's protocol")
-
-
-@dataclass
-class RidgeConfig(ProbeConfig):
-    """One linear solve on standardised features against one-hot labels."""
-
-    penalty: float = key(1e-3, "ridge penalty, as a share of the number of images", gt=0)
 
 
 @dataclass(frozen=True)
@@ -60,16 +53,6 @@ class Linear(Probe):
         return linear_fit(features, labels, self.config, torch.Generator().manual_seed(0)).accuracy
 
 
-class Ridge(Probe):
-    """Ridge regression on one-hot labels, within tasks and among all classes."""
-
-    Config = RidgeConfig
-    rows: ClassVar[Mapping[str, str]] = {"ridge_task": OWN, "ridge": SEEN}
-
-    def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
-        return ridge_fit(features, labels, self.config).accuracy
-
-
 def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig, generator: torch.Generator) -> Classifier:
     """Softmax regression over the labels (N,) that occur, on features (N, D), from zero weights."""
     classes, targets = labels.unique(return_inverse=True)
@@ -91,16 +74,6 @@ def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig, generator
             schedule.step()
     found = Classifier(weight.detach(), bias.detach(), classes)
     return found.before_scaling(mean, deviation) if config.standardise else found
-
-
-def ridge_fit(features: Tensor, labels: Tensor, config: RidgeConfig) -> Classifier:
-    """Least squares on one-hot labels with a penalty on the weights of the standardised features."""
-    classes, targets = labels.unique(return_inverse=True)
-    x, y = features.double(), F.one_hot(targets).double()
-    mean, deviation = moments(x)
-    x, offset = (x - mean) / deviation, y.mean(0)
-    gram = x.T @ x + config.penalty * len(x) * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-    return Classifier(torch.linalg.solve(gram, x.T @ (y - offset)).T, offset, classes).before_scaling(mean, deviation)
 
 
 def moments(features: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ class Prober:
                 asked = getattr(probe.config, setting, None)
                 if asked is not None and asked != value:
                     small = f"the smallest class has {value} images to compare with"
-                    warning = f"ptlf: warning: probes.{name}.{setting} is {asked}, but {small}: {value} is used"
+                    warning = f"probes.{name}.{setting} is {asked}, but {small}: {value} is used"
                     processes.warn(warning)
 
     def used(self, task: int) -> dict[str, dict[str, Any]]:

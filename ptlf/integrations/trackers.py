@@ -192,7 +192,7 @@ class Trackers:
         for name, feed in self.feeds.items():
             if not feed.join(self.timeout):
                 why = f"has not answered for {self.timeout:g} s"
-                warn(f"ptlf: warning: tracker {name!r} {why} and is left behind; metrics.jsonl holds all epochs")
+                warn(f"tracker {name!r} {why} and is left behind; metrics.jsonl holds all epochs")
         self.feeds = {}
 
     def _each(self, act: Callable[[Tracker], None], moment: str, *, last: bool = False) -> None:
@@ -200,12 +200,12 @@ class Trackers:
             if not feed.put(partial(act, self.members[name]), moment, last=last):
                 del self.feeds[name]
                 why = f"hangs: {self.room} calls wait for it; it is left out and the run goes on"
-                warn(f"ptlf: warning: tracker {name!r} {why}; metrics.jsonl holds all epochs")
+                warn(f"tracker {name!r} {why}; metrics.jsonl holds all epochs")
 
 
 def left_out(name: str, moment: str, error: BaseException) -> None:
     why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    warn(f"ptlf: warning: tracker {name!r} failed {moment} and is left out; the run goes on: {why}")
+    warn(f"tracker {name!r} failed {moment} and is left out; the run goes on: {why}")
 
 
 def made(name: str) -> Tracker:

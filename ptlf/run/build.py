@@ -115,7 +115,7 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     schedule = FreezeSchedule(settings.initial, settings.final, config.training.epochs, settings.shape)
     if policy.freezes and schedule.most(len(freezer.units)) == 0:
         share = f"freezing.final {settings.final} of {len(freezer.units)} units"
-        processes.warn(f"ptlf: warning: {share} is less than one: nothing will freeze")
+        processes.warn(f"{share} is less than one: nothing will freeze")
     also = {"update": settings.update, "thaw": settings.thaw}
     return ProgressiveFreezing(freezer, policy, schedule, generator=generator, savings=savings, **also)
 

@@ -32,6 +32,7 @@ def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     `objective.distill_scale` of Barlow Twins is `objective.scale` now: left out where it was that, or had no effect.
     Linear probes with all settings but `standardise` are of a version that did not standardise.
+    The ridge probe is no more: its settings are left out where it was off.
     `views.memory` of Split Tiny-ImageNet has a name of its own, since its statistics no longer follow from 64 px.
     """
     if not isinstance(config, Mapping):
@@ -50,6 +51,9 @@ def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if same or method.get("name") in WITHOUT_DISTILLING:
             left = {key: value for key, value in objective.items() if key != "distill_scale"}
             config = {**config, "objective": left}
+    probes = config.get("probes")
+    if isinstance(probes, Mapping) and isinstance(ridge := probes.get("ridge"), Mapping) and not ridge.get("enabled"):
+        config = {**config, "probes": {key: value for key, value in probes.items() if key != "ridge"}}
     linear = (config.get("probes") or {}).get("linear") if isinstance(config.get("probes"), Mapping) else None
     if isinstance(linear, Mapping) and linear.get("enabled") is True and linear.keys() == OLDER_LINEAR:
         config = {**config, "probes": {**config["probes"], "linear": {**linear, "standardise": False}}}

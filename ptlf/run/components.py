@@ -98,7 +98,7 @@ def build_components(
     prepare = partial(prepare_images, view=view_specs[0], size=view_size, channels_last=channels_last)
     if tests.enabled and stream.untested:
         names = short_repr(list(stream.untested))
-        processes.warn(f"ptlf: warning: there are no test images of {names}: these tasks are learnt, but not tested")
+        processes.warn(f"there are no test images of {names}: these tasks are learnt, but not tested")
     if tests.enabled and stream.eval_splits:
         prober = Prober(stream, tests, config.probes, prepare, device, sources)
     if tests.enabled and tests.gallery and out:

@@ -5,19 +5,17 @@
 """
 
 import os
-import shutil
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, import_optional
 from ptlf.core.files import whole_file
 from ptlf.core.processes import warn
-from ptlf.run.inference import LoadedEncoder, load_encoder
+from ptlf.run.inference import load_encoder
 from ptlf.stream.disk import progress_bar
 from ptlf.stream.folders import SHOWN_SKIPS
 from ptlf.stream.images import find_images, open_images
@@ -25,12 +23,7 @@ from ptlf.stream.pack import data_root
 from ptlf.stream.packing import refuse_or_skip
 from ptlf.stream.rows import ImageSplit, Row
 
-NO_PYARROW = "writing .parquet needs pyarrow: `pip install 'ptlf[export]'`, or give an .npz file"
-
-
-class Writer(Protocol):
-    def write(self, names: list[str], labels: list[str | None], features: np.ndarray) -> None: ...
-    def close(self) -> None: ...
+Labels = list[str | None]
 
 
 def embed_images(
@@ -44,59 +37,53 @@ def embed_images(
     progress: bool = True,
     trust_code: bool = False,
 ) -> tuple[int, int, list[dict[str, str]]]:
-    """Write the features of all images. How many there are, how long each is, and which were skipped."""
+    """Write the features of all images. Returns how many there are, how long each is, and which were skipped."""
     if out.suffix not in WRITERS:
         raise UserError(f"--out {out} must end with {' or '.join(WRITERS)}")
-    parts = all_parts(images)
+    splits = all_splits(images)
     encoder = load_encoder(folder, device=device, trust_code=trust_code)
     skipped: list[dict[str, str]] = []
-    written = 0
+    total = 0
+
+    def on_problem(problems: list[tuple[str, str]]) -> None:
+        refuse_or_skip(problems, skipped, on_error)
+
     with (
-        progress_bar(f"embedding with {folder.name}", sum(part.count for part in parts), progress) as advance,
+        progress_bar(f"embedding with {folder.name}", sum(split.count for split in splits), progress) as advance,
         whole_file(out) as file,
     ):
-        writer: Writer = WRITERS[out.suffix](file, encoder.feature_dim)
-        for part in parts:
-            for names, labels, features in embedded(encoder, part, batch, skipped, on_error):
-                writer.write(names, labels, features)
-                written += len(names)
-                advance(len(names))
-        if not written:
+        writer = WRITERS[out.suffix](file, encoder.feature_dim)
+        for split in splits:
+            for squares, features in encoder.embedded(split, batch, on_problem):
+                writer.write(squares.names, [class_name(split, label) for label in squares.labels], features)
+                total += len(features)
+                advance(len(features))
+        if not total:
             raise UserError(f"none of the {len(skipped)} images can be read: {skipped[0]['file']}: {skipped[0]['why']}")
         writer.close()
     for entry in skipped[:SHOWN_SKIPS]:
         warn(f"skipped {entry['file']}: {entry['why']}")
-    return written, encoder.feature_dim, skipped
+    return total, encoder.feature_dim, skipped
 
 
-def all_parts(images: Sequence[str]) -> list[ImageSplit]:
-    """The splits of all paths; names begin with the path if there are several."""
-    parts = []
-    for value in images:
-        for part in open_images(find_images(value, data_root())).values():
-            parts.append(prefixed(part, value) if len(images) > 1 else part)
-    return parts
+def all_splits(images: Sequence[str]) -> list[ImageSplit]:
+    """Of all paths; names begin with the path if there are several."""
+    splits = []
+    for path in images:
+        for split in open_images(find_images(path, data_root())).values():
+            splits.append(prefixed(split, path) if len(images) > 1 else split)
+    return splits
 
 
-def prefixed(part: ImageSplit, path: str) -> ImageSplit:
+def prefixed(split: ImageSplit, path: str) -> ImageSplit:
     def read() -> Iterator[Row]:
-        return (row._replace(name=f"{path.rstrip('/')}/{row.name}") for row in part.read())
+        return (row._replace(name=f"{path.rstrip('/')}/{row.name}") for row in split.read())
 
-    return replace(part, read=read)
-
-
-def embedded(
-    encoder: LoadedEncoder, part: ImageSplit, batch: int, skipped: list[dict[str, str]], on_error: str
-) -> Iterator[tuple[list[str], list[str | None], np.ndarray]]:
-    def on_problem(problems: list[tuple[str, str]]) -> None:
-        refuse_or_skip(problems, skipped, on_error)
-
-    for found, features in encoder.embedded(part, batch, on_problem):
-        yield found.names, [class_name(part, label) for label in found.labels], features
+    return replace(split, read=read)
 
 
-def class_name(part: ImageSplit, label: Any) -> str | None:
-    return None if label is None else str(label) if part.names is None else part.names[label]
+def class_name(split: ImageSplit, label: Any) -> str | None:
+    return None if label is None else str(label) if split.names is None else split.names[label]
 
 
 class NpzWriter:
@@ -105,55 +92,43 @@ class NpzWriter:
     def __init__(self, path: Path, dim: int) -> None:
         self.path, self.dim = path, dim
         self.names: list[str] = []
-        self.labels: list[str | None] = []
-        self.rows = path.with_name(f"{path.name}.rows")
-        self.file = open(self.rows, "w+b")  # noqa: SIM115
-        os.unlink(self.rows)  # the open file stays, and is gone whatever happens
+        self.labels: Labels = []
+        rows = path.with_name(f"{path.name}.rows")
+        self.rows = open(rows, "w+b")  # noqa: SIM115
+        os.unlink(rows)  # the open file stays, and is gone whatever happens
 
-    def write(self, names: list[str], labels: list[str | None], features: np.ndarray) -> None:
+    def write(self, names: list[str], labels: Labels, features: np.ndarray) -> None:
         self.names += names
         self.labels += labels
-        self.file.write(np.ascontiguousarray(features, np.float32).data)
+        self.rows.write(np.ascontiguousarray(features, np.float32).data)
 
     def close(self) -> None:
         arrays = {"names": np.array(self.names)}
         if any(label is not None for label in self.labels):
             arrays["labels"] = np.array([label or "" for label in self.labels])
-        header = {"descr": "<f4", "fortran_order": False, "shape": (len(self.names), self.dim)}
-        self.file.seek(0)
-        with self.file, zipfile.ZipFile(self.path, "w", zipfile.ZIP_STORED) as archive:
-            for name, array in arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
-            with archive.open("features.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array_header_1_0(member, header)
-                shutil.copyfileobj(self.file, member, 1 << 20)
+        self.rows.flush()
+        with self.rows, open(self.path, "wb") as file:
+            features = np.memmap(self.rows, np.float32, "r", shape=(len(self.names), self.dim))
+            np.savez(file, allow_pickle=False, features=features, **arrays)
 
 
 class ParquetWriter:
     """Columns `name`, `label` (null where there is none) and `features`, a list of `dim` floats."""
 
     def __init__(self, path: Path, dim: int) -> None:
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError:
-            raise UserError(NO_PYARROW) from None
-        self.arrow, self.dim = pyarrow, dim
-        vectors = pyarrow.list_(pyarrow.float32(), dim)
-        columns = [("name", pyarrow.string()), ("label", pyarrow.string()), ("features", vectors)]
-        self.schema = pyarrow.schema(columns)
+        self.arrow, parquet = (import_optional(name, ".parquet", "export") for name in ("pyarrow", "pyarrow.parquet"))
+        text = self.arrow.string()
+        vectors = self.arrow.list_(self.arrow.float32(), dim)
+        self.schema = self.arrow.schema([("name", text), ("label", text), ("features", vectors)])
         self.file = parquet.ParquetWriter(path, self.schema)
 
-    def write(self, names: list[str], labels: list[str | None], features: np.ndarray) -> None:
-        text = self.arrow.string()
+    def write(self, names: list[str], labels: Labels, features: np.ndarray) -> None:
         flat = self.arrow.array(features.astype(np.float32).reshape(-1))
-        vectors = self.arrow.FixedSizeListArray.from_arrays(flat, self.dim)
-        columns = [self.arrow.array(names, text), self.arrow.array(labels, text), vectors]
-        self.file.write_table(self.arrow.table(columns, schema=self.schema))
+        vectors = self.arrow.FixedSizeListArray.from_arrays(flat, features.shape[1])
+        self.file.write_table(self.arrow.table([names, labels, vectors], schema=self.schema))
 
     def close(self) -> None:
         self.file.close()
 
 
-WRITERS: dict[str, Any] = {".npz": NpzWriter, ".parquet": ParquetWriter}
+WRITERS: dict[str, type[NpzWriter | ParquetWriter]] = {".npz": NpzWriter, ".parquet": ParquetWriter}

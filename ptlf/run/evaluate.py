@@ -111,7 +111,7 @@ def keep(folder: Path, learnt: int, split: EvalSplit, name: str, probes: dict[st
     try:
         add_evaluation(folder, {**test, "sha256": "-".join(sums), "probes": probes})
     except UserError as error:
-        processes.warn(f"ptlf: warning: the test is not kept for the report: {error}")
+        processes.warn(f"the test is not kept for the report: {error}")
 
 
 def with_start(encoder: nn.Module, folder: Path, config: Config) -> nn.Module | None:

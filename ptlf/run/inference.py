@@ -18,22 +18,22 @@ from ptlf.core.errors import UserError
 from ptlf.core.randomness import seeded
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
-from ptlf.encoders import as_encoder, read_tensors
-from ptlf.encoders.weights import KEY
+from ptlf.encoders import as_encoder
+from ptlf.encoders.weights import FILES, KEY
 from ptlf.evaluation.prober import testing
 from ptlf.methods import METHODS, Method
-from ptlf.run.build import choose_device, make_encoder, make_stream, views_for
+from ptlf.run.build import choose_device, make_encoder
 from ptlf.run.components import Components
-from ptlf.run.config import Config, from_dict, read_yaml
+from ptlf.run.config import from_dict
 from ptlf.run.folder import ENCODER, restore_encoder
 from ptlf.run.recipes import name_of
-from ptlf.run.results import read_results, refuse_folder_of_runs
+from ptlf.run.results import refuse_folder_of_runs
 from ptlf.stream.decode import Fit
-from ptlf.stream.images import ImageSplit, open_images
-from ptlf.stream.packing import SquareBatch, decode_squares
+from ptlf.stream.images import open_images
+from ptlf.stream.packing import SquareBatch, decode_squares, refuse
+from ptlf.stream.rows import ImageSplit
 from ptlf.views import normalise
 
-MODEL = "model.safetensors"  # the same file in an exported folder
 # How an image becomes a square of image_size; resizing is bicubic and antialiased.
 SHAPES: dict[Fit, str] = {
     "crop": "short side resized to image_size (bicubic, antialiased), centre cropped",
@@ -111,29 +111,23 @@ class LoadedEncoder:
 
     @torch.no_grad()
     def embedded(
-        self, images: Any, batch: int = 256, on_problem: OnProblem | None = None
+        self, images: Any, batch: int = 256, on_problem: OnProblem = refuse
     ) -> Iterator[tuple[SquareBatch, np.ndarray]]:
         """Batches of images with their features (n, feature_dim) float32."""
         for part in self.batches(images, batch, on_problem):
             yield part, self.module(self.prepare(part.images)).float().cpu().numpy()
 
-    def batches(self, images: Any, batch: int, on_problem: OnProblem | None = None) -> Iterator[SquareBatch]:
+    def batches(self, images: Any, batch: int, on_problem: OnProblem = refuse) -> Iterator[SquareBatch]:
         if batch < 1:
             raise UserError(f"batch is {batch}; it must be at least 1")
         several = [images] if is_one(images) else images
-        parts = [several] if isinstance(several, ImageSplit) else open_images(several).values()
-        for part in parts:
-            for found in decode_squares(part, self.card["image_size"], self.fit):
-                if found.problems:
-                    (on_problem or refuse)(found.problems)
-                for start in range(0, len(found.images), batch):
+        for part in [several] if isinstance(several, ImageSplit) else open_images(several).values():
+            for squares in decode_squares(part, self.card["image_size"], self.fit):
+                if squares.problems:
+                    on_problem(squares.problems)
+                for start in range(0, len(squares.images), batch):
                     piece = slice(start, start + batch)
-                    yield SquareBatch(found.names[piece], found.images[piece], found.labels[piece], [])
-
-
-def refuse(problems: list[tuple[str, str]]) -> None:
-    file, why = problems[0]
-    raise UserError(f"{file} cannot be used: {why}")
+                    yield SquareBatch(squares.names[piece], squares.images[piece], squares.labels[piece], [])
 
 
 def is_one(images: Any) -> bool:
@@ -150,70 +144,42 @@ def load_encoder(
     trust_code: follow names such as "package.module:function" in the folder, which runs their code.
     """
     folder, place = Path(folder), choose_device(device)
-    with nullcontext() if trust_code else settings_from(folder / ENCODER):
-        card = read_card(folder)
+    file = next((folder / name for name in FILES if (folder / name).exists()), folder / ENCODER)
+    with nullcontext() if trust_code else settings_from(file):
+        card = read_card(file)
         module = rebuilt(card, folder, encoder)
-    if (folder / ENCODER).exists():
-        restore_encoder(folder, module)
-    else:
-        load_exported(folder / MODEL, module)
+    restore_encoder(folder, module, file.name)
     return LoadedEncoder(module.to(place).eval().requires_grad_(False), card, place)
 
 
-def load_exported(path: Path, module: nn.Module) -> None:
-    own = {name: value for name, value in module.state_dict().items() if not torch.is_tensor(value)}
+def read_card(file: Path) -> Card:
+    """From the metadata of a run's encoder."""
+    if not file.exists():
+        refuse_folder_of_runs(file.parent)
+        raise UserError(f"{file.parent} holds no {ENCODER}; it is no run, or the run there has not finished")
     try:
-        module.load_state_dict(own | read_tensors(path))
-    except RuntimeError as error:
-        raise UserError(f"{path} does not fit its metadata: {str(error).strip().splitlines()[-1].strip()}") from None
-
-
-def read_card(folder: Path) -> Card:
-    path = next((folder / name for name in (ENCODER, MODEL) if (folder / name).exists()), folder / ENCODER)
-    if not path.exists():
-        refuse_folder_of_runs(folder)
-        raise UserError(f"{folder} holds no {ENCODER}; it is no run, or the run there has not finished")
-    try:
-        with safe_open(path, "pt") as file:
-            text = (file.metadata() or {}).get(KEY)
-        return card_from_settings(folder) if text is None else checked(json.loads(text))
+        with safe_open(file, "pt") as opened:
+            text = (opened.metadata() or {}).get(KEY)
+        if text is None:
+            hint = "a new run takes its weights by --encoder.weights"
+            raise UserError(f"{file} does not say what encoder it is of, as files before version 0.2; {hint}")
+        card: Card = json.loads(text)
+        for key in ("image_size", "view_size", "feature_dim"):
+            if not isinstance(card[key], int) or card[key] < 1:
+                raise ValueError(f"its metadata say {key} {card[key]!r}")
+        for key in ("mean", "std"):
+            if len(card[key]) != 3 or not all(isinstance(value, int | float) for value in card[key]):
+                raise ValueError(f"its metadata say {key} {card[key]!r}")
+        if card.get("fit", "crop") not in SHAPES:
+            raise ValueError(f"its metadata say fit {card['fit']!r}")
+        return card
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def checked(card: Card) -> Card:
-    for key in ("image_size", "view_size", "feature_dim"):
-        if not isinstance(card[key], int) or card[key] < 1:
-            raise ValueError(f"its metadata say {key} {card[key]!r}")
-    for key in ("mean", "std"):
-        if len(card[key]) != 3 or not all(isinstance(value, int | float) for value in card[key]):
-            raise ValueError(f"its metadata say {key} {card[key]!r}")
-    if card.get("fit", "crop") not in SHAPES:
-        raise ValueError(f"its metadata say fit {card['fit']!r}")
-    return card
-
-
-def card_from_settings(folder: Path) -> Card:
-    """Of a run whose encoder has no card. The size of its images may have to be read from its data."""
-    config = from_dict(read_yaml(folder / "config.yaml"))
-    stream = make_stream(config)
-    size = stream.size
-    view_size = config.views.size or size
-    card: Card = {"encoder": as_dict(config.encoder), "image_size": size, "view_size": view_size}
-    card |= {"recipe": name_of(as_dict(config)), "fit": stream.fit, "crop": SHAPES[stream.fit]}
-    if METHODS.find(config.method.name).adapt_encoder is not Method.adapt_encoder:
-        card |= {"method": as_dict(config.method), "tasks": len(read_results(folder)["tasks"])}
-    module = rebuilt(card, folder, None)
-    restore_encoder(folder, module)
-    view = views_for(module, config.views.name, view_size)[0]
-    statistics = {"mean": list(view.mean), "std": list(view.std)}
-    return card | statistics | {"feature_dim": output_dim(module, view_size)}
+        raise UserError(f"{file} cannot be read: {error}") from None
 
 
 def rebuilt(card: Card, folder: Path, encoder: nn.Module | None, seed: int = 0) -> nn.Module:
     """The module that the card describes, with the weights that the seed gives."""
-    settings = {key: card[key] for key in ("encoder", "method") if card.get(key)}
-    config: Config = from_dict(settings)
+    config = from_dict({key: card[key] for key in ("encoder", "method") if card.get(key)})
     if encoder is None:
         if card["encoder"] is None:
             hint = f"give one like it: load_encoder({str(folder)!r}, encoder=module)"

@@ -136,7 +136,7 @@ class Run:
         if self.components.out:
             self.trackers.begin(self.components.out, as_dict(self.config), self.record.per_epoch)
         if why := why_not_captured(self.config.training.engine, self.device):
-            processes.warn(f"ptlf: {why}: the step runs eagerly, not captured")
+            processes.warn(f"{why}: the step runs eagerly, not captured")
         tasks, epochs, freezer = self.stream.tasks, self.config.training.epochs, self.freezing.freezer
         done = self.progress.task * epochs + self.progress.epoch
         self.watcher.begin(self.about(), len(tasks), epochs, len(freezer.units), len(freezer.frozen), done)
@@ -178,9 +178,7 @@ class Run:
         if self.config.memory.images is None:
             return
         if self.method.memory is None:
-            return processes.warn(
-                f"ptlf: method {self.config.method.name!r} keeps no memory; memory.images is not used"
-            )
+            return processes.warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
         self.record.memory_images = fill_memory(self.components, self.method.memory)
 
     def train_task(self, task: Task) -> None:
@@ -279,7 +277,7 @@ class Run:
         self.record.warned = spread < COLLAPSED
         if self.record.warned:
             processes.warn(
-                f"ptlf: warning: the representation has collapsed in task {self.progress.task + 1}, epoch {done}: "
+                f"the representation has collapsed in task {self.progress.task + 1}, epoch {done}: "
                 f"normalised features of {images} images differ by {spread:.1e} (1 = spread evenly, 0 = all the "
                 "same); try a lower --training.lr or another objective"
             )

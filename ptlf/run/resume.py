@@ -100,9 +100,7 @@ def check_same_run(state: Json, components: Components, images: Images) -> None:
     elif STREAMS.find(config.stream.name).arriving:
         begin = f"begin anew with `ptlf learn OTHER IMAGES --config {file}`"
     if (before := state.get("settings")) is None:
-        return processes.warn(
-            f"ptlf: warning: the checkpoint in {folder} does not say its settings; nothing is compared"
-        )
+        return processes.warn(f"the checkpoint in {folder} does not say its settings; nothing is compared")
     with contextlib.suppress(UserError):  # settings that this version does not know differ
         before = as_dict(from_dict(before))  # those that are newer than the checkpoint had their defaults' effect
     if changed := describe_changes(before, as_dict(config)):
@@ -183,7 +181,7 @@ def check_threads(before: int | None, device: torch.device) -> None:
     if device.type == "cpu" and before not in (None, now):
         differ = "results may differ in the last bits from those of a run that was not stopped"
         processes.warn(
-            f"ptlf: warning: the checkpoint is of {before} CPU threads, and now there are {now}: "
+            f"the checkpoint is of {before} CPU threads, and now there are {now}: "
             f"{differ}; set OMP_NUM_THREADS={before} for the same bits"
         )
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, sync_folder
 from ptlf.core.phases import cannot_move
-from ptlf.core.processes import warn
+from ptlf.core.processes import info
 from ptlf.freezing import format_bytes
 
 # What people and programs keep beside images: notes, labels, tables, pages, settings, edits, previews, sound and film.
@@ -113,7 +113,7 @@ def note_passed(folder: Path, passed: Sequence[Path]) -> None:
     if passed:
         endings = ", ".join(sorted({file.suffix.lower() for file in passed}))
         number = f"{len(passed)} file{'s' * (len(passed) != 1)}"
-        warn(f"note: passed over {number} in {folder} that by the ending ({endings}) are no images")
+        info(f"passed over {number} in {folder} that by the ending ({endings}) are no images")
 
 
 @contextmanager

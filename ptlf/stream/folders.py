@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.processes import warn
+from ptlf.core.processes import info, warn
 from ptlf.stream.archives import Chunk
 from ptlf.stream.decode import FITS, Fit, ImageFile, decoders
 from ptlf.stream.disk import disk_errors, images_below, note_passed
@@ -161,11 +161,11 @@ def note_skipped(made: Pack, total: int) -> None:
 def tell_skipped(name: str, skipped: Sequence[dict[str, str]], total: int, where: str = "") -> None:
     """where: all of them are named."""
     if skipped:
-        warn(f"{name}: skipped {len(skipped)}, of {total} images:")
-        for entry in skipped[:SHOWN_SKIPS]:
-            warn(f"  {entry['file']}: {entry['why']}")
+        lines = [f"{name}: skipped {len(skipped)}, of {total} images:"]
+        lines += [f"{entry['file']}: {entry['why']}" for entry in skipped[:SHOWN_SKIPS]]
         if len(skipped) > SHOWN_SKIPS:
-            warn(f"  and {len(skipped) - SHOWN_SKIPS} more{where}")
+            lines.append(f"and {len(skipped) - SHOWN_SKIPS} more{where}")
+        warn("\n  ".join(lines))
 
 
 def split_folders(source: Path) -> dict[str, Path]:
@@ -193,7 +193,7 @@ def split_folders(source: Path) -> dict[str, Path]:
 def note_unused(folder: Path, used: Iterable[str]) -> None:
     unused = sorted({entry.name for entry in folder.iterdir() if not entry.name.startswith(".")} - set(used))
     if unused:
-        warn(f"note: not packed from {folder}: {quote_names(unused)}")
+        info(f"not packed from {folder}: {quote_names(unused)}")
 
 
 def subfolders(folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from ptlf.core.processes import warn
+from ptlf.core.processes import info
 from ptlf.stream.disk import disk_errors
 from ptlf.stream.pack import natural, quote_names
 from ptlf.stream.rows import Classes, ImageSplit, Row
@@ -66,7 +66,7 @@ def by_split(files: Sequence[Path], root: Path) -> dict[str, list[Path]]:
     if train is None:
         train, test = test, None
     if unused := [file.name for rest in groups.values() for file in rest]:
-        warn(f"note: not read from {root}: {quote_names(unused)}")
+        info(f"not read from {root}: {quote_names(unused)}")
     return {"train": train or []} | ({"test": test} if test else {})
 
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import shlex
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.files import sync_folder, write_error, write_whole
 from ptlf.core.settings import key
@@ -153,7 +153,7 @@ class Checkpoints:
                 raise UserError(f"cannot remove {old}: {error.strerror or error}") from error
 
     def load(self) -> dict[str, Any] | None:
-        """The newest intact state. A damaged file is reported on stderr and renamed to *.damaged."""
+        """The newest intact state. A damaged file is logged and renamed to *.damaged."""
         self.finish()
         for part in self.folder.glob(".*.part"):  # left by a process that was killed while writing
             part.unlink(missing_ok=True)
@@ -162,7 +162,7 @@ class Checkpoints:
                 state = deserialise(unsealed(path))
             except DamagedCheckpoint as reason:
                 path.rename(path.with_name(path.name + ".damaged"))
-                print(f"ptlf: {path} is damaged ({reason}); trying the one before it", file=sys.stderr)
+                processes.warn(f"{path} is damaged ({reason}); trying the one before it")
                 continue
             self.last = path
             return state

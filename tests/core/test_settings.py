@@ -103,8 +103,8 @@ def test_merge_reaches_sections_within_sections() -> None:
     assert kept == {"training": {"lr": 1, "optimizer": {"name": "lars", "momentum": 0.5, "eta": 2}}}
     renamed = merged(base, {"training": {"optimizer": {"name": "sgd", "momentum": 0.1}}})
     assert renamed == {"training": {"lr": 1, "optimizer": {"name": "sgd", "momentum": 0.1}}}
-    probes = merged({"probes": {"linear": {"lr": 1}}}, {"probes": {"linear": {"epochs": 2}, "ridge": {"penalty": 3}}})
-    assert probes == {"probes": {"linear": {"lr": 1, "epochs": 2}, "ridge": {"penalty": 3}}}
+    probes = merged({"probes": {"linear": {"lr": 1}}}, {"probes": {"linear": {"epochs": 2}, "knn_task": {"k": 3}}})
+    assert probes == {"probes": {"linear": {"lr": 1, "epochs": 2}, "knn_task": {"k": 3}}}
 
 
 def test_plain_text_is_the_name_of_a_section() -> None:

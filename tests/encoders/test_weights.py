@@ -203,13 +203,12 @@ def test_tables_speak_of_a_given_encoder(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an encoder that no recipe has, and exported beside it."""
+    """Of an encoder that no recipe has."""
     folder = tmp_path_factory.mktemp("small") / "run"
     words = ["--recipe", "digits/simsiam/finetune", "--encoder.name", "resnet18-mini", "--encoder.width", "4"]
     words += ["--stream.groups", "[[0, 1]]", "--stream.per_class", "8", "--training.batch", "16"]
     words += ["--training.epochs", "1"]
     assert main(["train", *words, "--evaluation.enabled", "false", "--out", str(folder)]) == 0
-    assert main(["export", str(folder), "--to", str(folder.parent / "exported")]) == 0
     return folder
 
 
@@ -217,7 +216,7 @@ def encoder_of(config: Any) -> tuple[str, int | None, str | None]:
     return config.encoder.name, config.encoder.width, config.encoder.weights
 
 
-@pytest.mark.parametrize("what", ["run", "exported", "run/encoder.safetensors"])
+@pytest.mark.parametrize("what", ["run", "run/encoder.safetensors"])
 def test_the_encoder_is_the_one_whose_weights_are_taken(small_run: Path, what: str, tmp_path: Path) -> None:
     path = str(small_run.parent / what)
     found = resolve_config("split-cifar10/simsiam/lump", None, ["--encoder.weights", path])

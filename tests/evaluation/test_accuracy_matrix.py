@@ -40,3 +40,6 @@ def test_against_an_independent_implementation() -> None:
         assert e.forgetting(matrix) == pytest.approx(np.mean(lost), abs=1e-6)
         assert e.forgetting_just_learned(matrix) == pytest.approx(np.mean(just), abs=1e-6)
         assert e.accuracy(matrix) == pytest.approx(full[-1].mean(), abs=1e-6)
+        first, *later = e.forgetting_by_task(matrix)
+        assert first is None
+        assert later == pytest.approx([e.forgetting(matrix[:count]) for count in range(2, tasks + 1)], abs=1e-6)

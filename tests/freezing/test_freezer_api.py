@@ -501,6 +501,11 @@ def test_amounts_of_memory(text, expected):
     assert parse_bytes(text) == expected
 
 
+def test_amounts_of_memory_are_shown_in_powers_of_1024():
+    amounts = (1023, 1536, 2**20, 1.5 * 2**30, 2**41)
+    assert [format_bytes(int(amount)) for amount in amounts] == ["1023 B", "1.5 KiB", "1.0 MiB", "1.5 GiB", "2.0 TiB"]
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-1GB", "iB"])
 def test_what_is_no_amount_of_memory(text):
     with pytest.raises(ValueError, match="is not an amount of memory"):

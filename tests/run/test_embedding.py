@@ -13,7 +13,6 @@ from PIL import Image
 
 import ptlf
 from ptlf.cli import main
-from ptlf.run import embedding
 from ptlf.run.loop import Run
 from ptlf.stream.folders import pack_folder
 
@@ -123,4 +122,4 @@ def test_parquet_without_pyarrow(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert embed(run, tmp_path / "f.parquet", photographs) == 2
-    assert embedding.NO_PYARROW in capsys.readouterr().err
+    assert ".parquet needs pyarrow" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_features_are_those_of_the_run(trained: Run, tmp_path: Path) -> None:
         Image.fromarray(image).save(tmp_path / f"{index:02}.png")
     assert np.array_equal(encoder.embed(tmp_path), expected)
     one = encoder.preprocess(tmp_path / "07.png")
-    assert one.shape == (1, 3, 16, 16) and torch.equal(one, trained.prepare(torch.from_numpy(pixels[7:8])))
+    assert one.shape == (1, 3, 16, 16) and torch.equal(one, trained.components.prepare(torch.from_numpy(pixels[7:8])))
     assert torch.equal(encoder.preprocess(Image.fromarray(pixels[7])), one)
     assert torch.equal(encoder.preprocess(pixels[7]), one)
 
@@ -68,27 +68,12 @@ def test_the_card_travels_in_the_file(trained: Run, tmp_path: Path) -> None:
     """The file alone suffices."""
     assert trained.folder is not None
     shutil.copy(trained.folder / "encoder.safetensors", tmp_path)
-    card = read_card(tmp_path)
+    card = read_card(tmp_path / "encoder.safetensors")
     assert card["recipe"] == "digits/simsiam/finetune" and card["ptlf_version"] == ptlf.__version__
     assert (card["image_size"], card["view_size"], card["mean"]) == (16, 16, [0.5, 0.5, 0.5])
     assert ptlf.load_encoder(tmp_path, device="cpu", trust_code=True).card == card
-
-
-def without_card(run: Path, to: Path) -> Path:
-    shutil.copytree(run, to)
-    save_file(load_file(to / "encoder.safetensors"), to / "encoder.safetensors")
-    results = json.loads((run / "results.json").read_text()) | {"encoder_sha256": None}
-    (to / "results.json").write_text(json.dumps(results))
-    return to
-
-
-def test_a_run_without_a_card_is_rebuilt_from_its_settings(trained: Run, tmp_path: Path) -> None:
-    assert trained.folder is not None
-    old = ptlf.load_encoder(without_card(trained.folder, tmp_path / "old"), device="cpu", trust_code=True)
-    new = ptlf.load_encoder(trained.folder, device="cpu", trust_code=True)
-    pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
-    assert np.array_equal(old.embed(pixels), new.embed(pixels))
-    assert {key: new.card[key] for key in old.card} == old.card
+    (tmp_path / "encoder.safetensors").rename(tmp_path / "model.safetensors")  # as version 0.2 exported it
+    assert ptlf.load_encoder(tmp_path, device="cpu", trust_code=True).card == card
 
 
 def test_columns_of_pnn_are_joined(tmp_path: Path) -> None:
@@ -99,8 +84,6 @@ def test_columns_of_pnn_are_joined(tmp_path: Path) -> None:
     encoder = ptlf.load_encoder(tmp_path / "run", device="cpu", trust_code=True)
     assert encoder.feature_dim == 2 * 8
     assert np.array_equal(encoder.embed(pixels), features_in_training(run, pixels))
-    old = ptlf.load_encoder(without_card(tmp_path / "run", tmp_path / "old"), device="cpu", trust_code=True)
-    assert np.array_equal(encoder.embed(pixels), old.embed(pixels)) and old.feature_dim == 16
 
 
 def test_views_smaller_than_the_images(tmp_path: Path) -> None:
@@ -133,26 +116,28 @@ def test_what_is_no_run(trained: Run, tmp_path: Path) -> None:
         ptlf.load_encoder(tmp_path)
     assert trained.folder is not None
     for change in ({"mean": [1]}, {"view_size": 0}, {"image_size": "big"}):
-        card = read_card(trained.folder) | change
+        card = read_card(trained.folder / "encoder.safetensors") | change
         save_file(load_file(trained.folder / "encoder.safetensors"), tmp_path / "x", {"ptlf": json.dumps(card)})
         (tmp_path / "x").rename(tmp_path / "encoder.safetensors")
         with pytest.raises(UserError, match=f"its metadata say {next(iter(change))}"):
             ptlf.load_encoder(tmp_path)
 
 
+def test_a_file_without_a_card_is_of_an_older_version(trained: Run, tmp_path: Path) -> None:
+    assert trained.folder is not None
+    save_file(load_file(trained.folder / "encoder.safetensors"), tmp_path / "encoder.safetensors")
+    with pytest.raises(UserError, match=r"before version 0\.2; a new run takes its weights by --encoder\.weights"):
+        ptlf.load_encoder(tmp_path)
+
+
 def test_code_that_a_folder_names_runs_only_if_trusted(trained: Run, tmp_path: Path) -> None:
-    """For a card, and for settings where there is none."""
     assert trained.folder is not None
     (tmp_path / "hostile.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef make(): pass\n")
-    shutil.copytree(trained.folder, tmp_path / "card")
-    card = read_card(trained.folder)
+    shutil.copytree(trained.folder, tmp_path / "run")
+    file = tmp_path / "run" / "encoder.safetensors"
+    card = read_card(file)
     card["encoder"]["name"] = "hostile:make"
-    tensors = load_file(trained.folder / "encoder.safetensors")
-    save_file(tensors, tmp_path / "card" / "encoder.safetensors", {"ptlf": json.dumps(card)})
-    without = without_card(trained.folder, tmp_path / "settings")
-    text = (without / "config.yaml").read_text()
-    (without / "config.yaml").write_text(text.replace("conftest:tiny_encoder", "hostile:make"))
-    for folder in (tmp_path / "card", without):
-        with pytest.raises(UserError, match=r"'hostile:make' in .* names code.*trust"):
-            ptlf.load_encoder(folder)
+    save_file(load_file(file), file, {"ptlf": json.dumps(card)})
+    with pytest.raises(UserError, match=r"'hostile:make' in .* names code.*trust"):
+        ptlf.load_encoder(tmp_path / "run")
     assert not (tmp_path / "ran").exists()

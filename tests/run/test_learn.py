@@ -844,9 +844,9 @@ def test_images_that_watching_does_not_learn_are_counted(root: Path, tmp_path: P
         shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", inbox / "day1" / "a" / f"new{number}.png")
     shutil.copy(root / "plain" / "day2" / "c" / "05.png", inbox / "loose.png")
     hint = f"not learnt; put such images into a new folder in {inbox}\n"
-    late = f"ptlf: {inbox / 'day1'} was learnt before; 3 images in it came later and are {hint}"
+    late = f"ptlf: warning: {inbox / 'day1'} was learnt before; 3 images in it came later and are {hint}"
     assert watched(run, inbox) == 0
-    assert capsys.readouterr().err == f"ptlf: 1 image in {inbox} itself is {hint}{late}"
+    assert capsys.readouterr().err == f"ptlf: warning: 1 image in {inbox} itself is {hint}{late}"
     assert [found.name for found in arrivals(run)] == ["0001-day1"]
 
     looked, looks = [], iter(range(3))

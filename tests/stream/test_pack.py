@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,12 @@ def test_bad_names(tmp_path: Path, name: str) -> None:
         pack_folder(tmp_path, tmp_path, name, size=4)
     with pytest.raises(UserError, match="cannot name"):
         open_pack(tmp_path, name)
+
+
+def test_names_of_classes_do_not_repeat(tmp_path: Path) -> None:
+    pack = replace(described(tmp_path / "s"), names=("a", "b", "a"))
+    with pytest.raises(UserError, match="names repeat: 'a'"):
+        write_pack(pack, {"train": (6, [arrays()])})
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
