@@ -349,7 +349,7 @@ def new_file(text: str, end: str = "") -> Path:
     return path
 
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS = ("tensorboard", "wandb")
 LOG = {"nargs": "+", "action": "extend", "metavar": "TRACKER"}
 LOG_ABOUT = "also send what goes into metrics.jsonl to these: " + ", ".join(TRACKERS) + ", PACKAGE.MODULE:CLASS"
 FITS = ("crop", "squash", "pad")

@@ -48,7 +48,7 @@ def test_bash_completes_commands_options_recipes_and_settings(bash: str, tmp_pat
     assert complete(bash, tmp_path, "train", "--training.ep") == {"--training.epochs"}
     assert complete(bash, tmp_path, "train", "--freezing.pol") >= {"--freezing.policy", "--freezing.policy.sharpness"}
     assert complete(bash, tmp_path, "report", "--training.ep") == set()  # takes no settings
-    assert complete(bash, tmp_path, "train", "--log", "") == {"tensorboard", "wandb", "mlflow"}
+    assert complete(bash, tmp_path, "train", "--log", "") == {"tensorboard", "wandb"}
     assert complete(bash, tmp_path, "learn", "runs", "--size", "") == set()  # a number
     assert complete(bash, tmp_path, "train", "--training.epochs", "") == set()
     assert complete(bash, tmp_path, "train", "--objective", "-") == set()
