@@ -11,7 +11,7 @@ from ptlf.report.measures import duration
 from ptlf.run.build import choose_device, make_stream
 from ptlf.run.config import Config
 from ptlf.run.recipes import resolve_config
-from ptlf.run.sweep import Planned, Tell, count
+from ptlf.run.sweep import Planned, Tell, describe_runs
 
 PLAN = "train nothing: list the runs that are there and those that are missing, and how long these would take"
 
@@ -71,12 +71,12 @@ class Estimate:
 def show_plan(there: Sequence[Path], missing: Sequence[Planned], left_out: str = "") -> None:
     """What is there and what is missing, with its estimated time here. left_out: `cannot_be_made`."""
     for folder in there:
-        tell(f"there: {folder}")
+        tell(f"done: {folder}")
     estimate = Estimate(tell=tell)
     seconds = [estimate(run.config) for run in missing]
     for run, some in zip(missing, seconds, strict=True):
-        tell(f"to run: {run.name}, {at_least(some)}{', begun' * run.begun}, in {run.folder}")
-    words = count(len(there), missing)
+        tell(f"pending: {run.name}, {at_least(some)}{', begun' * run.begun}, in {run.folder}")
+    words = describe_runs(len(there), missing)
     words += f", {at_least(sum(seconds))}" if missing else ""
     tell(words + left_out)
     if missing:

@@ -403,7 +403,7 @@ def add_sweep(verb: Verb) -> None:
     add = verb("sweep", about, overrides=True, usage=usage, epilog=HOLD_FOR_ALL)
     add("recipes", "STREAM/OBJECTIVE/METHOD", nargs="+", metavar="RECIPE")
     add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
-    add("--seeds", "each recipe with each of them", whole, nargs="+", default=[0], metavar="SEED")
+    add("--seeds", "every recipe is trained with every seed", whole, nargs="+", default=[0], metavar="SEED")
     add("--log", LOG_ABOUT, **LOG)
     add("--cluster", "each run a job of its own, here or on a cluster, with submitit", choices=("local", "slurm"))
     add("--jobs", "how many jobs at once (default: all)", positive)

@@ -28,7 +28,7 @@ from ptlf.report.tables import (
     show_runs,
 )
 from ptlf.run import sweep as sweeps
-from ptlf.run.cluster import train_all as train_jobs
+from ptlf.run.cluster import train_as_jobs
 from ptlf.run.config import Config, read_yaml
 from ptlf.run.embedding import embed_images
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
@@ -37,7 +37,7 @@ from ptlf.run.fitting import free_settings
 from ptlf.run.folder import check_vacant, has_finished, has_finished_as
 from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
-from ptlf.run.recipes import EXPECTED, VARIANTS, name_of, names, resolve_config
+from ptlf.run.recipes import VARIANTS, name_of, recipe_names, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs
 from ptlf.stream import STREAMS, fetch
 from ptlf.stream.folders import OnError, pack_folder, subfolders
@@ -188,7 +188,7 @@ def sweep(
     overrides: Words,
     **jobs: Any,
 ) -> None:
-    """jobs: `cluster`, `jobs` and `job_options`, for `cluster.train_all`."""
+    """jobs: `cluster`, `jobs` and `job_options`, for `cluster.train_as_jobs`."""
     overrides = with_log(overrides, log)
     if any(word.partition("=")[0] == "--seed" for word in overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
@@ -207,7 +207,7 @@ def sweep(
             tell(f"{run.name}: already finished in {run.folder}")
     watch = tell_count(len(runs) - len(missing), missing)
     if jobs["cluster"]:
-        train_jobs(missing, out / "jobs", **jobs, tell=tell)
+        train_as_jobs(missing, out / "jobs", **jobs, tell=tell)
     else:
         for run, results in sweeps.train_all(missing, watch):
             show_results(console, results, run.folder, brief=True)
@@ -216,7 +216,7 @@ def sweep(
     for run in runs:
         groups.setdefault(run.config.recipe, []).append(read_results(run.folder))
     base = baseline or next((name for name, some in groups.items() if some[0].get("baseline")), None)
-    show_runs(console, groups, base, f"What it came to{several}")
+    show_runs(console, groups, base, f"Summary{several}")
     write_page(with_others([run.folder for run in runs], out), out / "report.html", baseline)
 
 
@@ -230,10 +230,10 @@ def with_others(folders: list[Path], out: Path) -> list[Path]:
     return found
 
 
-def tell_count(there: int, missing: Sequence[sweeps.Planned], left_out: str = "") -> sweeps.Watch:
-    """Tells how many runs are there and how many are left. What is returned tells with each which one it is."""
-    tell(sweeps.count(there, missing) + left_out)
-    return sweeps.numbered(there, missing, Live, tell)
+def tell_count(done: int, missing: Sequence[sweeps.Planned], left_out: str = "") -> sweeps.Watch:
+    """Tells how many runs are done and how many are missing. What is returned tells with each which one it is."""
+    tell(sweeps.describe_runs(done, missing) + left_out)
+    return sweeps.announced(done, missing, Live, tell)
 
 
 def tell_once() -> Callable[[str], None]:
@@ -315,15 +315,15 @@ def list_members(what: str | None) -> None:
         "probes": summaries(PROBES),
         "trackers": summaries(TRACKERS),
         "views": {name: " ".join((make.__doc__ or "").split()) for name, make in VIEWS.items()},
-        "recipes": {name: EXPECTED.get(name, "") for name in names()},
+        "recipes": dict.fromkeys(recipe_names(), ""),
     }
     if what is not None and what not in families:
         raise unknown("family", what, families)
     for family in [what] if what else families:
         members, heading = families[family], f"{family}:"
         if what is None and family == "recipes":
-            heading = f"recipes: {len(members)} of STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them. Run so far:"
-            members = {name: about for name, about in members.items() if about}
+            heading = f"recipes: {len(members)} of STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them"
+            members = {}
         print(heading)
         for name, about in members.items():
             print(f"  {name:<36} {about}".rstrip())

@@ -220,12 +220,12 @@ def find_names() -> str:
     """The content of completion.txt."""
     from ptlf.core.settings import describe
     from ptlf.run.config import Config
-    from ptlf.run.recipes import names
+    from ptlf.run.recipes import recipe_names
 
     keys = [key for key, _, _ in describe(Config) if key not in ("recipe", "log")]  # options of their own
     sections = [key.removesuffix(".name") for key in keys if key.endswith(".name")]  # `--method si` is enough
     settings = dict.fromkeys(sorted([*keys, *sections]))
-    return "\n".join(names()) + "\n\n" + "\n".join(settings) + "\n"
+    return "\n".join(recipe_names()) + "\n\n" + "\n".join(settings) + "\n"
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def reproduce(
         tell(f"{pack} is not in {root}: `ptlf data get {pack}` brings it; until then {left}")
     if plan:
         for folder in planned.of_other_seeds():
-            tell(f"there, of another seed: {folder}")
+            tell(f"done, of another seed: {folder}")
         return show_plan(planned.there(), planned.missing, cannot_be_made(planned))
     failed, watch = [], tell_count(len(planned.there()), planned.missing, cannot_be_made(planned))
     if planned.missing and scale == "paper" and not show:

@@ -87,7 +87,7 @@ def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
     for key in ("evaluation.tasks was ", " and is 9", "training.lr was", "memory.size was "):
         assert key in told
     assert main([*words, "--evaluation.batch=77", "--checkpoint.keep_tasks=9"]) == 0
-    assert "2 runs: 2 there" in capsys.readouterr().out
+    assert "2 runs: 2 done" in capsys.readouterr().out
 
 
 def test_a_seed_or_recipe_that_is_named_twice_counts_once(tmp_path) -> None:
@@ -100,7 +100,7 @@ def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> Non
     recipes = ["digits/simsiam/finetune", "digits/simsiam/lump"]
     words = ["sweep", *recipes, "--seeds", "0", "1", "--baseline", "lump", "--out", str(tmp_path), *QUICK]
     assert main(words) == 0
-    shown = capsys.readouterr().out.partition("What it came to, means of 2 seeds")[2]
+    shown = capsys.readouterr().out.partition("Summary, means of 2 seeds")[2]
     line = next(line for line in shown.splitlines() if "knn_class accuracy, %" in line)
     for method in ("finetune", "lump"):
         files = [tmp_path / f"digits-simsiam-{method}-seed{seed}" / "results.json" for seed in (0, 1)]
@@ -180,11 +180,12 @@ def test_list_names_everything(capsys) -> None:
     shown = capsys.readouterr().out
     for name in ("split-cifar10", "barlow_twins", "multitask", "correlation", "resnet18-mini", "adamw", "knn_class"):
         assert f"\n  {name} " in shown.replace("\n", " \n")
-    assert "\n  digits/simsiam/ptlf " in shown
+    assert "`ptlf list recipes` names them" in shown
     assert main(["list", "methods"]) == 0
     methods = capsys.readouterr().out
     assert "streams:" not in methods and all(f"\n  {name} " in methods for name in VARIANTS)
-    assert "\n  split-cifar10/barlow_twins/ptlf-deep " in shown
+    assert main(["list", "recipes"]) == 0
+    assert "\n  split-cifar10/barlow_twins/ptlf-deep\n" in capsys.readouterr().out
     for family in ("probes", "views", "methods"):
         assert main(["list", family]) == 0
         lines = capsys.readouterr().out.splitlines()[1:]
@@ -318,7 +319,7 @@ def test_a_folder_of_runs_in_place_of_a_run(capsys, tmp_path, place: str) -> Non
     (tmp_path / "runs" / place / "results.json").write_text("{}")
     (tmp_path / "photographs").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "photographs" / "one.png")
-    verbs = [["evaluate", runs], ["evaluate", runs, "--card", str(tmp_path)], ["train", "--resume", runs]]
+    verbs = [["evaluate", runs], ["train", "--resume", runs]]
     verbs += [["export", runs, "--to", str(tmp_path / "e.pt2")], ["watch", runs, "--once"]]
     verbs += [["embed", runs, str(tmp_path / "photographs"), "--out", str(tmp_path / "f.npz")]]
     verbs += [["report", runs]] * ("/" in place)  # which takes a folder of runs

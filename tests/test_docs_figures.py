@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from ptlf.run.recipes import EXPECTED
 from reproduction.page import DIFFERENCES, differences, figure
 from reproduction.runs import make_plan
 from reproduction.tables import METHODS, OBJECTIVES, TABLES
@@ -132,25 +131,10 @@ def test_the_sentences_of_readme() -> None:
     assert f"the one interval of {len(told)} that excludes zero" in said and sum(map(bool, told)) == 1
 
 
-@pytest.mark.parametrize("recipe", [name for name in EXPECTED if name.startswith("split-")])
-def test_what_the_list_of_recipes_says(recipe: str) -> None:
-    """Means over the seeds; Multitask forgets nothing, as it learns everything at once."""
-    runs = kept(f"{recipe.replace('/', '-')}-seed*")
-    named = zip(("knn_task", "forgetting", "knn_class"), means(runs), strict=True)
-    scores = ", ".join(f"{name} {value}" for name, value in named if value)
-    count = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
-    assert EXPECTED[recipe] == f"{recorded_seconds(runs):.0f} s on an H200, {count}: {scores}"
-
-
 def recorded_seconds(runs: list[dict[str, Any]]) -> float:
     """Of a whole run, mean over seeds."""
     parts = [f"{part}_seconds" for part in ("learning", "eval", "checkpoint", "measuring")]
     return statistics.fmean(sum(run["cost"].get(part, 0) for part in parts) for run in runs)
-
-
-def test_the_list_of_recipes_names_every_run_of_the_full_protocol() -> None:
-    folders = {file.parent.name.rpartition("-seed")[0] for file in (ROOT / "results").glob("split-*/results.json")}
-    assert folders == {name.replace("/", "-") for name in EXPECTED if name.startswith("split-")}
 
 
 def later(runs: list[dict[str, Any]], key: str) -> float:
@@ -201,7 +185,7 @@ def test_every_method_on_few_images() -> None:
         first, second, *_ = run["cost"]["per_epoch"]["seconds"]
         return run["cost"][key] - (first - min(first, second)) * key.endswith("seconds")
 
-    rows = table_rows(RECIPES, "all in all")
+    rows = table_rows(RECIPES, "| steps | total |")
     (base,) = kept("small-table/lump")
     assert set(rows) == {path.name for path in (ROOT / "results" / "small-table").iterdir()}
     for method, cells in rows.items():
@@ -230,9 +214,6 @@ def test_the_example_of_one_machine() -> None:
     for probe in ("knn_task", "knn_class"):
         (name,) = [name for name in rows if f"`{probe}`" in name]
         assert f"random encoder: {runs[0]['probes'][probe]['untrained_accuracy']:.2f}" in name
-    for run, method in zip(runs, ("lump", "ptlf"), strict=True):
-        accuracy = run["probes"]["knn_class"]["accuracy"]
-        assert f"knn_class {accuracy:.1f}" in EXPECTED[f"digits/simsiam/{method}"]
 
 
 def test_freezing_on_a_cpu() -> None:
@@ -242,8 +223,8 @@ def test_freezing_on_a_cpu() -> None:
     assert [cells[2:] for cells in table(SAVINGS, "| frozen | how |")] == wanted
     plain, ours = (row for row in made if row["frozen"] == "middle 8")
     said = in_one_line(README)
-    assert f"middle 8 of ResNet-18's 20 layers keeps {ours['kept_bytes_ratio']:.2f} of the bytes" in said
-    assert f"where `requires_grad_(False)` keeps {plain['kept_bytes_ratio']:.2f}" in said
+    assert f"middle 8 of ResNet-18's 20 layers frozen, {ours['kept_bytes_ratio']:.2f} of the bytes are saved" in said
+    assert f"with `requires_grad_(False)` it is {plain['kept_bytes_ratio']:.2f}" in said
 
 
 @pytest.mark.parametrize(("file", "head", "keys"), [

@@ -125,9 +125,9 @@ def test_a_probe_may_be_named_by_its_module(tmp_path) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_recipes_of_registered_members_know_what_they_can() -> None:
-    from ptlf.run.recipes import names
+    from ptlf.run.recipes import recipe_names
 
-    found = set(names())
+    found = set(recipe_names())
     assert {"stripes/align/lump", "stripes/supervised/shrink", "split-cifar10/align/ptlf", RECIPE} <= found
     assert "stripes/align/cassle" not in found
 

@@ -68,7 +68,7 @@ def show_matrix(
 
 
 def show_runs(
-    console: Console, runs: Mapping[str, Sequence[Json]], baseline: str | None = None, title: str = "What it came to"
+    console: Console, runs: Mapping[str, Sequence[Json]], baseline: str | None = None, title: str = "Summary"
 ) -> None:
     """Each run by name, as the results of its seeds. Up to three side by side with all figures; more of them as a list
     with the main ones. Means over seeds, and the 95 % t interval of the probes'."""

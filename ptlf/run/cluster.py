@@ -1,7 +1,7 @@
 """Several runs at once, each a job on this machine or on a SLURM cluster, through submitit."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from ptlf.core.errors import UserError, import_optional
 from ptlf.core.settings import as_dict, parse
 from ptlf.run.config import Config, from_dict
 from ptlf.run.loop import Run
-from ptlf.run.sweep import Planned
+from ptlf.run.sweep import Planned, Tell
 
 TIMEOUT = 24 * 60  # minutes; the cluster then stops the job and queues it again
 
@@ -30,8 +30,8 @@ class Job:
         return DelayedSubmission(self)
 
 
-def train_all(
-    runs: list[Planned], logs: Path, cluster: str, jobs: int | None, job_options: list[str], tell: Callable[[str], None]
+def train_as_jobs(
+    runs: Sequence[Planned], logs: Path, cluster: str, jobs: int | None, job_options: Sequence[str], tell: Tell
 ) -> None:
     """Train the runs, at most `jobs` at a time, and wait for all of them.
 
@@ -48,30 +48,31 @@ def train_all(
             tell(f"{run.name}: job {running[run.name].job_id} in {run.folder}")
         for name, job in [(name, job) for name, job in running.items() if job.done()]:
             del running[name]
-            why = job.exception()
-            tell(f"{name}: {'failed' if why else 'finished'}")
-            if why:
-                failed.append(f"{name} failed ({last_line(why)}; see {job.paths.stderr})")
+            error = job.exception()
+            tell(f"{name}: {'failed' if error else 'finished'}")
+            if error:
+                failed.append(f"{name} failed ({last_line(error)}; see {job.paths.stderr})")
         time.sleep(0.2 if cluster == "local" else 10)  # seconds; polling a cluster's controller often is impolite
     if failed:
-        raise UserError("; ".join(failed) + "; the same command goes on with what is not finished")
+        raise UserError("; ".join(failed) + "; the same command continues with what is not finished")
 
 
-def make_executor(cluster: str, folder: Path, options: Sequence[str]) -> Any:
+def make_executor(cluster: str, logs: Path, options: Sequence[str]) -> Any:
     submitit = import_optional("submitit", "--cluster", "cluster")
-    executor = submitit.AutoExecutor(folder, cluster=cluster)
+    executor = submitit.AutoExecutor(logs, cluster=cluster)
     for option in options:
         if "=" not in option:
             raise UserError(f"--job-options takes KEY=VALUE, such as slurm_partition=gpu, not {option!r}")
-    given = {key: parse(value) for key, value in (option.split("=", 1) for option in options)}
+    parameters = {key: parse(value) for key, value in (option.split("=", 1) for option in options)}
     try:
-        executor.update_parameters(**{"name": "ptlf", "timeout_min": TIMEOUT, **given})
+        executor.update_parameters(**{"name": "ptlf", "timeout_min": TIMEOUT, **parameters})
     except (NameError, TypeError, ValueError, AssertionError) as error:
         raise UserError(f"--job-options: {' '.join(str(error).split())[:200]}") from None
     return executor
 
 
 def last_line(error: BaseException) -> str:
+    """Of a job's traceback: what went wrong."""
     lines = [line for line in str(error).splitlines() if line.strip() and set(line) != {"-"}]
-    found = [line for line in lines if "Error" in line or "Stopped" in line]
-    return (found or lines or [type(error).__name__])[-1].strip()[:200]
+    errors = [line for line in lines if "Error" in line or "Stopped" in line]
+    return (errors or lines or [type(error).__name__])[-1].strip()[:200]

@@ -1,4 +1,4 @@
-"""Several runs, one after the other: recipes with seeds, in a folder each; what is finished is kept."""
+"""Several runs, one after the other: every recipe with every seed, in a folder each; what is finished is kept."""
 
 import gc
 import itertools
@@ -17,6 +17,7 @@ from ptlf.run.recipes import resolve_config
 from ptlf.run.watcher import Watcher
 from ptlf.training.process import Stopped
 
+AGAIN = "the same command continues"
 Tell = Callable[[str], None]
 Value = TypeVar("Value", str, int)
 
@@ -54,46 +55,44 @@ def plan(
     return runs
 
 
-def count(there: int, missing: Sequence[Planned]) -> str:
-    """How many of the runs are finished, how many were begun, how many are left."""
-    begun = sum(run.begun for run in missing)
-    numbers = {"there": there, "goes on" if begun == 1 else "go on": begun, "to run": len(missing) - begun}
-    total = there + len(missing)
+def describe_runs(done: int, missing: Sequence[Planned]) -> str:
+    """Such as "8 runs: 3 done, 1 to resume, 4 pending"."""
+    begun, total = sum(run.begun for run in missing), done + len(missing)
+    numbers = {"done": done, "to resume": begun, "pending": len(missing) - begun}
     parts = ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
     return f"{total} run{'s' * (total != 1)}{': ' * bool(parts)}{parts}"
 
 
-def numbered(there: int, missing: Sequence[Planned], watch: Callable[[str], Watcher], tell: Tell) -> Watch:
+def announced(done: int, missing: Sequence[Planned], watch: Callable[[str], Watcher], tell: Tell) -> Watch:
     """`watch`, which is given a run's name, for `train_all`: tells before each run which one of all it is."""
-    numbers = {run.folder: there + place for place, run in enumerate(missing, 1)}
+    numbers = {run.folder: done + place for place, run in enumerate(missing, 1)}
 
     def watcher(run: Planned) -> Watcher:
         seed = run.config.seed
         name = run.name.removesuffix(f" seed {seed}")
-        tell(f"run {numbers[run.folder]} of {there + len(missing)}: {name}, seed {seed}")
+        tell(f"run {numbers[run.folder]} of {done + len(missing)}: {name}, seed {seed}")
         return watch(run.name)
 
     return watcher
 
 
-def train_all(
-    runs: Sequence[Planned], watch: Watch, advice: str = "the same `ptlf sweep` goes on from here"
-) -> Iterator[tuple[Planned, dict[str, Any]]]:
-    """Each run with its results, as soon as it is trained. `advice` is for whoever stops them."""
+def train_all(runs: Sequence[Planned], watch: Watch) -> Iterator[tuple[Planned, dict[str, Any]]]:
+    """Each run with its results, as soon as it is trained."""
     for run in runs:
         make_stream(run.config)  # fail now if data is missing, not after hours
     for run in runs:
         watcher = watch(run)
         try:
-            results = train_one_of_many(Run(run.config, run.folder), watcher, advice, resume=True)
+            results = train_one_of_many(Run(run.config, run.folder), watcher, resume=True)
         except KeyboardInterrupt:  # while it was built
-            raise Stopped(run.folder, signal.SIGINT, advice) from None
+            raise Stopped(run.folder, signal.SIGINT, AGAIN) from None
         yield run, results
         gc.collect()  # a run is in reference cycles: its GPU memory would count in the next one's peak
 
 
-def train_one_of_many(run: Run, watcher: Watcher, advice: str, *, resume: bool = False) -> dict[str, Any]:
-    """Train where other runs follow. If asked to stop, even in the run's last moments, no other run begins."""
+def train_one_of_many(run: Run, watcher: Watcher, advice: str = AGAIN, *, resume: bool = False) -> dict[str, Any]:
+    """Train where other runs follow. If asked to stop, even in the run's last moments, no other run begins.
+    advice: for whoever stops it."""
     try:
         results = run.train(watcher, resume=resume)
     except Stopped as stopped:

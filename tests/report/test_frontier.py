@@ -188,15 +188,15 @@ def test_a_plan_trains_nothing_and_the_command_shows_its_table(tmp_path: Path, c
     words += ["--stream.groups=[[0,1],[2,3]]", "--encoder.name=conftest:tiny_encoder", "--training.epochs=1"]
     words += ["--training.batch=128", "--device=cpu", "--evaluation.gallery=false", "--final", "0.4"]
     assert main([*words, "--plan"]) == 0
-    assert re.search(r"2 runs: 2 to run, (some seconds|at least \d)", capsys.readouterr().out)
+    assert re.search(r"2 runs: 2 pending, (some seconds|at least \d)", capsys.readouterr().out)
     assert not (tmp_path / "runs").exists()
     assert main(words) == 0
     text = capsys.readouterr().out
     assert re.search(r"│ascending *│ *0│ *0\.4│", text)
-    assert text.startswith("2 runs: 2 to run\nrun 1 of 2: digits/simsiam/lump no-freezing, seed 0\n")
+    assert text.startswith("2 runs: 2 pending\nrun 1 of 2: digits/simsiam/lump no-freezing, seed 0\n")
     assert "\nrun 2 of 2: digits/simsiam/lump ascending-0-0.4, seed 0\n" in text
     assert main([*words, "0.8", "--plan"]) == 0
     text = capsys.readouterr().out
-    assert text.count("there: ") == 2
-    assert "to run: digits/simsiam/lump ascending-0-0.8 seed 0" in text
-    assert "3 runs: 2 there, 1 to run" in text
+    assert text.count("done: ") == 2
+    assert "pending: digits/simsiam/lump ascending-0-0.8 seed 0" in text
+    assert "3 runs: 2 done, 1 pending" in text

@@ -149,7 +149,7 @@ def test_names_of_two_runs_stay_whole_in_80_columns(capsys) -> None:
     lump, ptlf = made_up.pair()
     show_runs(Console(width=80), {"digits/simsiam/lump": [lump], "digits/simsiam/ptlf": [ptlf]}, "digits/simsiam/lump")
     title, _, heading, *_ = capsys.readouterr().out.splitlines()
-    assert title.strip() == "What it came to: digits/simsiam"
+    assert title.strip() == "Summary: digits/simsiam"
     assert [cell.strip() for cell in heading.split("┃")[2:4]] == ["lump", "ptlf"]
 
 

@@ -160,12 +160,12 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     assert trained(shown.out) == 1
     runs = [f"run 1 of 2: {LUMP.recipe}, seed 0\n", f"run 2 of 2: {PTLF} 0.7, seed 0\n"]
     hint = "--plan says how long that takes on this machine; --show prints what is there\n"
-    assert shown.out.startswith(f"2 runs: 2 to run\n{hint}{runs[0]}")
+    assert shown.out.startswith(f"2 runs: 2 pending\n{hint}{runs[0]}")
     assert runs[1] in shown.out
     assert f"stopped; `python -m reproduction {shlex.join(words)}` goes on from here" in shown.err
     assert main(words) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith(f"2 runs: 1 there, 1 goes on\n{hint}{runs[1]}")
+    assert shown.out.startswith(f"2 runs: 1 done, 1 to resume\n{hint}{runs[1]}")
     assert "going on with task 1" in shown.out
     assert trained(shown.out) == 1
     accuracies = {}
@@ -186,24 +186,24 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     assert main(words) == 0
     again = capsys.readouterr().out
     assert trained(again) == 0
-    assert again == "2 runs: 2 there\n" + shown.out[shown.out.index("Tiny") :]
+    assert again == "2 runs: 2 done\n" + shown.out[shown.out.index("Tiny") :]
     assert [path.stat().st_mtime_ns for path in before] == stamps
 
     assert main([*words, "--show", "--seeds", "0", "1"]) == 0
-    assert capsys.readouterr().out == "4 runs: 2 there, 2 to run\n" + shown.out[shown.out.index("Tiny") :]
+    assert capsys.readouterr().out == "4 runs: 2 done, 2 pending\n" + shown.out[shown.out.index("Tiny") :]
     assert sorted((tmp_path / "runs").rglob("results.json"), key=str) == before
 
     assert main([*words, "--plan", "--seeds", "1"]) == 0
     plan = capsys.readouterr().out
-    assert len(re.findall("there, of another seed: .*-seed0\n", plan)) == 2
-    assert re.search(f"\n2 runs: 2 to run, {TIME}\n", plan)
+    assert len(re.findall("done, of another seed: .*-seed0\n", plan)) == 2
+    assert re.search(f"\n2 runs: 2 pending, {TIME}\n", plan)
     assert main([*words, "--plan", "--seeds", "0", "1"]) == 0
     plan = capsys.readouterr().out
-    assert re.search(f"4 runs: 2 there, 2 to run, {TIME}\n", plan)
-    assert len(re.findall(f"to run: digits/simsiam/.*, {TIME}, in ", plan)) == 2
+    assert re.search(f"4 runs: 2 done, 2 pending, {TIME}\n", plan)
+    assert len(re.findall(f"pending: digits/simsiam/.*, {TIME}, in ", plan)) == 2
     assert "cannot be made" not in plan
     assert plan.count("timing") == 1
-    assert "timing a step of digits/simsiam/lump, 16 px\n" in plan.partition("to run")[0]
+    assert "timing a step of digits/simsiam/lump, 16 px\n" in plan.partition("pending")[0]
     assert "from a step of LUMP (with labels: Finetune) timed now on this machine" in plan
     assert main([*words, "--training.lr", "0.01"]) == 2
     rate = results["config"]["training"]["lr"]
@@ -219,7 +219,7 @@ def test_cells_without_data_are_left_out_and_others_go_on(monkeypatch, capsys, t
     words += ["--probes.knn_class.k=20", "--data-root", str(tmp_path / "none")]
     assert main(["main", "--runs", str(tmp_path / "runs"), *words, "--plan", "--seeds", "0", "1"]) == 0
     plan = " ".join(capsys.readouterr().out.split())
-    assert re.search(f"2 runs: 2 to run, {TIME}", plan)
+    assert re.search(f"2 runs: 2 pending, {TIME}", plan)
     assert "2 cannot be made without the data: cifar100 (`ptlf data get NAME`)" in plan
     assert main(["main", "--runs", str(tmp_path / "runs"), *words]) == 0
     shown = capsys.readouterr().out
@@ -290,8 +290,8 @@ def test_a_plan_has_the_time_of_a_run_and_paths_as_they_were_given(
         monkeypatch.chdir(folder)
         assert main(["main", "--runs", "mine", "--plan", *QUICK]) == 0
         lines = capsys.readouterr().out.splitlines()
-        to_run = f"to run: {PTLF} 0.7, {words}, in mine/digits-simsiam-ptlf-0.7-seed0"
-        assert lines[:3] == [f"there: {kept}", to_run, f"2 runs: 1 there, 1 to run, {words}"]
+        to_run = f"pending: {PTLF} 0.7, {words}, in mine/digits-simsiam-ptlf-0.7-seed0"
+        assert lines[:3] == [f"done: {kept}", to_run, f"2 runs: 1 done, 1 pending, {words}"]
 
 
 def test_seed_is_refused(capsys) -> None:

@@ -59,7 +59,7 @@ def test_a_job_that_fails_is_named(tmp_path, capsys, jobs_find_us) -> None:
     told = capsys.readouterr().err
     assert "digits/simsiam/finetune failed (" in told
     assert "became" in told
-    assert "the same command goes on with what is not finished" in told
+    assert "the same command continues with what is not finished" in told
 
 
 @pytest.mark.parametrize(

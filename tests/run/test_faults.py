@@ -212,7 +212,7 @@ def test_a_sweep_left_at_once_says_what_is_lost(
     assert told == f"ptlf: stopped without saving: {lost}; `ptlf {shlex.join(words)}` goes on from here"
     assert main(words) == 0
     shown = capfd.readouterr().out
-    assert "1 run: 1 goes on\nrun 1 of 1: digits/simsiam/lump, seed 0\n" in shown
+    assert "1 run: 1 to resume\nrun 1 of 1: digits/simsiam/lump, seed 0\n" in shown
     assert ("going on with task 2, epoch 1, step 1" in shown) == ("after-task01" in lost)
 
 
@@ -563,15 +563,15 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> 
         assert main(words) == 143
     shown = capsys.readouterr()
     assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in shown.err
-    assert numbered(shown.out) == ["2 runs: 2 to run", "run 1 of 2: digits/simsiam/lump, seed 0"]
+    assert numbered(shown.out) == ["2 runs: 2 pending", "run 1 of 2: digits/simsiam/lump, seed 0"]
     assert main(words) == 0
     shown = capsys.readouterr()
     assert "going on with task 1, epoch 2, step 2" in " ".join(shown.out.split())
     runs = ["run 1 of 2: digits/simsiam/lump, seed 0", "run 2 of 2: digits/simsiam/finetune, seed 0"]
-    assert numbered(shown.out) == ["2 runs: 1 goes on, 1 to run", *runs]
+    assert numbered(shown.out) == ["2 runs: 1 to resume, 1 pending", *runs]
     assert main([*words, "--seeds", "0", "1"]) == 0
     runs = ["run 3 of 4: digits/simsiam/lump, seed 1", "run 4 of 4: digits/simsiam/finetune, seed 1"]
-    assert numbered(capsys.readouterr().out) == ["4 runs: 2 there, 2 to run", *runs]
+    assert numbered(capsys.readouterr().out) == ["4 runs: 2 done, 2 pending", *runs]
 
 
 def numbered(shown: str) -> list[str]:

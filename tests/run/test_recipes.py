@@ -14,7 +14,7 @@ from ptlf.objectives import OBJECTIVES, Objective
 from ptlf.run import compat
 from ptlf.run.build import check_combination
 from ptlf.run.config import from_dict
-from ptlf.run.recipes import VARIANTS, conflict, name_of, names, recipe, resolve_config
+from ptlf.run.recipes import VARIANTS, conflict, name_of, recipe, recipe_names, resolve_config
 from ptlf.run.results import read_results
 from ptlf.stream import STREAMS
 from ptlf.views import named_views
@@ -28,7 +28,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def test_every_recipe_is_a_complete_configuration() -> None:
-    for name in names():
+    for name in recipe_names():
         config = from_dict(recipe(name))
         assert config.recipe == name
         assert config.stream.name == name.split("/")[0]
@@ -168,8 +168,8 @@ def test_which_recipes_there_are() -> None:
         if objective != "supervised" or method not in ("lump", "ptlf", "ptlf-cost", "ptlf-deep")
         if stream != "arriving" or (objective != "supervised" and method != "multitask")
     }
-    assert set(names()) == wanted
-    assert len(names()) == len(wanted)
+    assert set(recipe_names()) == wanted
+    assert len(recipe_names()) == len(wanted)
 
 
 class LossOnly(Objective):
@@ -187,7 +187,7 @@ def test_an_objective_that_cannot_distill_goes_with_methods_that_do_not(monkeypa
     monkeypatch.setitem(OBJECTIVES, "mine", objective)
     refused = {method for method in METHODS if conflict(objective, METHODS[method])}
     assert refused == {"cassle"}
-    assert {name.split("/")[2] for name in names() if "/mine/" in name} == {*METHODS, *VARIANTS} - {
+    assert {name.split("/")[2] for name in recipe_names() if "/mine/" in name} == {*METHODS, *VARIANTS} - {
         "cassle",
         "cassle-ptlf",
     }
@@ -202,7 +202,7 @@ def test_every_row_of_the_paper_has_a_recipe() -> None:
     wanted = {f"{stream}/{o}/{row}" for stream in streams for o in ("simsiam", "barlow_twins") for row in rows}
     wanted |= {f"imagenet100/{o}/{row}" for o in ("barlow_twins", "mocov2plus") for row in ("cassle", "cassle-ptlf")}
     wanted |= {f"{stream}/supervised/{row}" for stream in streams for row in ("finetune", "layerwise")}
-    assert wanted <= set(names())
+    assert wanted <= set(recipe_names())
     barlow, moco = (from_dict(recipe(f"imagenet100/{o}/cassle-ptlf")) for o in ("barlow_twins", "mocov2plus"))
     assert (barlow.training.optimizer.name, barlow.training.warmup, barlow.views.name) == ("lars", 10, "cassle-barlow")
     assert (moco.training.optimizer.name, moco.training.warmup, moco.views.name) == ("sgd", 0, "cassle-moco")
