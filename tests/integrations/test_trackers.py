@@ -166,8 +166,9 @@ run.train(Killed())
 def test_a_killed_run_leaves_files_that_can_be_read_and_goes_on(tmp_path) -> None:
     run, here = tmp_path / "run", str(Path(__file__).parents[1])
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, sys.path)])}
-    done = subprocess.run([sys.executable, "-c", KILLED, str(run)], env=paths, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    with (tmp_path / "said").open("w") as said:  # no pipe: wandb's own process would hold it open for a minute
+        done = subprocess.run([sys.executable, "-c", KILLED, str(run)], env=paths, stdout=said, stderr=said)
+    assert done.returncode == -signal.SIGKILL, (tmp_path / "said").read_text()
     check(run, 3, ("tensorboard",))
     read_wandb(run)  # another process writes it, perhaps not yet to its end
     took = expected(run)["seconds"]
