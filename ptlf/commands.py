@@ -20,7 +20,6 @@ from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.intervals import RANDOM, images_of_mean, start_of, worsened
 from ptlf.report.live import Live, console, tell
-from ptlf.report.page import write_report
 from ptlf.report.runs import read_comparison
 from ptlf.report.tables import (
     show_matrix,
@@ -40,10 +39,12 @@ from ptlf.run.loop import Run
 from ptlf.run.recipes import VARIANTS, name_of, recipe_names, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs
 from ptlf.stream import STREAMS, fetch
-from ptlf.stream.folders import OnError, pack_folder, subfolders
+from ptlf.stream.disk import quote_names
+from ptlf.stream.folders import pack_folder, subfolders
 from ptlf.stream.images import is_image_folder
-from ptlf.stream.pack import Folders, Pack, list_packs, quote_names, verify_pack
+from ptlf.stream.pack import Folders, Pack, list_packs, verify_pack
 from ptlf.stream.packing import pack_images
+from ptlf.stream.squares import OnError
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.process import Stopped
 from ptlf.views import VIEWS
@@ -255,6 +256,8 @@ def check_alone(command: str) -> None:
 
 def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) -> None:
     """The runs are done and saved: a page that cannot be made is worth a sentence, not a failure."""
+    from ptlf.report.page import write_report  # matplotlib takes a while
+
     try:
         write_report(folders, out, baseline)
         tell(f"report: {out}")
@@ -307,6 +310,7 @@ def export(folder: Path, to: Path, **how: Any) -> None:
 def list_members(what: str | None) -> None:
     families: dict[str, dict[str, str]] = {
         "streams": {name: entry.about for name, entry in STREAMS.items()},
+        "data": {name: entry.about for name, entry in fetch.SOURCES.items()},
         "objectives": summaries(OBJECTIVES),
         "methods": summaries(METHODS) | {name: with_freezing(**variant) for name, variant in VARIANTS.items()},
         "policies": summaries(POLICIES),

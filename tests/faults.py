@@ -100,8 +100,8 @@ def half_written(count: int, then: Callable[[], None]) -> None:
 
 
 def while_writing(count: int) -> None:
-    """The thread that writes the count-th checkpoint waits half way. Training goes on, and dies after two steps; where
-    none are left, after a second."""
+    """The thread that writes the count-th checkpoint waits half way. Training continues, and dies after two steps, or
+    after a second where none are left."""
     half = threading.Event()
 
     def stop() -> None:
@@ -223,8 +223,8 @@ def run_all(runs: int, seed: int) -> bool:
     good = True
     with tempfile.TemporaryDirectory() as root:
         for number in range(runs):
-            fine, told = torture(number, seed + number, Path(root))
-            print(told, flush=True)
+            fine, line = torture(number, seed + number, Path(root))
+            print(line, flush=True)
             good = good and fine
     return good
 

@@ -83,9 +83,9 @@ def test_it_runs_without_a_clone(wheel: Path, tmp_path: Path) -> None:
     small = ["--training.epochs", "1", "--stream.groups", "[[0, 1], [2, 3]]", "--device", "cpu"]
     commands = [["train", "--out", "run", *small], ["report", "run", "--out", "page.html"], ["completion", "bash"]]
     code = f"import ptlf.cli; print(ptlf.__file__); assert not any(map(ptlf.cli.main, {commands}))"
-    said = run("-c", code, **where)
-    assert said.startswith(str(tmp_path / "site"))
-    assert "digits/simsiam/ptlf" in said
+    out = run("-c", code, **where)
+    assert out.startswith(str(tmp_path / "site"))
+    assert "digits/simsiam/ptlf" in out
     assert "digits" in (tmp_path / "work" / "page.html").read_text()
 
 

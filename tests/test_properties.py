@@ -241,9 +241,9 @@ def check(words: list[str], folder: Path) -> int:
     assert code in (0, 2), (code, err)
     assert "Traceback" not in err
     if code == 2:
-        told = [line for line in err.splitlines() if line.startswith("ptlf: ") and "warning: " not in line]
-        assert len(told) == 1, err
-        assert not {unicodedata.category(character) for character in told[0]} & {"Cc", "Cs", "Zl", "Zp"}
+        sentences = [line for line in err.splitlines() if line.startswith("ptlf: ") and "warning: " not in line]
+        assert len(sentences) == 1, err
+        assert not {unicodedata.category(character) for character in sentences[0]} & {"Cc", "Cs", "Zl", "Zp"}
         after = contents(folder)
         kept = {name for name in before if "checkpoints/" not in name or name in after}  # a damaged one is renamed
         assert {name: after.get(name) for name in kept} == {name: before[name] for name in kept}, "files changed"

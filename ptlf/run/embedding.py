@@ -17,11 +17,10 @@ from ptlf.core.files import whole_file
 from ptlf.core.processes import warn
 from ptlf.run.inference import load_encoder
 from ptlf.stream.disk import progress_bar
-from ptlf.stream.folders import SHOWN_SKIPS
 from ptlf.stream.images import find_images, open_images
 from ptlf.stream.pack import data_root
-from ptlf.stream.packing import refuse_or_skip
 from ptlf.stream.rows import ImageSplit, Row
+from ptlf.stream.squares import SHOWN_SKIPS, refuse_or_skip
 
 Labels = list[str | None]
 

@@ -21,10 +21,10 @@ from ptlf.run.folder import START, restore_encoder
 from ptlf.run.inference import load_encoder, rebuilt
 from ptlf.run.results import add_evaluation, read_results
 from ptlf.run.start import without_start
-from ptlf.stream.folders import OnError
 from ptlf.stream.images import find_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset
+from ptlf.stream.squares import OnError
 from ptlf.stream.task import digest, single_task_stream
 
 Tested = tuple[dict[str, Any], list[str]]  # rows as in results.json, by name; names of the eval splits

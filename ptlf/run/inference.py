@@ -30,8 +30,8 @@ from ptlf.run.recipes import name_of
 from ptlf.run.results import refuse_folder_of_runs
 from ptlf.stream.decode import Fit
 from ptlf.stream.images import open_images
-from ptlf.stream.packing import SquareBatch, decode_squares, refuse
 from ptlf.stream.rows import ImageSplit
+from ptlf.stream.squares import SquareBatch, decode_squares, refuse_broken
 from ptlf.views import normalise
 
 # How an image becomes a square of image_size; resizing is bicubic and antialiased.
@@ -111,13 +111,13 @@ class LoadedEncoder:
 
     @torch.no_grad()
     def embedded(
-        self, images: Any, batch: int = 256, on_problem: OnProblem = refuse
+        self, images: Any, batch: int = 256, on_problem: OnProblem = refuse_broken
     ) -> Iterator[tuple[SquareBatch, np.ndarray]]:
         """Batches of images with their features (n, feature_dim) float32."""
         for part in self.batches(images, batch, on_problem):
             yield part, self.module(self.prepare(part.images)).float().cpu().numpy()
 
-    def batches(self, images: Any, batch: int, on_problem: OnProblem = refuse) -> Iterator[SquareBatch]:
+    def batches(self, images: Any, batch: int, on_problem: OnProblem = refuse_broken) -> Iterator[SquareBatch]:
         if batch < 1:
             raise UserError(f"batch is {batch}; it must be at least 1")
         several = [images] if is_one(images) else images

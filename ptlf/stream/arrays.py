@@ -1,16 +1,15 @@
 """Images in .npy and .npz files, read one by one: a file may be larger than the memory."""
 
 import zipfile
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ptlf.core.errors import UserError
-from ptlf.stream.pack import quote_names
-from ptlf.stream.rows import Classes, ImageSplit, Row, labelled_rows, numbered, plain_labels
+from ptlf.stream.disk import quote_names
+from ptlf.stream.rows import ImageSplit, Row, plain_labels, with_labels
 
 # Arrays of an .npz file: (images, labels) by split, as numpy users, MedMNIST and Keras name them.
 # `names`, if it is there, has the classes that labels number.
@@ -28,49 +27,45 @@ def load_npy(path: Path) -> np.ndarray:
         raise UserError(f"{path} is no readable .npy file: {error}") from None
 
 
-def given_npz(path: Path) -> dict[str, ImageSplit]:
-    """The arrays are read image by image: a file may be larger than the memory."""
+def open_npz(path: Path) -> dict[str, ImageSplit]:
     try:
         with zipfile.ZipFile(path) as file:
-            inside = [name.removesuffix(".npy") for name in file.namelist()]
+            members = [name.removesuffix(".npy") for name in file.namelist()]
     except (OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is no readable .npz file: {error}") from None
-    found: dict[str, ImageSplit] = {}
-    numbering = Classes(str(path))
-    names = [str(name) for name in npz_rows(path, "names")] if "names" in inside else None
+    splits: dict[str, ImageSplit] = {}
+    names = [str(name) for name in npz_rows(path, "names")] if "names" in members else None
     for split, choices in ARRAYS.items():
-        pair = next(((images, labels) for images, labels in choices if images in inside), None)
-        if pair is None:
-            continue
-        images, labels = pair
-        count = header_of(path, images)[0][0]
-        part = ImageSplit(count, partial(npz_images, path, images))
-        if labels in inside:
-            values = named_labels(path, labels, names)
-            for label in dict.fromkeys(value for value in values if value is not None):
-                numbering.number(split, str(path), label, None)
-            part = labelled_rows(part, values)
-        found[split] = part
-    if "train" not in found:
+        pair = next((pair for pair in choices if pair[0] in members), None)
+        if pair is not None:
+            splits[split] = part = npz_split(path, pair[0])
+            labels = list(npz_rows(path, pair[1])) if pair[1] in members else None
+            if labels is not None:
+                splits[split] = with_labels(part, named(plain_labels(np.array(labels)), names, f"{path}: {pair[1]!r}"))
+    if "train" not in splits:
         wanted = quote_names(images for images, _ in ARRAYS["train"])
-        raise UserError(f"{path} has no array called {wanted}; it has: {quote_names(inside)}")
-    return found
+        raise UserError(f"{path} has no array called {wanted}; it has: {quote_names(members)}")
+    return splits
 
 
-def named_labels(path: Path, member: str, names: Sequence[str] | None) -> list[Any]:
-    """The labels in an .npz file; with `names`, the names that they number."""
-    labels = plain_labels(np.array(list(npz_rows(path, member))))
+def npz_split(path: Path, member: str) -> ImageSplit:
+    with zipfile.ZipFile(path) as file, file.open(f"{member}.npy") as opened:
+        count = read_header(opened, f"{path}, array {member!r},")[0][0]
+
+    def read() -> Iterator[Row]:
+        return (Row(f"image {index + 1}", image) for index, image in enumerate(npz_rows(path, member)))
+
+    return ImageSplit(count, read)
+
+
+def named(labels: list[Any], names: list[str] | None, array: str) -> list[Any]:
+    """The labels, as the names that they number if there are names."""
     if names is None:
         return labels
     try:
         return [None if label is None else names[int(label)] for label in labels]
     except (IndexError, ValueError):
-        raise UserError(f"{path}: array {member!r} has labels that {len(names)} names do not name") from None
-
-
-def header_of(path: Path, member: str) -> tuple[tuple[int, ...], np.dtype]:
-    with zipfile.ZipFile(path) as file, file.open(f"{member}.npy") as opened:
-        return read_header(opened, f"{path}, array {member!r},")
+        raise UserError(f"{array} has labels that {len(names)} names do not name") from None
 
 
 def read_header(opened: Any, what: str) -> tuple[tuple[int, ...], np.dtype]:
@@ -84,11 +79,7 @@ def read_header(opened: Any, what: str) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def npz_images(path: Path, member: str) -> Iterator[Row]:
-    return numbered(npz_rows(path, member))
-
-
-def npz_rows(path: Path, member: str) -> Iterator[Any]:
+def npz_rows(path: Path, member: str) -> Iterator[np.ndarray]:
     with zipfile.ZipFile(path) as file, file.open(f"{member}.npy") as opened:
         (count, *shape), dtype = read_header(opened, f"{path}, array {member!r},")
         size = dtype.itemsize * int(np.prod(shape))

@@ -14,14 +14,13 @@ import numpy as np
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.archives import Chunk
+from ptlf.stream.dataset_files import visible
 from ptlf.stream.datasets import packed
-from ptlf.stream.disk import disk_errors, files_below, images_below, not_an_image
+from ptlf.stream.disk import disk_errors, files_below, images_below, natural, not_an_image
 from ptlf.stream.folders import subfolders
-from ptlf.stream.images import is_image_folder, own_side
-from ptlf.stream.pack import Pack, natural, open_pack, read_manifest, write_pack
+from ptlf.stream.images import find_images, is_image_folder, own_side
+from ptlf.stream.pack import Chunk, Pack, open_pack, read_manifest, write_pack
 from ptlf.stream.packing import pack_images
-from ptlf.stream.splits import visible
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, labelled_eval_split
 
 TASKS, INCOMING = "tasks", ".incoming"
@@ -180,12 +179,12 @@ def pack_incoming(
     """
     number, word, labelled = len(arrivals(folder)) + 1, "images", None
     if isinstance(source, str | os.PathLike):
-        found = find_pack(Path(source), root)
-        source = path = found.path if found else Path(source)
+        source = path = find_images(os.fspath(source), root).absolute()
         word = path.stem if path.is_file() else path.resolve().name
-        if found:
-            check_pack(found, size)
-            options["fit"] = found.fit
+        if (path / "pack.json").is_file():
+            pack = open_pack(path.parent, path.name)
+            check_pack(pack, size)
+            options["fit"] = pack.fit
         elif is_image_folder(path):
             with disk_errors(path):
                 labelled = bool(test_fraction or ((path / "train").is_dir() and subfolders(path / "train")))
@@ -342,18 +341,6 @@ def loose_images(folder: Path) -> list[Path]:
 def folder_name(name: str) -> str:
     """The name with what a folder cannot be called replaced."""
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "task"
-
-
-def find_pack(source: Path | str, root: Path) -> Pack | None:
-    """The packed set that SOURCE is: its folder, or its name in `root`. None if SOURCE is another folder or file."""
-    path = Path(source)
-    if (path / "pack.json").is_file():
-        return open_pack(path.resolve().parent, path.resolve().name)
-    if path.exists():
-        return None
-    if len(path.parts) == 1 and (root / path / "pack.json").is_file():
-        return open_pack(root, str(source))
-    raise UserError(f"there is no folder or file {source}, and no packed set of that name in {root}")
 
 
 def check_pack(pack: Pack, size: int | None) -> None:

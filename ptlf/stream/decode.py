@@ -1,38 +1,25 @@
-"""Decode image files to square uint8 arrays, in this process or in several.
+"""Decode images in any form to square uint8 arrays.
 
 EXIF orientation is applied, transparency composited on white, 16-bit grey divided by 257, and CMYK, palette and grey
 converted to RGB. Images are made square as `Fit` says, resized bicubic and antialiased. A broken or animated image is
 refused with a reason.
 """
 
-import functools
 import io
-import multiprocessing
 import os
-import signal
-import threading
-import warnings
-import zipfile
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-
-from ptlf.core.errors import UserError
-
-Decoded: TypeAlias = tuple[np.ndarray, np.ndarray, list[tuple[str, str]]]  # images, labels, (file, why) of the failures
 
 # How a rectangle becomes a square: its centre; all of it, distorted; all of it, between grey bars.
 Fit = Literal["crop", "squash", "pad"]
 FITS: tuple[Fit, ...] = get_args(Fit)
 GREY = (127, 127, 127)
-BATCH_BYTES = 4 << 20
+CHANNELS = (1, 3, 4)
 RAW = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".rw2")  # by some of them Pillow shows a small preview
 BRANDS = {b"heic": "HEIC", b"heix": "HEIC", b"hevc": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF", b"avif": "AVIF"}
 
@@ -41,19 +28,12 @@ class BadImage(Exception):
     """Why an image cannot be used."""
 
 
-class ImageFile(NamedTuple):
-    label: int
-    member: str  # path of the file, or its name inside `archive`
-    archive: str | None = None  # a zip file
-
-
 def decode_image(content: bytes, size: int, fit: Fit = "crop") -> np.ndarray:
     """(S, S, 3) uint8, or BadImage."""
     if not content:
         raise BadImage("empty file, 0 bytes")
     try:
-        # Warnings are about large images and odd metadata, which do no harm.
-        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content)) as image:
             return from_picture(image, size, fit)
     except BadImage:
         raise
@@ -118,61 +98,49 @@ def square(image: Image.Image, size: int, fit: Fit = "crop") -> Image.Image:
     return image.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + short, top + short))
 
 
-def decode_batch(files: Sequence[ImageFile], size: int, fit: Fit = "crop") -> Decoded:
-    images, labels, problems = [], [], []
-    for file in files:
+def to_square(image: Any, size: int, fit: Fit = "crop") -> np.ndarray:
+    """(S, S, 3) uint8 of a path, the bytes of a file, a PIL image, an array (H, W[, C]) or a tensor ([C, ]H, W)."""
+    if isinstance(image, str | os.PathLike):
         try:
-            check_ending(file.member)
-            images.append(decode_image(read_bytes(file), size, fit))
-            labels.append(file.label)
-        except (BadImage, OSError) as problem:
-            shown = f"{file.archive}:{file.member}" if file.archive else file.member
-            problems.append((shown, getattr(problem, "strerror", None) or str(problem)))
-    stacked = np.stack(images) if images else np.zeros((0, size, size, 3), np.uint8)
-    return stacked, np.array(labels, np.int64), problems
-
-
-def read_bytes(file: ImageFile) -> bytes:
-    return Path(file.member).read_bytes() if file.archive is None else open_zip(file.archive).read(file.member)
-
-
-@functools.lru_cache(maxsize=1)
-def open_zip(archive: str) -> zipfile.ZipFile:
-    return zipfile.ZipFile(archive)
-
-
-@contextmanager
-def decoders(workers: int) -> Iterator[Callable[[Sequence[ImageFile], int, Fit], Iterator[Decoded]]]:
-    """Yields `decode(files, size, fit)`: batches in the order of `files`, decoded by so many processes; one worker is a
-    thread of this process."""
-    spawn = multiprocessing.get_context("spawn")
-    pool = ThreadPoolExecutor(1) if workers == 1 else ProcessPoolExecutor(workers, spawn, initializer=start_decoder)
-
-    def decode(files: Sequence[ImageFile], size: int, fit: Fit) -> Iterator[Decoded]:
-        running: deque[Future] = deque()
-        step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
-        for start in range(0, len(files), step):
-            running.append(pool.submit(decode_batch, files[start : start + step], size, fit))
-            if len(running) >= 2 * workers:  # bounds the memory
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
-
+            check_ending(str(image))
+            return decode_image(Path(image).read_bytes(), size, fit)
+        except (OSError, ValueError) as error:  # ValueError: a path with a null character
+            raise BadImage(getattr(error, "strerror", None) or str(error)) from None
+    if isinstance(image, bytes):
+        return decode_image(image, size, fit)
+    if isinstance(image, Mapping):  # a Hugging Face image that was not decoded
+        return to_square(image.get("bytes") or image.get("path"), size, fit)
+    if isinstance(image, torch.Tensor):
+        image = image.detach().cpu()
+        image = (image.permute(1, 2, 0) if image.ndim == 3 and image.shape[0] in CHANNELS else image).numpy()
+    if isinstance(image, np.ndarray):
+        image = as_uint8(image)
+        if image.dtype == np.uint8 and image.shape == (size, size, 3):
+            return image
+        try:
+            image = Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image)
+        except (TypeError, ValueError) as error:
+            raise BadImage(str(error)) from None
+    if not isinstance(image, Image.Image):
+        raise BadImage(f"a {type(image).__name__} is no image; give a path, a PIL image, an array or a tensor")
     try:
-        yield decode
-    except BrokenProcessPool as error:
-        why = "out of memory, or a script that packs without `if __name__ == '__main__':`"
-        raise UserError(f"a decoding process died: {why}; try --workers 1") from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        return from_picture(image, size, fit)
+    except BadImage:
+        raise
+    except Exception as error:  # Pillow can raise almost any exception on malformed bytes
+        raise BadImage(f"{type(error).__name__}: {error}") from None
 
 
-def start_decoder() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def exit_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
+def as_uint8(image: np.ndarray) -> np.ndarray:
+    """uint8 or uint16 as it is; floating-point values must lie in [0, 1]."""
+    if image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in CHANNELS) or 0 in image.shape:
+        raise BadImage(f"an array of shape {image.shape} is no image (H, W), (H, W, 3) or (H, W, 4)")
+    if image.dtype in (np.uint8, np.uint16):
+        return image
+    if not np.issubdtype(image.dtype, np.floating):
+        raise BadImage(f"pixels are {image.dtype}; give uint8 in 0..255, or floating point in 0..1")
+    low, high = float(image.min()), float(image.max())
+    if not 0 <= low <= high <= 1:  # NaN too
+        values = f"floating-point pixels lie in {low:.3g}..{high:.3g}"
+        raise BadImage(f"{values}; give them in 0..1 (not normalised), or uint8 in 0..255")
+    return np.rint(image * 255).astype(np.uint8)

@@ -4,12 +4,20 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import locked, sync_folder
@@ -105,6 +113,15 @@ def images_below(folder: Path, passed: list[Path]) -> list[Path]:
     return [file for file in files if not not_an_image(file.name)]
 
 
+def image_files(path: Path, passed: list[Path]) -> list[Path]:
+    """`images_below`, of which there must be some."""
+    with disk_errors(path):
+        files = images_below(path, passed)
+    if not files:
+        raise UserError(f"{path} holds no images")
+    return files
+
+
 def not_an_image(name: str) -> bool:
     return name.lower().endswith(NOT_IMAGES)
 
@@ -117,11 +134,31 @@ def note_passed(folder: Path, passed: Sequence[Path]) -> None:
 
 
 @contextmanager
-def progress_bar(text: str, total: float | None, show: bool, unit: str = "images") -> Iterator[Callable[[int], None]]:
-    """Yields `advance(n)`, which moves a bar on stderr on by n images or bytes."""
+def progress_task(
+    text: str, total: float | None, show: bool, unit: str = "images"
+) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar on stderr."""
     counter = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = [TextColumn("{task.description}", markup=False), BarColumn(), counter, TimeRemainingColumn()]
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not show or cannot_move(console)) as bar:
-        task = bar.add_task(text, total=total)
+        yield bar, bar.add_task(text, total=total)
+
+
+@contextmanager
+def progress_bar(text: str, total: float | None, show: bool, unit: str = "images") -> Iterator[Callable[[int], None]]:
+    """Yields `advance(n)`, which moves a bar on stderr on by n images or bytes."""
+    with progress_task(text, total, show, unit) as (bar, task):
         yield lambda amount: bar.advance(task, amount)
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key: "task2" before "task10"."""
+    parts = [part for part in re.split(r"(\d+)", name) if part]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts] + [(-1, 0, name)]
+
+
+def quote_names(names: Iterable[str], most: int = 10) -> str:
+    listed = [repr(name) for name in names]
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

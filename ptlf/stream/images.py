@@ -1,12 +1,12 @@
-"""Images in whatever form people have them, recognised and read one by one.
+"""One reader of images in whatever form people have them.
 
-A path (a folder, a packed set, an .npz or .npy file, a Hugging Face data set on disk, .parquet files, WebDataset
-shards), a uint8 array, a list of paths, pictures or arrays, a torch `Dataset` or a Hugging Face dataset.
+A path (a folder, a packed set, an .npz or .npy file, Parquet, Arrow or WebDataset files), a uint8 array, a list of
+paths, pictures or arrays, a torch `Dataset` or a Hugging Face dataset.
 """
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,22 @@ import torch
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.arrays import given_npz, load_npy
-from ptlf.stream.disk import disk_errors, images_below, not_an_image, note_passed
+from ptlf.stream.arrays import load_npy, open_npz
+from ptlf.stream.dataset_files import dataset_files, open_dataset_files
+from ptlf.stream.decode import CHANNELS
+from ptlf.stream.disk import image_files, not_an_image, note_passed
 from ptlf.stream.pack import Pack, open_pack
 from ptlf.stream.rows import (
-    CHANNELS,
+    IMAGE_KEYS,
+    LABEL_KEYS,
     ImageSplit,
     Row,
-    class_names,
-    is_labels,
-    labelled_rows,
-    numbered,
+    array_split,
+    list_split,
+    plain_label,
     plain_labels,
-    to_row,
+    with_labels,
 )
-from ptlf.stream.shards import given_shards, shard_files
-from ptlf.stream.tables import given_tables, table_files
 
 FORMS = (
     "a folder of images, a packed set, an .npz or .npy file, a folder of a Hugging Face `save_to_disk`, .parquet files "
@@ -42,9 +42,9 @@ FORMS = (
 def open_images(images: Any) -> dict[str, ImageSplit]:
     """By split: "train", and "test" if a path has test images too."""
     if isinstance(images, str | os.PathLike):
-        return given_path(Path(images))
+        return open_path(Path(images))
     if isinstance(images, tuple) and len(images) == 2 and is_labels(images[1], images[0]):
-        return {"train": labelled_rows(open_images(images[0])["train"], plain_labels(images[1]))}
+        return {"train": with_labels(open_images(images[0])["train"], plain_labels(images[1]))}
     if isinstance(images, Mapping) and "train" in images:
         tests = [images[key] for key in ("test", "validation") if key in images]
         parts = zip(("train", "test"), (images["train"], *tests), strict=False)
@@ -53,7 +53,7 @@ def open_images(images: Any) -> dict[str, ImageSplit]:
         if images.ndim != 4 and (images.ndim != 3 or images.shape[2] in CHANNELS):
             shape = tuple(images.shape)
             raise UserError(f"an array of images must be (N, H, W, 3), not {shape}; for one image, give [image]")
-        return {"train": ImageSplit(len(images), lambda: numbered(images))}
+        return {"train": array_split(images)}
     if not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
         kinds = "a path, an array (N, H, W, 3), a list or a data set with a length"
         raise UserError(f"images cannot be read from a {type(images).__name__}; give {kinds}")
@@ -67,6 +67,24 @@ def open_images(images: Any) -> dict[str, ImageSplit]:
     return {"train": ImageSplit(count, rows, class_names(images, next(rows())))}
 
 
+def open_path(path: Path) -> dict[str, ImageSplit]:
+    if (path / "pack.json").is_file():
+        return pack_splits(open_pack(path.absolute().parent, path.absolute().name))
+    if not path.exists():
+        raise UserError(f"there is no folder or file {path}")
+    if dataset_files(path):
+        return open_dataset_files(path)
+    if path.is_dir():
+        return folder_splits(path)
+    if path.suffix == ".npy":
+        return open_images(load_npy(path))
+    if path.suffix == ".npz":
+        return open_npz(path)
+    if Image.registered_extensions().get(path.suffix.lower()):
+        return {"train": list_split([Row(path.name, path)])}
+    raise UserError(f"{path} holds no images that can be read; give {FORMS}")
+
+
 def describe_source(images: Any) -> str:
     return str(images) if isinstance(images, str | os.PathLike) else f"a {type(images).__name__}"
 
@@ -77,94 +95,97 @@ def find_images(value: str, root: Path) -> Path:
         return path
     if (root / value / "pack.json").is_file():
         return root / value
-    raise UserError(
-        f"{value} is neither a folder or file here nor a packed set in {root}; `ptlf data list` names those"
-    )
+    raise UserError(f"there is no folder or file {value}, and no packed set of that name in {root}")
 
 
-def given_path(path: Path) -> dict[str, ImageSplit]:
-    if (path / "pack.json").is_file():
-        return given_pack(open_pack(path.absolute().parent, path.absolute().name))
-    if not path.exists():
-        raise UserError(f"there is no folder or file {path}")
-    if table_files(path):
-        return given_tables(path)
-    if shard_files(path):
-        return given_shards(path)
-    if path.is_dir():
-        return given_folder(path)
-    if path.suffix == ".npy":
-        return open_images(load_npy(path))
-    if path.suffix == ".npz":
-        return given_npz(path)
-    if Image.registered_extensions().get(path.suffix.lower()):
-        return {"train": ImageSplit(1, lambda: [Row(path.name, path)])}
-    raise UserError(f"{path} holds no images that can be read; give {FORMS}")
-
-
-def given_folder(path: Path) -> dict[str, ImageSplit]:
-    """All files below it; `train/` and `test/` (or `val/`), if it has both, are splits."""
-    classes = folder_of_folders(path)
-    tests = [name for name in ("test", "val") if (path / name).is_dir()]
-    trees = {"train": path}
-    if (path / "train").is_dir() and tests:
-        trees = {"train": path / "train", "test": path / tests[0]}
-
-    passed: list[Path] = []
-
-    def part(tree: Path) -> ImageSplit:
-        files = image_files(tree, passed)
-        return ImageSplit(len(files), lambda: (file_row(file, path, classes) for file in files))
-
-    parts = {split: part(tree) for split, tree in trees.items()}
-    note_passed(path, passed)
-    return parts
+def is_image_folder(path: Path) -> bool:
+    """Whether its images are files below it."""
+    return path.is_dir() and not (path / "pack.json").is_file() and not dataset_files(path)
 
 
 def own_side(images: Any) -> int | None:
-    """The shorter side, in pixels, of the first image of a packed set or of arrays; files say nothing of the others."""
+    """The shorter side, in pixels, of the first image of a packed set or of arrays; None for image files, whose sizes
+    may differ."""
     if isinstance(images, str | os.PathLike) and is_image_folder(Path(images)):
         return None
     first = next(iter(open_images(images)["train"].read())).image
     return min(sorted(first.shape)[-2:]) if isinstance(first, np.ndarray | torch.Tensor) else None
 
 
-def is_image_folder(path: Path) -> bool:
-    """Whether its images are files below it."""
-    packed = (path / "pack.json").is_file()
-    return path.is_dir() and not packed and not table_files(path) and not shard_files(path)
+def folder_splits(path: Path) -> dict[str, ImageSplit]:
+    """All files below it; `train/` and `test/` (or `val/`), if it has both, are splits. If all images lie in folders,
+    those are the classes: the first folder below the given one, or the second if the first is a split."""
+    classes = folder_of_folders(path)
+    tests = [name for name in ("test", "val") if (path / name).is_dir()]
+    trees = {"train": path}
+    if (path / "train").is_dir() and tests:
+        trees = {"train": path / "train", "test": path / tests[0]}
+
+    def file_row(file: Path) -> Row:
+        inside = file.relative_to(path)
+        in_split = inside.parts[0] in ("train", "test", "val") and len(inside.parts) > 2
+        parts = inside.parts[1:] if in_split else inside.parts
+        return Row(inside.as_posix(), file, parts[0] if classes and len(parts) > 1 else None)
+
+    passed: list[Path] = []
+    splits = {
+        split: list_split([file_row(file) for file in image_files(tree, passed)]) for split, tree in trees.items()
+    }
+    note_passed(path, passed)
+    return splits
 
 
 def folder_of_folders(path: Path) -> bool:
-    """Whether all images lie in folders: then those are the classes."""
+    """Whether all images lie in folders."""
     entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     folders = [entry.is_dir() for entry in entries if entry.is_dir() or not not_an_image(entry.name)]
     return bool(folders) and all(folders)
 
 
-def image_files(path: Path, passed: list[Path]) -> list[Path]:
-    """passed: takes the files that are no images by their ending."""
-    with disk_errors(path):
-        files = images_below(path, passed)
-    if not files:
-        raise UserError(f"{path} holds no images")
-    return files
-
-
-def file_row(file: Path, folder: Path, classes: bool) -> Row:
-    """The class is the first folder below the given one, or the second if the first is a split."""
-    inside = file.relative_to(folder)
-    parts = inside.parts[1:] if inside.parts[0] in ("train", "test", "val") and len(inside.parts) > 2 else inside.parts
-    return Row(inside.as_posix(), file, parts[0] if classes and len(parts) > 1 else None)
-
-
-def given_pack(pack: Pack) -> dict[str, ImageSplit]:
+def pack_splits(pack: Pack) -> dict[str, ImageSplit]:
     """A set with a folder per task is unlabelled."""
+    classes = pack.folders == "classes"
 
     def rows(split: str) -> Iterator[Row]:
-        labels = pack.labels(split) if pack.folders == "classes" else itertools.repeat(None)
+        labels = pack.labels(split).tolist() if classes else itertools.repeat(None)
         for index, (image, label) in enumerate(zip(pack.images(split), labels, strict=False)):
-            yield Row(f"{split} {index}", image, None if label is None else int(label))
+            yield Row(f"{split} {index}", image, label)
 
-    names = pack.names if pack.folders == "classes" else None
+    names = pack.names if classes else None
     return {split: ImageSplit(part.count, partial(rows, split), names) for split, part in pack.splits.items()}
+
+
+def to_row(item: Any, index: int) -> Row:
+    """An image, a pair (image, label), or a dictionary with an image and perhaps a label."""
+    name = f"image {index + 1}"
+    if isinstance(item, str | os.PathLike):
+        return Row(str(item), item)
+    if isinstance(item, Mapping) and not {"bytes", "path"} & item.keys():
+        image = next((key for key in IMAGE_KEYS if key in item), None)
+        if image is None:
+            raise UserError(f"{name} is a row without {' or '.join(IMAGE_KEYS)}; it has: {', '.join(map(str, item))}")
+        label = next((item[key] for key in LABEL_KEYS if key in item), None)
+        return Row(name, item[image], plain_label(label))
+    if isinstance(item, tuple | list) and len(item) >= 2:
+        return Row(name, item[0], plain_label(item[1]))
+    return Row(name, item)
+
+
+def is_labels(labels: Any, images: Any) -> bool:
+    """Whether the second of a pair can be the labels of the first."""
+    if isinstance(labels, np.ndarray | torch.Tensor):
+        return labels.ndim == 1 or (labels.ndim == 2 and labels.shape[1] == 1)
+    plain = isinstance(labels, list | tuple) and all(isinstance(label, str | int | float) for label in labels)
+    return plain and hasattr(images, "__len__")
+
+
+def class_names(images: Any, first: Row) -> Sequence[str] | None:
+    """Of a Hugging Face data set (`features["label"].names`) or one of torchvision's (`classes`)."""
+    features = getattr(images, "features", None)
+    if isinstance(features, Mapping):
+        key = next((key for key in LABEL_KEYS if key in features), None)
+        names = getattr(features[key], "names", None) if key else None
+    else:
+        names = getattr(images, "classes", None)
+    numbers = isinstance(names, list | tuple) and isinstance(first.label, int)
+    return [str(name) for name in names] if numbers and names else None

@@ -12,16 +12,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import file_digest
 from ptlf.core.reading import DAMAGE, check, parse_json, read_text, reason
-from ptlf.stream.archives import SOURCES, Chunk
+from ptlf.stream.archives import SOURCES
 from ptlf.stream.decode import FITS, Fit
-from ptlf.stream.disk import check_space, disk_errors, progress_bar, staged
+from ptlf.stream.disk import check_space, disk_errors, natural, progress_bar, quote_names, staged
 
 TEXTS = dict.fromkeys(("images", "sha256", "labels", "labels_sha256"), str)
 MANIFEST = {
@@ -37,7 +37,8 @@ MANIFEST = {
     "fit?": str,
 }
 Folders = Literal["classes", "tasks"]
-Announced = tuple[int, Iterable[Chunk]]  # number of images in all, and the chunks
+Chunk: TypeAlias = tuple[np.ndarray, np.ndarray]  # images (n, S, S, 3) uint8, labels (n,) int64
+Announced: TypeAlias = tuple[int, Iterable[Chunk]]  # number of images in all, and the chunks
 SCHEMA = 1
 
 
@@ -254,7 +255,9 @@ def write_images(
             advance(len(part) + len(pack.skipped) - done)  # what is left out is done as well
             done = len(pack.skipped)
         written, left_out = sum(map(len, labels)), len(pack.skipped) - skipped_before
-        if written + left_out != count or not written:
+        if not written:
+            raise UserError(f"no readable image is left in {file.stem}")
+        if written + left_out != count:
             raise UserError(f"{file.stem} announced {count} images, but {written} arrived and {left_out} were skipped")
         out.seek(0)
         out.write(npy_header(written, pack.size))
@@ -288,15 +291,3 @@ def check_writable_target(target: Path, overwrite: bool) -> None:
         raise UserError(f"{target} exists and is no packed data set; choose another name or remove it")
     if target.exists() and not overwrite:
         raise UserError(f"{target} is already packed; give --overwrite to replace it")
-
-
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key: "task2" before "task10"."""
-    parts = [part for part in re.split(r"(\d+)", name) if part]
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts] + [(-1, 0, name)]
-
-
-def quote_names(names: Iterable[str], most: int = 10) -> str:
-    listed = [repr(name) for name in names]
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more

@@ -1,9 +1,9 @@
-"""Images with their names and labels, one by one: the common form of all that people have."""
+"""Images with their names and labels, one by one: the form to which every source of images is brought."""
 
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,13 +11,11 @@ import torch
 
 from ptlf.core.errors import UserError
 from ptlf.core.words import short_repr
-from ptlf.stream.folders import held_out
-from ptlf.stream.pack import quote_names
+from ptlf.stream.disk import quote_names
 
 # Of rows that are dictionaries, and of columns.
 IMAGE_KEYS = ("image", "img", "jpg", "png")
 LABEL_KEYS = ("label", "labels", "fine_label", "cls", "class")
-CHANNELS = (1, 3, 4)
 
 
 class Row(NamedTuple):
@@ -33,22 +31,32 @@ class ImageSplit:
     count: int
     read: Callable[[], Iterable[Row]]
     names: Sequence[str] | None = None  # of the classes, which labels number; None: labels are names
+    labels: Sequence[Any] | None = None  # of all rows, where they are known without reading images
+
+    def all_labels(self) -> Sequence[Any]:
+        return [row.label for row in self.read()] if self.labels is None else self.labels
 
 
-def to_row(item: Any, index: int) -> Row:
-    """An image, a pair (image, label), or a dictionary with an image and perhaps a label."""
-    name = f"image {index + 1}"
-    if isinstance(item, str | os.PathLike):
-        return Row(str(item), item)
-    if isinstance(item, Mapping) and not {"bytes", "path"} & item.keys():
-        image = next((key for key in IMAGE_KEYS if key in item), None)
-        if image is None:
-            raise UserError(f"{name} is a row without {' or '.join(IMAGE_KEYS)}; it has: {', '.join(map(str, item))}")
-        label = next((item[key] for key in LABEL_KEYS if key in item), None)
-        return Row(name, item[image], plain_label(label))
-    if isinstance(item, tuple | list) and len(item) >= 2:
-        return Row(name, item[0], plain_label(item[1]))
-    return Row(name, item)
+def list_split(rows: Sequence[Row]) -> ImageSplit:
+    return ImageSplit(len(rows), lambda: rows, labels=[row.label for row in rows])
+
+
+def array_split(images: Any) -> ImageSplit:
+    def read() -> Iterator[Row]:
+        return (Row(f"image {index + 1}", image) for index, image in enumerate(images))
+
+    return ImageSplit(len(images), read)
+
+
+def with_labels(part: ImageSplit, labels: Sequence[Any], names: Sequence[str] | None = None) -> ImageSplit:
+    """The images with these labels beside them."""
+    if len(labels) != part.count:
+        raise UserError(f"there are {part.count} images and {len(labels)} labels")
+
+    def read() -> Iterator[Row]:
+        return (row._replace(label=label) for row, label in zip(part.read(), labels, strict=True))
+
+    return ImageSplit(part.count, read, names, labels)
 
 
 def plain_label(label: Any) -> Any:
@@ -66,25 +74,6 @@ def plain_label(label: Any) -> Any:
 def plain_labels(labels: Any) -> list[Any]:
     values = labels.reshape(-1).tolist() if isinstance(labels, np.ndarray | torch.Tensor) else labels
     return [plain_label(label) for label in values]
-
-
-def is_labels(labels: Any, images: Any) -> bool:
-    """Whether the second of a pair can be the labels of the first."""
-    if isinstance(labels, np.ndarray | torch.Tensor):
-        return labels.ndim == 1 or (labels.ndim == 2 and labels.shape[1] == 1)
-    plain = isinstance(labels, list | tuple) and all(isinstance(label, str | int | float) for label in labels)
-    return plain and hasattr(images, "__len__")
-
-
-def labelled_rows(part: ImageSplit, labels: Sequence[Any]) -> ImageSplit:
-    """With labels beside the images."""
-    if len(labels) != part.count:
-        raise UserError(f"there are {part.count} images and {len(labels)} labels")
-
-    def rows() -> Iterator[Row]:
-        return (row._replace(label=label) for row, label in zip(part.read(), labels, strict=True))
-
-    return ImageSplit(part.count, rows)
 
 
 class Classes:
@@ -113,20 +102,19 @@ class Classes:
                 raise UserError(f"{row} has the label {short_repr(label)}, but {numbers}")
             label = names[label]
         place = self.place(label)
-        if place is None and (self.known or split == "train"):
-            if self.known:
-                raise UserError(
-                    f"{row} of {self.source} is of {short_repr(label)}, which is none of: {quote_names(self.names)}"
-                )
+        if place is None and self.known:
+            classes = quote_names(self.names)
+            raise UserError(f"{row} of {self.source} is of {short_repr(label)}, which is none of: {classes}")
+        if place is None and split == "train":
             place = self.places[str(label)] = len(self.names)
             self.names.append(str(label))
             self.labels.append(label)
         if split == "train" and place is not None:
             self.trained.add(place)
-        if place not in self.trained:
+        if place is None or place not in self.trained:
             name = str(label) if place is None else self.names[place]
-            found = f"{self.source} has test images of {name!r}, of which there are no training images"
-            raise UserError(f"{found}; remove them, or add training images")
+            problem = f"{self.source} has test images of {name!r}, of which there are no training images"
+            raise UserError(f"{problem}; remove them, or add training images")
         return place
 
     def place(self, label: Any) -> int | None:
@@ -135,8 +123,8 @@ class Classes:
             return int(text) if len(text) < 10 and int(text) < len(self.names) else None
         return self.places.get(text)
 
-    def renumber(self, key: Callable[[Any], Any] = lambda label: (isinstance(label, str), label)) -> np.ndarray:
-        """Sort classes that were not known before, numbers by value and before text: the new number of each."""
+    def renumber(self, key: Callable[[Any], Any]) -> np.ndarray:
+        """Sort classes that were not known before, by the key of their labels: the new number of each."""
         order = [*range(len(self.names))]
         if not self.known:
             order.sort(key=lambda place: key(self.labels[place]))
@@ -144,31 +132,29 @@ class Classes:
         return np.argsort(np.array(order, np.int64))
 
 
-def class_names(images: Any, first: Row) -> Sequence[str] | None:
-    """Of a Hugging Face data set (`features["label"].names`) or one of torchvision's (`classes`)."""
-    features = getattr(images, "features", None)
-    if isinstance(features, Mapping):
-        key = next((key for key in LABEL_KEYS if key in features), None)
-        names = getattr(features[key], "names", None) if key else None
-    else:
-        names = getattr(images, "classes", None)
-    numbers = isinstance(names, list | tuple) and isinstance(first.label, int)
-    return [str(name) for name in names] if numbers and names else None
-
-
-def numbered(images: Iterable[Any]) -> Iterator[Row]:
-    return (Row(f"image {index + 1}", image) for index, image in enumerate(images))
+def by_value(label: Any) -> tuple[bool, Any]:
+    """Sort key of labels: numbers by value and before text."""
+    return isinstance(label, str), label
 
 
 def hold_out(images: ImageSplit, fraction: float) -> dict[str, ImageSplit]:
-    held = held_out((row.label for row in images.read()), fraction)
+    """A training and a test split. A fraction of 1/k holds out every k-th image of each class; other fractions are
+    spaced as evenly as possible."""
+    if not 0 < fraction < 1:
+        raise UserError(f"test_fraction is {fraction}; it must lie between 0 and 1")
+    share, seen, held = Fraction(fraction).limit_denominator(1000), dict[Any, int](), list[bool]()
+    labels = images.all_labels()
+    for label in labels:
+        place = seen[label] = seen.get(label, 0) + 1
+        held.append(int(place * share) > int((place - 1) * share))
     if all(held) or not any(held):
-        raise UserError(f"test_fraction {fraction} leaves no {'train' if all(held) else 'test'} image")
+        raise UserError(f"test_fraction {fraction} leaves no {'train' if all(held) else 'test'} image; give another")
 
     def part(test: bool) -> ImageSplit:
         def read() -> Iterator[Row]:
             return (row for row, is_test in zip(images.read(), held, strict=True) if is_test == test)
 
-        return ImageSplit(held.count(test), read, images.names)
+        kept = [label for label, is_test in zip(labels, held, strict=True) if is_test == test]
+        return ImageSplit(len(kept), read, images.names, kept)
 
     return {"train": part(False), "test": part(True)}

@@ -97,7 +97,7 @@ def test_broken_images(run: Path, photographs: Path, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere", "--out", "f.npz"], "nowhere is neither a folder or file"),
+        (["nowhere", "--out", "f.npz"], "there is no folder or file nowhere, and no packed set"),
         (["in", "--out", "f.csv"], "must end with .npz or .parquet"),
         (["in", "--out", "none/f.npz"], "there is no folder none"),
         (["empty", "--out", "f.npz"], "empty holds no images"),

@@ -157,7 +157,7 @@ def test_a_method_without_a_memory_says_so(known: Path, capsys: pytest.CaptureFi
 def test_images_that_are_not_there(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--recipe", "digits/simsiam/lump", f"--{key}", str(tmp_path / "none"), "--device", "cpu"]
     assert main([*words, "--out", str(tmp_path / "run")]) == 2
-    assert "none is neither a folder or file here nor a packed set" in capsys.readouterr().err
+    assert "no packed set of that name in" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

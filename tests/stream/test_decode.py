@@ -8,6 +8,8 @@ from pictures import encoded, picture
 from PIL import Image
 
 from ptlf.stream.decode import BadImage, decode_image
+from ptlf.stream.rows import Row, list_split
+from ptlf.stream.squares import decode_squares
 
 
 def test_resize_and_crop_agree_with_doing_both_in_turn() -> None:
@@ -71,7 +73,8 @@ def test_decompression_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert decode_image(content, 8).shape == (8, 8, 3)  # above the limit: Pillow only warns
+        (batch,) = decode_squares(list_split([Row("a", content)] * 9), 8)  # above the limit: Pillow only warns
+        assert len(batch.images) == 9 and warnings.filters[0][0] == "error"
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(BadImage, match="DecompressionBomb"):
         decode_image(content, 8)

@@ -11,7 +11,7 @@ from pictures import encoded, picture, tree
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream import decode
+from ptlf.stream import squares
 from ptlf.stream.folders import pack_folder
 from ptlf.stream.pack import verify_pack
 from ptlf.stream.packing import labelled_dataset, pack_images
@@ -50,8 +50,11 @@ def test_test_fraction_holds_out_every_kth_file(tmp_path: Path) -> None:
     assert pack.labels("train").tolist() == [0] * 4 + [1] * 4
     held = [np.asarray(Image.open(source / file)) for file in ("a/2.png", "a/5.png", "b/2.png", "b/5.png")]
     assert np.array_equal(pack.images("test"), held)
-    with pytest.raises(UserError, match="no test image in 'a', 'b'"):
+    with pytest.raises(UserError, match=r"test_fraction 0\.1 leaves no test image"):
         pack_folder(source, tmp_path / "root", "few", size=8, test_fraction=0.1, progress=False)
+    tree(source, "c", files=2)
+    with pytest.raises(UserError, match="no test image in 'c'"):
+        pack_folder(source, tmp_path / "root", "few", size=8, test_fraction=1 / 3, progress=False)
     with pytest.raises(UserError, match="between 0 and 1"):
         pack_folder(source, tmp_path / "root", "few", size=8, test_fraction=1.5, progress=False)
 
@@ -118,21 +121,22 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("file", BAD)
-def test_bad_image_is_refused_by_name_or_skipped_by_name(
-    tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content, why = BAD[file]
+def test_a_bad_image_is_refused_or_skipped_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, root = tree(tmp_path / "source", "a", "b"), tmp_path / "root"
-    (source / "a" / file).write_bytes(content)
-    with pytest.raises(UserError, match=f"{source / 'a' / file} cannot be packed: .*{why}.*--on-error skip"):
-        pack_folder(source, root, "set", size=8, progress=False)
-    assert not root.exists() or os.listdir(root) == []
+    for file, (content, why) in BAD.items():
+        bad = source / "a" / file
+        bad.write_bytes(content)
+        with pytest.raises(UserError, match=f"{bad} cannot be used: .*{why}.*--on-error skip"):
+            pack_folder(source, root, "set", size=8, progress=False)
+        assert not root.exists() or os.listdir(root) == [], file
+        bad.rename(tmp_path / file)
+    for file in BAD:
+        (tmp_path / file).rename(source / "a" / file)
     pack = pack_folder(source, root, "set", size=8, on_error="skip", progress=False)
-    assert [entry["file"] for entry in pack.skipped] == [str(source / "a" / file)] and re.search(
-        why, pack.skipped[0]["why"]
-    )
-    assert file in capsys.readouterr().err
+    skipped = {Path(entry["file"]).name: entry["why"] for entry in pack.skipped}
+    assert set(skipped) == set(BAD) and all(re.search(why, skipped[file]) for file, (_, why) in BAD.items())
+    told = capsys.readouterr().err
+    assert all(file in told for file in BAD)
     assert pack.labels("train").tolist() == [0, 0, 0, 1, 1, 1]
     assert np.array_equal(pack.images("train")[5], np.asarray(Image.open(source / "b" / "2.png")))
     assert verify_pack(root, "set", progress=False) == []
@@ -142,7 +146,7 @@ def test_bad_images_are_counted(tmp_path: Path) -> None:
     source = tree(tmp_path / "source", "a", "b")
     for name in ("x.heic", "y.heic"):
         (source / "a" / name).write_bytes(b"nothing")
-    told = "x.heic cannot be packed: not an image in a known format; repair or remove it and at least 1 more, or"
+    told = "x.heic cannot be used: not an image in a known format; repair or remove it and at least 1 more, or"
     with pytest.raises(UserError, match=told):
         pack_folder(source, tmp_path, "set", size=8, progress=False)
 
@@ -172,7 +176,7 @@ def test_files_that_are_no_images_by_their_ending_are_passed_over(tmp_path: Path
     with pytest.raises(UserError, match=r"b holds no images; .* --on-error skip"):
         pack_folder(source, tmp_path / "root", "empty", size=8, progress=False)
     (source / "b" / "picture").write_text("words")
-    with pytest.raises(UserError, match=r"b/picture cannot be packed: not an image"):
+    with pytest.raises(UserError, match=r"b/picture cannot be used: not an image"):
         pack_folder(source, tmp_path / "root", "other", size=8, progress=False)
 
 
@@ -180,24 +184,24 @@ def test_a_class_whose_images_all_fail(tmp_path: Path) -> None:
     source = tree(tmp_path / "source", "a", "b", "c")
     for file in (source / "b").iterdir():
         file.write_bytes(b"")
-    with pytest.raises(UserError, match="cannot be packed: empty file"):
+    with pytest.raises(UserError, match="cannot be used: empty file"):
         pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
     pack = pack_folder(source, tmp_path / "root", "set", size=8, on_error="skip", progress=False)
     assert (pack.names, pack.labels("train").tolist()) == (("a", "c"), [0, 0, 0, 1, 1, 1])
-    assert pack.skipped == [{"file": "b", "why": "a folder without a readable image"}]
+    assert [Path(entry["file"]).parent.name for entry in pack.skipped] == ["b"] * 3
     assert np.array_equal(pack.images("train")[5], np.asarray(Image.open(source / "c" / "2.png")))
     for file in (*(source / "a").iterdir(), *(source / "c").iterdir()):
         file.write_bytes(b"")
-    with pytest.raises(UserError, match="no readable image is left in 'a', 'b', 'c'"):
+    with pytest.raises(UserError, match="no readable image is left in train"):
         pack_folder(source, tmp_path / "root", "other", size=8, on_error="skip", progress=False)
 
 
 def test_test_images_that_all_fail(tmp_path: Path) -> None:
     for split in ("train", "test"):
         tree(tmp_path / "s" / split, "a", "b")
-    for file in (tmp_path / "s" / "test" / "a").iterdir():
+    for file in (tmp_path / "s" / "test").glob("*/*"):
         file.write_bytes(b"")
-    with pytest.raises(UserError, match="no readable image is left in 'a'"):
+    with pytest.raises(UserError, match="no readable image is left in test"):
         pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, on_error="skip", progress=False)
 
 
@@ -238,12 +242,14 @@ def test_how_a_rectangle_becomes_a_square(tmp_path: Path, fit: str) -> None:
         pack_folder(tmp_path / "s", tmp_path / "root", "other", size=12, fit="fold", progress=False)
 
 
-def test_worker_processes_give_the_same_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "BATCH_BYTES", 8 * 8 * 3 * 2)  # two images per batch
+def test_several_workers_give_the_same_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(squares, "BATCH_BYTES", 8 * 8 * 3 * 2)  # two images per batch
     source = tree(tmp_path / "s", "a", "b", files=7)
     (source / "a" / "1.png").write_bytes(b"")
     (source / "b" / "6.png").write_bytes(b"no")
     options = {"size": 8, "on_error": "skip", "progress": False}
     one = pack_folder(source, tmp_path / "one", "set", workers=1, **options)
-    two = pack_folder(source, tmp_path / "two", "set", workers=2, **options)
+    two = pack_folder(source, tmp_path / "two", "set", workers=3, **options)
     assert one.splits == two.splits and one.skipped == two.skipped and one.splits["train"].count == 12
+    with pytest.raises(UserError, match="workers must be at least 1, not 0"):
+        pack_folder(source, tmp_path / "no", "set", workers=0, **options)

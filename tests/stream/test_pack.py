@@ -17,8 +17,9 @@ import pytest
 
 from ptlf.core.errors import UserError
 from ptlf.stream import pack as packing
+from ptlf.stream.disk import natural
 from ptlf.stream.folders import pack_folder
-from ptlf.stream.pack import list_packs, natural, open_pack, verify_pack, write_pack
+from ptlf.stream.pack import list_packs, open_pack, verify_pack, write_pack
 
 RNG = np.random.default_rng(0)
 
@@ -155,7 +156,7 @@ def test_disk_errors_become_one_sentence(
 def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=6 * 4 * 4 * 3 - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match=f"no space left on {tmp_path}: 288 bytes needed, 287 bytes free"):
+    with pytest.raises(UserError, match=f"no space left on {tmp_path}: 288 B needed, 287 B free"):
         small_pack(tmp_path)
 
 

@@ -13,9 +13,12 @@ from pictures import picture, tree
 from PIL import Image
 
 from ptlf.core.errors import UserError
+from ptlf.stream import squares
 from ptlf.stream.images import find_images, open_images
 from ptlf.stream.pack import Pack, open_pack
-from ptlf.stream.packing import decode_squares, labelled_dataset, pack_images, sample_images
+from ptlf.stream.packing import labelled_dataset, pack_images, sample_images
+from ptlf.stream.rows import Row
+from ptlf.stream.squares import decode_squares
 
 RNG = np.random.default_rng(1)
 PIXELS = RNG.integers(0, 256, (7, 10, 12, 3), dtype=np.uint8)
@@ -318,6 +321,13 @@ def test_read_lazily(tmp_path: Path) -> None:
     assert len(first.images) == len(reads) == 256
 
 
+def test_image_files_are_held_in_memory_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(squares, "BYTES_HELD", 100)
+    rows = [Row(str(size), b"x" * size) for size in (40, 60, 1, 200, 1, 1, 1, 1)]
+    found = [[len(row.image) for row in batch] for batch in squares.batches(rows, 3)]
+    assert found == [[40, 60], [1, 200], [1, 1, 1], [1]]
+
+
 def test_names_of_files_in_a_folder(tmp_path: Path) -> None:
     source = tmp_path / "s"
     for split in ("train", "test"):
@@ -331,7 +341,7 @@ def test_find_images(tmp_path: Path) -> None:
     pack = packed(PIXELS, tmp_path, "day")
     assert find_images("day", pack.path.parent) == pack.path == open_pack(pack.path.parent, "day").path
     assert find_images(str(tmp_path), tmp_path) == tmp_path
-    with pytest.raises(UserError, match="neither a folder or file here nor a packed set"):
+    with pytest.raises(UserError, match="no packed set of that name in"):
         find_images("days", pack.path.parent)
 
 
