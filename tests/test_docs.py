@@ -33,7 +33,8 @@ from conftest import tiny_config
 from PIL import Image
 
 import ptlf
-from ptlf.cli import main, make_parser
+from ptlf.cli import main
+from ptlf.commands.parser import make_parser
 from ptlf.core.settings import describe
 from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS
