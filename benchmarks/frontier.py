@@ -15,10 +15,11 @@ from rich.console import Console
 
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
-from ptlf.cli import folder, share, whole
-from ptlf.commands import check_alone, tell_count, tell_once, write_page
+from ptlf.commands.parser import folder, share, whole
+from ptlf.commands.train import check_alone, tell_count, tell_once, write_page
 from ptlf.core.errors import UserError
-from ptlf.report import paired, pareto
+from ptlf.report import paired
+from ptlf.report.figures.frontier import COSTS, leading, points, relative_costs
 from ptlf.report.live import console
 from ptlf.report.measures import probe_measures, title_of
 from ptlf.report.runs import Comparison, policy_of, read_comparison
@@ -95,9 +96,9 @@ def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None
     probe = comparison.probes[0] if comparison.probes else ""
     scores = probe_measures(probe)[:2] if probe else []
     columns = []  # per cost, its cells by label
-    for kind in pareto.COSTS:
-        best = pareto.leading(pareto.points(comparison, kind, scores[0].path), scores[0].rising) if scores else set()
-        costs = pareto.costs(comparison, kind)
+    for kind in COSTS:
+        best = leading(points(comparison, kind, scores[0].path), scores[0].rising) if scores else set()
+        costs = relative_costs(comparison, kind)
         columns.append({label: f"{'* ' * (label in best)}{cost:.2f}x" for label, cost in costs.items()})
     title = f"What accuracy costs: {recipe}" + (f", {title_of(probe)}" if probe else "")
     headings = ["initial", "final", *(f"{measure.short}\n{measure.unit}" for measure in scores), "time", "bytes\nkept"]

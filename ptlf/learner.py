@@ -21,7 +21,6 @@ from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation.prober import testing
 from ptlf.report.live import Live, tell
-from ptlf.report.page import write_report
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.components import Components, build_components
 from ptlf.run.config import Config, from_dict, read_yaml
@@ -344,6 +343,8 @@ class Learner:
 
     def _repr_html_(self) -> str:
         """The report page, for notebooks."""
+        from ptlf.report.page import write_report  # matplotlib takes a while
+
         page = self.folder / "report.html"
         try:
             write_report([self.folder], page)

@@ -2,19 +2,22 @@
 epochs, and which units are updated in each task."""
 
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
+
 from ptlf.core.files import write_whole
-from ptlf.report.drawing import Drawing, to_png, to_svg
-from ptlf.report.figures.axes import SMALL, TINY, Scale, grid_y, legend
-from ptlf.report.figures.freezing import overlap, ratio_low, top_units, unit_names, unit_room
+from ptlf.report.drawing import Colours, file_png, file_svg, look, style, themed
+from ptlf.report.figures.freezing import overlap, ratio_low, top_units
 from ptlf.report.runs import Group, RunRecord
-from ptlf.report.theme import colours
 from ptlf.run.results import Json
 from reproduction.tables import FIGURES
 
-WIDTH = 704.0  # 7 inches on paper
+WIDTH = 7.0  # inches on paper
 SHOWN = 5  # tasks, of a stream with more
 
 
@@ -25,20 +28,23 @@ def write_paper_figures(found: Mapping[tuple[str, tuple[str, ...]], Sequence[Jso
     for place, cell in enumerate(FIGURES.cells, start=1):
         if runs := found.get(cell.key):
             groups[cell.row] = Group([RunRecord(Path(), results) for results in runs], cell.row, place)
-    makers: dict[str, tuple[list[list[str]], Callable[[Sequence[Group]], Drawing]]] = {  # the first rows that are there
+    makers: dict[
+        str, tuple[list[list[str]], Callable[[Sequence[Group], Colours], Canvas]]
+    ] = {  # the first rows that are there
         "paper-correlation": ([["self-supervised", "supervised"], ["self-supervised"]], correlation),
         "paper-overlap": ([["per-epoch"]], epoch_overlap),
         "paper-units": ([["ratio 0.3", "ratio 0.5"], ["self-supervised"]], updated_units),
     }
-    drawn = 0
+    written, colours = 0, themed(False, 20)
     for name, (choices, draw) in makers.items():
         if rows := next((rows for rows in choices if groups.keys() >= set(rows)), None):
-            drawing, theme = draw([groups[row] for row in rows]), colours(False, 20)
             out.mkdir(parents=True, exist_ok=True)
-            write_whole(out / f"{name}.svg", to_svg(drawing, theme))
-            write_whole(out / f"{name}.png", to_png(drawing, theme))
-            drawn += 2
-    return drawn
+            with style(colours):
+                canvas = draw([groups[row] for row in rows], colours)
+                write_whole(out / f"{name}.svg", file_svg(canvas, name))
+                write_whole(out / f"{name}.png", file_png(canvas))
+            written += 2
+    return written
 
 
 def what(groups: Iterable[Group]) -> str:
@@ -60,47 +66,38 @@ def later_entries(group: Group) -> dict[int, list[Json]]:
     return dict(sorted(found.items()))
 
 
-def correlation(groups: Sequence[Group]) -> Drawing:
+def paper(groups: Sequence[Group], height: float, colours: Colours, width: float = WIDTH) -> Canvas:
+    """An empty picture, `height` inches high, with what the runs were below it."""
+    canvas = Canvas(figsize=(width, height), layout="constrained", facecolor=colours["page"])
+    canvas.supxlabel(textwrap.fill(what(groups), int(15 * width)), x=0.01, ha="left", size=8, color=colours["soft"])
+    return canvas
+
+
+def correlation(groups: Sequence[Group], colours: Colours) -> Canvas:
     """A panel per pair of consecutive tasks; across, the units from the input on; up, the ratio, mean over seeds, which
     small dots show one by one."""
     tasks = sorted(set.intersection(*(set(later_entries(group)) for group in groups)))
-    drawing = Drawing(WIDTH, 0, f"Task-correlation ratio of every unit, {' and '.join(g.label for g in groups)}")
-    top, left, gap, height = legend(drawing, 0, 10, WIDTH, groups) + 22, 34.0, 14.0, 170.0
-    panel = (WIDTH - left - gap * (len(tasks) - 1)) / len(tasks)
-    low = ratio_low(groups)
-    y = Scale(low, 1.0, top + height, top)
-    for place, task in enumerate(tasks):
-        start = left + place * (panel + gap)
-        grid_y(drawing, y, start if place else left, start + panel)
-        if place:  # the axis is named once
-            drawing.shapes = [s for s in drawing.shapes if s.kind != "text" or s.anchor != "end" or s.at[0][0] < left]
-        drawing.text(start + panel / 2, top - 8, f"task {task - 1} to {task}", "ink", size=SMALL, anchor="middle")
+    canvas, count = paper(groups, 2.8, colours), len(groups[0].first["units"])
+    panels = canvas.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    for axes, task in zip(panels, tasks, strict=True):
         for group in groups:
-            ratio_line(drawing, group, task, y, start, panel)
-        count = len(groups[0].first["units"])
-        for unit in (1, count):
-            x = unit_place(unit - 1, count, start, panel)
-            drawing.text(x, top + height + 15, str(unit), "soft", size=TINY, anchor="middle")
-        drawing.text(start + panel / 2, top + height + 15, "unit", "soft", size=TINY, anchor="middle")
-    drawing.text(0, top - 8, "ratio", "soft", size=TINY)
-    return finished(drawing, top + height + 32, groups)
+            ratio_line(axes, group, task, colours)
+        axes.set_title(f"task {task - 1} to {task}", loc="center")
+        axes.set(xlabel="unit", xticks=[1, count], ylim=(ratio_low(groups), 1.003))
+    panels[0].set_ylabel("ratio")
+    handles = [Line2D([], [], label=group.label, **look(group, colours)) for group in groups]
+    canvas.legend(handles=handles, loc="outside upper left", ncols=len(groups), borderaxespad=0.4)
+    return canvas
 
 
-def unit_place(number: int, count: int, start: float, panel: float) -> float:
-    return start + 8 + number * (panel - 16) / max(count - 1, 1)
-
-
-def ratio_line(drawing: Drawing, group: Group, task: int, y: Scale, start: float, panel: float) -> None:
-    units, role, points = group.first["units"], f"run{group.colour}", []
-    for number, unit in enumerate(units):
+def ratio_line(axes: Axes, group: Group, task: int, colours: Colours) -> None:
+    style, means = look(group, colours), {}
+    for number, unit in enumerate(group.first["units"], start=1):
         if values := [entry["ratios"][unit] for entry in later_entries(group)[task] if unit in entry["ratios"]]:
-            across = unit_place(number, len(units), start, panel)
-            points.append((across, y(statistics.fmean(values))))
-            for value in values if len(values) > 1 else ():
-                drawing.mark(across, y(value), "page", stroke=role, width=0.7, size=1.5)
-    drawing.line(points, role, width=1.6, dash=group.dash)
-    for point in points:
-        drawing.mark(*point, role, size=2.6, look=group.marker)
+            means[number] = statistics.fmean(values)
+            if len(values) > 1:
+                axes.plot([number] * len(values), values, ".", color=style["color"], markersize=2.5)
+    axes.plot([*means], [*means.values()], **style | {"markersize": 3})
 
 
 def task_overlaps(group: Group) -> dict[int, tuple[float, float]]:
@@ -125,66 +122,45 @@ def task_overlaps(group: Group) -> dict[int, tuple[float, float]]:
     return found
 
 
-def epoch_overlap(groups: Sequence[Group]) -> Drawing:
+def epoch_overlap(groups: Sequence[Group], colours: Colours) -> Canvas:
     """A bar per task, with a line where chance would be; the line at 0.8 is what the paper says all of them exceed."""
     (group,) = groups
     overlaps = task_overlaps(group)
-    wide = WIDTH / 2
-    drawing = Drawing(wide, 0, "Overlap of the selected units between epochs, by task")
-    left, top, height = 34.0, 44.0, 170.0
-    y = Scale(0.0, 1.0, top + height, top)
-    drawing.text(0, 12, "share of the selected units that the next selection keeps;", "soft", size=TINY)
-    drawing.text(0, 26, "white lines: what chance would keep; dashed: the paper's 0.8", "soft", size=TINY)
-    grid_y(drawing, y, left, wide)
-    room = (wide - left) / max(len(overlaps), 1)
-    for place, (task, (value, chance)) in enumerate(overlaps.items()):
-        middle = left + room * (place + 0.5)
-        drawing.rect(middle - room * 0.28, y(value), room * 0.56, top + height - y(value), f"run{group.colour}")
-        drawing.text(middle, y(0.0) - 8, f"{value:.2f}", "page", size=SMALL, anchor="middle", bold=True)
-        drawing.line([(middle - room * 0.28, y(chance)), (middle + room * 0.28, y(chance))], "page", width=1.6)
-        drawing.text(middle, top + height + 16, f"task {task}", "soft", size=SMALL, anchor="middle")
-    drawing.line([(left, y(0.8)), (wide, y(0.8))], "bad", dash="4 3")
-    return finished(drawing, top + height + 32, groups)
+    canvas = paper(groups, 2.9, colours, WIDTH / 2)
+    axes = canvas.subplots()
+    values, chances = zip(*overlaps.values(), strict=True)
+    bars = axes.bar(range(len(overlaps)), values, width=0.56, color=colours[f"run{group.colour}"])
+    axes.bar_label(
+        bars, [f"{value:.2f}" for value in values], label_type="center", color=colours["page"], weight="bold"
+    )
+    axes.hlines(
+        chances, [x - 0.28 for x in range(len(chances))], [x + 0.28 for x in range(len(chances))], colours["page"]
+    )
+    axes.axhline(0.8, color=colours["bad"], linestyle="--", linewidth=1)
+    axes.set(ylim=(0.0, 1.0), xticks=range(len(overlaps)), xticklabels=[f"task {task}" for task in overlaps])
+    words = "share of the selected units that the next selection keeps;"
+    lines = "white lines: what chance would keep; dashed: the paper's 0.8"
+    axes.set_title(f"{words}\n{lines}", size=7.5, weight="normal", color=colours["soft"])
+    return canvas
 
 
-def updated_units(groups: Sequence[Group]) -> Drawing:
+def updated_units(groups: Sequence[Group], colours: Colours) -> Canvas:
     """A panel per final ratio: units down, tasks across; filled: updated to the task's end, hollow: frozen by then. Of
     several seeds the first."""
     units = groups[0].first["units"]
-    left, gap, top, row = unit_room(units, WIDTH), 24.0, 44.0, 16.0
-    panel = (WIDTH - left - gap * (len(groups) - 1)) / len(groups)
-    bottom = top + row * len(units)
-    drawing = Drawing(WIDTH, 0, "Units that are updated in each task, by final freeze ratio")
-    unit_names(drawing, units, left, top, row)
-    for place, group in enumerate(groups):
-        start, entries = (
-            left + place * (panel + gap),
-            {e["task"]: e for e in group.first["freezing"] if e["task"] <= SHOWN},
-        )
-        title = f"final ratio {group.config['freezing']['final']:g}"
-        drawing.text(start + panel / 2, 14, title, "ink", size=SMALL, anchor="middle", bold=True)
-        tasks = range(1, 1 + max([1, *entries]))
-        for column, task in enumerate(tasks):
-            x = start + panel * (column + 0.5) / len(tasks)
-            drawing.text(x, top - 10, f"task {task}", "soft", size=TINY, anchor="middle")
-            frozen = entries.get(task, {"order": []})["order"]
-            for number, unit in enumerate(units):
-                fill = "page" if unit in frozen else "frozen"
-                drawing.mark(x, top + row * (number + 0.5), fill, stroke="frozen", width=1.2, size=4.2)
-    return finished(drawing, bottom + 22, groups)
-
-
-def finished(drawing: Drawing, bottom: float, groups: Sequence[Group]) -> Drawing:
-    words, room = what(groups), drawing.width / (TINY * 0.5)
-    lines = [words] if len(words) < room else [part.strip(", ") for part in halves(words)]
-    for number, line in enumerate(lines):
-        drawing.text(0, bottom + 14 * number, line, "soft", size=TINY)
-    drawing.height = bottom + 14 * (len(lines) - 1) + 6
-    return drawing
-
-
-def halves(words: str) -> tuple[str, str]:
-    """Cut at the comma nearest to the middle."""
-    commas = [place for place, letter in enumerate(words) if letter == ","]
-    middle = min(commas, key=lambda place: abs(place - len(words) / 2), default=len(words))
-    return words[:middle], words[middle:]
+    canvas = paper(groups, 0.9 + 0.16 * len(units), colours)
+    panels = canvas.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for axes, group in zip(panels, groups, strict=True):
+        orders = {e["task"]: e["order"] for e in group.first["freezing"] if e["task"] <= SHOWN}
+        tasks = range(1, 1 + max([1, *orders]))
+        places = [(task, row, unit in orders.get(task, ())) for task in tasks for row, unit in enumerate(units)]
+        for frozen, fill in ((True, "none"), (False, colours["frozen"])):
+            found = [(task, row) for task, row, one in places if one == frozen]
+            axes.plot(
+                *zip(*found, strict=True) if found else ((), ()), "o", color=colours["frozen"], markerfacecolor=fill
+            )
+        axes.set_title(f"final ratio {group.config['freezing']['final']:g}", loc="center")
+        axes.set(xticks=tasks, xticklabels=[f"task {task}" for task in tasks], xlim=(0.5, len(tasks) + 0.5))
+        axes.set(yticks=range(len(units)), yticklabels=units, ylim=(len(units) - 0.5, -0.5))
+        axes.grid(False)
+    return canvas

@@ -1,5 +1,6 @@
 """The paper's tables with our figures in them: in the terminal, and as docs/reproduction.md."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table as RichTable
+from scipy.special import stdtrit
 
 from ptlf.core.errors import UserError
-from ptlf.report.paired import DAGGER, Interval, Ratio, difference_to, interval, mean_ratio, mixed, verdict
+from ptlf.report.paired import DAGGER, Interval, Ratio, interval, mean_ratio, mixed, verdict
 from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, RunRecord, at, later_mean, later_seconds
 from ptlf.report.tables import new_table, note
 from ptlf.run.results import STEADY, Json, epoch_lines
@@ -120,6 +122,20 @@ def printed(cell: Cell, measure: str) -> str:
     """The paper's value and its standard deviation."""
     spread = cell.spread.get(measure)
     return number(cell.paper.get(measure), measure) + (f" (sd {spread:.2f})" if spread is not None else "")
+
+
+def difference_to(mine: Interval, mean: float, spread: float | None, count: int) -> Interval:
+    """`mine` minus the mean of `count` other values, of which only the standard deviation, `spread`, is known: Welch's
+    t interval, with degrees of freedom rounded down. A single value of mine is taken to spread as the others do."""
+    half = None
+    if spread is not None:
+        theirs, degrees = spread**2 / count, float(count - 1)
+        own = spread**2 / mine.count
+        if mine.half is not None:
+            own = (mine.half / float(stdtrit(mine.count - 1, 0.975))) ** 2
+            degrees = (own + theirs) ** 2 / (own**2 / (mine.count - 1) + theirs**2 / (count - 1))
+        half = float(stdtrit(int(degrees), 0.975)) * math.sqrt(own + theirs)
+    return Interval(mine.mean - mean, half, mine.count)
 
 
 def from_paper(cell: Cell, measure: str, mine: Interval | Ratio | None) -> str:

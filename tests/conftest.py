@@ -15,6 +15,7 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
 import torch
+from markupsafe import Markup
 from torch import nn
 
 from ptlf.cli import main, messages_on_stderr
@@ -49,8 +50,8 @@ def messages() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def heed_interrupts() -> None:
-    """Python does not, where it is started as a shell's background job."""
+def interruptible() -> None:
+    """As a shell's background job, Python would ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -60,6 +61,19 @@ def no_fsync() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take most of a page's time: they are not drawn, but for a test that asks for `pictures`."""
+    if "pictures" not in request.fixturenames:
+        empty = Markup('<svg role="img"></svg>')
+        monkeypatch.setattr("ptlf.report.page.pictures_as_svg", lambda figure, _: [(p, empty) for p in figure.pictures])
+
+
+@pytest.fixture
+def pictures() -> None:
+    """See `no_pictures`."""
 
 
 def tiny_encoder() -> nn.Module:

@@ -70,7 +70,7 @@ def make_tiny(config):
 
 @dataclass
 class DescendingConfig(PolicyConfig):
-    skip: int = key(0, "so many units before the output never freeze", ge=0)
+    skip: int = key(0, "units before the output that never freeze", ge=0)
 
 
 class Descending(Policy):

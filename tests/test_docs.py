@@ -33,7 +33,8 @@ from conftest import tiny_config
 from PIL import Image
 
 import ptlf
-from ptlf.cli import main, make_parser
+from ptlf.cli import main
+from ptlf.commands.parser import make_parser
 from ptlf.core.settings import describe
 from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS
@@ -186,18 +187,18 @@ def run_page(path: Path) -> list[str]:
     return printed
 
 
-def check_guide(printed: list[str], said: str) -> None:
+def check_guide(printed: list[str], out: str) -> None:
     lines = printed[0].splitlines()
     assert lines[0] == "task 1: frozen ()" and lines[1].count("'") == 4  # two of three units
     loop = next(block.code for block in blocks(ROOT / "docs" / "guide.md") if block.language == "python")
     assert len([line for line in loop.splitlines() if line.strip()]) < 25
 
 
-def check_freezer(printed: list[str], said: str) -> None:
+def check_freezer(printed: list[str], out: str) -> None:
     assert printed[0].splitlines()[-1] == "1 of 3 units frozen"
 
 
-def check_your_images(printed: list[str], said: str) -> None:
+def check_your_images(printed: list[str], out: str) -> None:
     _, learner, packed, classifier, encoder, onnx = printed
     count = len(list(Path("photos/monday").iterdir()))
     assert count > 40 and learner.endswith(f"\n({count}, 64)\n")
@@ -207,16 +208,16 @@ def check_your_images(printed: list[str], said: str) -> None:
     assert re.fullmatch(r"\(1\d\d, 64\) 32 \[0.4914, 0.4822, 0.4465\]\n", onnx)
 
 
-def check_pretrained(printed: list[str], said: str) -> None:
-    assert "encoder.weights runs/known" in said and "what it knew before" in said
+def check_pretrained(printed: list[str], out: str) -> None:
+    assert "encoder.weights runs/known" in out and "what it knew before" in out
     assert printed[0].endswith("\n(16, 16)\n")
 
 
-def check_readme(printed: list[str], said: str) -> None:
+def check_readme(printed: list[str], out: str) -> None:
     assert "kept for backward" in printed[0]
 
 
-def check_contributing(printed: list[str], said: str) -> None:
+def check_contributing(printed: list[str], out: str) -> None:
     """Its objective trains with its method."""
     scope: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(ROOT / "CONTRIBUTING.md"):
@@ -246,9 +247,9 @@ RUN = [path for path in PAGES if any(block.runs for block in blocks(path) if blo
 @pytest.mark.usefixtures("photographs")
 def test_every_block_of_a_page_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = run_page(path)
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     if path.name in CHECKS:
-        CHECKS[path.name](printed, said)
+        CHECKS[path.name](printed, out)
 
 
 def test_blocks_that_are_not_run_parse() -> None:
@@ -311,7 +312,7 @@ def checked_out() -> set[str]:
 
 
 def test_links_lead_to_files_and_headings() -> None:
-    """In the repository. Of a page that is made, a sentence with its name says that `make docs` does it."""
+    """In the repository. Of a page that is made, a sentence with its name mentions `make docs`."""
     there = checked_out()
     for path in PAGES:
         text = FENCE.sub("", path.read_text())
@@ -425,8 +426,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     nbclient.NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
     shown = [output for cell in cells for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in shown) == 2
-    said = "".join(output.text for output in shown if output.output_type == "stream")
-    assert "warning" not in said.lower()
-    assert "kept for backward" in said and "(100, 64)" in said
+    out = "".join(output.text for output in shown if output.output_type == "stream")
+    assert "warning" not in out.lower()
+    assert "kept for backward" in out and "(100, 64)" in out
     (report,) = cells[-1].outputs
     assert "<iframe srcdoc=" in report.data["text/html"] and "digits-2-and-3" in report.data["text/html"]

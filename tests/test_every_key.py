@@ -1,4 +1,4 @@
-"""Every key of the configuration has an effect: with another value, a tiny run comes to something else.
+"""Every key of the configuration has an effect: another value changes the outcome of a tiny run.
 
 Keys are found by walking the configuration and the families, and another value is worked out from the default, the
 type, the bounds and the choices. A new key or member needs no line here, unless its effect does not show in these runs.
@@ -26,7 +26,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.stream.folders import pack_folder
-from ptlf.training.trainer import StepCost
+from ptlf.training.trainer import MeasuredStep
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +120,7 @@ VALUES: Settings = {
     "probes.linear.weight_decay": 0.1,
 }
 WITHOUT_EFFECT = {
-    "recipe": "says where the other settings came from",
+    "recipe": "names the origin of the other settings",
     "device": "the same run elsewhere; the machines that test this may have one device",
     "stream.resident": "the same images from another place",
     "vit-small encoder.image_size": "another than the size of the views does not fit",
@@ -256,10 +256,10 @@ def shares(costs: Mapping[str, float]) -> dict[str, float]:
 
 
 def outcome(case: Case, out: Path, **changed: Any) -> dict[str, Any]:
-    """What a run comes to, with nothing in it that only repeats the configuration."""
+    """The results of a run, without what only repeats the configuration."""
     run = Run(case.config(**changed), out if case.settings is SAVING else None)
     if not run.freezing.policy.freezes:  # then nothing is saved, and measuring takes longer than training
-        run.trainer.cost_of_step = lambda indices: StepCost(0, 0.0, None)
+        run.trainer.cost_of_step = lambda indices: MeasuredStep(0, 0.0, None)
     results = run.train()
     parts = ("class_order", "tasks", "eval_splits", "units", "probes", "reference", "freezing", "cost")
     encoder = run.model.encoder.state_dict()

@@ -52,7 +52,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
         about = message_from_bytes(file.read(f"ptlf-{ptlf.__version__}.dist-info/METADATA"))
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ptlf").rglob("*.*") if path.suffix != ".pyc"}
     assert names == sources
-    assert {"ptlf/py.typed", "ptlf/report/templates/page.html", "ptlf/completion.txt"} <= names
+    assert {"ptlf/py.typed", "ptlf/report/templates/page.html"} <= names
     assert about["Version"] == ptlf.__version__
     extras = {"all", "cluster", "export", "lightning", "test", "timm", "trackers"}
     assert extras <= set(about.get_all("Provides-Extra"))
@@ -83,9 +83,9 @@ def test_it_runs_without_a_clone(wheel: Path, tmp_path: Path) -> None:
     small = ["--training.epochs", "1", "--stream.groups", "[[0, 1], [2, 3]]", "--device", "cpu"]
     commands = [["train", "--out", "run", *small], ["report", "run", "--out", "page.html"], ["completion", "bash"]]
     code = f"import ptlf.cli; print(ptlf.__file__); assert not any(map(ptlf.cli.main, {commands}))"
-    said = run("-c", code, **where)
-    assert said.startswith(str(tmp_path / "site"))
-    assert "digits/simsiam/ptlf" in said
+    out = run("-c", code, **where)
+    assert out.startswith(str(tmp_path / "site"))
+    assert "digits/simsiam/ptlf" in out
     assert "digits" in (tmp_path / "work" / "page.html").read_text()
 
 

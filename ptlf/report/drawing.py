@@ -1,222 +1,164 @@
-"""A picture as a list of shapes, written as SVG for the page or for a file, or as PNG. Colours are roles."""
+"""How a picture looks: colours by role, light and dark; matplotlib draws, once for the page and once for files.
 
-from __future__ import annotations
+The page shows each picture at any width, in its own font and in the reader's theme: colours are drawn as codes, which
+become variables of the style sheet. Runs differ by hue, dash and marker; ordered things by lightness.
+"""
 
-import base64
 import io
-import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
+import matplotlib
 from markupsafe import Markup, escape
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
 
-from ptlf.report.theme import Theme
+from ptlf.core.words import clipped
+from ptlf.report.runs import Group
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+Colours = dict[str, str]  # by role
 
-Point = tuple[float, float]
-PRINT, MARGIN = 0.7, 8  # points on paper for one unit; units of white around a picture in a file
-PIXELATED = 24  # tiles with fewer pixels to a side keep them visible
+STEPS = 11  # of a heat map's ramp
+ROLES = {  # light, dark; the baseline (run0) is grey, the others keep their distance for all kinds of colour blindness
+    "page": ("#ffffff", "#161615"),
+    "card": ("#f7f7f5", "#1f1f1d"),
+    "ink": ("#1a1a19", "#f2f1ec"),
+    "soft": ("#5c5b57", "#a9a8a1"),
+    "line": ("#dddcd6", "#3a3a37"),
+    "empty": ("#ecebe6", "#2b2b28"),
+    "frozen": ("#1f5fa8", "#6fb1f5"),
+    "good": ("#12764b", "#4cc38a"),
+    "bad": ("#b4371b", "#ff8a6b"),
+    "run0": ("#6b6a66", "#a3a29b"),
+    "run1": ("#1668c1", "#62aaf7"),
+    "run2": ("#bf4a00", "#ff9d5c"),
+    "run3": ("#0b7a56", "#46c79b"),
+    "run4": ("#a8408c", "#e58fce"),
+    "run5": ("#8a6d00", "#d9b93a"),
+    "run6": ("#5a45b0", "#a99bf5"),
+    "run7": ("#0f7a8e", "#5fcbe0"),
+}
+HEAT = (
+    ["#f0f5fb", "#d3e3f5", "#a5c8eb", "#69a3dc", "#3479bf", "#174f8f"],
+    ["#22282e", "#25405c", "#2a5f94", "#3f86c9", "#74b0ea", "#b9d9f8"],
+)
+TASK = (
+    ["#2b1d63", "#3b4f9e", "#1c7f9c", "#1e9f78", "#7db33a", "#d9b400"],
+    ["#8f83ea", "#6c9bf2", "#4fc0d6", "#5bd8a4", "#b5e06a", "#fff08a"],
+)
+# From the eighth run on colours come again, with another dash and marker.
+DASHES: Sequence[Any] = (
+    *((0, (4, 3)), "-", (0, (7, 2)), (0, (2, 2)), (0, (8, 2, 2, 2)), "-", (0, (5, 3)), (0, (3, 1)), (0, (5, 2))),
+    *("-", "-", "-", (0, (4, 2)), "-", "-"),
+)
+MARKERS = "oosD^sD^^Dsoo^o"
+HALF, THIRD = 360.0, 290.0  # widths in points: a column of the page is a little wider, a phone a little narrower
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """kind: rect, line, area, mark, dots, text or tile. `at` are its corners, ends or centres."""
-
-    kind: str
-    at: tuple[Point, ...]
-    fill: str = ""
-    stroke: str = ""
-    width: float = 1.0
-    dash: str = ""
-    opacity: float = 1.0
-    size: float = 11.0  # of text and marks
-    words: str = ""
-    anchor: str = "start"
-    bold: bool = False
-    title: str = ""
-    look: str = ""  # of a mark: circle, or one of MARKS
-    tile: tuple[int, int] = (0, 0)  # place in the sprite, in pixels
+def themed(dark: bool, tasks: int) -> Colours:
+    """Every role: those above, heat0.., on0.. (text upon heat), task0..."""
+    found = {role: pair[dark] for role, pair in ROLES.items()}
+    for step, heat in enumerate(ramp(HEAT[dark], STEPS)):
+        found |= {f"heat{step}": heat, f"on{step}": "#ffffff" if luminance(heat) < 0.195 else "#10151c"}
+    return found | {f"task{number}": colour for number, colour in enumerate(ramp(TASK[dark], tasks))}
 
 
-@dataclass
-class Drawing:
-    width: float
-    height: float
-    label: str  # what it shows, for those who cannot see it
-    sprite: dict[str, Any] | None = None  # the sheet of a gallery that its tiles are cut from
-    shapes: list[Shape] = field(default_factory=list)
-
-    def rect(self, x: float, y: float, w: float, h: float, fill: str, **look: Any) -> None:
-        self.shapes.append(Shape("rect", ((x, y), (x + w, y + h)), fill, **look))
-
-    def line(self, points: Iterable[Point], stroke: str, **look: Any) -> None:
-        self.shapes.append(Shape("line", tuple(points), stroke=stroke, **look))
-
-    def area(self, points: Iterable[Point], fill: str, **look: Any) -> None:
-        self.shapes.append(Shape("area", tuple(points), fill, **look))
-
-    def mark(self, x: float, y: float, fill: str, **look: Any) -> None:
-        self.shapes.append(Shape("mark", ((x, y),), fill, **{"size": 3.0, "look": "circle", **look}))
-
-    def dots(self, points: Iterable[Point], stroke: str, **look: Any) -> None:
-        """Many discs of one colour as one shape; `size` is their radius."""
-        self.shapes.append(Shape("dots", tuple(points), stroke=stroke, **look))
-
-    def text(self, x: float, y: float, words: str, fill: str = "ink", **look: Any) -> None:
-        """y is the baseline."""
-        self.shapes.append(Shape("text", ((x, y),), fill, words=words, **look))
-
-    def tile(self, x: float, y: float, side: float, place: tuple[int, int], **look: Any) -> None:
-        self.shapes.append(Shape("tile", ((x, y), (x + side, y + side)), tile=place, **look))
+def ramp(stops: Sequence[str], count: int) -> list[str]:
+    scale = LinearSegmentedColormap.from_list("", stops)
+    return [to_hex(scale(place / max(count - 1, 1))) for place in range(count)]
 
 
-MARKS = {  # corners around the centre, in radii
-    "square": [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
-    "diamond": [(0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)],
-    "triangle": [(0, -1.2), (1.15, 0.9), (-1.15, 0.9)],
-    "down": [(0, 1.2), (1.15, -0.9), (-1.15, -0.9)],
-}
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG), from 0 for black to 1 for white."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def corners(shape: Shape) -> list[Point]:
-    """Of a mark that is no circle, of a rectangle or of an area."""
-    (x, y), (x2, y2) = shape.at[0], shape.at[-1]
-    if shape.kind == "mark":
-        return [(x + shape.size * a, y + shape.size * b) for a, b in MARKS[shape.look]]
-    return [(x, y), (x2, y), (x2, y2), (x, y2)] if shape.kind == "rect" else list(shape.at)
+def coded(tasks: int) -> Colours:
+    """A code for every role, which `page_svg` makes a variable of the style sheet."""
+    return {role: f"#fe{number:04x}" for number, role in enumerate(themed(False, tasks))}
 
 
-def number(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
+def style(colours: Colours) -> AbstractContextManager[None]:
+    """Within it pictures are made and written; matplotlib's own settings come back after it."""
+    soft = colours["soft"]
+    values: Any = {
+        **{"svg.fonttype": "none", "text.parse_math": False, "font.size": 9.0, "text.color": colours["ink"]},
+        **{"axes.titlesize": 10.0, "axes.titleweight": "bold", "axes.titlelocation": "left"},
+        **{"axes.titlecolor": colours["ink"], "axes.labelcolor": soft, "xtick.color": soft, "ytick.color": soft},
+        **{"axes.facecolor": "none", "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y"},
+        **{"grid.color": colours["line"], "lines.linewidth": 1.5, "lines.markersize": 4.5},
+        **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
+        **{"xtick.major.size": 0, "ytick.major.size": 0, "xaxis.labellocation": "right", "legend.frameon": False},
+        **{"legend.borderpad": 0, "legend.borderaxespad": 0, "legend.columnspacing": 1.4, "legend.handlelength": 1.6},
+    }
+    return matplotlib.rc_context(values)
 
 
-def join(points: Iterable[Point]) -> str:
-    return " ".join(f"{number(x)},{number(y)}" for x, y in points)
+def look(group: Group, colours: Colours) -> dict[str, Any]:
+    """How a run's line is drawn everywhere."""
+    dash, marker = DASHES[group.place % len(DASHES)], MARKERS[group.place % len(MARKERS)]
+    return {"color": colours[f"run{group.colour}"], "linestyle": dash, "marker": marker}
 
 
-def to_svg(drawing: Drawing, theme: Theme | None = None) -> Markup:
-    """Without a theme colours are classes of the page (f-ROLE fills, s-ROLE strokes); with one they are written in."""
-    label = escape(drawing.label)
-    if theme is None:
-        size = f"{number(drawing.width)} {number(drawing.height)}"
-        head = f'<svg viewBox="0 0 {size}" role="img" aria-label="{label}" style="max-width:{number(drawing.width)}px">'
-    else:
-        wide, tall = drawing.width + 2 * MARGIN, drawing.height + 2 * MARGIN
-        view = f"{-MARGIN} {-MARGIN} {number(wide)} {number(tall)}"
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{view}" font-family="{FONT}" role="img"'
-        head += f' aria-label="{label}" width="{number(wide * PRINT)}pt" height="{number(tall * PRINT)}pt">'
-        head += f'<rect {box(-MARGIN, -MARGIN, wide, tall)} fill="{theme["page"]}"/>{sprite_definition(drawing)}'
-    return Markup(head + "".join(svg_shape(shape, drawing, theme) for shape in drawing.shapes) + "</svg>")
+def frame(
+    colours: Colours,
+    height: float,
+    *,
+    width: float = HALF,
+    left: float = 40.0,
+    bottom: float = 30.0,
+    title: str = "",
+    keys: Sequence[tuple[str, dict[str, Any]]] = (),
+) -> tuple[Canvas, Axes]:
+    """Axes of this height in points, with a title and a legend of (label, look of a line) above them."""
+    labels = [clipped(label, 60) for label, _ in keys]
+    columns = max(1, int((width - left) / (5.4 * max(map(len, labels), default=1) + 34)))
+    legend = 14.0 * -(-len(labels) // columns) + 6 if labels else 0.0
+    whole = legend + (20.0 if title else 6.0) + height + bottom
+    canvas = Canvas(figsize=(width / 72, whole / 72), facecolor=colours["page"])
+    axes = canvas.add_axes((left / width, bottom / whole, (width - left - 8) / width, height / whole), title=title)
+    if labels:
+        handles = [Line2D([], [], **style) for _, style in keys]
+        canvas.legend(handles, labels, loc="upper left", bbox_to_anchor=(left / width, 1 - 2 / whole), ncols=columns)
+    return canvas, axes
 
 
-def sprite_definition(drawing: Drawing) -> Markup:
-    if (sheet := drawing.sprite) is None:
-        return Markup()
-    size = f'width="{sheet["width"]}" height="{sheet["height"]}"'
-    look = f'{size} style="image-rendering:{"pixelated" if sheet["size"] < PIXELATED else "auto"}"'
-    return Markup(f'<defs><image id="{sprite_id(sheet)}" href="{sheet["image"]}" {look}/></defs>')
+def run_keys(groups: Sequence[Group], colours: Colours) -> list[tuple[str, dict[str, Any]]]:
+    return [(group.label, look(group, colours)) for group in groups]
 
 
-def sprite_id(sheet: dict[str, Any]) -> str:
-    return f"sprite{zlib.crc32(sheet['image'].encode())}"
+def page_svg(canvas: Canvas, name: str, label: str, colours: Colours) -> Markup:
+    """For the page, drawn with `coded` colours. name: of the picture, so that no two have an id in common."""
+    canvas.patch.set_visible(False)
+    roles = list(colours)
+    text = written_svg(canvas, name)
+    body = re.sub(r'(?<=<g) id="[^"]*"| id="image\w+"', "", text[text.index(">", text.index("<svg")) + 1 :])
+    body = re.sub(r"<metadata>.*?</metadata>|font-family: [^;\"]*;? ?", "", body, flags=re.DOTALL)
+    body = re.sub(r"#fe([0-9a-f]{4})", lambda found: f"var(--{roles[int(found[1], 16)]})", body)
+    width, height = (72 * side for side in canvas.get_size_inches())
+    head = f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}"'
+    style = f'style="max-width:{1.25 * width:g}px"'
+    return Markup(f"{head} {style}>" + re.sub(r"\s+", " ", body))
 
 
-def svg_shape(shape: Shape, drawing: Drawing, theme: Theme | None) -> str:
-    (x, y), (x2, y2) = shape.at[0], shape.at[-1]
-    look, inner = paint(shape, theme), f"<title>{escape(shape.title)}</title>" if shape.title else ""
-    if shape.kind == "rect":
-        tag, place = "rect", box(x, y, x2 - x, y2 - y)
-    elif shape.kind == "line":
-        tag, place = "polyline", f'points="{join(shape.at)}" stroke-linejoin="round"'
-    elif shape.kind == "dots":  # strokes of no length with round ends
-        path = "".join(f"M{number(x)} {number(y)}h0" for x, y in shape.at)
-        tag, place = "path", f'd="{path}" stroke-width="{number(2 * shape.size)}" stroke-linecap="round"'
-    elif shape.kind == "text":
-        place = f'x="{number(x)}" y="{number(y)}" font-size="{number(shape.size)}"'
-        place += "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
-        tag, place = "text", place + (' font-weight="600"' if shape.bold else "")
-        inner = escape(shape.words) + Markup(inner)
-    elif shape.kind == "tile":  # a window onto the sprite: the nested svg clips what lies outside
-        assert drawing.sprite is not None
-        side, (left, top) = drawing.sprite["size"], shape.tile
-        tag, place = "svg", f'{box(x, y, x2 - x, x2 - x)} viewBox="{left} {top} {side} {side}"'
-        inner += f'<use href="#{sprite_id(drawing.sprite)}"/>'
-    elif shape.look == "circle":
-        tag, place = "circle", f'cx="{number(x)}" cy="{number(y)}" r="{number(shape.size)}"'
-    else:
-        tag, place = "polygon", f'points="{join(corners(shape))}"'
-    return f"<{tag} {place}{look}>{inner}</{tag}>" if inner else f"<{tag} {place}{look}/>"
+def file_svg(canvas: Canvas, name: str) -> str:
+    return re.sub(r"font-family: [^;\"]*", f"font-family: {FONT}", written_svg(canvas, name))
 
 
-def box(x: float, y: float, wide: float, tall: float) -> str:
-    return f'x="{number(x)}" y="{number(y)}" width="{number(wide)}" height="{number(tall)}"'
-
-
-def paint(shape: Shape, theme: Theme | None) -> str:
-    """Attributes for colour, dash and opacity."""
-    fill = "" if shape.kind in ("line", "dots") else shape.fill
-    roles = [f"f-{fill}"] * bool(fill) + [f"s-{shape.stroke}"] * bool(shape.stroke)
-    if theme is None:
-        words = (f' class="{" ".join(roles)}"' if roles else "") + ("" if fill else ' fill="none"')
-    else:
-        words = f' fill="{theme[fill] if fill else "none"}"'
-        words += f' stroke="{theme[shape.stroke]}"' if shape.stroke else ""
-    if shape.stroke and shape.kind != "dots":
-        words += f' stroke-width="{number(shape.width)}"' if shape.width != 1 else ""
-        words += f' stroke-dasharray="{shape.dash}"' if shape.dash else ""
-    return words + (f' opacity="{shape.opacity:.2f}"' if shape.opacity < 1 else "")
-
-
-def to_png(drawing: Drawing, theme: Theme, dpi: int = 300) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    wide, tall = drawing.width + 2 * MARGIN, drawing.height + 2 * MARGIN
-    figure = Figure(figsize=(wide * PRINT / 72, tall * PRINT / 72), dpi=dpi, facecolor=theme["page"])
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(-MARGIN, drawing.width + MARGIN), ylim=(drawing.height + MARGIN, -MARGIN))
-    axes.axis("off")
-    for order, shape in enumerate(drawing.shapes):
-        add_artist(axes, shape, drawing, theme, order)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
+def written_svg(canvas: Canvas, name: str) -> str:
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        canvas.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
 
 
-def add_artist(axes: Axes, shape: Shape, drawing: Drawing, theme: Theme, order: int) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Circle, Polygon
-    from PIL import Image
-
-    common: dict[str, Any] = {"alpha": shape.opacity, "zorder": order}
-    if shape.kind == "tile":
-        assert drawing.sprite is not None
-        (x, y), (x2, y2) = shape.at
-        (left, top), side = shape.tile, drawing.sprite["size"]
-        sheet = Image.open(io.BytesIO(base64.b64decode(drawing.sprite["image"].partition(",")[2]))).convert("RGB")
-        cut = sheet.crop((left, top, left + side, top + side))
-        smooth = "nearest" if side < PIXELATED else "antialiased"
-        axes.imshow(cut, extent=(x, x2, y2, y), interpolation=smooth, aspect="auto", **common)
-    elif shape.kind == "text":
-        align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
-        common |= {"fontsize": shape.size * 0.92 * PRINT, "fontweight": "bold" if shape.bold else "normal", "ha": align}
-        axes.text(*shape.at[0], shape.words.replace("$", r"\$"), color=theme[shape.fill], va="baseline", **common)
-    elif shape.kind in ("line", "dots"):
-        common |= {"color": theme[shape.stroke], "linewidth": shape.width * PRINT}
-        if shape.kind == "dots":
-            size = 2 * shape.size * PRINT
-            common |= {"marker": "o", "markersize": size, "markeredgewidth": 0, "linestyle": "none"}
-        elif shape.dash:
-            common["linestyle"] = (0, tuple(float(part) / shape.width for part in shape.dash.split()))
-        axes.add_artist(Line2D(*zip(*shape.at, strict=True), **common))
-    else:
-        common["facecolor"] = theme[shape.fill] if shape.fill else "none"
-        common["linewidth"] = shape.width * PRINT if shape.stroke else 0
-        if shape.stroke:
-            common["edgecolor"] = theme[shape.stroke]
-        circle = shape.kind == "mark" and shape.look == "circle"
-        axes.add_artist(Circle(shape.at[0], shape.size, **common) if circle else Polygon(corners(shape), **common))
+def file_png(canvas: Canvas) -> bytes:
+    buffer = io.BytesIO()
+    canvas.savefig(buffer, format="png", dpi=300)
+    return buffer.getvalue()

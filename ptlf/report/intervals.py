@@ -52,7 +52,7 @@ def worsened(probe: str, values: Json, start: str, images: float | None) -> str:
     return f"training made {probe} worse: {before:.2f} % before ({start}), {after:.2f} % after"
 
 
-def neighbours(values: Json) -> str:
+def neighbours_used(values: Json) -> str:
     """The k that was used, of a probe with one, as ", k = 20", and why where it is not the one of the settings."""
     asked, used = values["settings"].get("k"), [row["k"] for row in values.get("used_by_task") or [] if "k" in row]
     if asked is None:

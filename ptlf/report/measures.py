@@ -14,7 +14,7 @@ from ptlf.report.intervals import BEFORE, RANDOM
 from ptlf.report.runs import LATER_KEPT, LATER_PEAK, STEADY_SECONDS
 
 if TYPE_CHECKING:
-    from ptlf.report.runs import Group
+    from ptlf.report.runs import Comparison, Group
 
 SCALES = {"MiB": 2**20, "T": 1e12, "G": 1e9}  # of the recorded value; 1 for other units
 WITHIN, AMONG = "within the task", "among all classes"
@@ -54,10 +54,10 @@ class Measure:
         """With its unit; long times in minutes."""
         if value is None:
             return "-"
-        return seconds(value) if self.unit == "s" else f"{self.show(value)} {self.unit}"
+        return show_seconds(value) if self.unit == "s" else f"{self.show(value)} {self.unit}"
 
 
-def seconds(value: float) -> str:
+def show_seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
@@ -111,9 +111,9 @@ COSTS = [
     cost("evaluation", "eval_seconds", "s", cost=False),
     cost("checkpoints", "checkpoint_seconds", "s", cost=False),
     cost("measuring bytes and FLOPs", "measuring_seconds", "s", cost=False),
-    cost("kept for backward, mean", "mean_kept_bytes", "MiB"),
-    cost(f"kept for backward, {LATER}", LATER_KEPT[-1], "MiB", 1, "kept", "after task 1, MiB"),
-    cost("kept for backward, last epoch", "kept_bytes", "MiB", epoch="kept_bytes"),
+    cost("activation memory, mean", "mean_kept_bytes", "MiB"),
+    cost(f"activation memory, {LATER}", LATER_KEPT[-1], "MiB", 1, "activations", "after task 1, MiB"),
+    cost("activation memory, last epoch", "kept_bytes", "MiB", epoch="kept_bytes"),
     cost("peak GPU memory, whole run", "peak_memory_bytes", "MiB", 0),
     cost(f"peak GPU memory, {LATER}", LATER_PEAK[-1], "MiB", 0, "GPU memory", "after task 1, MiB"),
     cost("peak GPU memory, last epoch", "last_peak_memory_bytes", "MiB", 0, epoch="peak_memory_bytes"),
@@ -129,7 +129,20 @@ LAST_EPOCH = "last epoch: the one with the most units frozen"
 FIRST_PEAK = "the peak of a whole run is that of its first epochs, with nothing frozen yet: freezing does not lower it"
 
 
-def compiled(groups: Sequence[Group]) -> bool:
+def main_measures(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:
+    """The accuracies of these probes, what was known before, and the main costs, as far as a run has them."""
+    known = [probe for probe in comparison.known if probe in probes] or comparison.known[:1]
+    measures = [measure for probe in probes for measure in probe_measures(probe)[:2]]
+    measures += [measure for probe in known for measure in reference_measures(probe)[1:]]
+    return recorded(comparison, measures + steady(MAIN_COSTS, comparison.groups))
+
+
+def recorded(comparison: Comparison, measures: Sequence[Measure]) -> list[Measure]:
+    """Those that a run has."""
+    return [m for m in measures if any(group.values(m.path) for group in comparison.groups)]
+
+
+def waited_for_compiler(groups: Sequence[Group]) -> bool:
     """Whether these are several runs, and any of them waited for a compiler, or may have: older records do not say."""
     engines = {run.results["environment"].get("engine") for group in groups for run in group.runs}
     return len(groups) > 1 and engines != {"eager"}
@@ -137,7 +150,7 @@ def compiled(groups: Sequence[Group]) -> bool:
 
 def steady(costs: Sequence[Measure], groups: Sequence[Group]) -> list[Measure]:
     """Where runs stand beside each other, seconds of training are without the wait for the compiler, as in ratios."""
-    if not compiled(groups):
+    if not waited_for_compiler(groups):
         return list(costs)
     return [
         replace(m, title=m.title + COMPILING, path=STEADY_SECONDS[m.path], below=m.below and "no compiling, s")

@@ -9,17 +9,12 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ptlf.report.measures import Measure
+from scipy.special import stdtrit
+
+from ptlf.report.measures import COSTS, Measure
 from ptlf.report.runs import Group, RunRecord
 from ptlf.run.results import Json
 
-# 97.5 % quantiles of Student's t, from 1 degree of freedom on.
-QUANTILES = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-NORMAL = 1.959964  # the same of the normal distribution
 OVER_SEEDS = "±: half the width of the 95 % t interval over the seeds"  # beside a mean
 DAGGER = "† runs of different commits; compare with care."
 HOW = "mean difference to {base} with the same seed, 95 % t interval; better or worse only where it excludes zero"
@@ -48,35 +43,13 @@ class Ratio:
     count: int
 
 
-def quantile(degrees: int) -> float:
-    """Beyond the table, the first terms of the expansion in 1 / degrees (error below 1e-4 there)."""
-    if degrees <= len(QUANTILES):
-        return QUANTILES[degrees - 1]
-    z = NORMAL
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-
-
 def interval(values: Sequence[float]) -> Interval | None:
     if not values:
         return None
     half = None
     if len(values) > 1:
-        half = quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(statistics.fmean(values), half, len(values))
-
-
-def difference_to(mine: Interval, mean: float, spread: float | None, count: int) -> Interval:
-    """`mine` minus the mean of `count` other values, of which only the standard deviation, `spread`, is known: Welch's
-    t interval, with degrees of freedom rounded down. A single value of mine is taken to spread as the others do."""
-    half = None
-    if spread is not None:
-        theirs, degrees = spread**2 / count, float(count - 1)
-        own = spread**2 / mine.count
-        if mine.half is not None:
-            own = (mine.half / quantile(mine.count - 1)) ** 2
-            degrees = (own + theirs) ** 2 / (own**2 / (mine.count - 1) + theirs**2 / (count - 1))
-        half = quantile(int(degrees)) * math.sqrt(own + theirs)
-    return Interval(mine.mean - mean, half, mine.count)
 
 
 def half_of(group: Group, measure: Measure) -> float | None:
@@ -141,6 +114,10 @@ def dagger(group: Group, base: Group | None, measure: Measure) -> str:
     pairs = [(run.results, other.results) for run in group.runs for other in base.runs]
     seeds = [(run, other) for run, other in pairs if run.get("seed") == other.get("seed")]
     return "†" * mixed(seeds or pairs)
+
+
+def any_dagger(groups: Sequence[Group], base: Group | None) -> bool:
+    return any(dagger(group, base, COSTS[0]) for group in groups)
 
 
 def verdict(found: Interval | None, rising: bool) -> str:

@@ -12,23 +12,22 @@ from ptlf.core.errors import UserError, unknown
 from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson, worsened
-from ptlf.report.theme import DASHES, MARKERS, RUNS
 from ptlf.run.compat import describe_difference, identity_key, identity_settings, other_images, stream_settings
 from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_evaluations, read_results
 
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
+RUN_COLOURS = 8
 Key = TypeVar("Key", int, tuple[int, int])
 LATER_KEPT = ("cost", "later_kept_bytes")
 LATER_PEAK = ("cost", "later_peak_memory_bytes")
-# Computed: means over the epochs after the first task, of a column each.
-LATER_MEANS: dict[tuple[str, ...], str] = {LATER_KEPT: "kept_bytes", LATER_PEAK: "peak_memory_bytes"}
 LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")  # of an epoch
 LEARNING_SECONDS = ("cost", "learning_seconds")
-# Computed: seconds of the record without the wait for the compiler, as they stand beside other runs'.
+# Seconds of the record, and the same without the wait for the compiler, as they stand beside other runs'.
 STEADY_SECONDS: dict[tuple[str, ...], tuple[str, ...]] = {
     LEARNING_SECONDS: ("cost", "steady_learning_seconds"),
     ("cost", "train_seconds"): ("cost", "steady_train_seconds"),
 }
+RECORDED_SECONDS = {steady: recorded for recorded, steady in STEADY_SECONDS.items()}
 FEATURES = {"effective_rank": "effective rank", "spread": "spread"}  # what is measured of them without labels
 OLDER = "records of older versions do not hold it"  # why a figure of some runs is missing
 FALLEN = 0.5  # times the best value: below that it is told
@@ -56,15 +55,18 @@ class RunRecord:
         return epoch_lines(self.results)
 
     def value(self, path: Sequence[str]) -> float | None:
-        """The number at this path of the record, or computed from it, if it is there."""
+        """The number at this path of the record, if it is there; or computed: a mean over the epochs after the first
+        task, seconds without the wait for the compiler."""
         path = tuple(path)
-        if path in LATER_MEANS:
-            return later_mean(self.epochs, LATER_MEANS[path])
-        if path not in STEADY_SECONDS.values():
-            return at(self.results, path)
-        (whole,) = (whole for whole, steady in STEADY_SECONDS.items() if steady == path)
-        value = at(self.results, whole)
-        return None if value is None else value - compiling_seconds(self.results)
+        if path in (LATER_KEPT, LATER_PEAK):
+            return later_mean(self.epochs, path[-1].removeprefix("later_"))
+        value = at(self.results, RECORDED_SECONDS.get(path, path))
+        return value if value is None or path not in RECORDED_SECONDS else value - compiling_seconds(self.results)
+
+    @property
+    def known(self) -> dict[str, Json]:
+        """What the encoder knew before the stream, by probe."""
+        return known_probes(self.results)
 
     @property
     def state(self) -> str:
@@ -86,16 +88,8 @@ class Group:
 
     @property
     def colour(self) -> int:
-        """The number of its role in the theme."""
-        return self.place if self.place < RUNS else 1 + (self.place - 1) % (RUNS - 1)
-
-    @property
-    def dash(self) -> str:
-        return DASHES[self.place % len(DASHES)]
-
-    @property
-    def marker(self) -> str:
-        return MARKERS[self.place % len(MARKERS)]
+        """The number of its role among the colours."""
+        return self.place if self.place < RUN_COLOURS else 1 + (self.place - 1) % (RUN_COLOURS - 1)
 
     @property
     def first(self) -> Json:
@@ -105,11 +99,6 @@ class Group:
     @property
     def config(self) -> Json:
         return self.first["config"]
-
-    @property
-    def given(self) -> bool:
-        """Whether it began with weights from a file."""
-        return bool(self.first.get("encoder_weights"))
 
     @property
     def joint(self) -> bool:
@@ -125,6 +114,11 @@ class Group:
     def freezes_later(self) -> bool:
         """Whether units froze, and none in the first epoch: its peak is then the run's."""
         return self.freezes and not any(run.epochs[0]["frozen"] for run in self.runs if run.epochs)
+
+    @property
+    def first_row(self) -> str:
+        """What the encoder before training is called beside the trained one."""
+        return "as given" if self.first.get("encoder_weights") else "untrained"
 
     @property
     def state(self) -> str:
@@ -149,10 +143,9 @@ class Group:
 
     def interval(self, path: Sequence[str]) -> tuple[float, float] | None:
         """Of a probe's mean accuracy, at 95 %, from the number of test images, which seeds share."""
-        mean = self.mean(path)
-        images = (
-            images_behind(self.first, path[1], path[-1]) if path[0] == "probes" and "accuracy" in path[-1] else None
-        )
+        if path[0] != "probes" or "accuracy" not in path[-1]:
+            return None
+        mean, images = self.mean(path), images_behind(self.first, path[1], path[-1])
         return None if mean is None or images is None else wilson(mean, images)
 
     def beside(self, path: Sequence[str]) -> list[str]:
@@ -173,9 +166,10 @@ class Group:
     def feature(self, key: str) -> dict[int, tuple[float | None, float]]:
         """`effective_rank` or `spread` by task: of the encoder before training, where that is known, and after the
         task, on the same images. Means over seeds."""
-        names = ("untrained_features", "features")
-        entries = [[entry for run in self.runs for entry in run.results.get(name) or []] for name in names]
-        before, after = (means([(entry["task"], entry[key]) for entry in some]) for some in entries)
+        before, after = (
+            means([(entry["task"], entry[key]) for run in self.runs for entry in run.results.get(name) or []])
+            for name in ("untrained_features", "features")
+        )
         return {task: (before[task][0] if task in before else None, mean) for task, (mean, _) in after.items()}
 
     def large_tasks(self) -> set[int]:
@@ -193,12 +187,12 @@ class Group:
             by_task = self.feature(key)
             if not by_task:
                 continue
-            alike = {task: after for task, (_, after) in by_task.items() if task in large}
-            last, best = max(alike), max(alike, key=lambda task: alike[task])
+            comparable = {task: after for task, (_, after) in by_task.items() if task in large}
+            last, best = max(comparable), max(comparable, key=lambda task: comparable[task])
             newest = max(by_task)
             before, after = by_task[newest]
-            if alike[last] < FALLEN * alike[best]:
-                fell = f"from {alike[best]:.3g} after task {best} to {alike[last]:.3g} after task {last}"
+            if comparable[last] < FALLEN * comparable[best]:
+                fell = f"from {comparable[best]:.3g} after task {best} to {comparable[last]:.3g} after task {last}"
             elif before is not None and after < FALLEN * before:
                 fell = f"from {before:.3g} ({self.start}) to {after:.3g} after task {newest}, on the same images"
             else:
@@ -365,11 +359,13 @@ def name_groups(groups: list[Group]) -> None:
         flat = [identity_settings(twin.config) for twin in twins]
         # Keys that only some have belong to a section whose name differs, which says it all.
         keys = [key for key in flat[0] if all(key in one for one in flat) and len({str(one[key]) for one in flat}) > 1]
-        whole = [key.removesuffix(".name") for key in keys]  # objective.name is the objective
-        last = [name.split(".")[-1] for name in whole]
-        names = [word if last.count(word) == 1 else name for word, name in zip(last, whole, strict=True)][:2]
+        whole = {key: key.removesuffix(".name") for key in keys}  # objective.name is the objective
+        last = Counter(name.split(".")[-1] for name in whole.values())
         for twin, values in zip(twins, flat, strict=True):
-            settings = ", ".join(f"{name} {values.get(key)}" for name, key in zip(names, keys, strict=False))
+            short = {
+                key: name.split(".")[-1] if last[name.split(".")[-1]] == 1 else name for key, name in whole.items()
+            }
+            settings = ", ".join(f"{short[key]} {values[key]}" for key in keys[:2])
             twin.label += f" ({settings or twin.runs[0].folder.name})"
     for twins in same_label(groups):
         for twin in twins:

@@ -1,8 +1,7 @@
 """Results as tables in the terminal."""
 
 import itertools
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,18 @@ from rich.table import Table
 
 from ptlf.core.words import clipped
 from ptlf.report import measures, paired
-from ptlf.report.intervals import RANDOM, half_width, neighbours, start_of
-from ptlf.report.measures import COSTS, MAIN_COSTS, Measure, probe_measures, reference_measures, steady
-from ptlf.report.runs import FEATURES, LATER_KEPT, Group, RunRecord, known_probes
+from ptlf.report.intervals import RANDOM, half_width, neighbours_used, start_of
+from ptlf.report.measures import (
+    COSTS,
+    MAIN_COSTS,
+    Measure,
+    main_measures,
+    probe_measures,
+    recorded,
+    reference_measures,
+    steady,
+)
+from ptlf.report.runs import FEATURES, LATER_KEPT, Comparison, Group, RunRecord, known_probes
 from ptlf.run.results import STEADY, Json
 
 RATIOS = "x: geometric mean of the ratios by seed"
@@ -47,7 +55,7 @@ def show_matrix(
     """One probe's accuracy matrix: a row per task trained, a column per split, the encoder before training on top; at
     the bottom the interval of the last row, from the number of test images. known: what it knew before, for a last
     column. days: names of tasks that arrived one by one."""
-    console.print(f"\n{probe}: accuracy in %{neighbours(values)}, bank: {values['settings'].get('bank')}")
+    console.print(f"\n{probe}: accuracy in %{neighbours_used(values)}, bank: {values['settings'].get('bank')}")
     headings = [clipped(split, 14) for split in eval_splits] + ["what it\nknew before"] * bool(known)
     table = new_table("", ["after training on"], headings)
     before, after = ([percent(known["before"])], known["after"]) if known else ([], [])
@@ -72,98 +80,92 @@ def show_runs(
 ) -> None:
     """Each run by name, as the results of its seeds. Up to three side by side with all figures; more of them as a list
     with the main ones. Means over seeds, and the 95 % t interval of the probes'."""
-    groups = {name: Group([RunRecord(Path(), results) for results in seeds], name) for name, seeds in runs.items()}
-    base = groups.get(baseline or "")
-    few, shown = len(groups) <= 3, list(groups.values())
-    (show_side_by_side if few else show_as_list)(console, shown, base, title)
-    tested = any(group.interval(("probes", probe, "accuracy")) for group in shown for probe in group.first["probes"])
-    several = any(len(group.runs) > 1 for group in shown)
+    groups = [Group([RunRecord(Path(), results) for results in seeds], name) for name, seeds in runs.items()]
+    comparison = Comparison(groups, {}, next((group for group in groups if group.label == baseline), None))
+    few, base = len(groups) <= 3, comparison.baseline
+    (show_side_by_side if few else show_as_list)(console, comparison, title)
+    tested = any(group.interval(("probes", probe, "accuracy")) for group in groups for probe in comparison.probes)
+    several = any(len(group.runs) > 1 for group in groups)
     notes = [paired.OVER_SEEDS] * several + [RATIOS] * (several and base is not None) + [BRACKETS] * (few and tested)
-    if notes:
-        note(console, "; ".join(notes))
-    if measures.compiled(shown):
-        note(console, f"time without compiling: {STEADY}")
-    if any(paired.dagger(group, base, COSTS[0]) for group in shown):
-        note(console, paired.DAGGER)
-    for words in cost_notes(shown, few):
-        note(console, words)
-    for group in groups.values():
+    froze = few and any(group.freezes for group in groups)
+    peaks = few and any(group.freezes_later and group.values(measures.WHOLE_PEAK.path) for group in groups)
+    kept = not few and any(group.values(LATER_KEPT) for group in groups)
+    for words in (
+        "; ".join(notes),
+        f"time without compiling: {STEADY}" * measures.waited_for_compiler(groups),
+        paired.DAGGER * paired.any_dagger(groups, base),
+        f"activations, GPU memory: means {measures.MEANS}" * kept,
+        measures.LAST_EPOCH * froze,
+        measures.FIRST_PEAK * peaks,
+    ):
+        if words:
+            note(console, words)
+    for group in groups:
         for warning in (*group.worse(), *group.falling()):
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
         if group.doubt:
             console.print(f"{group.label}: {group.doubt}", soft_wrap=True)
-    show_differences(console, list(groups.values()), base)
+    show_differences(console, comparison)
 
 
-def cost_notes(groups: Sequence[Group], few: bool) -> Iterator[str]:
-    """What the epochs behind a figure are; `few` runs are shown with all figures."""
-    if not few and any(group.values(LATER_KEPT) for group in groups):
-        yield f"kept, GPU memory: means {measures.MEANS}"
-    if few and any(group.freezes for group in groups):
-        yield measures.LAST_EPOCH
-    if few and any(group.freezes_later and group.values(measures.WHOLE_PEAK.path) for group in groups):
-        yield measures.FIRST_PEAK
-
-
-def show_differences(console: Console, groups: Sequence[Group], base: Group | None) -> None:
+def show_differences(console: Console, comparison: Comparison) -> None:
     """By seed, of every run with two seeds or more in common with the baseline."""
+    groups, base = comparison.groups, comparison.baseline
     others = paired.several_seeds(groups, base)
     if base is None or not others:
         return
-    probes = dict.fromkeys(probe for group in groups for probe in group.first["probes"])
-    rows = {f"{probe} {m.short}": m for probe in probes for m in probe_measures(probe)[:2]}
-    rows |= {m.title: m for m in steady(MAIN_COSTS, groups) if any(group.values(m.path) for group in groups)}
-    _, short = shortened([group.label for group in groups])
-    names = {group.label: name for group, name in zip(groups, short, strict=True)}
+    names = dict(zip([group.label for group in groups], shortened([g.label for g in groups])[1], strict=True))
     table = new_table(f"By seed: {paired.HOW.format(base=names[base.label])}", [""], [names[g.label] for g in others])
-    for name, measure in rows.items():
+    for measure in main_measures(comparison, comparison.probes):
+        name = f"{measure.path[1]} {measure.short}" if measure.path[0] == "probes" else measure.title
         cells = [paired.by_seed_words(group, base, measure) for group in others]
         table.add_row(f"{name}, {paired.unit(measure)}", *cells)
     console.print(table)
 
 
-def show_side_by_side(console: Console, groups: Sequence[Group], base: Group | None, title: str) -> None:
+def show_side_by_side(console: Console, comparison: Comparison, title: str) -> None:
     """One column per run, one row per figure; costs also relative to the baseline run where there is one."""
+    groups = comparison.groups
     names = [group.label for group in groups]
     if len(names) > 1:  # in full they would not fit 80 columns
         common, names = shortened(names)
         title = f"{title}: {common}" if common else title
     table = new_table(title, [""], names)
-    for probe in dict.fromkeys(probe for group in groups for probe in group.first["probes"]):
+    for probe in comparison.probes:
         for measure in probe_measures(probe, groups):
-            cells = [score(measure, group) for group in groups]
-            table.add_row(f"{probe} {measure.short}, {measure.unit}", *cells)
+            table.add_row(f"{probe} {measure.short}, {measure.unit}", *[score(measure, group) for group in groups])
         table.add_section()
-    for probe in dict.fromkeys(probe for group in groups for probe in known_probes(group.first)):
+    for probe in comparison.known:
         before, after, lost = reference_measures(probe)
         cells = [f"{score(before, group)} → {score(after, group)}" for group in groups]
         table.add_row(f"{probe} what it knew before, %", *cells)
         table.add_row(f"{probe} lost of that, points", *[score(lost, group) for group in groups])
         table.add_section()
-    for key, title in FEATURES.items():
-        last = [[run.results["features"][-1][key] for run in g.runs if run.results.get("features")] for g in groups]
+    for key, name in FEATURES.items():
+        last = [list(group.feature(key).values())[-1:] for group in groups]
         if any(last):
-            cells = [percent(statistics.fmean(values) if values else None) for values in last]
-            table.add_row(f"{title} of the features, last task", *cells)
+            cells = [percent(values[0][1] if values else None) for values in last]
+            table.add_row(f"{name} of the features, last task", *cells)
     table.add_section()
     for measure in steady(COSTS, groups):
         cells = [
-            f"{measure.words(group.mean(measure.path))}  {times(measure, group, base)}".rstrip() for group in groups
+            f"{measure.words(group.mean(measure.path))}  {times(measure, group, comparison.baseline)}"
+            for group in groups
         ]
-        if set(cells) != {"-"}:
-            table.add_row(measure.indent + measure.title, *cells)
+        if any(group.values(measure.path) for group in groups):
+            table.add_row(measure.indent + measure.title, *[cell.rstrip() for cell in cells])
     console.print(table)
 
 
-def show_as_list(console: Console, groups: Sequence[Group], base: Group | None, title: str) -> None:
+def show_as_list(console: Console, comparison: Comparison, title: str) -> None:
     """One row per run; costs relative to the baseline run, or as they are without one."""
+    groups, base, probes = comparison.groups, comparison.baseline, comparison.probes[:2]
     common, names = shortened([group.label for group in groups])
     title = f"{title}: {common}" + (f"; costs relative to {base.label}" if base else "")
-    probes = list(dict.fromkeys(probe for group in groups for probe in group.first["probes"]))[:2]
     scores = [measure for probe in probes for measure in probe_measures(probe)[:2]]
-    costs = [m for m in steady(MAIN_COSTS, groups) if any(group.values(m.path) for group in groups)]
+    costs = recorded(comparison, steady(MAIN_COSTS, groups))
     headings = [heading for probe in probes for heading in (probe.replace("_", "\n") + ", %", "for-\ngets")]
-    headings += [measure.short.replace(" ", "\n") for measure in costs]
+    headings += [measure.short.replace(" ", "\n").replace("activations", "activ-\nations") for measure in costs]
     table = new_table(title, ["run"], headings, padding=(0, 1 if console.width >= 100 else 0))
     for name, group in zip(names, groups, strict=True):
         cells = [times(measure, group, base) or measure.words(group.mean(measure.path)) for measure in costs]

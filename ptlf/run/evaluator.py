@@ -22,7 +22,7 @@ from ptlf.run.components import Components
 from ptlf.run.record import Row
 from ptlf.training.checkpoint import Position
 from ptlf.training.cost import Stopwatch
-from ptlf.training.trainer import StepCost
+from ptlf.training.trainer import MeasuredStep
 
 SAMPLE = 512  # images of a task whose features are measured after it
 Rows = dict[str, Row]  # accuracies by probe
@@ -54,7 +54,7 @@ class Evaluator:
         self.components, self.clock = components, clock
         self.phase, self.stop_if_requested = phase, stop_if_requested
         self.encoder, self.stream = components.model.encoder, components.stream
-        self.step_costs: dict[str, StepCost] = {}  # by the trainer's variant
+        self.step_costs: dict[str, MeasuredStep] = {}  # by the trainer's variant
 
     def correlate(self, at: Position, indices: np.ndarray) -> RatiosOf:
         """Computes ratios of units not yet frozen, the same on all processes. The past is the memory, the gradient the
@@ -104,7 +104,7 @@ class Evaluator:
             self.stop_if_requested()
         return self.components.trainer.sample_gradients(indices, self.components.random["correlation"], weights)
 
-    def step_cost(self, variant: str, indices: np.ndarray) -> StepCost:
+    def step_cost(self, variant: str, indices: np.ndarray) -> MeasuredStep:
         """Measured after an epoch of such steps: compilation and algorithm search are then paid for."""
         if variant not in self.step_costs:
             with self.clock("measuring"):

@@ -62,7 +62,7 @@ class Run:
     @property
     def stop_signal(self) -> int | None:
         """The number of the signal that asked the run to stop."""
-        return self.signals.asked
+        return self.signals.stop_signal
 
     def results(self) -> dict[str, Any]:
         """What `results.json` holds."""

@@ -10,7 +10,7 @@ from ptlf import evaluation
 from ptlf.core.reading import recordable
 from ptlf.run.results import to_columns
 from ptlf.training.checkpoint import Position
-from ptlf.training.trainer import EpochResult, StepCost
+from ptlf.training.trainer import EpochResult, MeasuredStep
 
 Row = list[float | None]
 # Of seconds, by their name in the record; `measuring` is of a step's bytes and FLOPs.
@@ -47,7 +47,7 @@ class Record:
         self.spent_before, self.newly_frozen = dict(spent), []
 
     def end_epoch(
-        self, at: Position, result: EpochResult, spent: Mapping[str, float], cost: StepCost, frozen: int, sent: int
+        self, at: Position, result: EpochResult, spent: Mapping[str, float], cost: MeasuredStep, frozen: int, sent: int
     ) -> dict[str, Any]:
         """The epoch's line. `sent` are the bytes that a step exchanges with other processes."""
         took = {purpose: spent.get(purpose, 0.0) - self.spent_before.get(purpose, 0.0) for purpose in LEARNING}

@@ -207,6 +207,21 @@ def test_other_ways_to_freeze(options: dict[str, bool], frozen: tuple[str, ...])
     same(run(fast, views, as_one=True), run(plain, views, as_one=False))
 
 
+def test_rocm_takes_pytorchs_own_convolution(monkeypatch) -> None:
+    """cuDNN's convolution with bias and ReLU is not there."""
+    from ptlf.kernels.norm import FrozenConvReLU
+
+    x, weight, bias = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3), torch.randn(4)
+    for name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
+        monkeypatch.setattr(torch, name, lambda *given: pytest.fail("is called"))
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    for more in (None, torch.randn(2, 4, 6, 6)):
+        out, _ = FrozenConvReLU.apply(x, weight, bias, more, (1, 1), (1, 1), False)
+        expected = torch.nn.functional.conv2d(x, weight, bias, padding=1)
+        torch.testing.assert_close(out, (expected if more is None else expected + more).relu())
+
+
 def test_what_is_not_fused() -> None:
     encoder = small()
     assert fused.can_fuse(encoder)

@@ -15,6 +15,8 @@ from ptlf.core.errors import UserError
 from ptlf.report.page import page, write_report
 from ptlf.report.runs import read_comparison, read_run
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 RESULTS = Path(__file__).parents[2] / "results"
 
 
@@ -180,7 +182,7 @@ def test_the_page_of_every_group_of_kept_runs_is_drawn() -> None:
 def test_our_own_bugs_are_not_blamed_on_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (ValueError, LookupError, TypeError, AttributeError):
         monkeypatch.setattr(
-            "ptlf.report.page.parts", lambda comparison, error=error: (_ for _ in ()).throw(error("ours"))
+            "ptlf.report.page.sections", lambda comparison, error=error: (_ for _ in ()).throw(error("ours"))
         )
         with pytest.raises(error, match="ours"):
             write_report([RESULTS / "digits" / "lump"], tmp_path / "page.html")

@@ -1,89 +1,111 @@
-"""Colours that can be told apart, pictures as files, and the small sums behind the figures."""
+"""Colours that can be told apart, pictures as files, and what is drawn where."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import made_up
+import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure as Canvas
 from PIL import Image
 from test_page import GALLERY
 
 from ptlf.cli import main
-from ptlf.report.drawing import Drawing, Shape
-from ptlf.report.figures.accuracy import answer, heat_map, over_tasks
-from ptlf.report.figures.axes import Scale, shortened, ticks, words_width
-from ptlf.report.figures.cost import height_at, per_epoch, steps, thinned
-from ptlf.report.figures.freezing import epoch_overlaps, freezing_map, overlap
-from ptlf.report.figures.learning import loss_curves
-from ptlf.report.runs import Comparison, Group, RunRecord, read_comparison
-from ptlf.report.theme import RUNS, STEPS, colours, contrast, luminance
+from ptlf.report.checks import tile_pixels
+from ptlf.report.drawing import STEPS, coded, look, luminance, page_svg, style, themed
+from ptlf.report.figures import accuracy, freezing, gallery, lines
+from ptlf.report.measures import main_measures
+from ptlf.report.runs import RUN_COLOURS, Comparison, Group, RunRecord, read_comparison, read_run
+from ptlf.report.sections import cost_section, learning_section
+
+COLOURS = themed(False, 20)
+
+
+@pytest.fixture(autouse=True)
+def our_style() -> Iterator[None]:
+    with style(COLOURS):
+        yield
+
+
+def compare(root: Path, *runs: dict) -> Comparison:
+    return read_comparison([made_up.write(root / str(number), run) for number, run in enumerate(runs)])
+
+
+def contrast(first: str, second: str) -> float:
+    lighter, darker = sorted((luminance(first), luminance(second)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_colours_can_be_seen_and_told_apart(dark: bool) -> None:
-    theme = colours(dark, 20)
-    for role in ("ink", "soft", *[f"run{n}" for n in range(RUNS)]):
+def test_colours_can_be_seen_and_told_apart_and_are_ordered_in_grey(dark: bool) -> None:
+    theme = themed(dark, 20)
+    for role in ("ink", "soft", *[f"run{n}" for n in range(RUN_COLOURS)]):
         assert contrast(theme[role], theme["page"]) >= 4.5, role
     for step in range(STEPS):
-        assert contrast(theme[f"on{step}"], theme[f"heat{step}"]) >= 4.5
+        assert contrast(theme[f"on{step}"], theme[f"heat{step}"]) >= 4.5, step
     assert contrast(theme["frozen"], theme["empty"]) >= 3
     assert contrast(theme["task19" if not dark else "task0"], theme["page"]) >= 1.8
+    for family, count in (("task", 20), ("heat", STEPS)):
+        grey = [luminance(theme[f"{family}{n}"]) for n in range(count)]
+        assert grey in (sorted(grey), sorted(grey, reverse=True)) and len(set(grey)) == count
 
 
 def test_runs_look_different_as_long_as_there_are_looks() -> None:
-    looks = [(group.colour, group.dash, group.marker) for group in (Group([], place=place) for place in range(15))]
-    assert len(set(looks)) == 15
-    for place in range(8, 15):
-        first, again = looks[place - 7], looks[place]
-        assert first[0] == again[0]
-        assert first[1] != again[1]
-        assert first[2] != again[2]
+    looks = [look(Group([], place=place), COLOURS) for place in range(15)]
+    assert len({str(one) for one in looks}) == 15
+    for again, first in zip(looks[8:], looks[1:], strict=False):
+        assert [again[key] == first[key] for key in ("color", "linestyle", "marker")] == [True, False, False]
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_ordered_colours_are_ordered_in_grey(dark: bool) -> None:
-    theme = colours(dark, 5)
-    for family, count in (("task", 5), ("heat", STEPS)):
-        grey = [luminance(theme[f"{family}{n}"]) for n in range(count)]
-        assert grey in (sorted(grey), sorted(grey, reverse=True))
-        assert len(set(grey)) == count
-
-
-def test_pictures_as_files(tmp_path: Path) -> None:
+def test_pictures_as_files_leave_matplotlib_as_it_was(tmp_path: Path) -> None:
     made_up.write(tmp_path / "runs" / "one", made_up.results(), GALLERY)
+    before = dict(matplotlib.rcParams)
     assert main(["report", str(tmp_path / "runs"), "--figures", str(tmp_path / "figures")]) == 0
+    assert dict(matplotlib.rcParams) == before
     assert not (tmp_path / "runs" / "report.html").exists()
     names = {path.stem for path in (tmp_path / "figures").iterdir()}
     of_the_run = {f"{what}-digits-simsiam-ptlf" for what in ("freezing", "ratios", "matrix-knn_task", "neighbours")}
-    assert {"answer", "cost", *of_the_run} <= names
+    assert {"answer-knn_task-accuracy", "cost-seconds", "loss-ssl", *of_the_run} <= names
     for name in names:
         root = ElementTree.parse(tmp_path / "figures" / f"{name}.svg").getroot()
-        assert "class" not in {key for element in root.iter() for key in element.attrib}  # no style sheet comes with it
+        assert "var(" not in (tmp_path / "figures" / f"{name}.svg").read_text()  # no style sheet comes with it
         image = Image.open(tmp_path / "figures" / f"{name}.png")
         width, height = (float(root.attrib[side].removesuffix("pt")) for side in ("width", "height"))
         assert image.size == pytest.approx((width / 72 * 300, height / 72 * 300), abs=2)
-        assert np.asarray(image.convert("L")).std() > 5
+        assert np.asarray(image.convert("L")).std() > 5, name
 
 
-def shapes(drawing: Drawing, kind: str, **look: object) -> list[Shape]:
-    found = [shape for shape in drawing.shapes if shape.kind == kind]
-    return [shape for shape in found if all(getattr(shape, name) == value for name, value in look.items())]
-
-
-def length(shape: Shape) -> float:
-    return shape.at[1][0] - shape.at[0][0]
+def test_a_picture_on_the_page_has_colours_of_the_style_sheet_and_ids_of_its_own(tmp_path: Path) -> None:
+    comparison, codes = compare(tmp_path, *made_up.pair()), coded(3)
+    found = [(group, lines.by_task(group, "knn_task", "accuracy")) for group in comparison.groups]
+    with style(codes):
+        one, other = (page_svg(lines.over_tasks(found, 100.0, codes), name, "<a>", codes) for name in "ab")
+    for text in (one, other):
+        assert 'aria-label="&lt;a&gt;"' in text and "<text" in text and "font-family" not in text
+        assert "var(--run1)" in text and "#fe" not in text and "metadata" not in text
+    ids = [{part.split('"')[0] for part in text.split(' id="')[1:]} for text in (one, other)]
+    assert ids[0] and not ids[0] & ids[1]
 
 
 def test_costs_in_the_answer_are_relative_to_the_baseline(tmp_path: Path) -> None:
-    folders = [made_up.write(tmp_path / str(number), run) for number, run in enumerate(made_up.pair())]
-    drawing = answer(read_comparison(folders), 900)
-    assert [shape.words for shape in shapes(drawing, "text") if "×" in shape.words] == ["0.25×", "0.60×", "0.50×"]
-    bars = [length(bar) for bar in shapes(drawing, "line", opacity=0.4)][-6:]
-    assert [bars[place + 1] / bars[place] for place in (0, 2, 4)] == pytest.approx([0.25, 0.6, 0.5])
+    comparison = compare(tmp_path, *made_up.pair())
+    costs = [measure for measure in main_measures(comparison, comparison.probes) if measure.cost]
+    for measure, ratio in zip(costs, (0.25, 0.6, 0.5), strict=True):
+        (axes,) = accuracy.answer(comparison, measure, COLOURS).axes
+        bars = [np.ptp(line.get_xdata()) for line in axes.lines if line.get_linewidth() == 3]
+        assert bars[1] / bars[0] == pytest.approx(ratio), measure.title
+        assert [text.get_text() for text in axes.texts][1] == f"{ratio:.2f}×"
+        assert axes.get_xlim()[0] == 0
+    labels = [accuracy.middle_cut(f"lump + cost_aware freezing (final {share})") for share in (0.4, 0.6)]
+    assert labels[0] != labels[1] and {len(label) for label in labels} == {21}
 
 
 @pytest.fixture
@@ -93,43 +115,45 @@ def frozen_in_epochs_3_and_5(tmp_path: Path) -> Comparison:
     first, second, *_ = results["units"]
     events = [{"epoch": 3, "frozen": [first]}, {"epoch": 5, "frozen": [second]}]
     results["freezing"][0] |= {"order": [first, second], "events": events}
-    return read_comparison([made_up.write(tmp_path / "run", results)])
+    return compare(tmp_path, results)
 
 
 def test_the_freezing_map_is_filled_from_the_epoch_of_the_freeze_on(frozen_in_epochs_3_and_5: Comparison) -> None:
-    drawing = freezing_map(frozen_in_epochs_3_and_5.groups[0], 800)
-    rows = shapes(drawing, "rect", fill="empty")[4:]  # of task 2
-    for shape, row, epoch in zip(shapes(drawing, "rect", fill="frozen"), rows[:2], (3, 5), strict=True):
-        (left, top), (right, _) = shape.at
-        assert top == row.at[0][1]
-        assert 6 * (left - row.at[0][0]) / length(row) == pytest.approx(epoch - 1)
-        assert right == pytest.approx(row.at[1][0])
-        assert f"frozen from epoch {epoch}," in shape.title
+    (group,) = frozen_in_epochs_3_and_5.groups
+    first, second, third, _ = group.first["units"]
+    bars = [freezing.frozen_bars(group, 2, unit, 6, 6) for unit in (first, second, third)]
+    assert bars == [[(8, 4, "frozen")], [(10, 2, "frozen")], []]
+    two = Group([*group.runs, RunRecord(Path(), made_up.results(tasks=2, units=4) | {"freezing": []})])
+    assert freezing.frozen_bars(two, 2, first, 6, 6) == [(8, 4, "heat6")]  # in one of two seeds
+    (axes,) = freezing.freezing_map(group, COLOURS).axes
+    assert axes.get_xlim() == (0, 12) and len(axes.collections) == 4
 
 
 def test_costs_by_epoch_mark_the_beginning_of_the_epoch_of_the_freeze(frozen_in_epochs_3_and_5: Comparison) -> None:
-    drawing = per_epoch(frozen_in_epochs_3_and_5, 800)
-    task = shapes(drawing, "rect", fill="empty")[0]
-    marks = shapes(drawing, "mark", look="down")
-    epochs = [6 * (mark.at[0][0] - task.at[0][0]) / length(task) for mark in marks]
-    assert epochs == pytest.approx([8, 10] * (len(marks) // 2))
-    assert [mark.title.partition(": ")[0].partition(", ")[2] for mark in marks[:2]] == [
-        "task 2, epoch 3",
-        "task 2, epoch 5",
-    ]
+    (figure,) = cost_section(frozen_in_epochs_3_and_5).figures
+    assert [picture.name for picture in figure.pictures] == ["cost-seconds", "cost-kept_bytes", "cost-backward_flops"]
+    for picture in figure.pictures:
+        line, marks = picture.draw(COLOURS).axes[0].lines  # type: ignore[union-attr]
+        assert list(marks.get_xdata()) == [8.5, 10.5] and marks.get_marker() == "v"  # epochs 9 and 11 of the stream
+        assert line.get_drawstyle() == ("default" if picture.name == "cost-seconds" else "steps-mid")
+        assert line.axes.get_ylim()[0] == 0
 
 
-@pytest.mark.parametrize("place", [0.5, 1.0, 1.5, 3.0, 4.25, 6.0, 6.5])
-def test_the_height_of_a_line_between_its_points(place: float) -> None:
-    points = [(1.0, 10.0), (2.0, 14.0), (6.0, 2.0)]
-    assert height_at(points, place) == pytest.approx(np.interp(place, *zip(*points, strict=True)))
-    assert height_at(points[:1], place) == 10.0
+@pytest.mark.parametrize("place", [0.5, 1.5, 3.0, 6.0, 7.0])
+def test_a_mark_lies_on_the_line(place: float) -> None:
+    points = {1: 10.0, 2: 14.0, 6: 2.0}
+    assert lines.interpolated(points, place) == np.interp(place - 0.5, [1, 2, 6], [10.0, 14.0, 2.0])
+
+
+def test_thinned_lines_keep_their_level_and_ends() -> None:
+    short = lines.thinned({place: 1.0 + (place % 100 == 0) for place in range(4000)})
+    assert len(short) == 400 and set(short.values()) == {1.0}  # a lone spike is no level
+    assert min(short) < 10 and max(short) > 3990
 
 
 def test_overlap() -> None:
-    assert overlap(["a", "b"], ["b", "c"]) == 0.5
-    assert overlap(["a"], ["a", "b", "c", "d"]) == 0.25
-    assert overlap([], []) == 1.0
+    pairs = [(["a", "b"], ["b", "c"]), (["a"], ["a", "b", "c", "d"]), ([], [])]
+    assert [freezing.overlap(*pair) for pair in pairs] == [0.5, 0.25, 1.0]
 
 
 def test_overlap_between_epochs_by_hand() -> None:
@@ -149,100 +173,97 @@ def test_overlap_between_epochs_by_hand() -> None:
             },
         }
     ]
-    assert epoch_overlaps(RunRecord(Path(), results)) == {4: [0.5], 10: [0.5], 12: [1.0]}
+    run = RunRecord(Path(), results)
+    assert freezing.epoch_overlaps(run) == {4: [0.5], 10: [0.5], 12: [1.0]}
+    (line,) = freezing.epoch_overlap([Group([run], "one")], COLOURS).axes[0].lines
+    assert [list(line.get_xdata()), list(line.get_ydata())] == [[4, 10, 12], [0.5, 0.5, 1.0]]
 
 
-def test_steps_keep_every_level() -> None:
-    series = [(1, 5.0), (2, 5.0), (3, 5.0), (4, 2.0), (5, 2.0), (9, 2.0)]
-    assert steps(series) == [(0.5, 5.0), (3.5, 5.0), (3.5, 2.0), (5.5, 2.0), (8.5, 2.0), (9.5, 2.0)]
+BROKEN = [
+    {"queries": [7]}, {"tiles": [[9, 0]]}, {"point_groups": [0]}, {"sprite": GALLERY["sprite"] | {"width": 2}},
+    {"sprite": GALLERY["sprite"] | {"image": "data:image/png;base64,AAAA"}}, {"tiles": [[0, 0]] * 9},
+]  # fmt: skip
 
 
-def test_thinned_lines_keep_their_level_and_ends() -> None:
-    series = [(float(place), 1.0 + (place % 100 == 0)) for place in range(4000)]
-    short = thinned(series)
-    assert len(short) == 400
-    assert {value for _, value in short} == {1.0}  # a lone spike is no level
-    assert short[0][0] < 10
-    assert short[-1][0] > 3990
+def test_a_gallery_is_checked_before_anything_is_drawn(tmp_path: Path) -> None:
+    for number, change in enumerate(BROKEN):
+        run = read_run(made_up.write(tmp_path / str(number), made_up.results(), GALLERY | change))
+        assert run.gallery is None and "gallery.json is damaged" in run.gallery_problem, change
+    assert read_run(made_up.write(tmp_path / "whole", made_up.results(), json.loads(json.dumps(GALLERY)))).gallery
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (99.2, 100), (-3, 7), (0, 12345), (0.913, 1), (5, 5)])
-def test_ticks_are_round_and_inside(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert all(low - 1e-9 <= value <= high + 1e-9 for value in found)
-    assert len(found) <= 6
-    assert low == high or len(found) >= 2
+def test_tiles_are_cut_in_the_order_of_the_sheet() -> None:
+    pixels = np.arange(2 * 3 * 4 * 4 * 3, dtype=np.uint8).reshape(8, 12, 3)  # two rows of three
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    image = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    tiles = tile_pixels({"image": image, "size": 4, "columns": 3, "width": 12, "height": 8}, 5)
+    for number, tile in enumerate(tiles):
+        top, left = (4 * place for place in divmod(number, 3))
+        assert np.array_equal(tile, pixels[top : top + 4, left : left + 4]), number
+    assert len(tiles) == 5
 
 
-def test_scales_and_words() -> None:
-    assert Scale(0, 10, 100, 200)(5) == 150
-    assert Scale(3, 3, 100, 200)(3) == 100
-    assert shortened("conv1", 100) == "conv1"
-    cut = shortened("backbone.encoder.stages.3.blocks.11.convolution", 90)
-    assert words_width(cut) <= 90
-    assert cut.endswith("ution")
-    assert "…" in cut
-
-
-def test_gallery_is_checked(tmp_path: Path) -> None:
-    from ptlf.report.runs import read_run
-
-    for key, value in (("queries", [7]), ("tiles", [[9, 0]]), ("point_groups", [0])):
-        broken = {**GALLERY, key: value}
-        folder = made_up.write(tmp_path / key, made_up.results(), json.loads(json.dumps(broken)))
-        run = read_run(folder)
-        assert run.gallery is None
-        assert "gallery.json is damaged" in run.gallery_problem
+def test_images_of_another_class_are_faded_and_underlined(tmp_path: Path) -> None:
+    made_up.write(tmp_path / "run", made_up.results(), GALLERY)
+    (group,) = read_comparison([tmp_path]).groups
+    (axes,) = gallery.nearest_images(group, COLOURS).axes
+    faded = [image.get_alpha() for image in axes.images]
+    assert faded == [None, 0.4, 0.4, 0.4, 0.4, None, None, 0.4, None, 0.4] and len(axes.lines) == 6
+    assert axes.get_title("left") == "Of the same class: 1 of 4 untrained, 1 of 4 trained"
+    first, second = gallery.feature_map(group, COLOURS).axes
+    assert [len(axes.lines) for axes in (first, second)] == [3, 3]
 
 
 def test_units_keep_the_end_of_their_names_where_they_differ() -> None:
-    names = [f"stages.{stage}.0.shortcut.0" for stage in (1, 2, 3)]
-    short = [shortened(name, 100, 10.5, head=False) for name in names]
-    assert len(set(short)) == 3
-    assert all(words.startswith("…") and words_width(words, 10.5) <= 100 for words in short)
+    names = [f"backbone.encoder.stages.{stage}.0.shortcut.0" for stage in (1, 2, 3)]
+    _, axes = freezing.unit_frame(names, COLOURS)
+    short = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(set(short)) == 3 and all(words.startswith("…") and len(words) == 24 for words in short)
 
 
-def test_one_epoch_is_a_mark_on_an_axis_of_several_values(tmp_path: Path) -> None:
+def test_one_epoch_is_a_mark(tmp_path: Path) -> None:
     results = made_up.results(tasks=1, training__epochs=1)
     results["cost"]["per_epoch"]["loss"] = {"ssl": [-0.00804079]}
-    comparison = read_comparison([made_up.write(tmp_path / "run", results)])
-    for drawing in (loss_curves(comparison, 800), per_epoch(comparison, 800)):
-        assert drawing is not None
-        key = shapes(drawing, "mark")[0]  # of the legend
-        assert [mark for mark in shapes(drawing, "mark") if mark.at[0][1] > key.at[0][1] + 20]
-    drawing = loss_curves(comparison, 800)
-    values = [shape.words for shape in shapes(drawing, "text") if shape.words.lstrip("−").replace(".", "").isdigit()]
-    assert len(values) == len(set(values)) > 1
+    comparison = compare(tmp_path, results)
+    for figure in (*learning_section(comparison).figures, *cost_section(comparison).figures):
+        for picture in figure.pictures:
+            assert picture.draw(COLOURS).axes[0].lines[0].get_marker() == "o", picture.name  # type: ignore[union-attr]
 
 
 def test_bands_of_accuracy_end_at_100(tmp_path: Path) -> None:
     """Two seeds whose mean plus deviation is 98.5 + 2.1 in the first task and 90 in the second."""
     runs = []
-    for seed, accuracy in enumerate((97.0, 100.0)):
-        results = made_up.results(tasks=2, seed=seed)
-        results["probes"]["knn_task"] |= {"accuracy_by_task": [accuracy, 90.0], "accuracy": accuracy}
-        runs.append(made_up.write(tmp_path / str(seed), results))
-    comparison = read_comparison(runs)
-    drawing = over_tasks(comparison, "knn_task", "accuracy", 800)
-    assert drawing is not None
-    (band,) = shapes(drawing, "area")
-    (line,) = [shape for shape in shapes(drawing, "line") if shape.stroke == "run1" and len(shape.at) == 2][1:]
-    (_, first), (_, second) = line.at  # at 98.5 and 90
-    unit = (second - first) / 8.5
-    assert min(y for _, y in band.at) == pytest.approx(first - 1.5 * unit)
-    whole = answer(comparison, 800)
-    whisker = next(shape for shape in shapes(whole, "line") if shape.width == 1.2)
-    (left, _), (right, _) = whisker.at
-    dot = shapes(whole, "mark")[0].at[0][0]
-    assert (right - dot) / (dot - left) == pytest.approx(1.5 / np.std([97, 100], ddof=1))
+    for seed, value in enumerate((97.0, 100.0)):
+        runs.append(made_up.results(tasks=2, seed=seed))
+        runs[-1]["probes"]["knn_task"] |= {"accuracy_by_task": [value, 90.0], "accuracy": value}
+    comparison = compare(tmp_path, *runs)
+    (group,) = comparison.groups
+    (axes,) = lines.over_tasks([(group, lines.by_task(group, "knn_task", "accuracy"))], 100.0, COLOURS).axes
+    (band,), (line,) = axes.collections, axes.lines
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert list(line.get_ydata()) == [98.5, 90.0]
+    assert (heights.max(), heights.min()) == (100.0, 90.0)
+    (axes,) = accuracy.answer(comparison, main_measures(comparison, ["knn_task"])[0], COLOURS).axes
+    (whisker,) = axes.containers[0].lines[2][0].get_segments()
+    assert whisker[:, 0] == pytest.approx([98.5 - np.std([97, 100], ddof=1), 100.0])
 
 
-def test_rows_of_a_run_whose_tasks_arrived_have_their_names(tmp_path: Path) -> None:
+def ticks(canvas: Canvas, axis: str) -> list[str]:
+    return [label.get_text() for label in getattr(canvas.axes[0], f"get_{axis}ticklabels")()]
+
+
+def test_a_matrix_names_rows_and_columns_and_shows_every_accuracy(tmp_path: Path) -> None:
     results = made_up.results(tasks=2)
-    bounds = (0.0, 100.0)
-    for arrived, wanted in ((0, ["task 1", "task 2"]), (2, ["task 1, monday", "task 2, tuesday"])):
+    results["reference"] = {"probes": {"knn_task": {"before": 1.0, "after": [2.0, 3.0]}}}  # far below the others
+    draw: Callable[[Group], Canvas] = partial(accuracy.matrix, "knn_task", (50.0, 99.0), colours=COLOURS)
+    for arrived, rows in (
+        (0, ["untrained", "task 1", "task 2"]),
+        (2, ["untrained", "task 1, monday", "task 2, tuesday"]),
+    ):
         results |= {"arrived": arrived, "tasks": ["monday", "tuesday"]}
-        drawing = heat_map("knn_task", bounds, Group([RunRecord(tmp_path, results)]), 500)
-        assert [shape.words for shape in shapes(drawing, "text") if shape.words.startswith("task ")] == wanted
-    narrow = heat_map("knn_task", bounds, Group([RunRecord(tmp_path, results)]), 343)
-    assert "task 1" in [shape.words for shape in shapes(narrow, "text")]  # no room on a phone
+        canvas = draw(Group([RunRecord(tmp_path, results)]))
+        assert [ticks(canvas, "y"), ticks(canvas, "x")] == [rows, ["1", "2", "before"]]
+    values = results["probes"]["knn_task"]
+    cells = [*values["untrained"], *[v for row in values["matrix"] for v in row if v is not None], 1.0, 2.0, 3.0]
+    assert [text.get_text() for text in canvas.axes[0].texts] == [f"{value:.1f}" for value in cells]

@@ -14,9 +14,13 @@ from rich.console import Console
 
 from benchmarks.frontier import main, plan_frontier, show_frontier
 from ptlf.core.errors import UserError
-from ptlf.report.figures.frontier import frontier
-from ptlf.report.pareto import Point, costs, front, leading, paths
+from ptlf.report.drawing import style, themed
+from ptlf.report.figures.frontier import COSTS, Point, front, frontier, leading, paths, points, relative_costs
+from ptlf.report.measures import probe_measures
 from ptlf.report.runs import Comparison, Group, read_comparison
+
+TIME, MEMORY = COSTS
+ACCURACY = probe_measures("knn_task")[0]
 
 
 def point(cost: float, value: float) -> Point:
@@ -39,11 +43,11 @@ def test_the_front_is_what_no_other_point_beats(rising: bool) -> None:
 def test_costs_are_of_the_later_tasks_relative_to_the_baseline(tmp_path: Path) -> None:
     folders = [made_up.write(tmp_path / name, made_up.results(f"digits/simsiam/{name}")) for name in ("lump", "ptlf")]
     comparison = read_comparison(folders)
-    relative = costs(comparison, "bytes")
+    relative = relative_costs(comparison, MEMORY)
     lump, ptlf = (group.runs[0].epochs for group in comparison.groups)
     expected = [sum(line["kept_bytes"] for line in epochs if line["task"] > 1) for epochs in (lump, ptlf)]
     assert relative == {"lump": 1.0, "ptlf": pytest.approx(expected[1] / expected[0])}
-    assert frontier(comparison, 1000.0) is None  # two runs have no front to speak of
+    assert frontier(comparison, TIME, ACCURACY, {}) is None  # two runs have no front to speak of
 
 
 def test_waiting_for_the_compiler_is_not_of_the_later_tasks(tmp_path: Path) -> None:
@@ -52,7 +56,7 @@ def test_waiting_for_the_compiler_is_not_of_the_later_tasks(tmp_path: Path) -> N
         runs = [made_up.results(f"digits/simsiam/{name}") for name in ("lump", "ptlf")]
         runs[0] = made_up.wait_for_compiler(runs[0], wait)
         folders = [made_up.write(tmp_path / f"{wait}-{place}", run) for place, run in enumerate(runs)]
-        relative.append(costs(read_comparison(folders), "seconds"))
+        relative.append(relative_costs(read_comparison(folders), TIME))
     assert relative[0] == relative[1]
     assert relative[0]["ptlf"] < 1
 
@@ -166,13 +170,12 @@ def test_a_path_joins_one_order_and_initial_share_by_the_final_one(tmp_path: Pat
     shares = [[point.group.config["freezing"] for point in path] for path in paths(found)]
     wanted = [[(order, 0.5), (order, 0.7), (order, 0.9)] for order in ("ascending", "random")]
     assert [[(one["policy"]["name"], one["final"]) for one in path] for path in shares] == wanted
-    drawing = frontier(comparison, 1000.0)
-    labels = {
-        shape.at[0]: shape.title.split(":")[0] for shape in drawing.shapes if shape.kind == "mark" and shape.title
-    }
-    lines = [shape.at for shape in drawing.shapes if shape.kind == "line" and shape.width < 1]
+    with style(colours := themed(False, 3)):
+        (axes,) = frontier(comparison, MEMORY, ACCURACY, colours).axes
+    labels = {(p.cost, p.value): p.group.label for p in points(comparison, MEMORY, ACCURACY.path)}
+    lines = [line.get_xydata().tolist() for line in axes.lines if line.get_linewidth() < 1]
     joined = [[f"lump + {order} freezing (final {final})" for order, final in path] for path in wanted]
-    assert [[labels[at] for at in line] for line in lines] == joined * 4  # in each of four panels
+    assert [[labels[tuple(at)] for at in line] for line in lines] == joined
 
 
 def test_a_plan_trains_nothing_and_the_command_shows_its_table(tmp_path: Path, capsys) -> None:

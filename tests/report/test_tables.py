@@ -29,10 +29,10 @@ def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
     found = rows(show_runs, runs, "lump")
     assert found["training time without compiling"] == ["100.0 s", "25.0 s  0.25x"]
     assert found["backward FLOPs"] == ["4.000 T", "2.000 T  0.50x"]
-    assert found["kept for backward, mean"] == ["80.0 MiB", "64.0 MiB  0.80x"]
-    assert found["kept for backward, last epoch"] == ["80.0 MiB", "60.0 MiB  0.75x"]
+    assert found["activation memory, mean"] == ["80.0 MiB", "64.0 MiB  0.80x"]
+    assert found["activation memory, last epoch"] == ["80.0 MiB", "60.0 MiB  0.75x"]
     assert found["evaluation"] == ["2.0 s", "2.0 s"]
-    assert found["kept for backward, mean after task 1"] == ["80.0 MiB", "48.0 MiB  0.60x"]
+    assert found["activation memory, mean after task 1"] == ["80.0 MiB", "48.0 MiB  0.60x"]
     assert "peak GPU memory, last epoch" not in found
     accuracies = [run["probes"]["knn_class"]["untrained_accuracy"] for run in (lump, ptlf)]
     assert found["knn_class random encoder, %"] == [f"{value:.2f}" for value in accuracies]
@@ -119,7 +119,7 @@ def test_it_is_said_of_which_epochs_bytes_are(names: tuple[str, ...]) -> None:
     few, text = len(names) == 2, console.file.getvalue()
     assert ("last epoch: the one with the most units frozen" in text) == few
     assert ("the peak of a whole run is that of its first epochs" in text) == few
-    assert ("kept, GPU memory: means over the epochs after the first task" in text) == (not few)
+    assert ("activations, GPU memory: means over the epochs after the first task" in text) == (not few)
     console = Console(width=200, file=io.StringIO())
     show_runs(console, {"a/lump": [lump]})
     assert "the most units frozen" not in console.file.getvalue()

@@ -90,18 +90,18 @@ def test_a_dead_process_is_named(running: Path) -> None:
     assert f"process {other.pid} on {socket.gethostname()} still holds the run" in " ".join(alive.split())
     assert "s left" in alive
     dead = " ".join(shown(running).split())
-    assert f"process {other.pid} on {socket.gethostname()} has ended without a word" in dead
-    assert f"`ptlf train --resume {running}` goes on" in dead
+    assert f"process {other.pid} on {socket.gethostname()} exited without updating its status" in dead
+    assert f"`ptlf train --resume {running}` continues the run" in dead
     assert "s left" not in dead
     results = json.loads((running / "results.json").read_text())
     (running / "results.json").write_text(json.dumps({**results, "arrived": 1}))
-    assert f"`ptlf learn {running}` goes on" in " ".join(shown(running).split())
+    assert f"`ptlf learn {running}` continues the run" in " ".join(shown(running).split())
     naps: list[float] = []
     with open(running / "screen", "w") as file:
         watch(running, console=Console(file=file, force_terminal=True), sleep=naps.append)
     assert naps == []  # there is nothing to wait for
     (running / ".lock").write_text("17 on another-machine\n")
-    assert "has ended" not in shown(running)
+    assert "exited without" not in shown(running)
 
 
 def test_a_machine_gone_silent_and_a_clock_that_differs(running: Path) -> None:

@@ -13,18 +13,33 @@ import statistics
 from pathlib import Path
 
 import made_up
+import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from scipy import stats
 
 from ptlf.core.errors import UserError
+from ptlf.report.drawing import style, themed
+from ptlf.report.paired import interval
 from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, Group, RunRecord
 from reproduction.__main__ import make_parser
 from reproduction.figures import later_entries, task_overlaps, updated_units, write_paper_figures
-from reproduction.page import DIFFERENCES, differences, document, figure, number, ours, section, show_table
+from reproduction.page import (
+    DIFFERENCES,
+    difference_to,
+    differences,
+    document,
+    figure,
+    number,
+    ours,
+    section,
+    show_table,
+)
 from reproduction.runs import KEPT, make_plan, remarks
 from reproduction.tables import COST, ELSEWHERE, FIGURES, TABLES, Cell, Table
 
+T_OF_ONE = 12.706204736  # quantile of Student's t for two values
 ROOT = Path(__file__).parent.parent.parent
 LUMP = Cell("LUMP", "digits", "digits/simsiam/lump")
 PTLF = Cell("PTLF", "digits", "digits/simsiam/ptlf", baseline=LUMP.recipe)
@@ -51,7 +66,7 @@ def found() -> dict:
 def test_figures_are_means_over_seeds_and_costs_ratios_by_seed() -> None:
     made = found()
     accuracy = figure(TABLE, PTLF, "accuracy", made)
-    assert (accuracy.mean, accuracy.half) == (86.0, pytest.approx(12.706 * 2**0.5 / 2**0.5))
+    assert (accuracy.mean, accuracy.half) == (86.0, pytest.approx(T_OF_ONE * 2**0.5 / 2**0.5, rel=1e-5))
     time = figure(TABLE, PTLF, "time", made)
     assert (time.mean, time.ends, time.count) == (pytest.approx(0.75), None, 1)
     assert figure(TABLE, LUMP, "time", made).mean == 1.0
@@ -65,7 +80,7 @@ def test_figures_are_means_over_seeds_and_costs_ratios_by_seed() -> None:
     made[PTLF.key][1]["seed"] = 0  # 1 s to 100 s, beside 150 to 200
     memory = figure(TABLE, PTLF, "memory", made)
     assert memory.mean == pytest.approx((0.75 * 0.01) ** 0.5)
-    half = 12.706 * math.log(0.75 / 0.01) / 2  # the standard error of two values is half their difference
+    half = T_OF_ONE * math.log(0.75 / 0.01) / 2  # the standard error of two values is half their difference
     assert memory.ends == pytest.approx((memory.mean / math.exp(half), memory.mean * math.exp(half)))
     assert figure(TABLE, PTLF, "accuracy", {}) is None
 
@@ -200,17 +215,17 @@ def test_figures_of_the_paper_as_files(tmp_path: Path) -> None:
     made = figure_runs()
     assert write_paper_figures(made, tmp_path) == 6
     for name in ("paper-correlation", "paper-overlap", "paper-units"):
-        assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
+        assert (tmp_path / f"{name}.svg").read_text().count("<svg") == 1
         assert Image.open(tmp_path / f"{name}.png").width > 500
     svg = (tmp_path / "paper-correlation.svg").read_text()
     assert [f"task {task - 1} to {task}" in svg for task in (1, 2, 3, 4, 5)] == [False, True, True, True, True]
-    assert "self-supervised and supervised" in svg
+    assert ">self-supervised<" in svg and ">supervised<" in svg
     alone = {FIGURES.cells[0].key: made[FIGURES.cells[0].key] * 3}
     assert write_paper_figures(alone, tmp_path / "alone") == 4, "ratios and units of PTLF alone"
     one = (tmp_path / "alone" / "paper-correlation.svg").read_text()
-    assert "and supervised" not in one
+    assert ">supervised<" not in one
     units, tasks = 20, 4
-    assert one.count("<circle") >= 4 * units * tasks > svg.count("<circle"), "every seed, and their mean"
+    assert one.count("<use") >= 4 * units * tasks > svg.count("<use"), "every seed, and their mean"
     assert "final ratio 0.4" in (tmp_path / "alone" / "paper-units.svg").read_text()
     assert write_paper_figures({}, tmp_path / "none") == 0
     assert not (tmp_path / "none").exists()
@@ -218,12 +233,12 @@ def test_figures_of_the_paper_as_files(tmp_path: Path) -> None:
 
 def test_filled_units_are_those_not_frozen_at_the_end_of_a_task() -> None:
     group = Group([RunRecord(Path(), made_up.results(tasks=3, units=6))], "", 1)
-    drawing = updated_units([group])
-    marks = [shape for shape in drawing.shapes if shape.kind == "mark"]
-    hollow = sum(shape.fill == "page" for shape in marks)
-    assert len(marks) == 3 * 6
-    assert hollow == sum(len(entry["order"]) for entry in group.first["freezing"])
-    assert hollow > 0
+    with style(colours := themed(False, 20)):
+        hollow, filled = updated_units([group], colours).axes[0].lines
+    assert (hollow.get_markerfacecolor(), filled.get_markerfacecolor()) == ("none", colours["frozen"])
+    frozen = {(e["task"], group.first["units"].index(unit)) for e in group.first["freezing"] for unit in e["order"]}
+    assert {tuple(place) for place in hollow.get_xydata().astype(int)} == frozen
+    assert len(hollow.get_xdata()) + len(filled.get_xdata()) == 3 * 6
 
 
 def test_overlap_between_epochs_by_task() -> None:
@@ -337,3 +352,27 @@ def test_the_same_rows_in_another_work() -> None:
     ours = "{accuracy:.2f} / {forgetting:.2f}".format(**run["probes"]["knn_task"])
     assert f"| SimSiam, CaSSLe | Split CIFAR-100 | {ours} | 81.58 / 5.02 | 82.99 / 1.48 |" in said
     assert "| Barlow Twins, CaSSLe | Split Tiny-ImageNet | | 71.76 / 2.88 | 71.86 / 2.83 |" in said
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_difference_to_printed_values_is_welch_s(count: int) -> None:
+    """Degrees of freedom are rounded down, so the interval is no narrower than that of scipy."""
+    values = np.random.default_rng(count).normal(90, 1, count)
+    mine = interval(values.tolist())
+    assert mine is not None
+    found = difference_to(mine, 89.0, 0.7, 3)
+    told = stats.ttest_ind_from_stats(values.mean(), values.std(ddof=1), count, 89.0, 0.7, 3, equal_var=False)
+    error = (values.mean() - 89) / told.statistic
+    variances = values.var(ddof=1) / count, 0.7**2 / 3
+    degrees = sum(variances) ** 2 / (variances[0] ** 2 / (count - 1) + variances[1] ** 2 / 2)
+    assert found.mean == pytest.approx(values.mean() - 89)
+    assert found.half == pytest.approx(stats.t.ppf(0.975, int(degrees)) * error, rel=1e-3)
+    assert found.half >= stats.t.ppf(0.975, degrees) * error * 0.999
+
+
+def test_a_single_value_is_taken_to_spread_as_the_printed_ones() -> None:
+    (one,) = [found for found in [interval([93.95])] if found]
+    found = difference_to(one, 91.04, 0.24, 3)
+    assert found.half == pytest.approx(stats.t.ppf(0.975, 2) * 0.24 * (1 + 1 / 3) ** 0.5, rel=1e-3)
+    assert found.excludes_zero
+    assert difference_to(one, 91.04, None, 3).half is None

@@ -31,7 +31,7 @@ from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.run.results import read_lines, read_results
 from ptlf.stream import Dataset, Images, Stream, Task
-from ptlf.training.checkpoint import deserialise, unsealed
+from ptlf.training.checkpoint import read_checkpoint
 from ptlf.training.process import Stopped, StopSignals
 from ptlf.training.trainer import Trainer
 
@@ -77,7 +77,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, numb
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: Signals(number, 8))
+        patch.setattr("ptlf.commands.train.Live", lambda name: Signals(number, 8))
         assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(folder), *QUICK]) == code
     told = capfd.readouterr().err
     assert "finishing what is under way, then saving" in told
@@ -182,7 +182,7 @@ def test_a_signal_in_a_correlation_loses_nothing_learnt(
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, capfd, monkeypatch) -> None:
-    monkeypatch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, 8, times=2))
+    monkeypatch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, 8, times=2))
     assert main(["train", "--out", str(tmp_path / "run"), *QUICK]) == 130
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     told, last = capfd.readouterr().err, "what was done since the last checkpoint, after-task01.ckpt, is repeated"
@@ -206,7 +206,7 @@ def test_a_sweep_left_at_once_says_what_is_lost(
 ) -> None:
     words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path), *QUICK, "--training.epochs", "1", *settings]
     with monkeypatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, step, times))
+        patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, step, times))
         assert main(words) == 130
     told = capfd.readouterr().err.splitlines()[-1]
     assert told == f"ptlf: stopped without saving: {lost}; `ptlf {shlex.join(words)}` goes on from here"
@@ -262,7 +262,7 @@ def test_a_second_sigterm_changes_nothing() -> None:
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked == signal.SIGTERM
+        assert stop.stop_signal == signal.SIGTERM
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
@@ -270,7 +270,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     try:
         with StopSignals() as stop:
             os.kill(os.getpid(), signal.SIGINT)
-            assert stop.asked is None
+            assert stop.stop_signal is None
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -351,7 +351,7 @@ def test_bad_numbers_stop_the_run_and_are_never_saved(tiny, tmp_path, step: int,
         run.train(Poisons(run, step, float("nan")))
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
     for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
-        weights = deserialise(unsealed(path))["model"].values()
+        weights = read_checkpoint(path)["model"].values()
         assert all(tensor.isfinite().all() for tensor in weights)
     assert Run(config, tmp_path / "run").train(resume=True)["status"] == "finished"
 
@@ -403,7 +403,7 @@ class TestResume:
     def folder(self, tmp_path, monkeypatch, capsys) -> Path:
         """An unfinished run."""
         with monkeypatch.context() as patch:
-            patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, 4))
+            patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, 4))
             main(["train", "--recipe", "digits/simsiam/lump", "--out", str(tmp_path / "run"), *QUICK])
         capsys.readouterr()
         return tmp_path / "run"
@@ -524,7 +524,7 @@ class TestResumeImages:
         words = ["--recipe", "folder/simsiam/lump", "--stream.pack", "days", "--training.batch", "6", *QUICK[2:6]]
         words += ["--data-root", str(tmp_path / "data"), "--device", "cpu", "--evaluation.gallery", "false"]
         with monkeypatch.context() as patch:
-            patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, 2))
+            patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, 2))
             assert main(["train", "--out", str(tmp_path / "run"), *words]) == 130
         assert main([*pack, "--overwrite"]) == 0  # the same photographs
         (tmp_path / "elsewhere").mkdir()
@@ -548,7 +548,7 @@ class AtTheEnd(Watcher):
 
 def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path, capsys, monkeypatch) -> None:
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
-    monkeypatch.setattr("ptlf.commands.Live", lambda name: AtTheEnd())
+    monkeypatch.setattr("ptlf.commands.train.Live", lambda name: AtTheEnd())
     assert main(words) == 130
     assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in capsys.readouterr().err
     assert [folder.name for folder in tmp_path.iterdir()] == ["digits-simsiam-lump-seed0"]
@@ -559,7 +559,7 @@ def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path, capsys
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> None:
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
     with monkeypatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGTERM, 4))
+        patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGTERM, 4))
         assert main(words) == 143
     shown = capsys.readouterr()
     assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in shown.err

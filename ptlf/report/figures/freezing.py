@@ -5,21 +5,23 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from ptlf.report.drawing import Drawing
-from ptlf.report.figures.accuracy import cell_size, column_names, heat_cell
-from ptlf.report.figures.axes import TINY, Scale, line_chart, plain, shortened, task_key, ticks, words_width
-from ptlf.report.runs import Comparison, Group, RunRecord, means, policy_of
-from ptlf.report.theme import heat_step
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+
+from ptlf.report.drawing import STEPS, Colours, frame
+from ptlf.report.figures.accuracy import heat_map
+from ptlf.report.figures.lines import Series, over_tasks
+from ptlf.report.runs import Comparison, Group, RunRecord, means
 from ptlf.run.results import Json
 
 
-def written(comparison: Comparison, what: str) -> list[Group]:
-    """Runs that wrote down some `ratios`, or `events` of freezing."""
+def having(comparison: Comparison, what: str) -> list[Group]:
+    """Runs that recorded some `ratios`, or `events` of freezing."""
     return [group for group in comparison.groups if any(entry[what] for entry in group.first["freezing"])]
 
 
 def entries(group: Group, task: int | None = None) -> list[Json]:
-    """What each seed wrote about the task, or about all of them."""
+    """What each seed recorded of the task, or of all of them."""
     found = [entry for run in group.runs for entry in run.results["freezing"]]
     return [entry for entry in found if task in (None, entry["task"])]
 
@@ -34,103 +36,73 @@ def ratio_low(groups: Sequence[Group]) -> float:
     return math.floor(min(values) * 20) / 20 if values else 0.0
 
 
-def left_out(group: Group) -> set[str]:
+def units_without_ratio(group: Group) -> set[str]:
     """Units whose ratio nobody had to compute, in some task."""
     ratios = [entry["ratios"] for entry in entries(group) if entry["ratios"]]
     return {unit for unit in group.first["units"] if any(unit not in computed for computed in ratios)}
 
 
-def unit_room(units: Sequence[str], width: float) -> float:
-    return min(
-        max((words_width(unit, TINY) for unit in units), default=0.0) + 8, width * (0.36 if width > 400 else 0.31)
-    )
+def unit_frame(units: Sequence[str], colours: Colours, **more: object) -> tuple[Canvas, Axes]:
+    """A row per unit, the first on top. Long names lose their beginning, where they differ least."""
+    names = [unit if len(unit) <= 24 else "…" + unit[-23:] for unit in units]
+    left = 10.0 + 4.9 * max(map(len, names), default=0)
+    canvas, axes = frame(colours, max(len(units), 1) * (13.0 if len(units) <= 12 else 10.5), left=left, **more)  # type: ignore[arg-type]
+    axes.set_yticks(range(len(units)), names, size=8.0)
+    axes.set_ylim(len(units) - 0.5, -0.5)
+    return canvas, axes
 
 
-def ratio_lines(low: float, group: Group, width: float) -> Drawing:
+def ratio_lines(low: float, group: Group, colours: Colours) -> Canvas:
     """Units down, ratio across, a line per task; a filled dot is a unit that froze in that task."""
-    units, tasks = group.first["units"], [t for t in tasks_of(group) if any(e["ratios"] for e in entries(group, t))]
-    left, row = unit_room(units, width), 20.0 if len(units) <= 12 else 16.0
-    drawing = Drawing(width, 0, f"Correlation ratio of every unit, {group.label}")
-    top = task_key(drawing, left, 10, width - left, tasks) + 10
-    scale = Scale(low, 1.0, left + 10, width - 10)
-    bottom = top + row * len(units)
-    for value in ticks(low, 1.0, 5):
-        drawing.line([(scale(value), top), (scale(value), bottom)], "line")
-        drawing.text(scale(value), bottom + 14, plain(value), "soft", size=TINY, anchor="middle")
-    unit_names(drawing, units, left, top, row)
+    tasks = [task for task in tasks_of(group) if any(entry["ratios"] for entry in entries(group, task))]
+    keys = [(f"{'task ' * (task == tasks[0])}{task}", {"color": colours[f"task{task - 1}"]}) for task in tasks]
+    canvas, axes = unit_frame(group.first["units"], colours, keys=keys)
     for task in tasks:
-        ratio_line(drawing, group, task, scale, top, row, dense=len(tasks) > 8)
-    drawing.height = bottom + 20
-    return drawing
+        colour, seeds = colours[f"task{task - 1}"], entries(group, task)
+        for_unit = {
+            row: [e["ratios"][unit] for e in seeds if unit in e["ratios"]]
+            for row, unit in enumerate(group.first["units"])
+        }
+        points = {row: statistics.fmean(values) for row, values in for_unit.items() if values}
+        frozen = {row for row in points if any(group.first["units"][row] in entry["order"] for entry in seeds)}
+        axes.plot([*points.values()], [*points], color=colour, linewidth=1.2)
+        for fill, rows in ((colour, frozen), (colours["page"], {*points} - frozen if len(tasks) <= 8 else set())):
+            axes.plot([points[row] for row in rows], [*rows], "o", color=colour, markerfacecolor=fill)
+    axes.set_xlim(low - 0.02 * (1 - low), 1 + 0.02 * (1 - low))
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x")
+    return canvas
 
 
-def ratio_line(drawing: Drawing, group: Group, task: int, x: Scale, top: float, row: float, *, dense: bool) -> None:
-    """dense: dots only where a unit froze."""
-    role, points, seeds = f"task{task - 1}", [], entries(group, task)
-    for number, unit in enumerate(group.first["units"]):
-        if values := [entry["ratios"][unit] for entry in seeds if unit in entry["ratios"]]:
-            value, froze = statistics.fmean(values), any(unit in entry["order"] for entry in seeds)
-            points.append(((x(value), top + row * (number + 0.5)), froze, f"task {task}, {unit}: {value:.3f}"))
-    look = {"width": 1.0, "opacity": 0.75} if dense else {"width": 1.6}
-    drawing.line([at for at, _, _ in points], role, **look)
-    if dense and any(froze for _, froze, _ in points):
-        drawing.dots([at for at, froze, _ in points if froze], role, size=3.0)
-    for at, froze, words in [] if dense else points:
-        title = words if drawing.width > 400 else ""
-        drawing.mark(*at, role if froze else "page", stroke=role, width=1.4, size=3.2, title=title)
+def freezing_map(group: Group, colours: Colours) -> Canvas:
+    """Units down, epochs of all tasks across; with several seeds the shade is the share of them."""
+    units, epochs, count = group.first["units"], group.config["training"]["epochs"], len(group.first["tasks"])
+    canvas, axes = unit_frame(units, colours)
+    ends = means([(line["task"], line["epoch"]) for line in group.runs[0].epochs])
+    trained = {task: max(line["epoch"] for line in group.runs[0].epochs if line["task"] == task) for task in ends}
+    for row, unit in enumerate(units):
+        bars = [((task - 1) * epochs, trained[task], "empty") for task in trained]
+        bars += [bar for task in trained for bar in frozen_bars(group, task, unit, epochs, trained[task])]
+        spans = [(start, width) for start, width, _ in bars]
+        axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=[colours[role] for _, _, role in bars])
+    for task in range(1, count):
+        axes.axvline(task * epochs, color=colours["page"], linewidth=3 if count <= 10 else 1.5)
+    axes.set_xlim(0, count * epochs)
+    axes.set_xticks([(task + 0.5) * epochs for task in range(count)], [str(task + 1) for task in range(count)])
+    axes.set_xlabel(f"task of {epochs} epoch{'s' * (epochs != 1)}")
+    axes.grid(False)
+    return canvas
 
 
-def freezing_map(group: Group, width: float) -> Drawing:
-    """Units down, epochs across, tasks side by side; with several seeds the shade is the share of them."""
-    units, epochs = group.first["units"], group.config["training"]["epochs"]
-    tasks = list(range(1, len(group.first["tasks"]) + 1))
-    left, gap = unit_room(units, width), 4.0 if len(tasks) > 10 else 8.0
-    per_row = len(tasks)
-    while (width - left) / per_row - gap < 16 and per_row > 1:
-        per_row = -(-per_row // 2)
-    panel = (width - left) / per_row - gap
-    row = 16.0 if len(units) <= 12 else 12.0
-    block = 20 + row * len(units) + 24
-    drawing = Drawing(width, block * -(-len(tasks) // per_row), f"Which units were frozen when, {group.label}")
-    for place, task in enumerate(tasks):
-        x, top = left + place % per_row * (panel + gap), place // per_row * block + 20
-        if place % per_row == 0:
-            unit_names(drawing, units, left, top, row)
-        wide = panel > 44
-        drawing.text(x + panel / 2, top - 7, f"task {task}" if wide else str(task), "ink", size=TINY, anchor="middle")
-        map_panel(drawing, group, task, (x, top, panel, row), epochs)
-        bottom = top + row * len(units)
-        if panel > 90 and task == 1 and task not in tasks_of(group):
-            drawing.text(x + panel / 2, (top + bottom) / 2 + 4, "no past yet", "soft", size=TINY, anchor="middle")
-        if wide or place % per_row == 0:
-            drawing.text(x, bottom + 12, "1", "soft", size=9)
-            drawing.text(x + panel, bottom + 12, str(epochs), "soft", size=9, anchor="end")
-            if panel > 70:
-                drawing.text(x + panel / 2, bottom + 12, "epoch", "soft", size=9, anchor="middle")
-    return drawing
-
-
-def unit_names(drawing: Drawing, units: Sequence[str], left: float, top: float, row: float) -> None:
-    for number, unit in enumerate(units):
-        words = shortened(unit, left - 8, TINY, head=False)
-        drawing.text(left - 6, top + row * (number + 0.5) + 3.5, words, "ink", size=TINY, anchor="end", title=unit)
-
-
-def map_panel(drawing: Drawing, group: Group, task: int, box: tuple[float, float, float, float], epochs: int) -> None:
-    x, top, panel, row = box
-    seeds, epoch = len(group.runs), panel / epochs
+def frozen_bars(group: Group, task: int, unit: str, epochs: int, trained: int) -> list[tuple[int, int, str]]:
+    """(first epoch of the stream, epochs, role of the colour) for each number of seeds in which the unit is frozen."""
     events = [event for entry in entries(group, task) for event in entry["events"]]
-    trained = max((line["epoch"] for line in group.runs[0].epochs if line["task"] == task), default=0)
-    for number, unit in enumerate(group.first["units"]):
-        y = top + row * number + 0.75
-        drawing.rect(x, y, epoch * trained, row - 1.5, "empty")
-        starts = sorted(event["epoch"] for event in events if unit in event["frozen"])
-        for count, (start, until) in enumerate(itertools.pairwise([*starts, trained + 1]), start=1):
-            if until > start:
-                role = "frozen" if count == seeds else f"heat{heat_step(count / seeds, -0.3, 1.2)}"
-                title = f"task {task}: {unit} frozen from epoch {start}, {count} of {seeds} seeds"
-                title = title if drawing.width > 400 else ""
-                drawing.rect(x + epoch * (start - 1), y, epoch * (until - start), row - 1.5, role, title=title)
+    starts = sorted(event["epoch"] for event in events if unit in event["frozen"])
+    bars = []
+    for count, (start, until) in enumerate(itertools.pairwise([*starts, trained + 1]), start=1):
+        role = f"heat{round(STEPS * (0.2 + 0.6 * count / len(group.runs)))}" if count < len(group.runs) else "frozen"
+        bars += [((task - 1) * epochs + start - 1, until - start, role)] * (until > start)
+    return bars
 
 
 def overlap(first: Sequence[str], second: Sequence[str]) -> float:
@@ -139,29 +111,22 @@ def overlap(first: Sequence[str], second: Sequence[str]) -> float:
     return len(set(first) & set(second)) / larger if larger else 1.0
 
 
-def task_overlap(group: Group, width: float) -> Drawing:
+def task_overlap(group: Group, colours: Colours) -> Canvas:
     """Selections at the end of each task against each other, averaged over seeds."""
-    tasks = tasks_of(group)
-    left, top = 52.0, 20.0
-    cell, tall = cell_size(min((width - left) / len(tasks), 60.0))
-    drawing = Drawing(left + cell * len(tasks), top + tall * len(tasks) + 2, f"Overlap of selections, {group.label}")
-    column_names(drawing, tasks, left, top, cell)
-    for row, one in enumerate(tasks):
-        drawing.text(0, top + tall * (row + 0.5) + 3.5, f"task {one}", "ink", size=TINY)
-        for column, other in enumerate(tasks[: row + 1]):
+    tasks, cells = tasks_of(group), {}
+    for (row, one), (column, other) in itertools.product(enumerate(tasks), repeat=2):
+        if column <= row:
             pairs = zip(entries(group, one), entries(group, other), strict=False)
-            value = statistics.fmean(overlap(a["order"], b["order"]) for a, b in pairs)
-            box = (left + cell * column, top + tall * row, cell, tall)
-            heat_cell(drawing, box, 100 * value, (0.0, 100.0), f"task {one} and task {other}, %", 0)
-    return drawing
+            cells[row, column] = 100 * statistics.fmean(overlap(a["order"], b["order"]) for a, b in pairs)
+    rows = [f"task {task}" for task in tasks]
+    return heat_map(cells, rows, [str(task) for task in tasks], (0.0, 100.0), "task", 44.0, colours)
 
 
 def epoch_overlaps(run: RunRecord) -> dict[int, list[float]]:
     """By epoch: for each task, how much of the selection at this epoch's ratios the ratios before it also chose."""
     found: dict[int, list[float]] = {}
     for entry in run.results["freezing"]:
-        size, before = len(entry["order"]), entry["ratios"]
-        previous = top_units(before, [], size)
+        size, previous = len(entry["order"]), top_units(entry["ratios"], [], len(entry["order"]))
         for epoch, ratios in sorted((int(e), r) for e, r in (entry.get("ratios_by_epoch") or {}).items()):
             frozen = [unit for event in entry["events"] if event["epoch"] < epoch for unit in event["frozen"]]
             now = top_units(ratios, frozen, size)
@@ -175,19 +140,14 @@ def top_units(ratios: dict[str, float], frozen: list[str], size: int) -> list[st
     return [*frozen, *free[: size - len(frozen)]]
 
 
-def by_epoch(comparison: Comparison) -> list[Group]:
-    groups = [group for group in comparison.groups if policy_of(group.config) == "correlation"]
-    return [group for group in groups if any(epoch_overlaps(run) for run in group.runs)]
+def overlap_by_epoch(group: Group) -> Series:
+    """The mean over tasks and seeds for each epoch at which the ratios were computed again."""
+    overlaps = [pair for run in group.runs for pair in epoch_overlaps(run).items()]
+    found = means([(epoch, value) for epoch, values in overlaps for value in values])
+    return {epoch: (mean, 0.0) for epoch, (mean, _) in found.items()}
 
 
-def epoch_overlap(groups: Sequence[Group], width: float) -> Drawing:
-    """A line per run over the epochs at which the ratios were computed again, the mean over tasks and seeds."""
-    lines = []
-    for group in groups:
-        overlaps = [pair for run in group.runs for pair in epoch_overlaps(run).items()]
-        found = means([(epoch, value) for epoch, values in overlaps for value in values])
-        lines.append((group, {epoch: (mean, 0.0) for epoch, (mean, _) in found.items()}))
-    epochs = max(group.config["training"]["epochs"] for group in groups)
-    places = [value for value in ticks(1, epochs, 6) if value == int(value)]
-    label = "Overlap of the selection between epochs"
-    return line_chart(label, "epoch of a task", lines, epochs, places, (0.0, 1.0), width)
+def epoch_overlap(groups: Sequence[Group], colours: Colours) -> Canvas:
+    canvas = over_tasks([(group, overlap_by_epoch(group)) for group in groups], 1.0, colours, "epoch of a task")
+    canvas.axes[0].set_ylim(0.0, 1.02)
+    return canvas

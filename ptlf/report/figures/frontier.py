@@ -1,59 +1,93 @@
-"""Accuracy and forgetting against time and memory, with the runs that no other one beats in both."""
+"""What accuracy costs: runs as points, those that no other one beats, and paths along the final share."""
 
 import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from ptlf.report.drawing import Drawing
-from ptlf.report.figures.axes import TINY, Scale, grid_y, legend, padded, plain, ticks
-from ptlf.report.measures import probe_measures
-from ptlf.report.pareto import COSTS, front, paths, points
-from ptlf.report.runs import Comparison
+from matplotlib.figure import Figure as Canvas
+
+from ptlf.report.drawing import Colours, frame, look, run_keys
+from ptlf.report.measures import Measure
+from ptlf.report.paired import by_seed, cost_ratio
+from ptlf.report.runs import LATER_KEPT, Comparison, Group, RunRecord, later_seconds, policy_of
+from ptlf.run.compat import identity_key
+
+COSTS: Mapping[str, Callable[[RunRecord], float | None]] = {
+    "training time of the later tasks": lambda run: later_seconds(run.epochs),
+    "activation memory of the later tasks": lambda run: run.value(LATER_KEPT),
+}
 
 
-def frontier(comparison: Comparison, width: float) -> Drawing | None:
-    """A panel per cost and measure of the first probe; a dashed line joins the front, thin ones the paths."""
-    if not comparison.probes or comparison.baseline is None:
+@dataclass(frozen=True)
+class Point:
+    """Seeds of one configuration: cost relative to the baseline's, score, and the score's deviation over seeds."""
+
+    group: Group
+    cost: float
+    value: float
+    spread: float
+
+
+def relative_costs(comparison: Comparison, cost: str) -> dict[str, float]:
+    """By label, relative to the baseline's."""
+    base = by_seed(comparison.baseline.runs, COSTS[cost]) if comparison.baseline else {}
+    ratios = {group.label: cost_ratio(by_seed(group.runs, COSTS[cost]), base) for group in comparison.groups}
+    return {label: ratio.mean for label, ratio in ratios.items() if ratio}
+
+
+def points(comparison: Comparison, cost: str, path: Sequence[str]) -> list[Point]:
+    costs = relative_costs(comparison, cost)
+    found = [(group, group.mean(path)) for group in comparison.groups if group.label in costs]
+    return [Point(g, costs[g.label], value, g.spread(path) or 0.0) for g, value in found if value is not None]
+
+
+def front(found: Sequence[Point], rising: bool) -> list[Point]:
+    """The points that no other one beats, cheapest first: another is at least as cheap and as good, and not equal."""
+    best: list[Point] = []
+    for point in sorted(found, key=lambda point: (point.cost, -point.value if rising else point.value)):
+        if not best or (point.value > best[-1].value if rising else point.value < best[-1].value):
+            best.append(point)
+    return best
+
+
+def leading(found: Sequence[Point], rising: bool) -> set[str]:
+    """Labels of the groups on the front; of equal points all."""
+    best = {(point.cost, point.value) for point in front(found, rising)}
+    return {point.group.label for point in found if (point.cost, point.value) in best}
+
+
+def paths(found: Sequence[Point]) -> list[list[Point]]:
+    """Points whose runs differ in nothing but `freezing.final` and the seeds, in the order of that share. Runs without
+    freezing, and points that stand alone, are on no path."""
+    same: dict[str, list[Point]] = {}
+    for point in found:
+        config = point.group.config
+        if policy_of(config) != "none":
+            rest = config | {"freezing": config["freezing"] | {"final": None}}
+            same.setdefault(identity_key(rest), []).append(point)
+    by_share = [sorted(some, key=lambda point: point.group.config["freezing"]["final"]) for some in same.values()]
+    return [path for path in by_share if len(path) > 1]
+
+
+def frontier(comparison: Comparison, cost: str, measure: Measure, colours: Colours) -> Canvas | None:
+    """A dashed line joins the front, thin ones the paths; of two runs there is nothing to show."""
+    found = points(comparison, cost, measure.path)
+    if len(found) < 3:
         return None
-    measures = probe_measures(comparison.probes[0])[:2]
-    panels = [
-        (kind, measure, found)
-        for measure in measures
-        for kind in COSTS
-        if len(found := points(comparison, kind, measure.path)) > 2
-    ]
-    if not panels:
-        return None
-    columns, left, tall, gap = 2 if width > 600 else 1, 40.0, 200.0, 66.0
-    drawing = Drawing(width, 0, "Accuracy and forgetting against time and memory, with the Pareto front")
-    drawn = {point.group.label for _, _, found in panels for point in found}
-    top = legend(drawing, 0, 10, width, [group for group in comparison.groups if group.label in drawn]) + 30
-    wide = (width - (columns - 1) * 24) / columns
-    for place, (kind, measure, found) in enumerate(panels):
-        x0, y0 = place % columns * (wide + 24) + left, top + place // columns * (tall + gap)
-        title = f"{measure.short}, {measure.unit}, {measure.below}"
-        drawing.text(x0 - left, y0 - 12, title, "ink", size=TINY + 1.5, bold=True)
-        ends = [end for point in found for end in (point.value - point.spread, point.value + point.spread)]
-        y = Scale(*padded(ends, least=1.0), y0 + tall, y0)
-        x = Scale(*padded([point.cost for point in found], least=0.1), x0, x0 + wide - left - 4)
-        grid_y(drawing, y, x.start, x.end)
-        for tick in ticks(x.low, x.high):
-            drawing.text(x(tick), y0 + tall + 16, f"{plain(tick)}×", "soft", size=TINY, anchor="middle")
-        drawing.text(x.end, y0 + tall + 31, COSTS[kind], "soft", size=TINY, anchor="end")
-        for path in paths(found):
-            drawing.line([(x(point.cost), y(point.value)) for point in path], "soft", width=0.7)
-        best = front(found, measure.rising)
-        corners = [(x(best[0].cost), y(best[0].value))]
-        for before, after in itertools.pairwise(best):  # until the next one is paid for, the last one holds
-            corners += [(x(after.cost), y(before.value)), (x(after.cost), y(after.value))]
-        drawing.line([*corners, (x.end, corners[-1][1])], "soft", width=1.5, dash="3 3")
-        for point in found:
-            role, at = f"run{point.group.colour}", (x(point.cost), y(point.value))
-            if point.spread:
-                drawing.line([(at[0], y(point.value - point.spread)), (at[0], y(point.value + point.spread))], role)
-            words = f"{point.group.label}: {measure.show(point.value)} {measure.unit}, {point.cost:.2f}×"
-            drawing.mark(*at, role, size=5.0, look=point.group.marker, title=words)
-    bottom = top + -(-len(panels) // columns) * (tall + gap) - 26
-    if any(point.spread for _, _, found in panels for point in found):
-        bottom += 14
-        drawing.text(0, bottom - 4, "bars: one standard deviation over seeds", "soft", size=TINY)
-    drawing.height = bottom
-    return drawing
+    keys = run_keys([point.group for point in found], colours)
+    canvas, axes = frame(colours, 170.0, title=f"{measure.short}, {measure.unit}, {measure.below}", keys=keys)
+    for path in paths(found):
+        axes.plot([point.cost for point in path], [point.value for point in path], color=colours["soft"], linewidth=0.6)
+    for point in found:
+        style = look(point.group, colours) | {"linestyle": "-", "markersize": 6, "linewidth": 1}
+        axes.errorbar(point.cost, point.value, yerr=point.spread or None, **style)
+    best, right = front(found, measure.rising), axes.get_xlim()[1]
+    corners = [(best[0].cost, best[0].value)]
+    for before, after in itertools.pairwise(best):  # until the next one is paid for, the last one holds
+        corners += [(after.cost, before.value), (after.cost, after.value)]
+    xs, ys = zip(*corners, (right, best[-1].value), strict=True)
+    axes.plot(xs, ys, color=colours["soft"], linestyle="--", linewidth=1.2, zorder=1)
+    axes.set_xlim(right=right)
+    axes.xaxis.set_major_formatter("{x:g}×")
+    axes.set_xlabel(cost)
+    return canvas

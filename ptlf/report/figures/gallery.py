@@ -1,17 +1,15 @@
 """What the encoder learned: nearest images and a map of the features, before and after the stream."""
 
-import math
+import numpy as np
+from matplotlib.figure import Figure as Canvas
 
-from ptlf.report.drawing import Drawing, Point
-from ptlf.report.figures.axes import SMALL, TINY, task_key
+from ptlf.report.checks import tile_pixels
+from ptlf.report.drawing import HALF, Colours, frame
 from ptlf.report.runs import Group
 from ptlf.run.results import Json
 
 MOMENTS = ("before", "after")
-
-
-def begin_of(group: Group) -> str:
-    return "as given" if group.given else "untrained"
+MAX_PIXELS = 48  # of a tile's side
 
 
 def has_classes(group: Group) -> bool:
@@ -24,37 +22,8 @@ def shown_gallery(group: Group) -> Json | None:
     return next((run.gallery for run in group.runs if run.gallery and "after" in run.gallery["looks"]), None)
 
 
-def neighbours(group: Group, width: float) -> Drawing | None:
-    """A row per query: itself, its nearest before, its nearest after. Another class (another task, for images without
-    labels) is faded and underlined."""
-    gallery = shown_gallery(group)
-    if gallery is None:
-        return None
-    count = len(gallery["looks"]["after"]["neighbours"][0])
-    columns = 2 if width > 600 else 1
-    between, inner = 44.0, 14.0
-    wide = (width - between * (columns - 1)) / columns
-    side = (wide - 2 * inner) / (1 + 2 * count)
-    drawing = Drawing(width, 0, f"Nearest images before and after, {group.label}", gallery["sprite"])
-    queries = gallery["queries"]
-    total, rows = len(queries) * count, math.ceil(len(queries) / columns)
-    before, after = (same_class(gallery, moment) for moment in MOMENTS)
-    begin, kind = begin_of(group), "class" if has_classes(group) else "task"
-    words = f"Of the same {kind}: {before} of {total} {begin}, {after} of {total} trained."
-    drawing.text(0, 12, words, "ink", size=SMALL)
-    for place, query in enumerate(queries):
-        left, top = place // rows * (wide + between), 44 + place % rows * (side + 6)
-        if place % rows == 0:
-            drawing.text(left, 36, "image", "soft", size=TINY)
-            drawing.text(left + side + inner, 36, f"nearest, {begin}", "soft", size=TINY)
-            drawing.text(left + side + 2 * inner + count * side, 36, "nearest, trained", "ink", size=TINY, bold=True)
-        tile(drawing, gallery, query, query, left, top, side)
-        for block, moment in enumerate(MOMENTS):
-            start = left + side + inner + block * (count * side + inner)
-            for number, other in enumerate(gallery["looks"][moment]["neighbours"][place]):
-                tile(drawing, gallery, query, other, start + number * side, top, side)
-    drawing.height = 44 + rows * (side + 6)
-    return drawing
+def has_maps(group: Group) -> bool:
+    return all((shown_gallery(group) or {})["looks"].get(moment, {}).get("points") for moment in MOMENTS)
 
 
 def same_class(gallery: Json, moment: str) -> int:
@@ -63,33 +32,60 @@ def same_class(gallery: Json, moment: str) -> int:
     return sum(label[query] == label[other] for query, row in rows for other in row)
 
 
-def tile(drawing: Drawing, gallery: Json, query: int, other: int, x: float, y: float, side: float) -> None:
-    sheet, label = gallery["sprite"], gallery["tiles"][other][1]
-    row, column = divmod(other, sheet["columns"])
-    same = label == gallery["tiles"][query][1]
-    place, title = (column * sheet["size"], row * sheet["size"]), gallery["labels"][label]
-    drawing.tile(x + 1, y, side - 2, place, title=title, opacity=1.0 if same else 0.4)
-    if not same:
-        drawing.rect(x + 1, y + side - 1, side - 2, 2.5, "bad")
+def nearest_images(group: Group, colours: Colours) -> Canvas:
+    """A row per query: itself, its nearest before, its nearest after. Another class (another task, for images without
+    labels) is faded and underlined."""
+    gallery = shown_gallery(group) or {}
+    labels, pixels = (
+        [label for _, label in gallery["tiles"]],
+        tile_pixels(gallery["sprite"], len(gallery["tiles"]), MAX_PIXELS),
+    )
+    queries, looks = gallery["queries"], [gallery["looks"][moment]["neighbours"] for moment in MOMENTS]
+    count, total = len(looks[1][0]), len(queries) * len(looks[1][0])
+    side, starts = (HALF - 20) / (2 * count + 1.6), (0.0, 1.3, count + 1.6)
+    kind, (before, after) = "class" if has_classes(group) else "task", (same_class(gallery, m) for m in MOMENTS)
+    title = f"Of the same {kind}: {before} of {total} {group.first_row}, {after} of {total} trained"
+    canvas, axes = frame(colours, side * len(queries) + 14, left=12.0, bottom=4.0, title=title)
+    for start, name in zip(starts, ("image", f"nearest, {group.first_row}", "nearest, trained"), strict=True):
+        axes.text(start, -0.1, name, color=colours["soft"])
+    for row, query in enumerate(queries):
+        for start, tiles in zip(starts, ([query], *(look[row] for look in looks)), strict=True):
+            for x, tile in enumerate(tiles):
+                left, same = start + x, labels[tile] == labels[query]
+                extent, alpha = (left + 0.03, left + 0.97, row + 0.94, row + 0.04), None if same else 0.4
+                axes.imshow(pixels[tile], extent=extent, aspect="auto", alpha=alpha, interpolation="none")
+                if not same:
+                    axes.plot([left + 0.03, left + 0.97], [row + 0.97] * 2, color=colours["bad"])
+    axes.set(xlim=(0, 2 * count + 1.6), ylim=(len(queries), -14 / side))
+    axes.axis("off")
+    return canvas
 
 
-def feature_map(group: Group, width: float) -> Drawing | None:
-    """Two maps of the same images, or none; near means similar. Axes have no meaning of their own."""
-    gallery = shown_gallery(group)
-    if gallery is None or not all(gallery["looks"][moment]["points"] for moment in MOMENTS):
-        return None
-    side = (width - 20) / 2
-    drawing = Drawing(width, 0, f"Map of features before and after, {group.label}")
-    top = task_key(drawing, 0, 10, width, range(1, len(gallery["groups"]) + 1)) + 18
-    radius = 2.6 if width > 400 else 1.7
-    for block, (moment, words) in enumerate(zip(MOMENTS, (begin_of(group), "after the stream"), strict=True)):
-        left = block * (side + 20)
-        drawing.text(left, top - 4, words, "ink" if block else "soft", size=SMALL, bold=bool(block))
-        drawing.rect(left, top + 2, side, side, "card", stroke="line")
-        points: dict[int, list[Point]] = {}
-        for task, (x, y) in zip(gallery["point_groups"], gallery["looks"][moment]["points"], strict=True):
-            points.setdefault(task, []).append((left + 10 + x * (side - 20), top + 12 + y * (side - 20)))
-        for task in sorted(points):
-            drawing.dots(points[task], f"task{task}", size=radius, opacity=0.85)
-    drawing.height = top + side + 4
-    return drawing
+def feature_map(group: Group, colours: Colours) -> Canvas:
+    """Two maps of the same images; near means similar. Axes have no meaning of their own."""
+    gallery = shown_gallery(group) or {}
+    names = range(1, len(gallery["groups"]) + 1)
+    style = {"linestyle": "", "marker": "o"}
+    keys = [(f"{'task ' * (task == 1)}{task}", style | {"color": colours[f"task{task - 1}"]}) for task in names]
+    canvas, first = frame(colours, (HALF - 20) / 2, left=4.0, bottom=4.0, keys=keys, title=" ")
+    box = first.get_position()
+    canvas.delaxes(first)
+    for place, (moment, title) in enumerate(zip(MOMENTS, (group.first_row, "after the stream"), strict=True)):
+        axes = canvas.add_axes((box.x0 + place * box.width * 0.51, box.y0, box.width * 0.49, box.height))
+        for task in names:
+            mine = [
+                p
+                for t, p in zip(gallery["point_groups"], gallery["looks"][moment]["points"], strict=True)
+                if t == task - 1
+            ]
+            axes.plot(
+                *np.reshape(mine, (-1, 2)).T,
+                "o",
+                color=colours[f"task{task - 1}"],
+                markersize=2.6,
+                alpha=0.85,
+                markeredgewidth=0,
+            )
+        axes.set(xticks=[], yticks=[], title=title, facecolor=colours["card"])
+        axes.invert_yaxis()
+    return canvas
