@@ -28,7 +28,7 @@ from ptlf.core.errors import UserError
 from ptlf.evaluation import EvaluationConfig
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.report.page import commands
+from ptlf.report.page import commands_to_repeat
 from ptlf.report.runs import read_comparison, read_run
 from ptlf.run import snapshots
 from ptlf.run.config import Config
@@ -191,7 +191,7 @@ def test_the_commands_on_its_page_repeat_a_run(root: Path, tmp_path: Path, monke
     learnt(run, config(), [day])
     ptlf.Learner.load(run, trust_code=True).learn(day, "the-same", again=True, watcher=QUIET)
     monkeypatch.chdir(tmp_path)
-    told = commands(read_run(Path("run")))
+    told = commands_to_repeat(read_run(Path("run")))
     assert len(told) == 2 + before and "learn again run/tasks/0002-the-same --name the-same --again" in told[-1]
     for line in told:
         assert main([*shlex.split(line)[1:], "--trust-code"]) == 0
