@@ -40,7 +40,7 @@ class Tracker:
         """Import what is needed; nothing is written yet. Raises a UserError if the package is missing."""
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
-        """Open the tracker's own record of the run in `folder`, or go on with it.
+        """Open the tracker's own record of the run in `folder`, or continue it.
 
         settings: of the run, nested.
         lines: of the epochs before. Those that are not in the record yet are to be added. Later ones that are in it
@@ -199,13 +199,13 @@ class Trackers:
         for name, feed in list(self.feeds.items()):
             if not feed.put(partial(act, self.members[name]), moment, last=last):
                 del self.feeds[name]
-                why = f"hangs: {self.room} calls wait for it; it is left out and the run goes on"
+                why = f"hangs: {self.room} calls wait for it; it is left out and the run continues"
                 warn(f"tracker {name!r} {why}; metrics.jsonl holds all epochs")
 
 
 def left_out(name: str, moment: str, error: BaseException) -> None:
     why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    warn(f"tracker {name!r} failed {moment} and is left out; the run goes on: {why}")
+    warn(f"tracker {name!r} failed {moment} and is left out; the run continues: {why}")
 
 
 def made(name: str) -> Tracker:

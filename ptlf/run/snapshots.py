@@ -155,7 +155,7 @@ class Snapshots:
         try:
             check_state(state)
         except ValueError as error:
-            raise damaged(last, error, "remove that file to go on from the one before it") from None
+            raise damaged(last, error, "remove that file to continue from the one before it") from None
         known = state.get("tasks", len(parts.stream.tasks))
         check_same_run(state, parts, self.images_begun(min(state["position"]["task"], known - 1)))
         try:

@@ -398,7 +398,7 @@ def test_a_full_queue_leaves_a_tracker_out_and_the_others_go_on(tmp_path, capsys
     trackers.end("finished")
     told = capsys.readouterr().err
     assert told.count("\n") == 1
-    assert "tracker 'test_trackers:Blocks' hangs: 2 calls wait for it; it is left out and the run goes on" in told
+    assert "tracker 'test_trackers:Blocks' hangs: 2 calls wait for it; it is left out and the run continues" in told
     assert free.calls == [("epoch", epoch, epoch / 2) for epoch in range(1, 9)]
     blocks.opened.set()
 
