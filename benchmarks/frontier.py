@@ -15,8 +15,8 @@ from rich.console import Console
 
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
-from ptlf.cli import folder, share, whole
-from ptlf.commands import check_alone, tell_count, tell_once, write_page
+from ptlf.commands.parser import folder, share, whole
+from ptlf.commands.train import check_alone, tell_count, tell_once, write_page
 from ptlf.core.errors import UserError
 from ptlf.report import paired
 from ptlf.report.figures.frontier import COSTS, leading, points, relative_costs

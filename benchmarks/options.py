@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ptlf.cli import DEBUG, Parser, add_option, escape_surrogates, exit_code, new_file, parse_options, whole
+from ptlf.cli import escape_surrogates, exit_code
+from ptlf.commands.parser import DEBUG, Parser, add_option, new_file, parse_options, pixels, positive
 
 Add = Callable[..., None]  # adds an option
-positive = partial(whole, ge=1, le=1_000_000)
-pixels = partial(whole, ge=1, le=8192)
 
 
 def script(command: str, about: str, *, settings: bool = True, **texts: Any) -> tuple[Parser, Add]:
@@ -29,7 +28,7 @@ def add_steps(add: Add) -> None:
 
 
 def add_json(add: Add) -> None:
-    add("--json", "also write the figures to this file", partial(new_file, end=".json"))
+    add("--json", "also write the figures to this file", partial(new_file, ends=[".json"]))
 
 
 def run_script(

@@ -13,15 +13,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.options import add_json, pixels, run_script, script
 from benchmarks.printing import show_comparison
 from benchmarks.timing import Row, noise_for, save_rows, time_steps
-from ptlf.cli import folder, whole
-from ptlf.commands import check_alone, tell_once
+from ptlf.commands.parser import bounded, folder
+from ptlf.commands.train import check_alone, tell_once
 from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
 from ptlf.report.live import Live, console, tell
@@ -44,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, add = script(PROGRAM, __doc__)
     add("--recipes", "default: LUMP and PTLF with SimSiam on split-cifar10", nargs="+", metavar="RECIPE")
     add("--from", "train nothing: finished runs", folder, nargs="+", dest="folders", metavar="DIR")
-    add(
-        "--noise", "train on N noise images in all; nothing is tested then", partial(whole, ge=1, le=10**9), metavar="N"
-    )
+    add("--noise", "train on N noise images in all; nothing is tested then", bounded(int, 1, 10**9), metavar="N")
     add("--size", "side of the noise images in pixels (default: 32)", pixels)
     add("--out", "keep each run in a folder below this", folder, metavar="DIR")
     add_json(add)

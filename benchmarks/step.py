@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.options import add_json, add_steps, run_script, script
 from benchmarks.printing import show_kernels, show_rows
 from benchmarks.timing import RANGE, Row, noise_for, save_rows, time_steps
-from ptlf.cli import folder, whole
+from ptlf.commands.parser import folder, whole
 from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
 from ptlf.report.live import console

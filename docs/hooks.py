@@ -71,7 +71,7 @@ def relink(text: str, place: Path) -> str:
 
 
 def commands_page() -> str:
-    from ptlf.cli import make_parser
+    from ptlf.commands.parser import make_parser
 
     lines = [
         "# Commands",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
-from ptlf.cli import Parser, new_file, whole
-from ptlf.commands import check_alone, tell_count
+from ptlf.commands.parser import Parser, new_file, whole
+from ptlf.commands.train import check_alone, tell_count
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
 from ptlf.report.live import console, tell
@@ -39,7 +39,7 @@ def make_parser() -> Parser:
     add("--plan", PLAN, bool)
     add("--show", "train nothing: print the tables, or draw the figures, from the runs that are there", bool)
     about = "train nothing: write this Markdown page from the runs that are there"
-    add("--write", about, partial(new_file, end=".md"), metavar="FILE")
+    add("--write", about, partial(new_file, ends=[".md"]), metavar="FILE")
     add("--pictures", "folder for the pictures of `figures` (default: figures in the folder of the runs)", Path)
     return parser
 

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +85,18 @@ def before_call(
 
 def half_written(count: int, then: Callable[[], None]) -> None:
     """Call `then`, in the thread that writes, when half of the bytes of the count-th checkpoint are in the file."""
-    whole, calls = checkpoint.sealed, [0]
+    whole, calls = checkpoint.write_whole, [0]
 
-    def wrapped(pieces: Sequence[checkpoint.Piece]) -> list[checkpoint.Piece] | Iterator[bytes]:
+    def wrapped(path: Path, pieces: list[bytes]) -> None:
         calls[0] += 1
-        return halves(whole(pieces)) if calls[0] == count else whole(pieces)
+        whole(path, halves(pieces) if calls[0] == count else pieces)
 
-    def halves(pieces: list[checkpoint.Piece]) -> Iterator[bytes]:
+    def halves(pieces: list[bytes]) -> Iterator[bytes]:
         data = b"".join(pieces)
         yield data[: len(data) // 2]
         then()
 
-    checkpoint.sealed = wrapped  # type: ignore[assignment]
+    checkpoint.write_whole = wrapped  # type: ignore[assignment]
 
 
 def while_writing(count: int) -> None:
@@ -186,9 +186,7 @@ def differences(one: Path, other: Path) -> list[str]:
         values = [[lasting(json.loads(line)) for line in part if line] for part in lines]
         found += [name] * (values[0] != values[1])
     found += ["encoder"] * ((one / "encoder.safetensors").read_bytes() != (other / "encoder.safetensors").read_bytes())
-    states = [
-        checkpoint.deserialise(checkpoint.unsealed(run / "checkpoints" / "after-task02.ckpt")) for run in (one, other)
-    ]
+    states = [checkpoint.read_checkpoint(run / "checkpoints" / "after-task02.ckpt") for run in (one, other)]
     for name in ("model", "method", "optimizer", "random", "freezing", "position"):
         found += [f"checkpoint {name}"] * (not same(states[0][name], states[1][name]))
     return found

@@ -15,7 +15,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from ptlf.cli import MOVED, main, make_parser, parse_words
+from ptlf.cli import MOVED, main
+from ptlf.commands.parser import make_parser, parse_words
 from ptlf.encoders import ENCODERS
 from ptlf.report.paired import interval
 from ptlf.run.recipes import VARIANTS, resolve_config
@@ -128,7 +129,7 @@ def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypat
     photograph.write_text("a photograph")
     monkeypatch.chdir(tmp_path)
     for words, told in {
-        ("report", str(tmp_path), "--out"): "must name a page, such as report.html, not",
+        ("report", str(tmp_path), "--out"): "must name a file that ends with .html or .htm, not",
     }.items():
         with pytest.raises(SystemExit):
             main([*words, photograph.name])
@@ -371,7 +372,7 @@ def test_an_error_of_a_plugin_is_not_blamed_on_the_system_or_the_user(capsys, tm
         with pytest.raises(OSError, match=why):
             main(["train", "--out", name, *QUICK, "--method", f"broken_method:{name}"])
     capsys.readouterr()
-    monkeypatch.setattr("ptlf.commands.pack_images", lambda *given, **how: Path("images/x/y.png").read_bytes())
+    monkeypatch.setattr("ptlf.commands.data.pack_images", lambda *given, **how: Path("images/x/y.png").read_bytes())
     for source, code in {"images": 2, "images.npz": None}.items():  # a file of the user's, and another
         words = ["data", "pack", source, "--name", "x", "--size", "8"]
         with nullcontext() if code else pytest.raises(FileNotFoundError):

@@ -26,7 +26,7 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.stream.folders import pack_folder
-from ptlf.training.trainer import StepCost
+from ptlf.training.trainer import MeasuredStep
 
 pytestmark = pytest.mark.slow
 
@@ -259,7 +259,7 @@ def outcome(case: Case, out: Path, **changed: Any) -> dict[str, Any]:
     """The results of a run, without what only repeats the configuration."""
     run = Run(case.config(**changed), out if case.settings is SAVING else None)
     if not run.freezing.policy.freezes:  # then nothing is saved, and measuring takes longer than training
-        run.trainer.cost_of_step = lambda indices: StepCost(0, 0.0, None)
+        run.trainer.cost_of_step = lambda indices: MeasuredStep(0, 0.0, None)
     results = run.train()
     parts = ("class_order", "tasks", "eval_splits", "units", "probes", "reference", "freezing", "cost")
     encoder = run.model.encoder.state_dict()

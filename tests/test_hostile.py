@@ -17,7 +17,7 @@ from ptlf.core.settings import merge, nested
 from ptlf.encoders import ENCODERS
 from ptlf.run.config import Config
 from ptlf.run.recipes import resolve_config
-from ptlf.training.checkpoint import deserialise, sealed, serialise, unsealed
+from ptlf.training.checkpoint import HostCopy, read_checkpoint, write_checkpoint
 
 QUICK = [
     "--recipe", "digits/simsiam/lump", "--stream.groups", "[[0, 1]]", "--training.epochs", "1", "--training.batch",
@@ -66,9 +66,9 @@ def poison(folder: Path, place: str, name: str = "evil:Evil") -> None:
         changed[(section, *rest)[-1]] = name
         path.write_text(write(values))
     for path in (folder / "checkpoints").iterdir():
-        state = deserialise(unsealed(path))
+        state = read_checkpoint(path)
         state["settings"] = yaml.safe_load((folder / "config.yaml").read_text())
-        path.write_bytes(b"".join(sealed(serialise(state))))
+        write_checkpoint(path, HostCopy(state))
 
 
 def commands(at: Path) -> dict[str, list[str]]:

@@ -52,7 +52,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
         about = message_from_bytes(file.read(f"ptlf-{ptlf.__version__}.dist-info/METADATA"))
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ptlf").rglob("*.*") if path.suffix != ".pyc"}
     assert names == sources
-    assert {"ptlf/py.typed", "ptlf/report/templates/page.html", "ptlf/completion.txt"} <= names
+    assert {"ptlf/py.typed", "ptlf/report/templates/page.html"} <= names
     assert about["Version"] == ptlf.__version__
     extras = {"all", "cluster", "export", "lightning", "test", "timm", "trackers"}
     assert extras <= set(about.get_all("Provides-Extra"))

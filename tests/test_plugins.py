@@ -14,7 +14,7 @@ import pytest
 from conftest import run_cli
 from test_every_key import another, cases, outcome, value_at
 
-from ptlf.cli import keys_help
+from ptlf.commands.parser import keys_help
 from ptlf.core.errors import UserError
 from ptlf.core.registry import Registry
 from ptlf.core.settings import nested

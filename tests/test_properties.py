@@ -33,7 +33,7 @@ from PIL import Image
 from ptlf.core.settings import describe
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
-from ptlf.training.checkpoint import deserialise, sealed, serialise, unsealed
+from ptlf.training.checkpoint import HostCopy, encode, first_line, read_checkpoint
 
 pytestmark = pytest.mark.slow
 SECONDS = 120  # an example that takes longer hangs
@@ -195,9 +195,10 @@ def damage_checkpoint(file: Path, draw: st.DrawFn) -> bytes:
     if draw(st.integers(0, 3)) == 0:
         return damage_bytes(file.read_bytes(), draw)
     tensors = st.sampled_from([torch.zeros(0), torch.zeros(3), torch.full((2, 2), torch.nan), torch.zeros(1).long()])
-    state = changed(deserialise(unsealed(file)), draw, st.one_of(ODD, tensors))
+    state = changed(read_checkpoint(file), draw, st.one_of(ODD, tensors))
     try:
-        return b"".join(sealed(serialise(state)))
+        data = encode(HostCopy(state))
+        return first_line(data) + data
     except (TypeError, ValueError, AttributeError):  # no state that could be stored
         assume(False)
         raise
@@ -273,7 +274,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.fromarray(pixels).save(at / "photos" / name / f"{number}.png")
     run_cli("train", "--out", at / "done", *QUICK, "--evaluation.gallery", "true")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: StopsAt(3))
+        patch.setattr("ptlf.commands.train.Live", lambda name: StopsAt(3))
         steps = ["--checkpoint.every_steps", "1"]
         run_cli("train", "--out", at / "half", *QUICK, *steps, code=128 + signal.SIGTERM)
     pack = ["data", "pack", at / "photos", "--name", "set", "--size", "8", "--data-root", at / "data"]
@@ -287,7 +288,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a run its page takes long; `report` is tried for itself."""
-    monkeypatch.setattr("ptlf.commands.write_page", lambda *words: None)
+    monkeypatch.setattr("ptlf.commands.train.write_page", lambda *words: None)
 
 
 @contextlib.contextmanager
@@ -298,7 +299,7 @@ def only_built() -> Iterator[None]:
         Run(config, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ptlf.commands.train_in", build)
+        patch.setattr("ptlf.commands.train.train_in", build)
         yield
 
 

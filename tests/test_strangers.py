@@ -24,7 +24,7 @@ from PIL import Image
 from safetensors.torch import save
 
 from ptlf.cli import main
-from ptlf.training.checkpoint import deserialise, sealed, serialise, unsealed
+from ptlf.training.checkpoint import HostCopy, first_line, read_checkpoint, write_checkpoint
 
 QUICK = [
     "--recipe", "digits/simsiam/ptlf", "--stream.groups", "[[0, 1], [2, 3]]", "--training.epochs", "1",
@@ -71,9 +71,9 @@ def resealed(change: Callable[[dict[str, Any]], Any]) -> Row:
 
     def words(at: Path) -> list[str]:
         path = max((at / "half" / "checkpoints").iterdir(), key=lambda path: "task02" in path.name)
-        state = deserialise(unsealed(path))
+        state = read_checkpoint(path)
         change(state)
-        path.write_bytes(b"".join(sealed(serialise(state))))
+        write_checkpoint(path, HostCopy(state))
         return ["train", "--resume", str(at / "half")]
 
     return words
@@ -81,7 +81,8 @@ def resealed(change: Callable[[dict[str, Any]], Any]) -> Row:
 
 def deep_checkpoint(at: Path) -> list[str]:
     for path in (at / "half" / "checkpoints").iterdir():
-        path.write_bytes(b"".join(sealed([save({}, {"state": "[" * 100_000})])))
+        data = save({}, {"state": "[" * 100_000})
+        path.write_bytes(first_line(data) + data)
     return ["train", "--resume", str(at / "half")]
 
 
@@ -303,7 +304,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     assert main(["train", "--out", str(folder / "done"), *QUICK]) == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: StopsAt(3))
+        patch.setattr("ptlf.commands.train.Live", lambda name: StopsAt(3))
         code = main(["train", "--out", str(folder / "half"), *QUICK, "--checkpoint.every_steps", "1"])
     assert code == 128 + signal.SIGTERM
     return folder
@@ -399,7 +400,7 @@ def test_a_download_that_does_not_end_well(
 
 LIMITED = """
 import resource, sys
-from ptlf import commands
+import ptlf.commands.data
 from ptlf.cli import main
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (600 << 20),) * 2)

@@ -1,6 +1,6 @@
 """Faster code for the parts of a training step, mostly for GPUs. Numerics are those of the plain code but for rounding.
 
-`FastParts` runs encoder, heads, losses and views; the other functions say when a captured step has to be captured anew.
+`FastParts` runs encoder, heads, losses and views; the others tell when a step must be captured again.
 """
 
 from ptlf.kernels.parts import FastParts, module_variant

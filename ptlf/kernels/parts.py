@@ -38,7 +38,7 @@ DYNAMO = {
 
 class FastParts(Accelerator):
     """Triton kernels where they fit, for any number of rows, and compiled code for the rest, for full batches: a
-    multiple of `batch` rows. An epoch's last, smaller batch runs as it is: every size would be compiled anew."""
+    multiple of `batch` rows. An epoch's last, smaller batch runs as it is: every size would be compiled again."""
 
     takes_views_in_one_pass = staticmethod(norm.takes_views_in_one_pass)
 
@@ -92,7 +92,7 @@ def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
 
 
 def repeated_blocks(encoder: nn.Module) -> list[nn.Module]:
-    """The modules, made of others, that stand in a list beside another of their type; the innermost of them."""
+    """The modules, made of others, that share a list with another of their type; the innermost of them."""
     repeated = []
     for parent in encoder.modules():
         if isinstance(parent, nn.Sequential | nn.ModuleList):
@@ -131,11 +131,11 @@ def module_variant(module: nn.Module) -> str:
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_part(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
 
 
 def run_compiled(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Compiles when it runs. The compiler's settings hold for this call alone."""
     with torch._dynamo.config.patch(DYNAMO):
-        return compiled(function)(*arguments, **named)
+        return compile_part(function)(*arguments, **named)

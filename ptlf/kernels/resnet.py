@@ -230,8 +230,8 @@ class Forward:
         settings: tuple[Pair, Pair] = layer.stride, layer.padding  # type: ignore[assignment]
         if isinstance(replaced_forward(layer), FrozenLayer):
             return frozen_conv2d(x, weight, None, *settings)
-        beside = weight.requires_grad and weight.dtype is not layer.weight.dtype  # then `cast` joins them
-        return weight_gradients.conv2d(x, weight, *settings) if beside else F.conv2d(x, weight, None, *settings)
+        overlapped = weight.requires_grad and weight.dtype is not layer.weight.dtype  # then `cast` waits for them
+        return weight_gradients.conv2d(x, weight, *settings) if overlapped else F.conv2d(x, weight, None, *settings)
 
     def norm_relu(
         self, x: Tensor, norm: ViewBatchNorm2d, residual: Term = None, extra: Term = None,

@@ -1,4 +1,4 @@
-"""A trained convolution whose weight gradient is computed beside the rest of backward.
+"""A trained convolution whose weight gradient is computed in parallel to the rest of backward.
 
 Only the optimizer waits for a weight gradient. In a captured step weight gradients form a branch of the graph of their
 own: its products keep the arithmetic units busy while the passes of the norms wait for memory. The kernels are the

@@ -28,7 +28,7 @@ class Cassle(Method[CassleConfig]):
 
     Config = CassleConfig
     distills = True
-    step_kinds = 2
+    recapture = "second_task"
 
     def __init__(self, config: CassleConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)

@@ -24,7 +24,7 @@ class DER(Method[DERConfig]):
 
     Config = DERConfig
     needs_memory = True
-    step_kinds = 1
+    recapture = "never"
     needs_outputs = True
 
     memory: Memory

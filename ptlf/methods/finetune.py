@@ -1,15 +1,15 @@
-"""Finetune: the objective alone, task after task. Multitask: the objective alone, on all tasks at once."""
+"""Finetune: only the objective, task after task. Multitask: only the objective, on all tasks at once."""
 
 from ptlf.methods.method import Method, MethodConfig
 
 
 class Finetune(Method[MethodConfig]):
-    """The objective alone, task after task."""
+    """Only the objective, task after task."""
 
-    step_kinds = 1
+    recapture = "never"
 
 
 class Multitask(Finetune):
-    """The objective alone, on all tasks at once: what could be had without forgetting."""
+    """Only the objective, on all tasks at once: an upper bound without forgetting."""
 
     joint = True

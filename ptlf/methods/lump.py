@@ -24,7 +24,7 @@ class Lump(Method[LumpConfig]):
 
     Config = LumpConfig
     needs_memory = True
-    step_kinds = 1  # whether a step mixes is in lam
+    recapture = "never"  # whether a step mixes is in lam
     mixes_images = True
     baseline = True
 

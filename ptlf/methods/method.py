@@ -2,14 +2,13 @@
 
 The moments, in order: `begin_task`, then per step `draw` (host randomness), `mix` (what the loss sees), `losses`,
 `after_backward` (before the optimizer's step), `remember` (after it), and `end_task`. Its parameters are trained with
-the model's. Everything that a method needs to go on after a break is in its `state_dict`; `begin_task` is not called
-again for a task that goes on.
+the model's. All that a resumed run needs is in its `state_dict`; `begin_task` is not called again for a resumed task.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +29,17 @@ C = TypeVar("C", bound=MethodConfig)
 
 class Method(nn.Module, Generic[C]):
     Config: type[MethodConfig] = MethodConfig
-    joint = False  # trains on all tasks at once
-    grows = False  # its encoder has more parts with more tasks
-    needs_memory = False
+    joint = False  # the stream becomes one task of all images
+    grows = False  # a checkpoint of a stream with fewer tasks may lack parts of the encoder
+    needs_memory = False  # `memory` is there even if the freezing needs none
     needs_outputs = False  # the memory stores the encoder's vectors too
-    freezable = True
-    # 1: the steps of all tasks are the same operations; 2: those of the first task differ; None: each task has its own.
-    step_kinds: int | None = None
-    mixes_images = False  # so that a label per image says nothing
-    distills = False  # compares projections with an earlier model's: the objective must know how
+    freezable = True  # may be combined with a freezing policy
+    # Before which tasks a captured step (a CUDA graph) is recorded again, because its operations differ.
+    recapture: Literal["every_task", "second_task", "never"] = "every_task"
+    mixes_images = False  # a label per image says nothing: refuses objectives that need labels
+    distills = False  # compares projections with an earlier model's: refuses objectives without `distill`
+    baseline = False  # costs in reports are relative to a run of it without freezing
     presets: ClassVar[Presets] = {}
-    baseline = False  # a run of it without freezing is what costs are relative to
 
     def __init__(self, config: C, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         """`memory` is there when the method or the freezing needs one; `generator` is the method's own randomness."""
@@ -51,17 +50,18 @@ class Method(nn.Module, Generic[C]):
 
     @staticmethod
     def adapt_encoder(config: Any, encoder: nn.Module, tasks: int) -> nn.Module:
-        """The encoder this method trains on a stream of so many tasks, made from the one asked for."""
+        """The encoder this method trains on a stream of this many tasks, made from the configured one."""
         return encoder
 
     def begin_task(self, index: int, model: Model) -> None:
         """Called before the first step of task `index` (from 0)."""
         self.task = index
 
-    def branch(self) -> str:
-        """What a step's operations depend on, beside which units are frozen. A graph captured in an earlier task is
-        replayed in this one only if its branch was the same."""
-        return f"task {self.task if self.step_kinds is None else min(self.task, self.step_kinds - 1)}"
+    def graph_key(self) -> str:
+        """What a step's operations depend on, besides which units are frozen. A graph captured in an earlier task is
+        replayed in this one only if its key was the same."""
+        recorded_in = {"every_task": self.task, "second_task": min(self.task, 1), "never": 0}
+        return f"task {recorded_in[self.recapture]}"
 
     def draw(self, batch: int) -> dict[str, Tensor]:
         """The randomness of one step as host tensors; they reach the step as `batch.draws`."""

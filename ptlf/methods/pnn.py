@@ -45,7 +45,7 @@ class PNN(Method[PNNConfig]):
         assert isinstance(model.encoder, Columns)
         model.encoder.begin(index)
         for module in model.objective.modules():
-            # A moving average goes on as a copy of the encoder, norms' statistics included: its older columns would
+            # A moving average continues from a copy of the encoder, norms' statistics included: its older columns would
             # follow the encoder's, which no longer move, and rounding has moved the columns that had not begun.
             if isinstance(module, Columns):
                 module.load_state_dict(model.encoder.state_dict())

@@ -31,7 +31,7 @@ class SI(Method[SIConfig]):
     """
 
     Config = SIConfig
-    step_kinds = 2
+    recapture = "second_task"
 
     def __init__(self, config: SIConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)

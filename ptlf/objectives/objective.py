@@ -34,7 +34,7 @@ C = TypeVar("C", bound=ObjectiveConfig)
 
 class Objective(nn.Module, Generic[C]):
     Config: type[ObjectiveConfig] = ObjectiveConfig
-    needs_labels = False
+    needs_labels = False  # refuses streams and methods without a label per image
     presets: ClassVar[Presets] = {}
 
     projector: nn.Module

@@ -26,7 +26,7 @@ class MomentumTeacher(Teacher):
     """A moving average of the trained weights; its norms keep running statistics of their own.
 
     At each step the teacher keeps a share of itself that rises from `start` to `end` by half a cosine over the steps of
-    a task, and starts anew with the next task (as in CaSSLe's code). It is computed on the device from a step counter.
+    a task, and starts again with the next task (as in CaSSLe's code). It is computed on the device from a step counter.
     """
 
     step: Tensor
@@ -57,8 +57,8 @@ class MomentumTeacher(Teacher):
 
 
 class PreviousModel(Teacher):
-    """Encoder and projector as the last task left them. Their norms use batch statistics and leave their running ones
-    alone; weights never move. Other buffers that a forward in train mode changes, as those of a spectral norm, do."""
+    """Encoder and projector as the last task left them. Norms use batch statistics and do not update their running
+    ones; weights never move. Other buffers that a forward in train mode changes, as those of a spectral norm, do."""
 
     def __init__(self, encoder: nn.Module, projector: nn.Module) -> None:
         super().__init__(encoder, projector)

@@ -1,4 +1,4 @@
-"""VICReg: the views' projections are drawn together while every dimension keeps its variance and says its own."""
+"""VICReg: the views' projections agree, while every dimension keeps its variance and no two correlate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class VICReg(Objective[VICRegConfig]):
         return vicreg_loss(z1, z2, self.config.invariance, self.config.variance, self.config.covariance)
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        """Invariance alone, as in CaSSLe: the earlier model's projections have their variance already."""
+        """Only invariance, as in CaSSLe: the earlier model's projections have their variance already."""
         return self.config.invariance * mean_over_views(F.mse_loss, predicted, old)
 
 

@@ -39,16 +39,6 @@ NOISE = 0.02  # share of a cost: a smaller difference is not told in the headlin
 MANY = 3  # runs beside the baseline, from which on the page says who is best at what in place of a sentence per run
 
 
-def report(folders: Sequence[Path], out: Path | None, figures: Path | None, baseline: str | None) -> None:
-    """The command: the pictures as files, the page, or both."""
-    if figures:
-        print(f"{write_figures(folders, figures, baseline)} files in {figures}")
-    if out or not figures:
-        out = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-        runs = write_report(folders, out, baseline)
-        print(f"{out} ({runs} run{'s' * (runs > 1)})")
-
-
 def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
     """How many runs it shows."""
     comparison = read_comparison(folders, baseline)

@@ -22,7 +22,7 @@ from ptlf.run.start import find_given, make_reference, starting_encoder
 from ptlf.stream import Stream
 from ptlf.stream.images import open_images
 from ptlf.stream.loading import Sources
-from ptlf.training.distributed import make_alike
+from ptlf.training.distributed import broadcast_and_sync_bn
 from ptlf.training.trainer import Trainer
 from ptlf.views import View, normalise
 
@@ -76,7 +76,7 @@ def build_components(
     if channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     method = build.make_method(config, stream, model, view_size, random["method"]).to(device)
-    make_alike([model, method], config.distributed)
+    broadcast_and_sync_bn([model, method], config.distributed)
     parameters = [*model.parameters(), *method.parameters()]
     optimizer = build.make_optimizer(config.training, [p for p in parameters if p.requires_grad])
     trainer = Trainer(

@@ -10,7 +10,7 @@ from ptlf import evaluation
 from ptlf.core.reading import recordable
 from ptlf.run.results import to_columns
 from ptlf.training.checkpoint import Position
-from ptlf.training.trainer import EpochResult, StepCost
+from ptlf.training.trainer import EpochResult, MeasuredStep
 
 Row = list[float | None]
 # Of seconds, by their name in the record; `measuring` is of a step's bytes and FLOPs.
@@ -40,14 +40,14 @@ class Record:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Those that `vars` gave. Older ones lack what came later."""
         for each in fields(self):
-            if each.name in state:
+            if state.get(each.name) is not None:
                 setattr(self, each.name, state[each.name])
 
     def begin_epoch(self, spent: Mapping[str, float]) -> None:
         self.spent_before, self.newly_frozen = dict(spent), []
 
     def end_epoch(
-        self, at: Position, result: EpochResult, spent: Mapping[str, float], cost: StepCost, frozen: int, sent: int
+        self, at: Position, result: EpochResult, spent: Mapping[str, float], cost: MeasuredStep, frozen: int, sent: int
     ) -> dict[str, Any]:
         """The epoch's line. `sent` are the bytes that a step exchanges with other processes."""
         took = {purpose: spent.get(purpose, 0.0) - self.spent_before.get(purpose, 0.0) for purpose in LEARNING}

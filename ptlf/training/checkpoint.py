@@ -8,16 +8,16 @@ import hashlib
 import json
 import re
 import shlex
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,16 +28,15 @@ from ptlf.core.settings import key
 
 KIND = b"ptlf checkpoint "
 MAGIC = KIND + b"1 sha256 "
-Piece = bytes | memoryview
 NAME = re.compile(r"(?:after-task(\d+)|task(\d+)-epoch(\d+)-step(\d+))\.ckpt")
 
 
 @dataclass
 class CheckpointConfig:
     enabled: bool = key(True, "save checkpoints; false = a run that is stopped starts again from the beginning")
-    every_epochs: int = key(1, "save after every so many epochs of a task; 0 = only after each task", ge=0)
-    every_steps: int = key(0, "save after every so many steps of an epoch too; 0 = never", ge=0)
-    every_minutes: float = key(0.0, "save after so many minutes without a checkpoint too; 0 = never", ge=0)
+    every_epochs: int = key(1, "save every N epochs of a task; 0 = only after each task", ge=0)
+    every_steps: int = key(0, "also save every N steps of an epoch; 0 = never", ge=0)
+    every_minutes: float = key(0.0, "also save after N minutes without a checkpoint; 0 = never", ge=0)
     keep: int = key(2, "how many to keep, besides the one after each task", ge=1)
     keep_tasks: int | None = key(None, "how many of those after each task to keep, the last ones; null = all", ge=1)
 
@@ -79,15 +78,14 @@ class DamagedCheckpoint(Exception):
 class Checkpoints:
     """The checkpoints of one run, in FOLDER/checkpoints. One at a time is written, by a thread."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, go_on: str = "") -> None:
-        """go_on: what to type to go on with the run."""
-        self.go_on = go_on or f"ptlf train --resume {shlex.quote(str(folder))}"
+    def __init__(self, folder: Path, config: CheckpointConfig, resume_command: str = "") -> None:
+        """resume_command: what to type to continue the run."""
+        self.resume_command = resume_command or f"ptlf train --resume {shlex.quote(str(folder))}"
         self.run, self.folder, self.config = folder, folder / "checkpoints", config
         self.last: Path | None = None  # that was written, or loaded
         self._saved_at = time.monotonic()
         self._memory: dict[str, Tensor] = {}  # that states are copied to
-        self._thread: threading.Thread | None = None
-        self._failed: BaseException | None = None  # why the thread could not write
+        self._writing: Future[None] | None = None
 
     def due(self, position: Position) -> bool:
         """Whether to save at this position."""
@@ -100,50 +98,41 @@ class Checkpoints:
     def save(self, position: Position, state: Mapping[str, Any]) -> None:
         """Copies the state and has it written. Waits for the write before this one, and raises its error."""
         self.finish()
-        path, pieces = self.folder / position.file, serialise(state, self._memory)
+        path, copy = self.folder / position.file, HostCopy(state, self._memory)
         self._saved_at = time.monotonic()
-        # Not a daemon: Python waits for it before it exits.
-        self._thread = threading.Thread(target=self._write, args=(path, pieces), name=f"writes {path.name}")
+        thread = ThreadPoolExecutor(1)  # Python waits for it before it exits
         try:
-            self._thread.start()
+            self._writing = thread.submit(self._write, path, copy)
         except RuntimeError:  # the system gives no more threads
-            self._thread = None
-            self._write(path, pieces)
+            self._write(path, copy)
+        finally:
+            thread.shutdown(wait=False)
 
     def finish(self) -> None:
         """Wait until the state last saved is on the disk. Raises the error if it could not be written, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
-    def _write(self, path: Path, pieces: Sequence[Piece]) -> None:
+    def _write(self, path: Path, copy: "HostCopy") -> None:
         """In the thread. It calls nothing of CUDA: meanwhile the training thread may be capturing a graph."""
         try:
-            self._make_folder(path)
-            write_whole(path, sealed(pieces))
+            try:
+                self.folder.mkdir(exist_ok=True)
+                sync_folder(self.run)
+            except OSError as error:
+                raise write_error(path, error) from error
+            write_checkpoint(path, copy)
             self.last = path
             self._remove_old()
         except UserError as error:
-            rest = "nothing of this run is saved yet"
+            hint = "nothing of this run is saved yet"
             if self.last is not None:
-                rest = f"put that right, and `{self.go_on}` goes on from {self.last.name}"
-            self._failed = UserError(f"{str(error).partition(';')[0]}; {rest}")
-            self._failed.__cause__ = error
-        except BaseException as error:
-            self._failed = error
-
-    def _make_folder(self, path: Path) -> None:
-        try:
-            self.folder.mkdir(exist_ok=True)
-            sync_folder(self.run)
-        except OSError as error:
-            raise write_error(path, error) from error
+                hint = f"put that right, and `{self.resume_command}` continues from {self.last.name}"
+            raise UserError(f"{str(error).partition(';')[0]}; {hint}") from error
 
     def _remove_old(self) -> None:
-        files = self._found()
+        files = self._find()
         after_tasks = [path for path in files if path.name.startswith("after-")]
         within_tasks = [path for path in files if path not in after_tasks]
         for old in within_tasks[: -self.config.keep] + after_tasks[: -(self.config.keep_tasks or len(files))]:
@@ -159,7 +148,7 @@ class Checkpoints:
             part.unlink(missing_ok=True)
         for path in reversed(self.files()):
             try:
-                state = deserialise(unsealed(path))
+                state = read_checkpoint(path)
             except DamagedCheckpoint as reason:
                 path.rename(path.with_name(path.name + ".damaged"))
                 processes.warn(f"{path} is damaged ({reason}); trying the one before it")
@@ -169,95 +158,67 @@ class Checkpoints:
         return None
 
     def check_version(self) -> None:
-        """Refuse to go on from a checkpoint of another version of ptlf. Only the newest file's first bytes are read."""
+        """Refuse to resume from a checkpoint of another version of ptlf. Reads only the newest file's first bytes."""
         for path in self.files()[-1:]:
             with open(path, "rb") as file:
-                check_head(path, file.read(len(MAGIC)))
+                check_magic(path, file.read(len(MAGIC)))
 
     def files(self) -> list[Path]:
         """Oldest first."""
         self.finish()
-        return self._found()
+        return self._find()
 
-    def _found(self) -> list[Path]:
+    def _find(self) -> list[Path]:
         found = [(Position.of_file(path.name), path) for path in self.folder.glob("*.ckpt")]
         return [path for position, path in sorted((p, path) for p, path in found if p is not None)]
 
 
 SCALARS = {bool, int, float, str, type(None)}
-# Of safetensors.
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 
 
-def serialise(state: Mapping[str, Any], memory: dict[str, Tensor] | None = None) -> list[Piece]:
-    """Nested dicts (with string keys), lists, numbers, strings and tensors as the pieces of a safetensors file.
+class HostCopy:
+    """A copy of nested dicts (with string keys), lists, numbers, strings and tensors. The original may change while the
+    copy is written."""
 
-    All of it is copied, so that the state may change while the pieces are written.
-    memory: host tensors by name, used again by the next call with the same dict; their content is then another.
-    """
-    memory = {} if memory is None else memory
-    before, devices = dict(memory), set()
-    memory.clear()
+    def __init__(self, state: Mapping[str, Any], memory: dict[str, Tensor] | None = None) -> None:
+        """memory: host tensors by name, used again by the next copy with the same dict, which overwrites this one."""
+        self.tensors = {} if memory is None else memory
+        self._before, self._devices = dict(self.tensors), set[torch.device]()
+        self.tensors.clear()
+        self.plain = self._copied(state, "")
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # the copies are done
 
-    def plain(value: Any, path: str) -> Any:
+    def _copied(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            memory[path] = copied(value.detach(), before.get(path))
-            devices.add(value.device)
+            self._devices.add(value.device)
+            self.tensors[path] = copy_to_host(value.detach(), self._before.get(path))
             return {"$tensor": path}
         if isinstance(value, Mapping):
-            start = f"{path}/" if path else ""
-            return {n: part if type(part) in SCALARS else plain(part, f"{start}{n}") for n, part in value.items()}
+            items = ((name, part, f"{path}/{name}" if path else name) for name, part in value.items())
+            return {name: part if type(part) in SCALARS else self._copied(part, at) for name, part, at in items}
         if isinstance(value, (list, tuple)):
-            return [p if type(p) in SCALARS else plain(p, f"{path}/{index}") for index, p in enumerate(value)]
+            return [p if type(p) in SCALARS else self._copied(p, f"{path}/{index}") for index, p in enumerate(value)]
         return value
 
-    header: dict[str, Any] = {"__metadata__": {"state": json.dumps(plain(state, ""))}}
-    names = sorted(memory, key=lambda name: (-memory[name].itemsize, name))  # the widest first: all are aligned
-    end = 0
-    for name in names:
-        start, end = end, end + memory[name].nbytes
-        shape = list(memory[name].shape)
-        if (dtype := DTYPES.get(memory[name].dtype)) is None:
-            raise TypeError(f"{name} is of {memory[name].dtype}, which a checkpoint cannot hold")
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the copies are done
-    return [len(text).to_bytes(8, "little"), text, *(bytes_of(memory[name]) for name in names)]
 
-
-def copied(value: Tensor, memory: Tensor | None) -> Tensor:
-    """A contiguous copy on the host, in this memory if it fits. A copy from a GPU has only begun."""
+def copy_to_host(value: Tensor, memory: Tensor | None) -> Tensor:
+    """A contiguous copy, in this memory if it fits. A copy from a GPU has only begun."""
     if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
         memory = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
     return memory.copy_(value.contiguous() if value.is_cuda else value, non_blocking=True)
 
 
-def bytes_of(tensor: Tensor) -> Piece:
-    """The tensor's own memory."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def encode(state: HostCopy) -> bytes:
+    """As a safetensors file: the tensors by their path in the state, and the rest as JSON."""
+    try:
+        return save(state.tensors, {"state": json.dumps(state.plain)})
+    except KeyError as error:
+        raise TypeError(f"the state holds a tensor of {error}, which a checkpoint cannot hold") from error
 
 
-def deserialise(data: bytes) -> dict[str, Any]:
+def decode(data: bytes) -> dict[str, Any]:
     def restored(value: Any) -> Any:
         if isinstance(value, dict):
             return tensors[value["$tensor"]] if "$tensor" in value else {name: restored(v) for name, v in value.items()}
@@ -271,34 +232,33 @@ def deserialise(data: bytes) -> dict[str, Any]:
         raise DamagedCheckpoint(f"its content is no checkpoint: {error}") from None
 
 
-def sealed(pieces: Sequence[Piece]) -> list[Piece]:
-    return [first_line(pieces), *pieces]
+def first_line(data: bytes) -> bytes:
+    return MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
 
 
-def first_line(pieces: Sequence[Piece]) -> bytes:
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return MAGIC + digest.hexdigest().encode() + b"\n"
+def write_checkpoint(path: Path, state: HostCopy) -> None:
+    data = encode(state)
+    write_whole(path, [first_line(data), data])
 
 
-def check_head(path: Path, head: bytes) -> None:
-    if re.match(KIND + rb"\d+ ", head) and not head.startswith(MAGIC):
-        raise UserError(f"{path} is a checkpoint of another version of ptlf; go on with that version")
-
-
-def unsealed(path: Path) -> bytes:
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The state. Raises `DamagedCheckpoint` if the file is not as it was written."""
     try:
         with open(path, "rb") as file:
             head, data = file.read(len(MAGIC) + 65), file.read()
     except OSError as error:
         raise DamagedCheckpoint(error.strerror or str(error)) from None
-    check_head(path, head)
+    check_magic(path, head)
     if not head.startswith(MAGIC):
         raise DamagedCheckpoint("its first line is not that of a checkpoint of this version")
-    if head != first_line([data]):
+    if head != first_line(data):
         raise DamagedCheckpoint("its checksum is wrong")
-    return data
+    return decode(data)
+
+
+def check_magic(path: Path, head: bytes) -> None:
+    if re.match(KIND + rb"\d+ ", head) and not head.startswith(MAGIC):
+        raise UserError(f"{path} is a checkpoint of another version of ptlf; resume with that version")
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -16,7 +16,7 @@ class DistributedConfig:
     sync_batch_norm: bool = key(True, "under torchrun, batch norms use the global batch, not each process's share")
 
 
-def make_alike(modules: Iterable[nn.Module], config: DistributedConfig) -> None:
+def broadcast_and_sync_bn(modules: Iterable[nn.Module], config: DistributedConfig) -> None:
     """Prepare modules, built on every process, for data-parallel training: same weights, synchronised batch norms."""
     if not processes.joined():
         return

@@ -22,7 +22,7 @@ from ptlf.kernels import FastParts
 from ptlf.model import Accelerator
 
 Body = Callable[[Batch], dict[str, Tensor]]
-Addresses = tuple[int, ...]  # of every tensor that a step reads or writes beside its batch
+Addresses = tuple[int, ...]  # of every tensor that a step reads or writes besides its batch
 Pieces = frozenset[Hashable]  # the kernels of a step: two steps that have a piece in common use the same ones there
 ENGINES = ("auto", "eager", "compiled", "captured")
 WARM_UP = 3  # steps run uncaptured at first: they compile and pick algorithms
@@ -44,7 +44,7 @@ def why_not_captured(wanted: str, device: torch.device) -> str | None:
     if wanted != "auto" or device.type != "cuda":
         return None
     if processes.joined() and not dist.is_nccl_available():
-        return "this PyTorch has no NCCL, through which captured steps of several processes speak"
+        return "this PyTorch has no NCCL, which captured steps of several processes need"
     return None if has_triton() else "there is no Triton compiler for this GPU"
 
 
@@ -77,7 +77,7 @@ class Engine:
         """
 
     def close(self) -> None:
-        """Let go of all graphs: no step follows."""
+        """Free all graphs: no step follows."""
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -103,8 +103,8 @@ class Captured:
 class CapturedEngine(Engine):
     """Runs the body a few times, then records it into a CUDA graph, one per batch size, and replays that.
 
-    Graphs are kept for a set of frozen units that comes again. All use the same memory: what a replay leaves there, but
-    for the losses, nobody reads.
+    Graphs are kept for a set of frozen units that comes again. All use the same memory: of what a replay leaves there,
+    only the losses are read.
     """
 
     def __init__(self, body: Body, device: torch.device, full: int) -> None:
@@ -208,7 +208,7 @@ class CapturedEngine(Engine):
             # NCCL's own thread may look at its events meanwhile, which "global" would forbid.
             graph.capture_begin(self.pool, "thread_local" if processes.joined() else "global")
             try:
-                mine.losses = self.body(replace(batch))  # whose views are let go, for the next graph
+                mine.losses = self.body(replace(batch))  # a copy, whose views are freed for the next graph
             finally:
                 graph.capture_end()
         mine.batch, mine.graph = batch, graph
@@ -216,7 +216,7 @@ class CapturedEngine(Engine):
 
 def is_scarce(device: torch.device) -> bool:
     """Whether free GPU memory is less than what graphs hold: reserved by the allocator and not allocated to tensors. An
-    uncaptured step beside them may then run out of memory."""
+    uncaptured step may then run out of memory."""
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] < held
 

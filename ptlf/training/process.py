@@ -24,12 +24,12 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """Inside, the first SIGINT or SIGTERM only sets `asked` to its number; a second SIGINT raises KeyboardInterrupt."""
+    """Inside, the first SIGINT or SIGTERM only sets `stop_signal`; a second SIGINT raises KeyboardInterrupt."""
 
     def __init__(self, active: bool = True, tell: bool = True) -> None:
         """active: False leaves the signal handlers alone. tell: confirm the signal on stderr."""
         self.active, self.tell = active, tell
-        self.asked: int | None = None
+        self.stop_signal: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -44,9 +44,9 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is not None and number == signal.SIGINT:
+        if self.stop_signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = number
+        self.stop_signal = number
         if self.tell:  # os.write, because print is not reentrant
             words = "finishing what is under way, then saving; Ctrl-C (again) leaves at once, unsaved"
             os.write(2, f"\nptlf: {words}\n".encode())

@@ -16,13 +16,14 @@ from ptlf.core.errors import UserError
 from ptlf.core.randomness import Randomness
 from ptlf.core.reading import recordable
 from ptlf.core.settings import key, section
-from ptlf.freezing.units import unchanged
+from ptlf.freezing.cost import backward_flops, kept_bytes
+from ptlf.freezing.recording import unchanged
 from ptlf.kernels import folded_tensors, module_variant, step_pieces
 from ptlf.methods import Method
 from ptlf.model import Model
 from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
-from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
+from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import average_gradients, average_statistics
 from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, Pieces, choose_engine
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
@@ -67,7 +68,7 @@ class EpochState:
             self.losses[name][self.steps] = loss
         self.steps, self.views = self.steps + 1, self.views + views
 
-    def fit(self, of: int) -> None:
+    def resize(self, of: int) -> None:
         """Resize to `of` steps: with another number of processes the epoch may have had one more or less."""
         for name, values in self.losses.items():
             self.losses[name] = torch.cat([values, values.new_zeros(of)])[:of]
@@ -86,7 +87,7 @@ class EpochState:
 
 
 @dataclass(frozen=True)
-class StepCost:
+class MeasuredStep:
     kept_bytes: int
     backward_flops_per_view: float
     peak_memory_bytes: int | None  # of forward and backward, uncaptured: a captured graph's memory is not counted
@@ -111,12 +112,12 @@ class Trainer:
         self.engine = Engine(self.body, self.device)
         if self.engine_kind == "captured":
             self.engine = CapturedEngine(self.body, self.device, processes.share(self.config.batch))
-        self.sampled: Sequence[Tensor] | None = None  # weights whose gradients are asked for; None while training
+        self.sampled: Sequence[Tensor] | None = None  # weights to compute gradients of; None while training
         self.update_rule = OPTIMIZERS.find(self.config.optimizer.name)
         self.kept_state: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter that ever trained, see prepare_state
         self.rebuilds = 0
         self.variant = ""  # the key of the step's operations
-        self.built: tuple[str, Addresses, Pieces | None] | None = None  # what the engine was told of them
+        self.built: tuple[str, Addresses, Pieces | None] | None = None  # arguments of the last `engine.rebuild`
         self.sent: dict[str, int] = {}  # bytes of gradients that a step exchanges, by variant
 
     @property
@@ -176,7 +177,7 @@ class Trainer:
         self.model.train()
         self.random["order"].set_state(state.order)
         order = list(self.batches(indices, self.random["order"]))
-        state.fit(len(order))
+        state.resize(len(order))
         rest = order[state.steps :]
         with self.source.batches([chosen[processes.shard(len(chosen))] for chosen in rest]) as loaded:
             for chosen, images in zip(rest, loaded, strict=True):
@@ -192,12 +193,12 @@ class Trainer:
         return [view.contiguous(memory_format=torch.channels_last) for view in views] if self.channels_last else views
 
     def rebuild(self) -> str:
-        """The step's operations changed (a freeze, a thaw, a new task): the engine is told. Returns their key."""
+        """The step's operations changed (a freeze, a thaw, a new task). Returns their key."""
         self.optimizer.zero_grad(set_to_none=True)
         self.rebuilds += 1
         kept = self.kept_state if self.engine_kind == "captured" else {}
         complete = prepare_state(self.update_rule, self.optimizer, kept)
-        name = f"{self.method.branch()} {module_variant(self.model)} {module_variant(self.method)}"
+        name = f"{self.method.graph_key()} {module_variant(self.model)} {module_variant(self.method)}"
         addresses = tuple(tensor.data_ptr() for tensor in self.held())
         if complete:
             self.built = name, addresses, self.pieces()
@@ -212,10 +213,10 @@ class Trainer:
         self.model.train()
         if (pieces := step_pieces(self.model.encoder)) is None:
             return None
-        return pieces | {(self.method.branch(), module_variant(self.model.objective), module_variant(self.method))}
+        return pieces | {(self.method.graph_key(), module_variant(self.model.objective), module_variant(self.method))}
 
     def held(self) -> list[Tensor]:
-        """All that a step reads or writes beside its batch."""
+        """All that a step reads or writes besides its batch."""
         tensors = [*tensors_of(self.model), *tensors_of(self.method), *folded_tensors(self.model)]
         for group in self.optimizer.param_groups:
             states = [self.optimizer.state.get(parameter, {}) for parameter in group["params"]]
@@ -264,16 +265,11 @@ class Trainer:
         each = images // processes.world_size()
         return each * processes.world_size() if self.config.last_batch == "use" and each > 1 else 0
 
-    def batch_sizes(self, images: int) -> list[int]:
-        """Of this process's batches in an epoch of so many images: the full one, and the last one if it is smaller."""
-        sizes = [self.config.batch if images >= self.config.batch else 0, self.usable(images % self.config.batch)]
-        return [size // processes.world_size() for size in sizes if size]
-
     def steps_per_epoch(self, indices: np.ndarray) -> int:
         full, rest = divmod(len(indices), self.config.batch)
         return full + (self.usable(rest) > 0)
 
-    def cost_of_step(self, indices: np.ndarray) -> StepCost:
+    def cost_of_step(self, indices: np.ndarray) -> MeasuredStep:
         """Bytes kept for backward and backward FLOPs of a step with the current frozen set. Changes no state.
 
         What is there anyway (parameters, buffers, folded weights) does not count, nor do forwards without a backward
@@ -289,7 +285,7 @@ class Trainer:
             if peak is not None:  # without what the rehearsal itself keeps, to put things back
                 peak -= sum(tensor.nbytes for tensor in {*tensors_of(self.model), *tensors_of(self.method)})
         self.optimizer.zero_grad(set_to_none=True)
-        return StepCost(kept, flops / (len(batch) * len(batch.views)), peak)
+        return MeasuredStep(kept, flops / (len(batch) * len(batch.views)), peak)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:

@@ -172,7 +172,7 @@ def test_an_objective_s_loss_and_gradients(kind) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_of_a_head_is_compiled(monkeypatch) -> None:
-    monkeypatch.setattr(parts, "compiled", lambda function: pytest.fail(f"{function} is compiled"))
+    monkeypatch.setattr(parts, "compile_part", lambda function: pytest.fail(f"{function} is compiled"))
     fast, heads = FastParts(7, DEVICE), nn.ModuleList([mlp(6, 9, 5).to(DEVICE)])
     fast.prepare(heads)
     assert isinstance(heads[0], FusedMLP) and len(fast(each_view, heads[0], views_of(2))) == 2

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from ptlf.encoders.norm import ViewBatchNorm2d, views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet
 from ptlf.freezing import Freezer
-from ptlf.freezing.kept import kept_bytes
+from ptlf.freezing.cost import kept_bytes
 from ptlf.freezing.kernels import MaskedReLU
 from ptlf.kernels import FastParts, weight_gradients
 from ptlf.kernels import resnet as fused
@@ -205,6 +205,21 @@ def test_other_ways_to_freeze(options: dict[str, bool], frozen: tuple[str, ...])
         Freezer(encoder, example=views[0], **options).freeze(frozen)
     assert fused.can_fuse(fast)
     same(run(fast, views, as_one=True), run(plain, views, as_one=False))
+
+
+def test_rocm_takes_pytorchs_own_convolution(monkeypatch) -> None:
+    """cuDNN's convolution with bias and ReLU is not there."""
+    from ptlf.kernels.norm import FrozenConvReLU
+
+    x, weight, bias = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3), torch.randn(4)
+    for name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
+        monkeypatch.setattr(torch, name, lambda *given: pytest.fail("is called"))
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    for more in (None, torch.randn(2, 4, 6, 6)):
+        out, _ = FrozenConvReLU.apply(x, weight, bias, more, (1, 1), (1, 1), False)
+        expected = torch.nn.functional.conv2d(x, weight, bias, padding=1)
+        torch.testing.assert_close(out, (expected if more is None else expected + more).relu())
 
 
 def test_what_is_not_fused() -> None:

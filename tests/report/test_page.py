@@ -16,7 +16,7 @@ from rich.console import Console
 from scipy import stats
 
 from ptlf.cli import main
-from ptlf.commands import with_others
+from ptlf.commands.train import with_others
 from ptlf.core.errors import UserError
 from ptlf.evaluation import summary
 from ptlf.methods import METHODS

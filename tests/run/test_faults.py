@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -10,8 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +26,9 @@ from torch import nn
 
 from ptlf.cli import main
 from ptlf.core.errors import UserError
+from ptlf.evaluation import Gallery
 from ptlf.evaluation.spread import feature_spread
+from ptlf.freezing import ProgressiveFreezing
 from ptlf.methods.si import SI
 from ptlf.report.live import Watcher
 from ptlf.run.config import Config
@@ -31,9 +36,9 @@ from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.run.results import read_lines, read_results
 from ptlf.stream import Dataset, Images, Stream, Task
-from ptlf.training.checkpoint import deserialise, unsealed
+from ptlf.training.checkpoint import read_checkpoint
 from ptlf.training.process import Stopped, StopSignals
-from ptlf.training.trainer import Trainer
+from ptlf.training.trainer import EpochState, Trainer
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2",
@@ -77,7 +82,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, numb
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: Signals(number, 8))
+        patch.setattr("ptlf.commands.train.Live", lambda name: Signals(number, 8))
         assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(folder), *QUICK]) == code
     told = capfd.readouterr().err
     assert "finishing what is under way, then saving" in told
@@ -182,7 +187,7 @@ def test_a_signal_in_a_correlation_loses_nothing_learnt(
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path, capfd, monkeypatch) -> None:
-    monkeypatch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, 8, times=2))
+    monkeypatch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, 8, times=2))
     assert main(["train", "--out", str(tmp_path / "run"), *QUICK]) == 130
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     told, last = capfd.readouterr().err, "what was done since the last checkpoint, after-task01.ckpt, is repeated"
@@ -206,7 +211,7 @@ def test_a_sweep_left_at_once_says_what_is_lost(
 ) -> None:
     words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path), *QUICK, "--training.epochs", "1", *settings]
     with monkeypatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, step, times))
+        patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, step, times))
         assert main(words) == 130
     told = capfd.readouterr().err.splitlines()[-1]
     assert told == f"ptlf: stopped without saving: {lost}; `ptlf {shlex.join(words)}` goes on from here"
@@ -262,7 +267,7 @@ def test_a_second_sigterm_changes_nothing() -> None:
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked == signal.SIGTERM
+        assert stop.stop_signal == signal.SIGTERM
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
@@ -270,7 +275,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     try:
         with StopSignals() as stop:
             os.kill(os.getpid(), signal.SIGINT)
-            assert stop.asked is None
+            assert stop.stop_signal is None
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -351,7 +356,7 @@ def test_bad_numbers_stop_the_run_and_are_never_saved(tiny, tmp_path, step: int,
         run.train(Poisons(run, step, float("nan")))
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
     for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
-        weights = deserialise(unsealed(path))["model"].values()
+        weights = read_checkpoint(path)["model"].values()
         assert all(tensor.isfinite().all() for tensor in weights)
     assert Run(config, tmp_path / "run").train(resume=True)["status"] == "finished"
 
@@ -403,7 +408,7 @@ class TestResume:
     def folder(self, tmp_path, monkeypatch, capsys) -> Path:
         """An unfinished run."""
         with monkeypatch.context() as patch:
-            patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, 4))
+            patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, 4))
             main(["train", "--recipe", "digits/simsiam/lump", "--out", str(tmp_path / "run"), *QUICK])
         capsys.readouterr()
         return tmp_path / "run"
@@ -472,6 +477,67 @@ class TestResume:
         assert main(["train", "--resume", str(folder), "--trust-code", "--device", "cpu"]) == 0
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
+    """In the second task, with a frozen unit, momentum, losses of an epoch and a gallery."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    settings = {"freezing__final": 0.67, "evaluation__gallery": True, "stream__per_class": 64, "training__epochs": 3}
+    config = tiny_config("digits/simsiam/ptlf-cost", **settings)
+    with pytest.raises(Stopped):
+        Run(config, folder).train(Signals(signal.SIGTERM, 5))
+    return config, folder
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, RuntimeError, AttributeError])
+@pytest.mark.parametrize(
+    "bug", [(ProgressiveFreezing, "load_state_dict"), (EpochState, "__init__"), (Gallery, "as_dict")]
+)
+def test_a_bug_while_loading_is_not_blamed_on_the_checkpoint(stopped, monkeypatch, bug, error: type) -> None:
+    def broken(*_: object) -> None:
+        raise error("ours")
+
+    monkeypatch.setattr(*bug, broken)
+    with pytest.raises(error, match="ours"):
+        Run(*stopped).train(resume=True)
+
+
+def places(state: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Of the values in nested dictionaries and lists; of a list the first one alone."""
+    items = state.items() if isinstance(state, dict) else list(enumerate(state))[:1] if isinstance(state, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_a_value_missing_or_changed_is_refused_or_loads(stopped) -> None:
+    """All that loading relies on is checked before, and named."""
+    config, folder = stopped
+    run = Run(config, folder)
+    whole = run.snapshots.read()
+    assert whole is not None
+    loaded = 0
+    for path in [path for path in places(whole) if path[0] != "settings"]:
+        for odd in ("missing", None, -1, "x", {"a": [None]}, torch.zeros(3)):
+            state = copy.deepcopy(whole)
+            holder: Any = state
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = odd
+            if isinstance(odd, str) and odd == "missing":
+                del holder[path[-1]]
+            run.snapshots.checkpoints.load = lambda state=state: state
+            try:
+                run.snapshots.load_state_dict(run.snapshots.read())
+                run.results()
+                loaded += 1
+            except UserError:
+                continue
+            except Exception as error:
+                raise AssertionError(f"{path} = {odd!r}") from error
+    assert loaded
+
+
 def noise(tasks: int, seed: int, count: int = 30) -> Stream:
     """A folder per task: one array of images, with task numbers as labels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (tasks * count, 8, 8, 3), dtype=np.uint8)
@@ -524,7 +590,7 @@ class TestResumeImages:
         words = ["--recipe", "folder/simsiam/lump", "--stream.pack", "days", "--training.batch", "6", *QUICK[2:6]]
         words += ["--data-root", str(tmp_path / "data"), "--device", "cpu", "--evaluation.gallery", "false"]
         with monkeypatch.context() as patch:
-            patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGINT, 2))
+            patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, 2))
             assert main(["train", "--out", str(tmp_path / "run"), *words]) == 130
         assert main([*pack, "--overwrite"]) == 0  # the same photographs
         (tmp_path / "elsewhere").mkdir()
@@ -548,7 +614,7 @@ class AtTheEnd(Watcher):
 
 def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path, capsys, monkeypatch) -> None:
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
-    monkeypatch.setattr("ptlf.commands.Live", lambda name: AtTheEnd())
+    monkeypatch.setattr("ptlf.commands.train.Live", lambda name: AtTheEnd())
     assert main(words) == 130
     assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in capsys.readouterr().err
     assert [folder.name for folder in tmp_path.iterdir()] == ["digits-simsiam-lump-seed0"]
@@ -559,7 +625,7 @@ def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path, capsys
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> None:
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
     with monkeypatch.context() as patch:
-        patch.setattr("ptlf.commands.Live", lambda name: Signals(signal.SIGTERM, 4))
+        patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGTERM, 4))
         assert main(words) == 143
     shown = capsys.readouterr()
     assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in shown.err

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import gc
-import itertools
 import weakref
 from types import SimpleNamespace
 
@@ -92,10 +91,10 @@ def test_other_norms_keep_two_passes() -> None:
 def light_compiler(monkeypatch):
     """Traces and splits like the real compiler, and leaves out the slow code generation."""
     monkeypatch.setattr(parts, "BACKEND", "aot_eager")
-    parts.compiled.cache_clear()
+    parts.compile_part.cache_clear()
     torch._dynamo.reset()
     yield
-    parts.compiled.cache_clear()
+    parts.compile_part.cache_clear()
     torch._dynamo.reset()
 
 
@@ -121,7 +120,7 @@ def test_compiled_heads_keep_the_views_apart(light_compiler) -> None:
     torch.manual_seed(0)
     head = mlp(6, 4, 6).double()
     views = [torch.randn(5, 6, dtype=torch.float64), 3 * torch.randn(5, 6, dtype=torch.float64) + 1]
-    expected, found = each_view(head, views), parts.compiled(each_view)(copy.deepcopy(head), views)
+    expected, found = each_view(head, views), parts.compile_part(each_view)(copy.deepcopy(head), views)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert not torch.allclose(head(torch.cat(views)), torch.cat(expected))  # shared statistics would show
 
@@ -136,7 +135,7 @@ def test_only_full_batches_are_compiled(monkeypatch) -> None:
 
         return call
 
-    monkeypatch.setattr(parts, "compiled", noting)
+    monkeypatch.setattr(parts, "compile_part", noting)
     encoder, fast_parts = small(), FastParts(4, CPU)
     gradients(encoder, list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64)), fast_parts)
     segments = [("call_module", 8)] * len(encoder.segments())
@@ -306,48 +305,37 @@ def test_whether_images_are_encoded_apart_is_found_by_trying(layer: nn.Module, r
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("has_bf16", [True, False])
-def test_auto_takes_bf16_where_the_gpu_has_it(monkeypatch, has_bf16: bool) -> None:
+def test_auto_takes_bf16_where_the_gpu_has_it(monkeypatch) -> None:
     """Not where PyTorch would emulate it, as on a T4."""
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16
-    )
     gpu = torch.device("cuda")
-    assert engine.choose_dtype("auto", gpu) is (torch.bfloat16 if has_bf16 else torch.float32)
+    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True, n=native: including_emulation or n
+        )
+        assert engine.choose_dtype("auto", gpu) is expected, native
     assert engine.choose_dtype("auto", CPU) is engine.choose_dtype("fp32", gpu) is torch.float32
     assert engine.choose_dtype("bf16", gpu) is engine.choose_dtype("bf16", CPU) is torch.bfloat16
 
 
-def test_engine_choice() -> None:
-    cpu = torch.device("cpu")
-    assert engine.choose_engine("auto", cpu) == "eager"
-    assert engine.choose_engine("compiled", cpu) == "compiled"
+def test_engine_choice(monkeypatch) -> None:
+    """A GPU without a compiler, and several without NCCL, run eagerly and say so."""
+    gpu = torch.device("cuda")
+    assert engine.choose_engine("auto", CPU) == "eager"
+    assert engine.choose_engine("compiled", CPU) == "compiled"
     with pytest.raises(UserError, match=r"training\.engine captured needs a GPU"):
-        engine.choose_engine("captured", cpu)
-
-
-def test_a_gpu_without_a_compiler_runs_eagerly_and_says_so(monkeypatch) -> None:
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(engine, "has_triton", lambda: True)
-    assert engine.choose_engine("auto", gpu) == "captured"
-    assert engine.why_not_captured("auto", gpu) is None
-    monkeypatch.setattr(engine, "has_triton", lambda: False)
-    assert engine.choose_engine("auto", gpu) == "eager"
-    assert engine.why_not_captured("auto", gpu) == "there is no Triton compiler for this GPU"
-    assert engine.why_not_captured("auto", torch.device("cpu")) is None
-    assert engine.why_not_captured("eager", gpu) is None
-
-
-def test_several_gpus_without_nccl_run_eagerly_and_say_so(monkeypatch) -> None:
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(engine, "has_triton", lambda: True)
-    monkeypatch.setattr(processes, "_joined", True)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert engine.choose_engine("auto", gpu) == engine.choose_engine("captured", gpu) == "captured"
-    assert engine.why_not_captured("auto", gpu) is None
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert engine.choose_engine("auto", gpu) == "eager"
-    assert engine.why_not_captured("auto", gpu).startswith("this PyTorch has no NCCL")
+        engine.choose_engine("captured", CPU)
+    for joined, triton, nccl, why in (
+        (False, True, False, None),
+        (False, False, True, "there is no Triton compiler for this GPU"),
+        (True, True, True, None),
+        (True, True, False, "this PyTorch has no NCCL, which captured steps of several processes need"),
+    ):
+        monkeypatch.setattr(engine, "has_triton", lambda there=triton: there)
+        monkeypatch.setattr(processes, "_joined", joined)
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda there=nccl: there)
+        assert engine.why_not_captured("auto", gpu) == why
+        assert engine.choose_engine("auto", gpu) == ("eager" if why else "captured"), why
+        assert engine.why_not_captured("auto", CPU) is engine.why_not_captured("eager", gpu) is None
     with pytest.raises(UserError, match="captured needs a PyTorch with NCCL"):
         engine.choose_engine("captured", gpu)
 
@@ -479,14 +467,14 @@ def test_all_graphs_read_one_batch_of_a_layout(steps, recording) -> None:
     assert len({id(captured.batch) for captured in graphs}) == len(recording.batches) == 2
 
 
-@pytest.mark.parametrize("draws", [{"lam": torch.zeros((), dtype=torch.float64)}, {"other": torch.zeros(())}, {}])
-def test_other_draws_than_those_captured_are_an_error(steps, recording, draws: dict[str, torch.Tensor]) -> None:
+def test_other_draws_than_those_captured_are_an_error(steps, recording) -> None:
     """They would be read as what they are not."""
     steps("a", 8, 8, 8, 8)
-    odd = batch_of(8)
-    odd.draws = draws
-    with pytest.raises(RuntimeError, match="draws other names, shapes or types"):
-        recording(odd)
+    for draws in ({"lam": torch.zeros((), dtype=torch.float64)}, {"other": torch.zeros(())}, {}):
+        odd = batch_of(8)
+        odd.draws = draws
+        with pytest.raises(RuntimeError, match="draws other names, shapes or types"):
+            recording(odd)
 
 
 def test_scarce_is_less_than_what_is_held(monkeypatch) -> None:
@@ -497,22 +485,16 @@ def test_scarce_is_less_than_what_is_held(monkeypatch) -> None:
         assert engine.is_scarce(torch.device("cuda")) is scarce
 
 
-def test_algorithms_are_looked_for_where_it_pays(recording) -> None:
-    seen = []
+def test_the_arithmetic_of_a_step(recording) -> None:
+    """Algorithms are tried for full batches, and repeat themselves."""
+    cudnn, seen = torch.backends.cudnn, []
     for batch in (batch_of(8), batch_of(3), None):
         with recording.arithmetic(batch):
-            seen.append((torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()))
-    assert seen == [(True, "high"), (False, "high"), (True, "high")]
-    assert not torch.backends.cudnn.benchmark
-
-
-def test_algorithms_repeat_themselves(recording) -> None:
-    seen = []
-    engine.Engine(lambda batch: seen.append(torch.backends.cudnn.deterministic), torch.device("cpu"))(batch_of(8))
-    with recording.arithmetic():
-        seen.append(torch.backends.cudnn.deterministic)
-    assert seen == [True, True]
-    assert not torch.backends.cudnn.deterministic
+            seen.append((cudnn.benchmark, torch.get_float32_matmul_precision(), cudnn.deterministic))
+    assert seen == [(True, "high", True), (False, "high", True), (True, "high", True)]
+    engine.Engine(lambda batch: seen.append(cudnn.deterministic), CPU)(batch_of(8))
+    assert seen[-1] is True
+    assert not cudnn.benchmark and not cudnn.deterministic
 
 
 def test_the_new_task_s_gradient_has_the_arithmetic_of_a_step(tiny, monkeypatch) -> None:
@@ -602,11 +584,9 @@ def optimizer_for_graphs(config, parameters) -> torch.optim.Optimizer:
     return OPTIMIZERS[config.optimizer.name].make(config.optimizer, parameters, torch.tensor(0.1))
 
 
-def can_train(objective: str, method: str) -> bool:
-    return not (OBJECTIVES[objective].needs_labels and method == "lump")
-
-
-PAIRS = [pair for pair in itertools.product(OBJECTIVES, METHODS) if can_train(*pair)]
+PAIRS = [(objective, "cassle") for objective in OBJECTIVES]
+PAIRS += [("simsiam", method) for method in METHODS if method != "cassle"]
+PAIRS += [("mocov2plus", "pnn"), ("byol", "lump"), ("supervised", "der")]
 SMALL = {
     "stream__groups": [[0, 1], [2, 3], [4, 5]],
     "stream__per_class": 20,
@@ -665,7 +645,7 @@ def test_replayed_graphs_train_like_the_step_itself(tiny, recording, monkeypatch
     if METHODS[method].joint:
         assert recorded == {0}
     else:  # in the third task nothing runs but what was recorded before, unless steps depend on the task's number
-        assert recorded == ({0, 1, 2} if METHODS[method].step_kinds is None else {0, 1})
+        assert recorded == ({0, 1, 2} if METHODS[method].recapture == "every_task" else {0, 1})
 
 
 @pytest.mark.parametrize("objective", ["simsiam", "mocov2plus"])
@@ -717,8 +697,7 @@ def test_a_loss_that_depends_on_the_task_is_captured_for_every_task(tiny, record
             return {name: (1 + self.task) * loss for name, loss in super().losses(model, batch).items()}
 
     class Careless(Louder):
-        def branch(self) -> str:
-            return "every task"
+        recapture = "never"
 
     monkeypatch.setitem(METHODS, "finetune", Louder)
     assert_same_run(*trained_both_ways(small_config(tiny, "simsiam", "finetune"), monkeypatch))
@@ -832,18 +811,8 @@ def tensors_in(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-COMBINATIONS = [
-    *((objective, "lump") for objective in OBJECTIVES if can_train(objective, "lump")),
-    *(("simsiam", method) for method in METHODS if method != "lump"),
-    ("byol", "cassle"),
-    ("mocov2plus", "cassle"),
-    ("byol", "pnn"),
-    ("supervised", "pfr"),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("objective", "method"), COMBINATIONS)
+@pytest.mark.parametrize(("objective", "method"), PAIRS)
 def test_all_that_a_step_uses_is_held(tiny, objective: str, method: str) -> None:
     """A graph that is kept has to find everything where it was: what a step uses without having made it is of the batch
     or one of `held`."""
@@ -882,7 +851,7 @@ def moved(run: Run, other: Run) -> float:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("objective", "method"), COMBINATIONS)
+@pytest.mark.parametrize(("objective", "method"), PAIRS)
 def test_every_objective_and_method_can_be_captured(tiny, objective: str, method: str) -> None:
     """A captured run has the losses of an eager one, and its weights end where that one's do."""
     lr = 0.01 if objective == "vicreg" else 0.05  # at 0.05 VICReg's end is another one if weights begin 1e-6 apart
@@ -933,7 +902,9 @@ def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) ->
     prepared: list[int] = []
     for name in ("uncaptured", "capture"):
         plain = getattr(kept.trainer.engine, name)
-        noted = functools.partial(lambda plain, *given: prepared.append(kept.position.task) or plain(*given), plain)
+        noted = functools.partial(
+            lambda plain, *given: prepared.append(kept.progress.position.task) or plain(*given), plain
+        )
         setattr(kept.trainer.engine, name, noted)
     rebuild = anew.trainer.engine.rebuild
     anew.trainer.engine.rebuild = lambda *given: anew.trainer.engine.kept.clear() or rebuild(*given)

@@ -8,9 +8,7 @@ from torch import nn
 from ptlf.freezing import Freezer
 from ptlf.run.build import make_optimizer
 from ptlf.run.loop import Run
-from ptlf.run.results import epoch_lines
 from ptlf.training.optimizers import LARS, OPTIMIZERS, UpdateRule, prepare_state
-from ptlf.training.process import Stopped
 from ptlf.training.rate import RateConfig, learning_rate, set_rate
 from ptlf.training.trainer import TrainingConfig
 
@@ -228,36 +226,6 @@ def test_an_optimizer_that_names_no_first_state_replays_no_earlier_graph(tiny, m
     assert len(set(places)) == 3
 
 
-def test_adamw_trains_freezes_and_resumes_to_the_same_bits(tiny, tmp_path) -> None:
-    settings = {"training__optimizer": "adamw", "training__lr": 0.004, "training__epochs": 3, "freezing__final": 0.67}
-    whole = Run(tiny("digits/simsiam/ptlf", **settings))
-    results = whole.train()
-    assert len(results["freezing"][0]["order"]) == 2
-    first, last = (line["loss"]["ssl"] for line in (epoch_lines(results)[i] for i in (0, 2)))
-    assert last < first
-    for position in ((0, 2), (1, 2)):  # before and after units froze
-        resumed = Run(tiny("digits/simsiam/ptlf", **settings), tmp_path / str(position))
-        stop_after(resumed, position)
-        again = Run(resumed.config, resumed.folder)
-        again.train(resume=True)
-        for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-            assert torch.equal(a, b)
-
-
-def stop_after(run: Run, position: tuple[int, int]) -> None:
-    """Ask the run to stop when it has come so far (task, epoch)."""
-    save_or_stop = run.save_or_stop
-
-    def stop() -> None:
-        if (run.progress.position.task, run.progress.position.epoch) == position and run.progress.position.step == 0:
-            run.signals.asked = 15
-        save_or_stop()
-
-    run.save_or_stop = stop
-    with pytest.raises(Stopped):
-        run.train()
-
-
 def test_the_state_of_frozen_units_is_dropped() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     for rule in OPTIMIZERS.values():
@@ -272,9 +240,9 @@ def test_the_state_of_frozen_units_is_dropped() -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("settings", "rates"),
-    [
+def test_the_learning_rate_by_hand() -> None:
+    """Of a task of ten epochs: 0.4 for a batch of 256."""
+    rows = [
         ({"schedule": "constant"}, {0: 0.4, 1.5: 0.4, 9.9: 0.4}),
         ({"schedule": "constant", "batch": 64}, {0: 0.1, 9.9: 0.1}),
         ({"schedule": "constant", "batch": 512}, {0: 0.8, 9.9: 0.8}),
@@ -282,13 +250,11 @@ def test_the_state_of_frozen_units_is_dropped() -> None:
         ({"schedule": "cosine"}, {0: 0.4, 2.5: 0.2 + 0.2 * 0.5**0.5, 10 / 3: 0.3, 5: 0.2, 20 / 3: 0.1, 10: 0.0}),
         ({"schedule": "cosine", "warmup": 4}, {0: 0.0, 1: 0.1, 3: 0.3, 4: 0.4, 6: 0.3, 7: 0.2, 8: 0.1, 10: 0.0}),
         ({"schedule": "cosine", "warmup": 4, "batch": 128}, {1: 0.05, 4: 0.2, 7: 0.1, 10: 0.0}),
-    ],
-    ids=str,
-)
-def test_the_learning_rate_by_hand(settings, rates) -> None:
-    """Of a task of ten epochs: 0.4 for a batch of 256."""
-    config = RateConfig(lr=0.4, **settings)
-    assert {epoch: learning_rate(config, epoch, 10) for epoch in rates} == pytest.approx(rates, abs=1e-12)
+    ]
+    for settings, rates in rows:
+        config = RateConfig(lr=0.4, **settings)
+        found = {epoch: learning_rate(config, epoch, 10) for epoch in rates}
+        assert found == pytest.approx(rates, abs=1e-12), settings
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -20,7 +20,7 @@ class AdamWConfig(OptimizerConfig):
     weight_decay: float = key(0.01, "share of a weight that a step takes away, times the learning rate", ge=0)
 
 
-class AdamW(UpdateRule):
+class AdamW(UpdateRule[AdamWConfig]):
     Config = AdamWConfig
     lr = 1e-3
 

@@ -22,7 +22,7 @@ class LarsConfig(OptimizerConfig):
     eta: float = key(0.02, "a layer's step, as a share of the size of its weights, is at most so much", gt=0)
 
 
-class Lars(UpdateRule):
+class Lars(UpdateRule[LarsConfig]):
     Config = LarsConfig
     lr = 0.3
     first_state = staticmethod(SGD.first_state)

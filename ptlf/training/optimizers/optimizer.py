@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,17 @@ class OptimizerConfig:
     name: str = key("sgd", "update rule, one for the whole stream; `ptlf list optimizers` names them")
 
 
-class UpdateRule:
-    """State carries over between tasks, but for what froze: that starts anew."""
+C = TypeVar("C", bound=OptimizerConfig)
+
+
+class UpdateRule(Generic[C]):
+    """State carries over between tasks; that of what froze starts again."""
 
     Config: ClassVar[type[OptimizerConfig]] = OptimizerConfig
     lr: ClassVar[float] = 0.03  # usual rate for a batch of 256, taken where a recipe is for another optimizer
 
     @staticmethod
-    def make(config: Any, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> Optimizer:
+    def make(config: C, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> Optimizer:
         """`lr` is a tensor on a GPU: the step may be captured there, and must read the rate from the device."""
         raise NotImplementedError
 
@@ -34,7 +37,7 @@ class UpdateRule:
         """The state that the parameter's first step starts from, by the names in `Optimizer.state`.
 
         With it, a captured step can be replayed after the parameter froze and thawed. None = unknown: after every
-        freeze the step is captured anew.
+        freeze the step is captured again.
         """
         return None
 
@@ -45,7 +48,7 @@ def prepare_state(rule: type[UpdateRule], optimizer: Optimizer, kept: dict[Tenso
     whether all of them have one.
 
     A captured step writes to the addresses it saw. `kept` holds the state every parameter had, so that after a thaw it
-    starts anew in the same tensors. Where the rate is a number, steps are never captured, and nothing is done.
+    starts again in the same tensors. Where the rate is a number, steps are never captured, and nothing is done.
     """
     complete = True
     for group in optimizer.param_groups:

@@ -18,7 +18,7 @@ class SGDConfig(OptimizerConfig):
     weight_decay: float = key(5e-4, "weight decay", ge=0)
 
 
-class SGD(UpdateRule):
+class SGD(UpdateRule[SGDConfig]):
     Config = SGDConfig
 
     @staticmethod

@@ -1,9 +1,8 @@
-"""What the commands do: a function for each, which takes the command's options by name, calls, and prints."""
+"""`ptlf train`, `learn` and `sweep`."""
 
 import os
 import signal
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,44 +11,25 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.core.words import short_repr
-from ptlf.encoders import ENCODERS
-from ptlf.evaluation import PROBES
-from ptlf.integrations.trackers import TRACKERS
 from ptlf.learner import Learner
-from ptlf.methods import METHODS
-from ptlf.objectives import OBJECTIVES
-from ptlf.report.intervals import RANDOM, images_of_mean, start_of, worsened
 from ptlf.report.live import Live, console, tell
 from ptlf.report.runs import read_comparison
 from ptlf.report.tables import (
-    show_matrix,
     show_results,
     show_runs,
 )
 from ptlf.run import sweep as sweeps
 from ptlf.run.cluster import train_as_jobs
 from ptlf.run.config import Config, read_yaml
-from ptlf.run.embedding import embed_images
-from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
-from ptlf.run.export import export_run
 from ptlf.run.fitting import free_settings
 from ptlf.run.folder import check_vacant, has_finished, has_finished_as
-from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
-from ptlf.run.recipes import VARIANTS, name_of, recipe_names, resolve_config
+from ptlf.run.recipes import name_of, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs
-from ptlf.stream import STREAMS, fetch
-from ptlf.stream.disk import quote_names
-from ptlf.stream.folders import pack_folder, subfolders
-from ptlf.stream.images import is_image_folder
-from ptlf.stream.pack import Folders, Pack, list_packs, verify_pack
-from ptlf.stream.packing import pack_images
-from ptlf.stream.squares import OnError
-from ptlf.training.optimizers import OPTIMIZERS
+from ptlf.stream import STREAMS
+from ptlf.stream.folders import subfolders
 from ptlf.training.process import Stopped
-from ptlf.views import VIEWS
 
-NO_PACKS = "no packed data sets in {}; `ptlf data get cifar10` gets one"
 LEARN = "arriving/simsiam/ptlf"
 Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
@@ -80,14 +60,14 @@ def train(
             train_in(resume, processes.broadcast_object(settings), resume=True, strict=False)
         elif out:
             # After a restart by torchrun the command is the same, and the run is there already.
-            said = tell if processes.is_first() and not (out / "config.yaml").exists() else unsaid
+            said = tell if processes.is_first() and not (out / "config.yaml").exists() else silent_line
             chosen = resolve_config(recipe, config, overrides, trust_code=trust_code, tell=said)
             train_in(out, processes.broadcast_object(chosen), resume=processes.restarts() > 0)
         else:
-            raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, one to go on with")
+            raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, a run to continue")
 
 
-def unsaid(line: str) -> None: ...
+def silent_line(line: str) -> None: ...
 
 
 def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True) -> None:
@@ -263,135 +243,3 @@ def write_page(folders: Sequence[Path], out: Path, baseline: str | None = None) 
         tell(f"report: {out}")
     except UserError as error:
         tell(f"no report: {error}")
-
-
-def evaluate(
-    folder: Path,
-    probe: Sequence[str] | None,
-    on_error: OnError,
-    trust_code: bool,
-    overrides: Words,
-) -> None:
-    for word in (word.partition("=")[0] for word in overrides if word.startswith("--")):
-        if not may_change(word[2:].replace("-", "_")):
-            raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word}")
-    for name in probe or ():
-        PROBES.find(name)
-    if not (folder / "config.yaml").exists():
-        refuse_folder_of_runs(folder)
-    config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
-    if any(word.startswith("--stream.labelled") for word in overrides) and config.stream.labelled:
-        probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe, on_error=on_error)
-    else:
-        probes, eval_splits = evaluate_run(folder, config, probe)
-    start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
-    for name, values in probes.items():
-        show_matrix(console, name, values, eval_splits, values["test_images"], start)
-    for name, values in probes.items():
-        if words := worsened(name, values, start, images_of_mean(values["test_images"])):
-            console.print(words, style="yellow", soft_wrap=True)
-
-
-def embed(folder: Path, images: Words, out: Path, **how: Any) -> None:
-    """how: the arguments of `embed_images`."""
-    count, dim, skipped = embed_images(folder, images, out, **how)
-    left_out = f", {len(skipped)} skipped" if skipped else ""
-    tell(f"{out}: features of {count} image{'s' * (count != 1)}, {dim} numbers each{left_out}")
-
-
-def export(folder: Path, to: Path, **how: Any) -> None:
-    """how: the arguments of `export_run`."""
-    difference, greatest = export_run(folder, to, **how)
-    tell(
-        f"{to}: checked on random images; differs from PyTorch by {difference:.1e} where features reach {greatest:.2g}"
-    )
-
-
-def list_members(what: str | None) -> None:
-    families: dict[str, dict[str, str]] = {
-        "streams": {name: entry.about for name, entry in STREAMS.items()},
-        "data": {name: entry.about for name, entry in fetch.SOURCES.items()},
-        "objectives": summaries(OBJECTIVES),
-        "methods": summaries(METHODS) | {name: with_freezing(**variant) for name, variant in VARIANTS.items()},
-        "policies": summaries(POLICIES),
-        "encoders": {name: entry.about for name, entry in ENCODERS.items()},
-        "optimizers": summaries(OPTIMIZERS),
-        "probes": summaries(PROBES),
-        "trackers": summaries(TRACKERS),
-        "views": {name: " ".join((make.__doc__ or "").split()) for name, make in VIEWS.items()},
-        "recipes": dict.fromkeys(recipe_names(), ""),
-    }
-    if what is not None and what not in families:
-        raise unknown("family", what, families)
-    for family in [what] if what else families:
-        members, heading = families[family], f"{family}:"
-        if what is None and family == "recipes":
-            heading = f"recipes: {len(members)} of STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them"
-            members = {}
-        print(heading)
-        for name, about in members.items():
-            print(f"  {name:<36} {about}".rstrip())
-    if what is None:
-        print("A member of your own goes by PACKAGE.MODULE:ATTRIBUTE in place of a name; see CONTRIBUTING.md.")
-
-
-def with_freezing(method: str, policy: str, **settings: Any) -> str:
-    shares = "".join(f", freezing.{key} {value}" for key, value in settings.items())
-    return f"In recipes: {method} with freezing, freezing.policy {policy}{shares}"
-
-
-def summaries(family: Mapping[str, type]) -> dict[str, str]:
-    """What each member is: the first paragraph about its class, or about its file if that is ours and has no other."""
-    files = [kind.__module__ for kind in family.values()]
-    texts = {}
-    for name, kind in family.items():
-        alone = kind.__module__.startswith("ptlf.") and files.count(kind.__module__) == 1
-        text = (sys.modules[kind.__module__].__doc__ if alone else kind.__doc__) or kind.__doc__ or ""
-        texts[name] = " ".join(text.split("\n\n")[0].split())
-    return texts
-
-
-def data_get(name: str, data_root: str | None, **how: Any) -> None:
-    show_pack(fetch.get(name, fetch.data_root(data_root), **how))
-
-
-def data_pack(source: Path, name: str, data_root: str | None, folders: Folders, **how: Any) -> None:
-    root = fetch.data_root(data_root)
-    if is_image_folder(source):
-        pack = pack_folder(source, root, name, folders=folders, **how)
-        show_pack(pack)
-        if folders == "tasks":
-            print(f"  the order of the tasks, by their names: {quote_names(pack.names)}")
-    elif folders == "tasks":
-        raise UserError(f"--folders tasks is for a folder of image folders, and {source} is none; leave it out")
-    else:
-        show_pack(pack_images(source, root / name, **how))
-    if how["fit"] == "crop":
-        print("  what lies outside an image's centre square was cut off; --fit squash or pad keeps it")
-
-
-def data_verify(names: Sequence[str], data_root: str | None) -> None:
-    root = fetch.data_root(data_root)
-    names = names or [pack.name for pack in list_packs(root)]
-    if not names:
-        raise UserError(NO_PACKS.format(root))
-    problems = {name: verify_pack(root, name) for name in names}
-    for name, found in problems.items():
-        print(f"{name}: {'; '.join(found) if found else 'as packed'}")
-    if any(problems.values()):
-        raise UserError("damaged: " + ", ".join(name for name, found in problems.items() if found))
-
-
-def data_list(data_root: str | None) -> None:
-    root = fetch.data_root(data_root)
-    packs = list_packs(root)
-    if not packs:
-        print(NO_PACKS.format(root))
-    for pack in packs:
-        show_pack(pack)
-
-
-def show_pack(pack: Pack) -> None:
-    counts = ", ".join(f"{split.count} {name}" for name, split in pack.splits.items())
-    images = f"{counts} images of {pack.size} px{'' if pack.fit == 'crop' else f', {pack.fit}'}"
-    print(f"{pack.name}: {images}, {len(pack.names)} {pack.folders}, in {pack.path}")

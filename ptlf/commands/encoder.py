@@ -1,0 +1,59 @@
+"""`ptlf evaluate`, `embed` and `export`: what the encoder of a run is used for."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ptlf.core.errors import UserError
+from ptlf.evaluation import PROBES
+from ptlf.report.intervals import RANDOM, images_of_mean, start_of, worsened
+from ptlf.report.live import console, tell
+from ptlf.report.tables import show_matrix
+from ptlf.run.embedding import embed_images
+from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
+from ptlf.run.export import export_run
+from ptlf.run.recipes import resolve_config
+from ptlf.run.results import read_results, refuse_folder_of_runs
+from ptlf.stream.squares import OnError
+
+
+def evaluate(
+    folder: Path,
+    probe: Sequence[str] | None,
+    on_error: OnError,
+    trust_code: bool,
+    overrides: Sequence[str],
+) -> None:
+    for word in (word.partition("=")[0] for word in overrides if word.startswith("--")):
+        if not may_change(word[2:].replace("-", "_")):
+            raise UserError(f"`ptlf evaluate` changes the probes only; leave out {word}")
+    for name in probe or ():
+        PROBES.find(name)
+    if not (folder / "config.yaml").exists():
+        refuse_folder_of_runs(folder)
+    config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
+    if any(word.startswith("--stream.labelled") for word in overrides) and config.stream.labelled:
+        probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe, on_error=on_error)
+    else:
+        probes, eval_splits = evaluate_run(folder, config, probe)
+    start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
+    for name, values in probes.items():
+        show_matrix(console, name, values, eval_splits, values["test_images"], start)
+    for name, values in probes.items():
+        if words := worsened(name, values, start, images_of_mean(values["test_images"])):
+            console.print(words, style="yellow", soft_wrap=True)
+
+
+def embed(folder: Path, images: Sequence[str], out: Path, **how: Any) -> None:
+    """how: the arguments of `embed_images`."""
+    count, dim, skipped = embed_images(folder, images, out, **how)
+    left_out = f", {len(skipped)} skipped" if skipped else ""
+    tell(f"{out}: features of {count} image{'s' * (count != 1)}, {dim} numbers each{left_out}")
+
+
+def export(folder: Path, to: Path, **how: Any) -> None:
+    """how: the arguments of `export_run`."""
+    difference, greatest = export_run(folder, to, **how)
+    tell(
+        f"{to}: checked on random images; differs from PyTorch by {difference:.1e} where features reach {greatest:.2g}"
+    )

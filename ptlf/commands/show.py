@@ -1,0 +1,73 @@
+"""`ptlf report` and `list`."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptlf.core.errors import unknown
+from ptlf.encoders import ENCODERS
+from ptlf.evaluation import PROBES
+from ptlf.integrations.trackers import TRACKERS
+from ptlf.methods import METHODS
+from ptlf.objectives import OBJECTIVES
+from ptlf.report.page import write_figures, write_report
+from ptlf.run.freezing import POLICIES
+from ptlf.run.recipes import VARIANTS, recipe_names
+from ptlf.stream import STREAMS, fetch
+from ptlf.training.optimizers import OPTIMIZERS
+from ptlf.views import VIEWS
+
+
+def report(folders: Sequence[Path], out: Path | None, figures: Path | None, baseline: str | None) -> None:
+    """The pictures as files, the page, or both."""
+    if figures:
+        print(f"{write_figures(folders, figures, baseline)} files in {figures}")
+    if out or not figures:
+        out = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+        runs = write_report(folders, out, baseline)
+        print(f"{out} ({runs} run{'s' * (runs > 1)})")
+
+
+def list_members(what: str | None) -> None:
+    families: dict[str, dict[str, str]] = {
+        "streams": {name: entry.about for name, entry in STREAMS.items()},
+        "data": {name: entry.about for name, entry in fetch.SOURCES.items()},
+        "objectives": summaries(OBJECTIVES),
+        "methods": summaries(METHODS) | {name: with_freezing(**variant) for name, variant in VARIANTS.items()},
+        "policies": summaries(POLICIES),
+        "encoders": {name: entry.about for name, entry in ENCODERS.items()},
+        "optimizers": summaries(OPTIMIZERS),
+        "probes": summaries(PROBES),
+        "trackers": summaries(TRACKERS),
+        "views": {name: " ".join((make.__doc__ or "").split()) for name, make in VIEWS.items()},
+        "recipes": dict.fromkeys(recipe_names(), ""),
+    }
+    if what is not None and what not in families:
+        raise unknown("family", what, families)
+    for family in [what] if what else families:
+        members, heading = families[family], f"{family}:"
+        if what is None and family == "recipes":
+            heading = f"recipes: {len(members)} of STREAM/OBJECTIVE/METHOD; `ptlf list recipes` names them"
+            members = {}
+        print(heading)
+        for name, about in members.items():
+            print(f"  {name:<36} {about}".rstrip())
+    if what is None:
+        print("A member of your own goes by PACKAGE.MODULE:ATTRIBUTE in place of a name; see CONTRIBUTING.md.")
+
+
+def with_freezing(method: str, policy: str, **settings: Any) -> str:
+    shares = "".join(f", freezing.{key} {value}" for key, value in settings.items())
+    return f"In recipes: {method} with freezing, freezing.policy {policy}{shares}"
+
+
+def summaries(family: Mapping[str, type]) -> dict[str, str]:
+    """What each member is: the first paragraph about its class, or about its file if that is ours and has no other."""
+    files = [kind.__module__ for kind in family.values()]
+    texts = {}
+    for name, kind in family.items():
+        alone = kind.__module__.startswith("ptlf.") and files.count(kind.__module__) == 1
+        text = (sys.modules[kind.__module__].__doc__ if alone else kind.__doc__) or kind.__doc__ or ""
+        texts[name] = " ".join(text.split("\n\n")[0].split())
+    return texts
