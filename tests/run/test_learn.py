@@ -466,7 +466,7 @@ BAD = [
     (
         broken,
         [],
-        "05.png cannot be packed: not an image in a known format; repair or remove it, or",
+        "05.png cannot be used: not an image in a known format; repair or remove it, or",
     ),
     (other_size, [], "large has images of 16 px, not 8"),
     (lambda folder: npz(folder, pixels=np.zeros(3)), [], "has no array called"),
