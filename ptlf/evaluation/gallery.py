@@ -3,18 +3,18 @@
 import base64
 import hashlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from ptlf.core.phases import Phase, silent
-from ptlf.evaluation.prober import EvaluationConfig, testing
+from ptlf.evaluation.prober import EvaluationConfig, Prepare, eval_mode
 from ptlf.stream import Stream
 
 QUERIES, NEIGHBOURS = 12, 5
@@ -39,13 +39,7 @@ class Gallery:
     queries: list[int]
 
     def __init__(
-        self,
-        stream: Stream,
-        prepare: Callable[[Tensor], Tensor],
-        device: torch.device,
-        *,
-        config: EvaluationConfig,
-        seed: int,
+        self, stream: Stream, prepare: Prepare, device: torch.device, *, config: EvaluationConfig, seed: int
     ) -> None:
         self.prepare, self.device, self.batch, self.seed = prepare, device, config.batch, seed
         numbers = config.limited(range(len(stream.tasks)))
@@ -64,11 +58,14 @@ class Gallery:
         self.looks = self.looks or looks
 
     def read(self) -> None:
-        """The images, in the order in which `spread` draws them, unless they are here already."""
+        """The images, drawn from the shuffled tasks in turn, unless they are here already."""
         if hasattr(self, "pixels"):
             return
-        pool = POOL if self.labelled else UNLABELLED_POOL
-        chosen, self.groups = spread([indices for _, _, indices in self.drawn], pool, np.random.default_rng(self.seed))
+        random = np.random.default_rng(self.seed)
+        shuffled = [random.permutation(indices) for _, _, indices in self.drawn]
+        turns = in_turn(shuffled, POOL if self.labelled else UNLABELLED_POOL)
+        chosen = np.array([shuffled[number][place] for place, number in turns])
+        self.groups = np.array([number for _, number in turns])
         size = self.drawn[0][1].size
         self.pixels, self.labels = np.empty((len(chosen), size, size, 3), np.uint8), np.array(self.groups)
         for images in {images: None for _, images, _ in self.drawn}:
@@ -92,7 +89,7 @@ class Gallery:
         """moment: "before" or "after"."""
         self.read()
         parts = []
-        with testing(encoder), phase("features", len(self.pixels)) as advance:
+        with eval_mode(encoder), phase("features", len(self.pixels)) as advance:
             for part in torch.from_numpy(self.pixels).split(min(self.batch, BATCH)):
                 parts.append(F.normalize(encoder(self.prepare(part.to(self.device))).float(), dim=1).cpu())
                 advance(len(part))
@@ -121,13 +118,6 @@ class Gallery:
             "point_groups": [int(group) for group in self.groups[:POINTS]],
             "looks": looks,
         }
-
-
-def spread(groups: Sequence[np.ndarray], most: int, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """At most `most` indices, taken from the shuffled groups in turn, and the group number of each."""
-    shuffled = [random.permutation(group) for group in groups]
-    places = in_turn(shuffled, most)
-    return np.array([shuffled[number][place] for place, number in places]), np.array([number for _, number in places])
 
 
 def in_turn(groups: Sequence[Sequence[int] | np.ndarray], most: int) -> list[tuple[int, int]]:

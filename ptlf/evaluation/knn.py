@@ -26,7 +26,7 @@ class KnnClassConfig(KnnTaskConfig):
     k: int = key(200, "neighbours; at most as many as the smallest class has images", ge=1)
 
 
-class KnnTask(Probe):
+class KnnTask(Probe[KnnTaskConfig]):
     """LUMP's protocol: each split against its own task's training images."""
 
     Config: ClassVar[type[ProbeConfig]] = KnnTaskConfig
@@ -75,6 +75,10 @@ def knn_predict(
     return torch.cat(predicted)
 
 
-def knn_accuracy(bank: Tensor, bank_labels: Tensor, queries: Tensor, labels: Tensor, **settings) -> float:  # type: ignore[no-untyped-def]
+def knn_accuracy(
+    bank: Tensor, bank_labels: Tensor, queries: Tensor, labels: Tensor, *, k: int, temperature: float, classes: int,
+    chunk: int = 1024,
+) -> float:  # fmt: skip
     """Per cent of the queries whose predicted label is right."""
-    return 100 * float((knn_predict(bank, bank_labels, queries, **settings) == labels).double().mean())
+    predicted = knn_predict(bank, bank_labels, queries, k=k, temperature=temperature, classes=classes, chunk=chunk)
+    return 100 * float((predicted == labels).double().mean())

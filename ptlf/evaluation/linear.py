@@ -42,7 +42,7 @@ class Classifier:
         return Classifier(weight.float(), (self.bias - weight @ mean).float(), self.classes)
 
 
-class Linear(Probe):
+class Linear(Probe[LinearConfig]):
     """Softmax regression by SGD, within tasks and among all classes."""
 
     Config = LinearConfig
@@ -56,7 +56,7 @@ class Linear(Probe):
 def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig, generator: torch.Generator) -> Classifier:
     """Softmax regression over the labels (N,) that occur, on features (N, D), from zero weights."""
     classes, targets = labels.unique(return_inverse=True)
-    mean, deviation = moments(features.double())
+    mean, deviation = features.double().mean(0), features.double().std(0, correction=0).clamp_min(1e-6)
     if config.standardise:
         features = ((features - mean) / deviation).to(features.dtype)
     weight = torch.zeros(len(classes), features.shape[1], device=features.device, requires_grad=True)
@@ -72,10 +72,5 @@ def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig, generator
                 loss.backward()
                 optimizer.step()
             schedule.step()
-    found = Classifier(weight.detach(), bias.detach(), classes)
-    return found.before_scaling(mean, deviation) if config.standardise else found
-
-
-def moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (D,) of features (N, D), none of them zero."""
-    return features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
+    fitted = Classifier(weight.detach(), bias.detach(), classes)
+    return fitted.before_scaling(mean, deviation) if config.standardise else fitted

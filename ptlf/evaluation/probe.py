@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
@@ -19,14 +19,17 @@ class ProbeConfig:
     enabled: bool = key(False, "test the encoder with this probe after every task")
 
 
-class Probe:
+C = TypeVar("C", bound=ProbeConfig)
+
+
+class Probe(Generic[C]):
     """Every row of `rows` becomes an accuracy matrix of the record."""
 
     Config: ClassVar[type[ProbeConfig]] = ProbeConfig
     rows: ClassVar[Mapping[str, str]]  # name of the row -> OWN or SEEN
     forward: ClassVar[bool] = False  # its OWN rows are also taken on the next task, for forward transfer
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: C) -> None:
         self.config = config
 
     def used(self, labels: Tensor, seen_tasks: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ptlf.stream.loading import Sources
 
 Row = list[float | None]
 Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
+Prepare = Callable[[Tensor], Tensor]  # stored images as the encoder's input
 Bank = tuple[Images, np.ndarray]  # images, and the indices of those that count
 
 
@@ -62,14 +63,9 @@ class Prober:
     """
 
     def __init__(
-        self,
-        stream: Stream,
-        config: EvaluationConfig,
-        probes: Mapping[str, ProbeConfig],
-        prepare: Callable[[Tensor], Tensor],
-        device: torch.device,
-        sources: Sources | None = None,
-    ) -> None:
+        self, stream: Stream, config: EvaluationConfig, probes: Mapping[str, ProbeConfig], prepare: Prepare,
+        device: torch.device, sources: Sources | None = None,
+    ) -> None:  # fmt: skip
         """`probes` are the settings of each by name; those that are enabled are used. `sources` may already hold the
         stream's training images, which mostly are those of the splits' banks too."""
         self.stream, self.config, self.prepare, self.device = stream, config, prepare, device
@@ -119,17 +115,17 @@ class Prober:
             return rows
         aside = [split for split in seen if split not in chosen] if self.shared else []
         more = [(split.bank_images, split.bank) for split in aside] + self.without_split(task)
-        exams, banks = self.examined(encoder, chosen, phase, more)
-        known = {split: bank for split, bank, _ in exams} | dict(zip(aside, banks, strict=False))
+        tested, banks = self.encode(encoder, chosen, phase, more)
+        known = {split: bank for split, bank, _ in tested} | dict(zip(aside, banks, strict=False))
         every = [known[split] for split in seen if split in known] + banks[len(aside) :]
         features, labels = (torch.cat(part) for part in zip(*every, strict=True))
-        with phase("probes", len(rows) * len(exams), "scores") as advance:
+        with phase("probes", len(rows) * len(tested), "scores") as advance:
             for probe in self.probes:
                 for name, bank in probe.rows.items():
                     score = probe.fit(features, labels, tasks) if bank != OWN else None
-                    for exam in exams:
-                        found = score(*exam[2]) if score else own_accuracy(probe, encoder, *exam, tasks)
-                        rows[name][splits.index(exam[0])] = found
+                    for split, own_bank, test in tested:
+                        own = None if score else own_accuracy(probe, encoder, split, own_bank, test, tasks)
+                        rows[name][splits.index(split)] = score(*test) if score else own
                         advance(1)
         return rows
 
@@ -166,20 +162,20 @@ class Prober:
         that the figures do not depend on what comes later still."""
         forward = [probe for probe in self.probes if probe.forward]
         owners = {name: probe for probe in forward for name, bank in probe.rows.items() if bank == OWN}
-        exams, _ = self.examined(encoder, splits if owners else [], phase)
+        tested, _ = self.encode(encoder, splits if owners else [], phase)
         return {
-            name: [own_accuracy(probe, encoder, *exam, self.tasks_seen(exam[0].since)) for exam in exams]
+            name: [own_accuracy(probe, encoder, *one, self.tasks_seen(one[0].since)) for one in tested]
             for name, probe in owners.items()
         }
 
-    def examined(
+    def encode(
         self, encoder: nn.Module, splits: Sequence[EvalSplit], phase: Phase = silent, more: Sequence[Bank] = ()
     ) -> tuple[list[tuple[EvalSplit, Labelled, Labelled]], list[Labelled]]:
         """The splits, with their bank and test images as the encoder sees them; and `more` banks."""
         if not splits:
             return [], []
         images = sum(len(split.bank) + len(split.test) for split in splits) + sum(len(bank) for _, bank in more)
-        with testing(encoder), phase("features", images) as advance:
+        with eval_mode(encoder), phase("features", images) as advance:
             banks = [self.features(encoder, split.bank_images, split.bank, advance) for split in splits]
             others = [self.features(encoder, *bank, advance) for bank in more]
             tests = [self.features(encoder, split.test_images, split.test, advance) for split in splits]
@@ -218,7 +214,7 @@ def own_accuracy(
 
 
 @contextmanager
-def testing(encoder: nn.Module) -> Iterator[None]:
+def eval_mode(encoder: nn.Module) -> Iterator[None]:
     """Eval mode without gradients, and the mode it was in again afterwards."""
     was_training = encoder.training
     encoder.eval()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.evaluation.prober import testing
+from ptlf.evaluation.prober import eval_mode
 
 COLLAPSED = 1e-3  # encoders that learn have 0.1 to 0.5, or 0.01 while running statistics of norms lag behind
 
@@ -18,7 +18,7 @@ def spaced(indices: np.ndarray, most: int) -> np.ndarray:
 
 def feature_spread(encoder: nn.Module, images: Tensor) -> float:
     """Of the images' features. `images` are inputs of the encoder."""
-    with testing(encoder):
+    with eval_mode(encoder):
         return spread(encoder(images).float().flatten(1))
 
 

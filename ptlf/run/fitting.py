@@ -3,7 +3,6 @@
 They are chosen once, for a new run, where the user gives none; config.yaml then holds them like all others.
 """
 
-import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.core.settings import merge
+from ptlf.core.settings import merge, nested
 from ptlf.run.config import Config
 from ptlf.stream.pack import Pack, data_root, open_pack
 
@@ -51,18 +50,18 @@ def this_machine(device: str) -> Machine:
     return Machine(gpu, os.cpu_count() or 1)
 
 
-def free_settings(given: Settings) -> set[str]:
+def free_settings(explicit: Settings) -> set[str]:
     """Which of the settings that are chosen here the user leaves open."""
-    training, stream = (given.get(name) or {} for name in ("training", "stream"))
+    training, stream = (explicit.get(name) or {} for name in ("training", "stream"))
     training, stream = (section if isinstance(section, Mapping) else {} for section in (training, stream))
     free = {f"training.{name}" for name in ("batch", "epochs") if name not in training}
-    free |= {"encoder"} - set(given)
-    free |= set() if given.get("evaluation") else {"evaluation.batch"}
+    free |= {"encoder"} - set(explicit)
+    free |= set() if explicit.get("evaluation") else {"evaluation.batch"}
     return free | (set() if {"tasks", "groups"} & set(stream) else {"stream.tasks"})
 
 
 def fit_pack(values: Settings, free: Collection[str]) -> tuple[Settings, str]:
-    """`values`, all settings, with what is free chosen for the packed set that they name, and what to say of it. A set
+    """`values`, all settings, with what is free chosen for the packed set that they name, and a sentence on it. A set
     that cannot be read is left to those who open it for training."""
     stream = values["stream"]
     if not free or stream["pack"] is None:
@@ -74,44 +73,36 @@ def fit_pack(values: Settings, free: Collection[str]) -> tuple[Settings, str]:
         return values, ""
     divided = division(pack, counts, stream) if "stream.tasks" in free else {}
     values = merge(Config, values, {"stream": divided})
-    return fit_settings(
-        values, {*free} - {"stream.tasks"}, task_sizes(pack, counts, values["stream"]), pack.size, divided
-    )
+    return fit_settings(values, {*free}, task_sizes(pack, counts, values["stream"]), pack.size, divided)
 
 
 def fit_settings(
     values: Settings, free: Collection[str], sizes: Sequence[int], size: int, divided: Settings | None = None
 ) -> tuple[Settings, str]:
-    """`values`, all settings, with what is free chosen for tasks of so many images of `size` px, and what to say of it.
+    """`values`, all settings, with what is free chosen for tasks of `sizes` images of `size` px, and a sentence on it.
 
     divided: settings of the stream that were chosen before.
     """
     machine = this_machine(values["device"])
     chosen: dict[str, Any] = {f"stream.{name}": value for name, value in (divided or {}).items()}
-    layers: list[Settings] = []
     pixels = values["views"]["size"] or size
     if "encoder" in free:
-        name = chosen["encoder.name"] = network(machine, pixels)
-        layers.append({"encoder": {"name": name}})
-    training = {}
+        chosen["encoder.name"] = network(machine, pixels)
     if "training.batch" in free and sizes:
-        training["batch"] = batch(machine, min(sizes))
+        chosen["training.batch"] = batch(machine, min(sizes))
     if "training.epochs" in free:
         flops = FLOPS_PER_PIXEL.get(chosen.get("encoder.name") or values["encoder"]["name"], UNKNOWN_FLOPS) * pixels**2
-        training["epochs"] = max(epochs(machine, flops, sum(sizes)), 2 * values["training"]["warmup"])
-    chosen |= {f"training.{name}": value for name, value in training.items()}
-    if not machine.gpu and "evaluation.batch" in free:
-        layers.append({"evaluation": {"batch": 64}})  # the bar moves more often
+        chosen["training.epochs"] = max(epochs(machine, flops, sum(sizes)), 2 * values["training"]["warmup"])
     if not chosen:
         return values, ""
-    what = " ".join(f"--{name} {spoken(value)}" for name, value in chosen.items())
+    silent = {} if machine.gpu or "evaluation.batch" not in free else {"evaluation.batch": 64}  # the bar moves oftener
+    values = merge(Config, values, *[nested(name, value) for name, value in {**chosen, **silent}.items()])
+    settings = " ".join(f"--{name} {describe_value(value)}" for name, value in chosen.items())
     images = f"{sum(sizes)} image{'s' * (sum(sizes) != 1)} of {size} px on {machine}"
-    return merge(Config, values, {"training": training}, *layers), (
-        f"chosen for {images}: {what}; each can be given with a value of your own"
-    )
+    return values, f"chosen for {images}: {settings}; each can be given with a value of your own"
 
 
-def spoken(value: Any) -> str:
+def describe_value(value: Any) -> str:
     if not isinstance(value, list):
         return str(value)
     sizes = "+".join(str(len(group)) for group in value)
@@ -177,8 +168,8 @@ def task_sizes(pack: Pack, counts: np.ndarray, stream: Settings) -> list[int]:
 def expected_sizes(settings: Settings) -> list[int]:
     """Sizes of the tasks of a packed set, where the stream itself cannot be made; empty if they are not known."""
     stream = settings["stream"]
-    with contextlib.suppress(UserError):
-        if stream["pack"]:
-            pack = open_pack(data_root(settings["data_root"]), stream["pack"])
-            return task_sizes(pack, class_counts(pack, stream), stream)
-    return []
+    try:
+        pack = open_pack(data_root(settings["data_root"]), stream["pack"]) if stream["pack"] else None
+        return task_sizes(pack, class_counts(pack, stream), stream) if pack else []
+    except UserError:
+        return []

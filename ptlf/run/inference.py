@@ -20,7 +20,7 @@ from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.encoders import as_encoder
 from ptlf.encoders.weights import FILES, KEY
-from ptlf.evaluation.prober import testing
+from ptlf.evaluation.prober import eval_mode
 from ptlf.methods import METHODS, Method
 from ptlf.run.build import choose_device, make_encoder
 from ptlf.run.components import Components
@@ -69,7 +69,7 @@ def card_of(parts: Components) -> Card:
 def output_dim(encoder: nn.Module, size: int) -> int:
     """Length of the vectors in eval mode."""
     parameter = next(encoder.parameters())
-    with testing(encoder):
+    with eval_mode(encoder):
         return encoder(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype)).shape[1]
 
 

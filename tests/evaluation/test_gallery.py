@@ -15,7 +15,7 @@ from torch import nn
 
 from ptlf.evaluation import EvaluationConfig
 from ptlf.evaluation import gallery as module
-from ptlf.evaluation.gallery import Gallery, flat_map, pick_queries, spread, sprite
+from ptlf.evaluation.gallery import Gallery, flat_map, in_turn, pick_queries, sprite
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, Task
@@ -87,9 +87,8 @@ def test_images_follow_from_the_seed_and_are_spread() -> None:
     assert np.array_equal(first.pixels, same.pixels)
     assert not np.array_equal(first.pixels, other.pixels)
     assert np.bincount(first.labels[first.queries]).tolist() == [3, 3, 3, 3]
-    chosen, groups = spread([np.arange(100), np.arange(100, 104)], 20, np.random.default_rng(0))
-    assert np.bincount(groups).tolist() == [16, 4]
-    assert ((chosen >= 100) == (groups == 1)).all()
+    turns = in_turn([np.arange(100), np.arange(4)], 20)
+    assert np.bincount([number for _, number in turns]).tolist() == [16, 4]
 
 
 def test_many_labels_are_sampled_evenly() -> None:
