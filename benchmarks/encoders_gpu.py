@@ -24,9 +24,10 @@ from benchmarks.timing import per_call
 from ptlf.encoders.resnet import Bottleneck, ResNet
 from ptlf.encoders.vit import ViT
 from ptlf.freezing import Freezer, Unit, find_units
+from ptlf.freezing.cost import backward_flops, kept_bytes
 from ptlf.run.environment import environment, source_commit
 from ptlf.run.results import write_json
-from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
+from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
@@ -143,9 +144,12 @@ class Bench:
                 freezer = Freezer(self.model, units=self.units, example=self.images[:2])
                 with self.autocast():
                     said = freezer.estimate(units, self.images, loss=lambda output: output.float().square().mean())
-                with freezer.frozen_for(units):
+                with freezer.temporarily_frozen(units):
                     row = self.measure(self.model, lambda f=freezer: f.folded)
-                told = {"estimated_kept_bytes": said.then.kept_bytes, "estimated_flops": said.then.backward_flops}
+                told = {
+                    "estimated_kept_bytes": said.if_frozen.kept_bytes,
+                    "estimated_flops": said.if_frozen.backward_flops,
+                }
                 yield {**common, "way": "ptlf.Freezer", **row, **told}
 
     def compiled_rows(self) -> Iterator[Row]:
@@ -161,7 +165,7 @@ class Bench:
             yield {**common, "way": "compiled, conv-bn-eval fusion" if fuse else "compiled", **row}
         torch._dynamo.reset()
         freezer = Freezer(self.model, units=self.units, example=self.images[:2])
-        with freezer.frozen_for(units):
+        with freezer.temporarily_frozen(units):
             yield {
                 **common,
                 "way": "ptlf.Freezer, compiled",

@@ -18,11 +18,12 @@ from ptlf.core.errors import UserError
 from ptlf.core.memory import check_fits
 from ptlf.encoders import ENCODERS, feature_dim
 from ptlf.freezing import Freezer, Unit, find_units
+from ptlf.freezing.cost import backward_flops, kept_bytes
 from ptlf.freezing.savings import measure_savings
 from ptlf.report.live import console
 from ptlf.run.build import choose_device, make_encoder
 from ptlf.run.environment import environment
-from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
+from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,11 +5,11 @@ import html
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 from torch import nn
@@ -26,42 +26,41 @@ from ptlf.run.components import Components, build_components
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
-from ptlf.run.folder import START, check_arrived, check_new, claimed, has_finished, restore_encoder, save_encoder
+from ptlf.run.folder import START, check_arrived, check_new, has_finished, restore_encoder, save_encoder
+from ptlf.run.incoming import (
+    STREAM,
+    Packing,
+    appearance,
+    arriving_config,
+    claimed_for_learning,
+    pack_task,
+    select_new,
+    warn_small,
+)
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
 from ptlf.run.recipes import name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
 from ptlf.run.start import without_start
 from ptlf.run.watcher import Watcher
-from ptlf.stream import StreamConfig
 from ptlf.stream.arrivals import (
     UnlearnedFiles,
     accept,
     arrivals,
     check_watched,
     clear,
-    known_images,
-    pack_incoming,
-    place,
-    reduced,
     settled,
     task_name,
-    train_checksum,
 )
-from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.folders import subfolders
-from ptlf.stream.pack import Pack, data_root
+from ptlf.stream.pack import Pack
 from ptlf.stream.squares import OnError
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
 
-STREAM = "arriving"
-SIZE = 32  # pixels, where neither the images nor the settings say
-KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
 MAX_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
-# Arguments of `Learner.learn`:
-OF_LEARN = ("name", "again", "new_only", "watcher", "test_fraction", "on_error", "workers", "fit")
+ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "watcher", *Packing.__annotations__}
 Source = Any  # a path, an array, a list of images, a data set
 
 
@@ -79,6 +78,9 @@ class Learner:
         out: Path | str = "runs/learner",
         *,
         size: int | None = None,
+        config: Config | None = None,
+        free: Collection[str] = (),
+        make_run: Callable[..., Run] = Run,
         **settings: Any,
     ) -> None:
         """A new run; nothing is written before the first task. For one that is there: `Learner.load`.
@@ -90,20 +92,25 @@ class Learner:
         settings: sections, as training={"epochs": 20}, or keys, as **{"training.epochs": 20}; also seed and device.
             Batch and epochs, where they are not given, are chosen with the first task. log="tensorboard" or a list
             names trackers.
+        config: a complete configuration in place of names and settings, as `new` and `load` give it, with the settings
+            that are `free` until the first task. make_run: called as `Run`.
         """
-        named = {"encoder.name": encoder if isinstance(encoder, str) else "given"} if encoder is not None else {}
-        given = with_stored_encoder(gathered({**named, **settings}))
-        values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
-        module = encoder if isinstance(encoder, nn.Module) else None
-        self._begin(from_dict(values), out, size, module, free_settings(given))
+        if config is None:
+            named = {"encoder.name": encoder if isinstance(encoder, str) else "given"} if encoder is not None else {}
+            given = with_stored_encoder(gathered({**named, **settings}))
+            values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
+            config, free = arriving_config(from_dict(values), Path(out)), free_settings(given)
+        self.folder, self.size, self.config, self.make_run = Path(out), size, config, make_run
+        self.free = frozenset(free) - {"stream.tasks"}
+        self.module = encoder if isinstance(encoder, nn.Module) else None
+        self.run: Run | None = None  # the latest
+        self._trained: Components | None = None  # with the encoder as the last task left it
 
     @classmethod
     def new(cls, config: Config, out: Path | str, size: int | None = None, free: Collection[str] = ()) -> Self:
         """A new run with a complete configuration, whose stream is left aside. free: settings to choose with the first
         task, as `fitting.free_settings` names them."""
-        learner = cls.__new__(cls)
-        learner._begin(config, out, size, None, free)
-        return learner
+        return cls(out=out, size=size, config=arriving_config(config, Path(out)), free=free)
 
     @classmethod
     def load(
@@ -115,34 +122,17 @@ class Learner:
         trust_code: follow names of code, "package.module:attribute", in the run's config.yaml. It runs here.
         settings: `device`, `log` and evaluation={"tasks": ...} may change; all others are the run's own.
         """
-        learner, folder = cls.__new__(cls), Path(folder)
-        given = gathered(settings)
+        file, given = Path(folder) / "config.yaml", gathered(settings)
         if changed := [name for name in flatten(given) if name not in MAY_BE_GIVEN]:
             first = "were chosen with its first task and hold for all; for others begin a new run"
             why = f"; epochs and batch {first}" if changed[0] in ("training.epochs", "training.batch") else ""
             raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}{why}")
-        values = read_yaml(folder / "config.yaml")
-        with nullcontext() if trust_code else settings_from(folder / "config.yaml"):
+        values = read_yaml(file)
+        with nullcontext() if trust_code else settings_from(file):
             stored = from_dict(values)
-        learner.folder, learner.size, learner.module, learner.free = folder, None, encoder, frozenset()
-        learner.config = from_dict(merge(Config, as_dict(stored), given))
         if stored.encoder.name == "given" and encoder is None:
             raise UserError(f"the encoder of {folder} was given as a module; load it with encoder=MODULE in Python")
-        learner._parts = learner.run = None
-        return learner
-
-    def _begin(
-        self, config: Config, out: Path | str, size: int | None, module: nn.Module | None, free: Collection[str]
-    ) -> None:
-        self.folder, self.size, self.module, self.free = Path(out), size, module, frozenset(free) - {"stream.tasks"}
-        if (self.folder / "config.yaml").exists():
-            raise UserError(f"{out} already holds a run; Learner.load goes on with it, or choose another folder")
-        stream = StreamConfig(name=STREAM, labelled=config.stream.labelled, resident=config.stream.resident)
-        kept = replace(config.checkpoint, keep_tasks=config.checkpoint.keep_tasks or KEPT)
-        self.config = replace(config, stream=stream, checkpoint=kept)
-        check_grows(self.config)
-        self._parts: Components | None = None
-        self.run: Run | None = None  # the latest
+        return cls(encoder, out=folder, config=from_dict(merge(Config, as_dict(stored), given)))
 
     def __repr__(self) -> str:
         try:
@@ -178,7 +168,7 @@ class Learner:
         again: bool = False,
         new_only: bool = False,
         watcher: Watcher | None = None,
-        **packing: Any,
+        **packing: Unpack[Packing],
     ) -> dict[str, Any]:
         """Learn the images in `source` as the next task. Returns what results.json holds.
 
@@ -198,41 +188,26 @@ class Learner:
             raise UserError(f"{self.folder} holds no run; give the images of its first task")
         if again and new_only:
             raise UserError("--again learns what --new-only leaves out (again=True, new_only=True); give one of them")
-        said = tell if watcher is None else None
+        report = tell if watcher is None else None
         watcher = watcher or Live(name_of(as_dict(self.config)))
-        with self._held():
-            finished = not self.exists or self._can_go_on()
+        with claimed_for_learning(self.folder):
+            unfinished = self.exists and not self._check_continues()
             incoming: Pack | None = None
             accepted: Pack | None = None
-            run: Run | None = None
             try:
                 if source is not None:
-                    incoming = self._pack(source, name, packing)
-                    learnt = arrivals(self.folder)
-                    going = not finished and learnt and train_checksum(learnt[-1]) == train_checksum(incoming)
-                    if going and not again:
-                        incoming = None
-                    elif new_only:
-                        incoming = without_known(incoming, learnt)
-                    elif not again:
-                        reject_duplicate(incoming, learnt)
-                if not finished:
-                    run = self._build()
-                    self._train(run, watcher)
+                    known = make_stream(self.config, self.folder) if self.exists else None
+                    incoming = pack_task(self.folder, self.config, known, source, name, self.size, packing)
+                    incoming = select_new(incoming, arrivals(self.folder), unfinished, again, new_only)
+                if unfinished:
+                    run = self._train(watcher)
                     if incoming is not None and run.stop_signal:  # in its last moments
                         raise Stopped(self.folder, run.stop_signal)
                 if incoming is not None:
                     if not self.exists:
-                        self._fit(incoming, said)
-                    accepted, run = accept(self.folder, incoming), None
-                    try:
-                        run = self._build()
-                        note_small(accepted, self.config.training.batch)
-                        self._train(run, watcher)
-                    except BaseException:
-                        if run is None or not run.begun:
-                            shutil.rmtree(accepted.path)
-                        raise
+                        self._fit(incoming, report)
+                    accepted = accept(self.folder, incoming)
+                    self._train(watcher, accepted)
             except Stopped as stopped:
                 if incoming is None or (accepted and accepted.path.exists()):
                     raise
@@ -353,22 +328,10 @@ class Learner:
         inside = html.escape(page.read_text(), quote=True)
         return f'<iframe srcdoc="{inside}" style="width: 100%; height: 50em; border: 0"></iframe>'
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """The folder, locked. One that was not there goes again if nothing was learnt."""
-        made, existed = not self.folder.exists(), self.exists
-        try:
-            with claimed(self.folder, resume=existed):
-                clear(self.folder, everything=not existed)  # left by a process that was killed
-                yield
-        finally:
-            if made and self.folder.is_dir() and not any(self.folder.iterdir()):
-                self.folder.rmdir()
-
     def _finished(self) -> bool:
         return not self.exists or has_finished(self.folder)
 
-    def _can_go_on(self) -> bool:
+    def _check_continues(self) -> bool:
         """Whether the run has finished. One that cannot learn another task is refused."""
         check_grows(self.config)
         check_arrived(self.folder)
@@ -379,25 +342,13 @@ class Learner:
             raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot go on without it")
         return finished
 
-    def _pack(self, source: Source, name: str | None, packing: Mapping[str, Any]) -> Pack:
-        size, own = self.size, None
-        if self.exists:
-            stream = make_stream(self.config, self.folder)
-            size, own = stream.size, stream.fit
-        wanted = packing.get("fit")
-        if own and wanted not in (None, own):
-            raise UserError(f"the images of {self.folder} were packed with --fit {own}; leave out --fit {wanted}")
-        root, default = data_root(self.config.data_root), self.config.views.size or SIZE
-        how = {**packing, "fit": own or wanted or "crop"}
-        return pack_incoming(self.folder, source, name, size, root=root, default_size=default, **how)
-
-    def _fit(self, first: Pack, said: Callable[[str], None] | None) -> None:
+    def _fit(self, first: Pack, report: Callable[[str], None] | None) -> None:
         """Choose the settings that are free for the images of the first task."""
         sizes = [first.split("train").count]
-        values, told = fit_settings(as_dict(self.config), self.free, sizes, first.size)
+        values, chosen = fit_settings(as_dict(self.config), self.free, sizes, first.size)
         self.config = from_dict(values)
-        if told and said:
-            said(f"{told}; they hold for all later tasks, and cannot be changed then")
+        if chosen and report:
+            report(f"{chosen}; they hold for all later tasks, and cannot be changed then")
 
     def _start(self) -> nn.Module | None:
         """A copy of the module that was given, with the weights that training began with."""
@@ -408,73 +359,38 @@ class Learner:
             restore_encoder(self.folder, start, START)
         return start
 
-    def _build(self) -> Run:
-        self._parts = self.run = None
+    def _train(self, watcher: Watcher, accepted: Pack | None = None) -> Run:
+        """What the run has left. accepted: its new task, which is given back if training does not begin."""
+        self._trained = self.run = None
         gc.collect()  # a run is in reference cycles: the last one's memory is needed now
-        return Run(self.config, self.folder, encoder=self._start())
-
-    def _train(self, run: Run, watcher: Watcher) -> None:
-        if self.module is not None and not self.exists and run.components.weights is None:
-            save_encoder(self.folder, self.module, START)
-        self.run = run
-        run.train(watcher, resume=True, claim=False)
-        self._parts = run.components
+        try:
+            self.run = run = self.make_run(self.config, self.folder, encoder=self._start())
+            if accepted is not None:
+                warn_small(accepted, self.config.training.batch)
+            if self.module is not None and not self.exists and run.components.weights is None:
+                save_encoder(self.folder, self.module, START)
+            run.train(watcher, resume=True, claim=False)
+        except BaseException:
+            if accepted is not None and not (self.run and self.run.begun):
+                shutil.rmtree(accepted.path)
+            raise
+        self._trained = run.components
+        return run
 
     def _loaded(self) -> Components:
-        """The run's parts, with the encoder as the last task left it."""
-        if self._parts is None:
+        if self._trained is None:
             stream, quiet = make_stream(self.config, self.folder), replace(self.config.evaluation, enabled=False)
             config = without_start(replace(self.config, evaluation=quiet))
-            self._parts = build_components(config, None, self._start(), stream)
-            restore_encoder(self.folder, self._parts.model.encoder)
-        return self._parts
-
-
-def appearance(folder: Path) -> list[tuple[str, int, int]]:
-    """Of each file its name, size and date."""
-    with disk_errors(folder):
-        stats = [(str(file), file.stat()) for file in files_below(folder)]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+            self._trained = build_components(config, None, self._start(), stream)
+            restore_encoder(self.folder, self._trained.model.encoder)
+        return self._trained
 
 
 def gathered(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Sections and dotted keys, as Python gives them, as one nested dictionary."""
     given: dict[str, Any] = {}
     for name, value in settings.items():
-        if name in OF_LEARN:
+        if name in ARGUMENTS_OF_LEARN:
             raise UserError(f"{name} is no setting of the run but an argument of learn(): learn(images, {name}=...)")
         given = merge(Config, given, nested(name, value))
     return given
-
-
-def reject_duplicate(incoming: Pack, learnt: Sequence[Pack]) -> None:
-    """Refuse a task of which all images were learnt before; of some, say so."""
-    again = "give --again (again=True) to learn them once more"
-    for number, pack in enumerate(learnt, start=1):
-        if train_checksum(pack) == train_checksum(incoming):
-            raise UserError(f"{task_name(incoming)} holds the very images of {place(pack, number)}; {again}")
-    known, tasks = known_images(incoming, learnt)
-    before = f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before: {'; '.join(tasks)}"
-    if known.all():
-        raise UserError(f"{before}; {again}")
-    if known.any():
-        info(f"{before}; they are learnt again, unless --new-only (new_only=True) is given")
-
-
-def note_small(task: Pack, batch: int) -> None:
-    if (count := task.split("train").count) < batch:
-        fewer = f"task {task_name(task)} has {count} images, fewer than a batch of {batch}"
-        poor = f"its batches are of {count}, and their statistics are poor"
-        warn(f"{fewer}: {poor}; better put more images into one task")
-
-
-def without_known(incoming: Pack, learnt: Sequence[Pack]) -> Pack | None:
-    """Its images that are in no earlier task from the same place. None: there are none."""
-    known, _ = known_images(incoming, learnt)
-    if not known.any():
-        return incoming
-    if known.all():
-        info(f"nothing new in {task_name(incoming)}: all {len(known)} images were learnt before")
-        return None
-    info(f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before, left out")
-    return reduced(incoming, np.flatnonzero(~known))

@@ -214,7 +214,7 @@ def check_pretrained(printed: list[str], out: str) -> None:
 
 
 def check_readme(printed: list[str], out: str) -> None:
-    assert "kept for backward" in printed[0]
+    assert "activation memory" in printed[0]
 
 
 def check_contributing(printed: list[str], out: str) -> None:
@@ -428,6 +428,6 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sum("image/png" in output.get("data", {}) for output in shown) == 2
     out = "".join(output.text for output in shown if output.output_type == "stream")
     assert "warning" not in out.lower()
-    assert "kept for backward" in out and "(100, 64)" in out
+    assert "activation memory" in out and "(100, 64)" in out
     (report,) = cells[-1].outputs
     assert "<iframe srcdoc=" in report.data["text/html"] and "digits-2-and-3" in report.data["text/html"]

@@ -19,6 +19,7 @@ from ptlf.run.config import Config
 from ptlf.run.recipes import resolve_config
 from ptlf.training.checkpoint import HostCopy, read_checkpoint, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 QUICK = [
     "--recipe", "digits/simsiam/lump", "--stream.groups", "[[0, 1]]", "--training.epochs", "1", "--training.batch",
     "128", "--device", "cpu", "--stream.per_class", "70", "--encoder.width", "4", "--objective.projection", "16",

@@ -148,7 +148,7 @@ def new_file(text: str, ends: Sequence[str] = ()) -> Path:
 new_page = partial(new_file, ends=(".html", ".htm"))
 
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS = ("tensorboard", "wandb")
 FITS = ("crop", "squash", "pad")
 SETTINGS_FOR_ALL = "Settings, such as --training.epochs 20, apply to all runs."
 AUTO = "auto is cuda where there is a GPU"

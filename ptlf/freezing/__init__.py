@@ -1,7 +1,7 @@
 """Layer freezing for any PyTorch module: find units, rank them by task correlation, freeze and thaw them."""
 
 from ptlf.freezing.correlation import correlation_ratios
-from ptlf.freezing.estimate import format_bytes
+from ptlf.freezing.cost import format_bytes
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.kernels import replaced_forward
 from ptlf.freezing.policies import POLICIES

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ptlf.freezing.products import as_matrix, parts
+from ptlf.freezing.recording import unchanged
 from ptlf.freezing.subspace import check_finite, fit_at_once, inputs_of, passes, ratio_of, replay_inputs
-from ptlf.freezing.units import Unit, trained_units, unchanged
+from ptlf.freezing.units import Unit, trained_units
 
 GradientFn = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]  # of weights; None if one has no part in the loss
 

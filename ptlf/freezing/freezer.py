@@ -7,19 +7,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ptlf.freezing import kernels
-from ptlf.freezing.estimate import Estimate, Loss, StepCost, format_bytes, parse_bytes, step_cost
-from ptlf.freezing.following import FollowingDDP
+from ptlf.freezing.cost import CostEstimate, Estimate, Loss, format_bytes, parse_bytes, step_cost
+from ptlf.freezing.ddp import FreezeAwareDDP
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough, replaced_forward
+from ptlf.freezing.optimizers import start_momentum, unwrapped_optimizers
+from ptlf.freezing.recording import BATCH_NORMS, INSTANCE_NORMS
 from ptlf.freezing.schedule import FreezeSchedule
-from ptlf.freezing.select import Selector, select
+from ptlf.freezing.select import Selector, select, with_tied
 from ptlf.freezing.timetable import Timetable
-from ptlf.freezing.units import BATCH_NORMS, INSTANCE_NORMS, Trace, Unit, trace
+from ptlf.freezing.units import Trace, Unit, trace
 
 logger = logging.getLogger("ptlf.freezing")
 MARK = "_frozen_by"  # of a frozen unit's layer, patched or not: see `Freezer._check_unfrozen`
@@ -50,7 +51,9 @@ class Freezer:
     save_memory: save only what backward needs. False: plain PyTorch, which saves as much as if nothing were frozen.
 
     Units are chosen by name or prefix ("layer1"), module (`model.layer1`), compiled regular expression, number (the
-    first n), function of a unit, or several of these: see `select`.
+    first n), function of a unit, or several of these: see `select`. Units that share a parameter (tied weights) freeze
+    and thaw together: one that is chosen takes the others with it. A parameter that is also used outside of units, such
+    as an embedding tied to the last layer, is frozen there too.
 
     A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output, and the norm passes it
     on. Weights that `load_state_dict` loads into a frozen module count at once, also in compiled or captured code.
@@ -72,7 +75,7 @@ class Freezer:
         batch_statistics: bool = False,
         save_memory: bool = True,
     ) -> None:
-        self.module, self.optimizers = module, _optimizers(optimizer)
+        self.module, self.optimizers = module, unwrapped_optimizers(optimizer)
         self.batch_statistics, self.save_memory = batch_statistics, save_memory
         self._patched: dict[nn.Module, ForwardPatch] = {}
         self._frozen: dict[str, _Frozen] = {}
@@ -97,7 +100,7 @@ class Freezer:
 
     def freeze(self, units: Selector) -> list[str]:
         """Freeze these units, in addition to those already frozen; the names of those that were not yet."""
-        chosen = [unit for unit in select(self.units, units) if unit.name not in self._frozen]
+        chosen = [unit for unit in self._select(units) if unit.name not in self._frozen]
         self._check_unfrozen()
         for unit in chosen:
             self._freeze(unit)
@@ -107,7 +110,7 @@ class Freezer:
     def thaw(self, units: Selector | None = None) -> list[str]:
         """Make these units (by default all) trainable again, as they were before; the names of those that were frozen.
         Their optimizer state starts empty."""
-        chosen = self.units if units is None else select(self.units, units)
+        chosen = self.units if units is None else self._select(units)
         thawed = [unit for unit in chosen if unit.name in self._frozen]
         for unit in thawed:
             self._thaw(unit)
@@ -118,18 +121,20 @@ class Freezer:
 
     def freeze_only(self, units: Selector) -> list[str]:
         """Freeze these units and thaw all others; the names of those that were not frozen before."""
-        wanted = [unit.name for unit in select(self.units, units)]
+        wanted = [unit.name for unit in self._select(units)]
         self.thaw([name for name in self.frozen if name not in wanted])
         return self.freeze(wanted)
 
     @contextmanager
-    def frozen_for(self, units: Selector) -> Iterator[list[str]]:
+    def temporarily_frozen(self, units: Selector) -> Iterator[list[str]]:
         """Inside, these units are frozen too; at the end, those that were not before thaw."""
         names = self.freeze(units)
         try:
             yield names
         finally:
             self.thaw(names)
+
+    frozen_for = temporarily_frozen
 
     def schedule(
         self,
@@ -147,7 +152,7 @@ class Freezer:
         example: a whole batch, as the module is called with, or tensors of its shape on the meta device. loss: of the
         module's output, by default its sum. Call it in the mode and under the autocast of training.
         """
-        names = tuple(unit.name for unit in select(self.units, units) if unit.name not in self._frozen)
+        names = tuple(unit.name for unit in self._select(units) if unit.name not in self._frozen)
         with self._pretending():
             now = self._cost(example, loss)
             self.freeze(names)
@@ -158,7 +163,7 @@ class Freezer:
         with self._pretending():
             now = self._cost(example, loss, backward=False).bytes
             for name in [unit.name for unit in self.units if unit.name not in self._frozen]:
-                with self.frozen_for(name):
+                with self.temporarily_frozen(name):
                     self.saved[name] = now - self._cost(example, loss, backward=False).bytes
         return self.saved
 
@@ -168,7 +173,7 @@ class Freezer:
 
         First come the units that save the most bytes or, with `ratios`, the most bytes for what is lost: 1 - ratio, the
         share of the new gradient that the past's inputs do not span. Of these, units without which the step fits as
-        well are left out, those that save the least first. `StepCost` says which bytes count. A warning says if no
+        well are left out, those that save the least first. `CostEstimate` says which bytes count. A warning says if no
         unit would train.
         """
         most = parse_bytes(limit)
@@ -182,8 +187,8 @@ class Freezer:
             def worth(name: str) -> float:
                 return saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3) if self.ratios else saved[name]
 
-            def cost(names: Sequence[str], *, backward: bool = False) -> StepCost:
-                with self.frozen_for(names):
+            def cost(names: Sequence[str], *, backward: bool = False) -> CostEstimate:
+                with self.temporarily_frozen(names):
                     return self._cost(example, loss, backward=backward)
 
             order = sorted(candidates, key=worth, reverse=True)
@@ -192,16 +197,16 @@ class Freezer:
                 parts = f"of which {format_bytes(least.held_bytes)} are weights and buffers"
                 raise ValueError(f"with all units frozen a step takes {missing}, {parts}; take a smaller batch")
             needed = _needed(order, lambda names: cost(names).bytes <= most)
-            names = tuple(name for name in candidates if name in needed)
+            names = tuple(unit.name for unit in self._select(needed))
             if len(names) == len(candidates):
                 fits = f"a step takes at most {limit} only with all {len(self.units)} units frozen"
                 logger.warning("%s: none of them would train; take a smaller batch", fits)
             return Estimate(names, now, cost(names, backward=True))
 
-    def ddp(self, model: nn.Module | None = None, **options: Any) -> FollowingDDP:
-        """`model` (by default the module), which contains the module, as a DistributedDataParallel that follows what
+    def ddp(self, model: nn.Module | None = None, **options: Any) -> FreezeAwareDDP:
+        """`model` (by default the module), which contains the module, as a DistributedDataParallel, which knows what
         freezes and thaws. options: those of DistributedDataParallel."""
-        return FollowingDDP(self.module if model is None else model, self._still, **options)
+        return FreezeAwareDDP(self.module if model is None else model, self.frozen_norm_buffers, **options)
 
     def refresh(self) -> None:
         """Fold the norms again: needed if weights were changed in place and the code is compiled or captured."""
@@ -239,6 +244,10 @@ class Freezer:
         ]
         lines = ["  ".join(row).rstrip() for row in cells]
         return "\n".join([*lines, f"{len(self._frozen)} of {len(self.units)} units frozen"])
+
+    def _select(self, units: Selector) -> list[Unit]:
+        """The units that are meant, and those that share a parameter with them."""
+        return with_tied(self.units, select(self.units, units))
 
     def _check_unfrozen(self) -> None:
         own = [record.mark for record in self._frozen.values()]
@@ -286,7 +295,7 @@ class Freezer:
                 parameter.requires_grad_(True)
         _touch(unit)
         for optimizer in self.optimizers:
-            _start_momentum(optimizer, unit.parameters())
+            start_momentum(optimizer, unit.parameters())
         for norm in record.untracked:
             norm.track_running_stats = True  # type: ignore[assignment]
         still = {module for other in self._frozen.values() for module in other.patched}
@@ -329,28 +338,17 @@ class Freezer:
                 optimizer.state.clear()
                 optimizer.state.update(state)
 
-    def _cost(self, example: Any, loss: Loss | None, *, backward: bool = True) -> StepCost:
-        self.refresh()  # not among fake tensors, which have no values
+    def _cost(self, example: Any, loss: Loss | None, *, backward: bool = True) -> CostEstimate:
+        for patch in self._layers():  # not among fake tensors, which have no values
+            patch.refresh_if_stale()
         return step_cost(self.module, self.optimizers, example, self.folded, loss, backward=backward)
 
-    def _still(self) -> list[Tensor]:
-        """Statistics of frozen norms."""
+    def frozen_norm_buffers(self) -> list[Tensor]:
+        """The statistics of frozen norms, which no longer change."""
         return [b for u in self.units if u.name in self._frozen for norm in u.norms for b in norm.buffers()]
 
     def _layers(self) -> list[FrozenLayer]:
         return [patch for patch in self._patched.values() if isinstance(patch, FrozenLayer)]
-
-
-def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-    """The optimizers, out of wrappers such as those of Accelerate."""
-    found = []
-    for optimizer in [] if given is None else [given] if hasattr(given, "param_groups") else list(given):
-        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = inner
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"a Freezer takes one torch.optim.Optimizer or several, not a {type(optimizer).__name__}")
-        found.append(optimizer)
-    return found
 
 
 def _needed(order: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
@@ -376,19 +374,6 @@ def _touch(unit: Unit) -> None:
         for name, parameter in list(module._parameters.items()):
             module._parameters[name] = None
             module._parameters[name] = parameter
-
-
-def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Zero momentum for thawed parameters: the fused SGD of torch 2.13 fails if only some of a group have one.
-
-    With a rate on the device the training step does that itself, in the memory that it was captured with.
-    """
-    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
-        if group["fused"] and group["momentum"] and not isinstance(group["lr"], Tensor):
-            thawed = set(parameters) & set(group["params"])
-            if any(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in group["params"]):
-                for parameter in thawed:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def parametrizations(layer: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ptlf.freezing.units import BATCH_NORMS, Convolution
+from ptlf.freezing.recording import BATCH_NORMS, Convolution
 
 Pair = tuple[int, int]
 NormClass = TypeVar("NormClass", bound=type[nn.Module])
@@ -213,8 +213,8 @@ class FrozenLayer(ForwardPatch):
         self.refresh()
 
     def __call__(self, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and self.norm is not None and self.versions != self._versions():
-            self.refresh()
+        if not torch.compiler.is_compiling():
+            self.refresh_if_stale()
         layer = self.module
         weight, bias = (layer.weight, layer.bias) if self.weight is None else (self.weight, self.bias)
         if isinstance(layer, nn.Linear):
@@ -223,6 +223,11 @@ class FrozenLayer(ForwardPatch):
         if isinstance(padding, str) or layer.padding_mode != "zeros":
             input, padding = pad(layer, input), (0, 0)
         return frozen_conv2d(input, weight, bias, layer.stride, padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
+
+    def refresh_if_stale(self) -> None:
+        """Fold again if a source tensor was changed in place or replaced."""
+        if self.norm is not None and self.versions != self._versions():
+            self.refresh()
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptlf.freezing.units import Convolution, Layer, Unit, storage
+from ptlf.freezing.recording import Convolution, Layer, storage
+from ptlf.freezing.units import Unit
 
 TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 

@@ -1,6 +1,6 @@
 """Progressive freezing over a task's epochs: how many (schedule), which (policy), done (freezer), noted (log)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -59,18 +59,23 @@ class ProgressiveFreezing:
         if self.active:
             self.log.append({"task": index + 1, "ratios": {}, "order": [], "events": []})
 
-    def begin_epoch(self, epoch: int, correlate: Callable[[], RatiosOf]) -> list[str]:
-        """Freeze what the schedule allows by now. `correlate()` takes the new task's gradient, and returns a function
-        that computes the ratios of units not yet frozen."""
+    def needs_ratios(self, epoch: int) -> bool:
+        """Whether this epoch's choice depends on ratios at the module's current weights."""
+        count = self.schedule.count(epoch, len(self.context.units))
+        later = self.update == "per-epoch" and count > len(self.freezer.frozen)
+        return self.active and self.policy.needs_ratios and (epoch == 0 or later)
+
+    def begin_epoch(self, epoch: int, ratios: RatiosOf | None = None) -> list[str]:
+        """Freeze what the schedule allows by now. ratios: computes those of units not yet frozen, for the new task's
+        gradient; given where `needs_ratios` says so."""
         if not self.active:
             return []
         units, frozen = self.context.units, list(self.freezer.frozen)
         candidates = [name for name in units if name not in frozen]
         wanted = self.schedule.count(epoch, len(units)) - len(frozen)
         self.context.remaining = self.schedule.most(len(units)) - len(frozen)
-        ratios = None
-        if self.policy.needs_ratios and (epoch == 0 or (self.update == "per-epoch" and wanted > 0)):
-            ratios, self.context.ratios = correlate(), None
+        if ratios is not None:
+            self.context.ratios = None
             self._compute_ratios(epoch, candidates, frozen, ratios)
         stay: list[str] = []
         if epoch == 0 and self.keep_frozen:
@@ -96,6 +101,10 @@ class ProgressiveFreezing:
             self.entry["ratios"] = dict(self.context.ratios)
         else:
             self.entry.setdefault("ratios_by_epoch", {})[str(epoch + 1)] = dict(self.context.ratios)
+
+    def log_directions(self, directions: Mapping[str, int]) -> None:
+        """How many singular vectors the ratios were computed with, by unit. Those of the task's start stay."""
+        self.entry["directions"] = {**directions, **self.entry.get("directions", {})}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values. The policies' randomness is in the generator, which whoever made it stores."""

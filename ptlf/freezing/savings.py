@@ -11,10 +11,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ptlf.freezing.cost import count_flops
 from ptlf.freezing.kernels import pad
 from ptlf.freezing.names import unknown_name
-from ptlf.freezing.products import TRANSPOSED, Part, Projection, groups, parts, watched
-from ptlf.freezing.units import Unit, storage, unchanged
+from ptlf.freezing.products import TRANSPOSED, Part, Projection, parts, watched
+from ptlf.freezing.recording import storage, unchanged
+from ptlf.freezing.units import Unit
+
+BY = ("flops", "seconds")
 
 
 @dataclass(frozen=True)
@@ -80,67 +84,42 @@ def measure_savings(
     "flops" counts, so that a repeated or resumed run decides alike, on any machine. "seconds" times the two gradients
     of each layer on tensors of the shapes, type and layout it meets: nearer to the truth, and different every time.
     """
-    if by not in MEASURES:
-        raise ValueError(unknown_name("measure of savings", by, MEASURES))
+    if by not in BY:
+        raise ValueError(unknown_name("measure of savings", by, BY))
     savings = {unit.name: Saving(0, 0, 0) for unit in units}
+    measure = count_flops if by == "flops" else partial(median_seconds, device=example.device, repeats=repeats)
 
     def add(unit: Unit, given: list[Tensor], output: Tensor) -> None:
         total = savings[unit.name]
-        costs = [MEASURES[by](part, x, output, repeats) for part, x in zip(parts(unit.layer), given, strict=True)]
-        kept = sum(storages(given).values()) + (output.nbytes if unit.norm is not None else 0)
-        by_weight, by_input = (sum(some) for some in zip(*costs, strict=True))
-        savings[unit.name] = Saving(total.weight_cost + by_weight, total.input_cost + by_input, total.bytes + kept)
+        weight_cost, input_cost = total.weight_cost, total.input_cost
+        for part, x in zip(parts(unit.layer), given, strict=True):
+            by_weight, by_input = product_gradients(part, x, output if by == "seconds" else output.to("meta"))
+            weight_cost += measure(by_weight)
+            input_cost += measure(by_input)
+        inputs = {storage(tensor): tensor.nbytes for tensor in given}  # query, key and value may be one tensor
+        kept = sum(inputs.values()) + (output.nbytes if unit.norm is not None else 0)
+        savings[unit.name] = Saving(weight_cost, input_cost, total.bytes + kept)
 
     with unchanged(module), torch.no_grad(), watched(module, units, add):
         module(example)
     return savings
 
 
-def storages(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Bytes by storage: query, key and value may be one tensor."""
-    return {storage(tensor): tensor.nbytes for tensor in tensors}
-
-
-def flops(part: Part, given: Tensor, output: Tensor, repeats: int) -> tuple[int, int]:
-    """FLOPs of the weight and of the input gradient: each multiplies every weight once per output position (of a
-    transposed convolution, once per input position).
-
-    From shapes, because by unit; `kept.count_flops` counts a whole backward by the same rule.
-    """
-    if isinstance(part, Projection):
-        product = 2 * part.rows * given.numel()
-    else:
-        positions = (given if isinstance(part, TRANSPOSED) else output).numel() // part.weight.shape[0]
-        product = 2 * part.weight.numel() * positions
-    return product, product
-
-
-def seconds(part: Part, given: Tensor, output: Tensor, repeats: int) -> tuple[float, float]:
-    """Seconds of the weight and of the input gradient, each the median of `repeats`."""
-    weight, given = part.weight.to(output.dtype), given.to(output.dtype)
-    by_weight: Callable[[], object]
-    by_input: Callable[[], object]
+def product_gradients(part: Part, given: Tensor, output: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Functions that compute the weight gradient and the input gradient of a product with tensors of these shapes, in
+    the type and on the device of `output`."""
+    weight, given = part.weight.to(output), given.to(output)
     if isinstance(part, nn.Linear | Projection):
         if isinstance(part, Projection):
             weight = weight[part.first : part.first + part.rows]
         columns = given.flatten(0, -2)
         rows = torch.randn(len(columns), len(weight), dtype=output.dtype, device=output.device)
-        by_weight, by_input = lambda: rows.mT @ columns, lambda: rows @ weight
-    else:
-        transposed, gradient, none = isinstance(part, TRANSPOSED), torch.randn_like(output), [0] * len(part.stride)
-        padding = list(part.padding) if transposed else none
-        settings = (
-            list(part.stride),
-            padding,
-            list(part.dilation),
-            transposed,
-            list(part.output_padding),
-            groups(part),
-        )
-        images = given if transposed else pad(part, given)
-        backward = partial(torch.ops.aten.convolution_backward, gradient, images, weight, None, *settings)
-        by_weight, by_input = (partial(backward, mask) for mask in ([False, True, False], [True, False, False]))
-    return median_seconds(by_weight, output.device, repeats), median_seconds(by_input, output.device, repeats)
+        return lambda: rows.mT @ columns, lambda: rows @ weight
+    transposed, gradient = isinstance(part, TRANSPOSED), torch.randn_like(output)
+    images, padding = (given, list(part.padding)) if transposed else (pad(part, given), [0] * len(part.stride))
+    geometry = list(part.stride), padding, list(part.dilation), transposed, list(part.output_padding), part.groups
+    backward = partial(torch.ops.aten.convolution_backward, gradient, images, weight, None, *geometry)
+    return partial(backward, [False, True, False]), partial(backward, [True, False, False])
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -157,6 +136,3 @@ def median_seconds(work: Callable[[], object], device: torch.device, repeats: in
 def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-MEASURES: dict[str, Callable[[Part, Tensor, Tensor, int], tuple[float, float]]] = {"flops": flops, "seconds": seconds}

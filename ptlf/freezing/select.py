@@ -22,6 +22,15 @@ def select(units: Sequence[Unit], wanted: Selector) -> list[Unit]:
     return [unit for unit in units if unit.name in chosen]
 
 
+def with_tied(units: Sequence[Unit], chosen: Sequence[Unit]) -> list[Unit]:
+    """The chosen units and all that share a parameter with them, directly or through others, in order of `units`."""
+    names, parameters = {unit.name for unit in chosen}, {p for unit in chosen for p in unit.parameters()}
+    while tied := [u for u in units if u.name not in names and not parameters.isdisjoint(u.parameters())]:
+        names |= {unit.name for unit in tied}
+        parameters |= {parameter for unit in tied for parameter in unit.parameters()}
+    return [unit for unit in units if unit.name in names]
+
+
 def _names(units: Sequence[Unit], wanted: Selector) -> list[str]:
     names = [unit.name for unit in units]
     if isinstance(wanted, Unit):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ptlf.freezing.kernels import pad
 from ptlf.freezing.products import TRANSPOSED, Part, fan_in, groups, parts, watched
-from ptlf.freezing.units import Convolution, Unit
+from ptlf.freezing.recording import Convolution
+from ptlf.freezing.units import Unit
 
 COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image needs more
 

@@ -1,29 +1,22 @@
 """Find the units of any module by tracing a forward pass.
 
 A unit is what freezes: a convolution, linear layer or `nn.MultiheadAttention`, the norm that directly consumes its
-output, and parameters of no layer that belong to it: see `_Graph`.
+output, and parameters of no layer that belong to it: see `Ownership`.
 """
 
 import dataclasses
-import heapq
-import itertools
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd.graph import Node
 
-Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
-Layer = Convolution | nn.Linear | nn.MultiheadAttention
-BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
-INSTANCE_NORMS = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
-NORMS = (BATCH_NORMS, INSTANCE_NORMS, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+from ptlf.freezing.ownership import Ownership
+from ptlf.freezing.recording import ForwardRecord, Layer, record_forward, storage, tensors_in
+
 # Frozen, these save no input for backward; the other layers do, as in plain PyTorch.
 SPARING = (nn.Conv2d, nn.Linear, nn.MultiheadAttention)
 IMAGE_SIZES = (32, 64, 96, 128, 224)
@@ -110,7 +103,7 @@ def trace(module: nn.Module, example: Any = None) -> Trace:
     errors = []
     for guess in _guesses(module) if example is None else [example]:
         try:
-            record, output = _run(module, guess)
+            record, output = record_forward(module, guess)
         except Exception as error:
             if example is not None:
                 raise
@@ -118,25 +111,16 @@ def trace(module: nn.Module, example: Any = None) -> Trace:
             continue
         seen = _analyse(module, record, output)
         try:
-            in_train = _analyse(module, *_run(module, guess, train=True)).foldable if seen.foldable else seen.foldable
+            in_train = (
+                _analyse(module, *record_forward(module, guess, train=True)).foldable
+                if seen.foldable
+                else seen.foldable
+            )
         except Exception:
             in_train = frozenset()
         return dataclasses.replace(seen, foldable=seen.foldable & in_train)
     tried = "; ".join(errors) or "no convolution or linear layer to guess from"
     raise ValueError(f"found no input that {type(module).__name__} accepts; pass example=<a batch> ({tried})")
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside nested sequences, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
 def _guesses(module: nn.Module) -> Iterator[Tensor]:
@@ -154,147 +138,13 @@ def _guesses(module: nn.Module) -> Iterator[Tensor]:
         yield parameter.new_zeros(2, linear.in_features)
 
 
-@dataclass(frozen=True, eq=False)
-class _LayerCall:
-    layer: nn.Module
-    inputs: list[Node]  # that made its inputs
-    output: Tensor
-    version: int  # of the output when the layer returned it; an in-place operation changes it
-    node: Node | None
-
-
-class _Record(TorchDispatchMode):
-    """What the hooks record. All tensors are held until the end, so that ids and storages are not reused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[int, _LayerCall] = {}  # by id of the output tensor
-        self.layers: dict[Layer, list[_LayerCall]] = {}  # in order of first execution
-        self.norms: dict[nn.Module, list[tuple[_LayerCall | None, Node | None]]] = defaultdict(list)
-        self.relus: dict[nn.ReLU, list[int]] = defaultdict(list)  # storages of the outputs
-        # Modules that save a storage for backward, and modules that read a layer's output; None: not a hooked module.
-        self.keepers: dict[int, set[nn.Module | None]] = defaultdict(set)
-        self.readers: dict[int, set[nn.Module | None]] = {}
-        self.held: list[Tensor] = []
-        self.inside: list[nn.Module | None] = [None]  # stack of the hooked modules being executed
-        self.given: list[list[Node]] = []  # for each of them, the nodes that made its inputs
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.inside.append(module)
-        self.given.append([tensor.grad_fn for tensor in tensors_in([args, kwargs]) if tensor.grad_fn is not None])
-        if isinstance(module, Layer):
-            self.layers.setdefault(module, [])
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self.inside.pop()
-        given = self.given.pop()
-        if isinstance(module, nn.MultiheadAttention):
-            output = output[0]  # beside it the attention weights
-        if not isinstance(output, Tensor):
-            return
-        self.held.append(output)
-        if isinstance(module, Layer):
-            call = _LayerCall(module, given, output, output._version, output.grad_fn)
-            self.calls[id(output)] = call
-            self.readers[storage(output)] = set()
-            self.layers[module].append(call)
-        elif isinstance(module, nn.ReLU):
-            self.relus[module].append(storage(output))
-        else:
-            source = next(tensors_in([args, kwargs]), output)
-            found = self.calls.get(id(source))
-            # The version may be read after the norm has run: none of NORMS writes to its input.
-            direct = found if found is not None and found.version == source._version else None
-            self.norms[module].append((direct, output.grad_fn))
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        if not isinstance(self.inside[-1], nn.ReLU):
-            self.keepers[storage(tensor)].add(self.inside[-1])
-            self.held.append(tensor)
-        return tensor.detach()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Records which modules read a layer's output, also in operations without a gradient."""
-        for tensor in tensors_in([args, kwargs]):
-            if tensor.layout is torch.strided and (readers := self.readers.get(storage(tensor))) is not None:
-                readers.add(self.inside[-1])
-        return function(*args, **(kwargs or {}))
-
-
-def storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _run(module: nn.Module, example: Any, *, train: bool = False) -> tuple[_Record, Any]:
-    """A forward in eval mode, or in train mode except for norms, which may need a larger batch."""
-    record = _Record()
-    with ExitStack() as stack:
-        stack.enter_context(unchanged(module))
-        # A parameter that does not train now is in the graph too.
-        for parameter in [p for p in module.parameters() if p.is_floating_point() and not p.requires_grad]:
-            stack.callback(parameter.requires_grad_, False)
-            parameter.requires_grad_()
-        for part in module.modules():
-            part.training = train and not isinstance(part, NORMS)
-            if isinstance(part, (Layer, *NORMS)) or type(part) is nn.ReLU:
-                stack.callback(part.register_forward_pre_hook(record.enter, with_kwargs=True).remove)
-                stack.callback(part.register_forward_hook(record.leave, with_kwargs=True).remove)
-        args, kwargs = _arguments(example)
-        device = next(tensors_in([args, kwargs]), torch.empty(0)).device.type
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast(device, enabled=False))
-        # Weak: the graph holds the hooks and the record holds the graph, which would be a reference cycle.
-        weak = weakref.proxy(record)
-        stack.enter_context(saved_tensors_hooks(lambda tensor: weak.keep(tensor), lambda tensor: tensor))
-        stack.enter_context(record)
-        return record, module(*args, **kwargs)
-
-
-def _arguments(example: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Positional and keyword arguments. Float tensors require a gradient, so that every operation is in the graph."""
-
-    def prepare(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.detach().clone().requires_grad_()
-        return value
-
-    if isinstance(example, Mapping):
-        return (), {key: prepare(value) for key, value in example.items()}
-    return [prepare(value) for value in (example if isinstance(example, tuple) else (example,))], {}
-
-
-@contextmanager
-def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """Restore parameters, buffers, modes and torch's global random state on exit, even after an exception."""
-    parts = list({part: None for module in modules for part in module.modules()})
-    modes = [part.training for part in parts]
-    tensors = [
-        (part, name, tensor, tensor.detach().clone())
-        for part in parts
-        for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-    ]
-    devices = {tensor.device.index for _, _, tensor, _ in tensors if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        try:
-            yield
-        finally:
-            for part, mode in zip(parts, modes, strict=True):
-                part.training = mode
-            with torch.no_grad():
-                for part, name, tensor, saved in tensors:
-                    setattr(part, name, tensor)  # a buffer may have been replaced rather than written to
-                    tensor.copy_(saved)
-
-
-def _analyse(module: nn.Module, record: _Record, output: Any) -> Trace:
+def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
     names: dict[nn.Module | None, str] = {m: name for name, m in module.named_modules()}
     norm_of: dict[nn.Module, nn.Module] = {}
     for norm, calls in record.norms.items():
         if (first := calls[0][0]) is not None:
             norm_of.setdefault(first.layer, norm)
     units = [Unit(names[m], m, norm_of.get(m), names.get(norm_of.get(m))) for m in record.layers]
-    _refuse_shared_parameters(module, units)
     unit_names: dict[nn.Module | None, str] = {unit.layer: unit.name for unit in units}
     uses = _uses(output)
     foldable = frozenset(unit.name for unit in units if _feeds_only_its_norm(unit, record, uses))
@@ -303,12 +153,14 @@ def _analyse(module: nn.Module, record: _Record, output: Any) -> Trace:
         keepers = set().union(*(record.keepers.get(storage, set()) for storage in storages))
         if all(keeper in unit_names and isinstance(keeper, SPARING) for keeper in keepers):
             relus.append(Relu(names[relu], relu, frozenset(unit_names[keeper] for keeper in keepers)))
-    units, outside = _with_extras(module, record, units, _Graph(record, units, output))
+    units, outside = _with_extras(
+        module, record, units, Ownership(record, {unit.name: unit.layer for unit in units}, output)
+    )
     return Trace(units, foldable, relus, outside)
 
 
 def _with_extras(
-    module: nn.Module, record: _Record, units: list[Unit], graph: "_Graph"
+    module: nn.Module, record: ForwardRecord, units: list[Unit], graph: "Ownership"
 ) -> tuple[list[Unit], dict[str, str]]:
     """The units with the parameters and norms that belong to none of their layers, and the parameters left over."""
     owned = {parameter for unit in units for parameter in unit.parameters()}
@@ -338,131 +190,6 @@ def _with_extras(
     return changed, outside
 
 
-class _Graph:
-    """The autograd graph of a forward, to find the unit that a parameter of no layer belongs to.
-
-    The parameter is followed to the first operation that joins it with data. If the result goes to layers only, and the
-    next layer is nearer in the module tree than the last one before, it belongs to the next layer; also if they are
-    equally near and the data go past the operation too, as a residual stream does. So a norm belongs to the layer that
-    it feeds. Otherwise the parameter belongs to the last layer that the result depends on: layer scale, position
-    embedding, relative position bias, a norm after a residual sum. A parameter used in several places goes to the first
-    of the units found, so that nothing trains before a frozen prefix.
-    """
-
-    def __init__(self, record: _Record, units: Sequence[Unit], output: Any) -> None:
-        self.paths = [unit.name.split(".") for unit in units]
-        self.outputs = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
-        self.unit_at: dict[Node, int] = {}  # operations inside a layer
-        for index, unit in enumerate(units):
-            for call in record.layers[unit.layer]:
-                self._enter(call, index)
-        self.consumers: dict[Node, list[Node]] = {node: [] for node in self.outputs}
-        self.leaves: dict[Tensor, Node] = {}
-        waiting = list(self.outputs)
-        while waiting:
-            node = waiting.pop()
-            if _is_leaf(node):
-                self.leaves[node.variable] = node  # type: ignore[attr-defined]
-            for before in _inputs(node):
-                if before not in self.consumers:
-                    self.consumers[before] = []
-                    waiting.append(before)
-                self.consumers[before].append(node)
-        bare = {node for leaf, node in self.leaves.items() if isinstance(leaf, nn.Parameter)}
-        inner = sorted((node for node in self.consumers if not _is_leaf(node)), key=_age)
-        leaves = list(self.leaves.values())
-        self.has_data = {node: node not in bare for node in leaves}
-        self.last_before = dict.fromkeys(leaves, -1)  # greatest index of a unit that the result depends on
-        for node in inner:
-            given, own = _inputs(node), self.unit_at.get(node, -1)
-            self.has_data[node] = own >= 0 or any(self.has_data[before] for before in given)
-            self.last_before[node] = max([own, *(self.last_before[before] for before in given)])
-        self.next_after: dict[Node, int] = {}  # least index of a unit that depends on the result
-        for node in [*reversed(inner), *leaves]:
-            after = (min(self.unit_at.get(user, len(units)), self.next_after[user]) for user in self.consumers[node])
-            self.next_after[node] = min(after, default=len(units))
-
-    def _enter(self, call: _LayerCall, index: int) -> None:
-        waiting = [call.node] if call.node is not None and call.node not in call.inputs else []
-        while waiting:
-            node = waiting.pop()
-            if node not in self.unit_at and not _is_leaf(node):
-                self.unit_at[node] = index
-                waiting += [before for before in _inputs(node) if before not in call.inputs]
-
-    def owner_of_parameter(self, parameter: Tensor, path: str) -> int | None:
-        """Index of the unit; `path` is that of the module that holds the parameter."""
-        waiting = [self.leaves[parameter]] if parameter in self.leaves else []
-        seen: set[Node] = set(waiting)
-        owners: set[int | None] = set()
-        while waiting:
-            for user in self.consumers[waiting.pop()]:
-                if user in self.unit_at:
-                    owners.add(self.unit_at[user])
-                elif self.has_data[user]:
-                    owners.add(self.owner_of_result(user, path))
-                elif user not in seen:
-                    seen.add(user)
-                    waiting.append(user)
-        return min((owner for owner in owners if owner is not None), default=None)
-
-    def owner_of_result(self, node: Node, path: str) -> int | None:
-        fed, before, after = self._feeds(node), self.last_before[node], self.next_after[node]
-        if before < 0:
-            return after if after < len(self.paths) else None
-        if not fed:
-            return before
-        near, nearer = self._nearness(path, before), self._nearness(path, min(fed))
-        beside = any(self.has_data[source] and len(self.consumers[source]) > 1 for source in _inputs(node))
-        return min(fed) if nearer > near or (nearer == near and beside) else before
-
-    def _feeds(self, start: Node) -> set[int]:
-        """The units whose layers take the node's result, if nothing else does; otherwise none."""
-        waiting, followed, fed, seen = [(_age(start), id(start), start)], set(), set(), {start}
-        while waiting:
-            *_, node = heapq.heappop(waiting)  # the oldest first, so that all its inputs were looked at
-            joins = any(self.has_data[before] and before not in followed for before in _inputs(node))
-            if node in self.outputs or (joins and node is not start):
-                return set()
-            followed.add(node)
-            for user in self.consumers[node]:
-                if user in self.unit_at:
-                    fed.add(self.unit_at[user])
-                elif user not in seen:
-                    seen.add(user)
-                    heapq.heappush(waiting, (_age(user), id(user), user))
-        return fed
-
-    def _nearness(self, path: str, index: int) -> int:
-        """How many levels of the module tree the path and the unit share."""
-        pairs = zip(path.split("."), self.paths[index], strict=False)
-        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-
-def _inputs(node: Node) -> list[Node]:
-    return [before for before, _ in node.next_functions if before is not None]
-
-
-def _is_leaf(node: Node) -> bool:
-    return node.name() == "torch::autograd::AccumulateGrad"
-
-
-def _age(node: Node) -> int:
-    """Position in the forward: an operation comes after those it depends on."""
-    return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]
-
-
-def _refuse_shared_parameters(module: nn.Module, units: Sequence[Unit]) -> None:
-    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for prefix, m in module.named_modules():
-        for name, parameter in m.named_parameters(prefix, recurse=False, remove_duplicate=False):
-            owners[parameter].append(name)
-    for shared in (owners[parameter] for unit in units for parameter in unit.parameters()):
-        if len(shared) > 1:
-            same = f"{' and '.join(shared)} are the same parameter"
-            raise ValueError(f"{same}, which cannot be frozen in one place and trained in the other")
-
-
 def _uses(output: Any) -> Counter[Node]:
     """How often the result of each node is used, by other nodes or as an output of the module."""
     waiting = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
@@ -476,7 +203,7 @@ def _uses(output: Any) -> Counter[Node]:
     return uses
 
 
-def _feeds_only_its_norm(unit: Unit, record: _Record, uses: Mapping[Node, int]) -> bool:
+def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, uses: Mapping[Node, int]) -> bool:
     if unit.norm is None:
         return False
     calls = record.layers[unit.layer]

@@ -3,16 +3,13 @@
 To add one: subclass `Tracker` and add a line to `TRACKERS`, or name it as package.module:Class.
 """
 
-import copy
+import contextlib
 import importlib
 import json
 import os
-import re
 import secrets
 import shutil
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +18,23 @@ import yaml
 from ptlf.core.errors import UserError, import_optional
 from ptlf.core.files import write_whole
 from ptlf.core.processes import warn
-from ptlf.core.reading import flatten
 from ptlf.core.registry import Registry
 from ptlf.core.words import short_repr
-from ptlf.integrations.feed import Feed
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 IDS = "trackers.json"  # in the run's folder: by tracker, the id under which it knows the run
-STORING = threading.Lock()  # of that file: several trackers begin at the same time
 WANDB_URL = "https://api.wandb.ai"
 
 
 class Tracker:
     """The step of a line is its number in metrics.jsonl, from 1: epochs over all tasks. `begin`, `epoch` and `end` are
-    called in this order by one thread, which is not the training's."""
+    called in this order, by the thread that trains: what takes long belongs into a thread or process of your own."""
 
     def __init__(self) -> None:
         """Import what is needed; nothing is written yet. Raises a UserError if the package is missing."""
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
-        """Open the tracker's own record of the run in `folder`, or go on with it.
+        """Open the tracker's own record of the run in `folder`, or continue it.
 
         settings: of the run, nested.
         lines: of the epochs before. Those that are not in the record yet are to be added. Later ones that are in it
@@ -87,8 +81,9 @@ class WandB(Tracker):
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         mode = os.environ.get("WANDB_MODE") or ("online" if self.has_login() else "offline")
-        known = stored_id(folder, "wandb")
-        run_id = known or store_id(folder, "wandb", secrets.token_hex(4))
+        known = stored_id(folder)
+        run_id = known or secrets.token_hex(4)
+        write_whole(folder / IDS, json.dumps({"wandb": run_id}) + "\n")
         written = sorted((folder / "wandb").glob(f"*run-*-{run_id}"))
         # A file that was not uploaded is replaced by one that holds all lines; W&B itself drops steps it has already.
         for place in written:
@@ -116,100 +111,46 @@ class WandB(Tracker):
         self.run.finish(exit_code=int(status != "finished"))
 
 
-class MLflow(Tracker):
-    """MLflow, in RUN/mlruns or where MLFLOW_TRACKING_URI says; the experiment is MLFLOW_EXPERIMENT_NAME or ptlf."""
-
-    ENDS: Mapping[str, str] = {"finished": "FINISHED", "stopped": "KILLED"}
-
-    def __init__(self) -> None:
-        self.package = import_optional("mlflow", "--log", "trackers", "mlflow-skinny")
-
-    def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
-        if not uri:
-            uri = (folder / "mlruns").as_uri()
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else MLflow refuses a folder
-        self.client = self.package.MlflowClient(tracking_uri=uri)
-        self.run_id = stored_id(folder, "mlflow")
-        self.written: set[int] = set()  # steps: what is logged cannot be taken back
-        if self.run_id is None:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ptlf")
-            found = self.client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found else self.client.create_experiment(name)
-            self.run_id = self.client.create_run(experiment, run_name=folder.name).info.run_id
-            settings = {self.allowed(key): str(value)[:500] for key, value in flatten(settings).items()}
-            parameters = [self.package.entities.Param(key, value) for key, value in settings.items()]
-            for start in range(0, len(parameters), 100):  # the most that one call takes
-                self.client.log_batch(self.run_id, params=parameters[start : start + 100])
-            store_id(folder, "mlflow", self.run_id)
-        else:
-            self.client.set_terminated(self.run_id, "RUNNING")
-            self.written = {metric.step for metric in self.client.get_metric_history(self.run_id, "epoch")}
-        write_all(self, lines)
-
-    def epoch(self, step: int, line: Line) -> None:
-        if step in self.written:
-            return
-        now = self.package.utils.time.get_current_time_millis()
-        values = {self.allowed(name): value for name, value in numbers(line).items()}
-        metrics = [self.package.entities.Metric(name, value, now, step) for name, value in values.items()]
-        self.client.log_batch(self.run_id, metrics=metrics)
-
-    def allowed(self, name: str) -> str:
-        """The name with "_" for what MLflow refuses in names of metrics and parameters."""
-        return re.sub(r"[^\w\-. :/]", "_", name)
-
-    def end(self, status: str) -> None:
-        self.client.set_terminated(self.run_id, self.ENDS.get(status, "FAILED"))
-
-
-TRACKERS: Registry[type[Tracker]] = Registry(
-    "tracker", "ptlf.trackers", Tracker, {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
-)
+MEMBERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB}
+TRACKERS: Registry[type[Tracker]] = Registry("tracker", "ptlf.trackers", Tracker, MEMBERS)
 
 
 class Trackers:
-    """Several of them, each called in order by a thread of its own. One that fails, or for which `room` calls wait, is
-    left out from then on, with a warning: the run is worth more. At the end the run waits for each tracker, unless no
-    call has returned for `timeout` seconds."""
+    """Several of them. One that fails is left out from then on, with a warning: the run is worth more."""
 
-    def __init__(self, names: Iterable[str] = (), timeout: float = 30.0, room: int = 1000) -> None:
-        self.members = {name: made(name) for name in names}
-        self.timeout, self.room = timeout, room
-        self.feeds: dict[str, Feed] = {}
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.members = {name: make_tracker(name) for name in names}
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
-        place, known = folder.resolve(), list(lines)  # a tracker's own process may be in another folder
-        self.feeds = {name: Feed(f"tracker {name}", self.room, partial(left_out, name)) for name in self.members}
-        self._each(lambda tracker: tracker.begin(place, settings, known), "to begin")
+        folder = folder.resolve()  # a tracker's own process may be in another folder
+        self._each(lambda tracker: tracker.begin(folder, settings, lines), "to begin")
 
     def epoch(self, step: int, line: Line) -> None:
-        line = copy.deepcopy(line)
         self._each(lambda tracker: tracker.epoch(step, line), f"in task {line['task']}, epoch {line['epoch']}")
 
     def end(self, status: str) -> None:
-        self._each(lambda tracker: tracker.end(status), "to end", last=True)
-        for name, feed in self.feeds.items():
-            if not feed.join(self.timeout):
-                why = f"has not answered for {self.timeout:g} s"
-                warn(f"tracker {name!r} {why} and is left behind; metrics.jsonl holds all epochs")
-        self.feeds = {}
+        self._each(lambda tracker: tracker.end(status), "to end")
 
-    def _each(self, act: Callable[[Tracker], None], moment: str, *, last: bool = False) -> None:
-        for name, feed in list(self.feeds.items()):
-            if not feed.put(partial(act, self.members[name]), moment, last=last):
-                del self.feeds[name]
-                why = f"hangs: {self.room} calls wait for it; it is left out and the run goes on"
-                warn(f"tracker {name!r} {why}; metrics.jsonl holds all epochs")
+    def _each(self, act: Callable[[Tracker], None], moment: str) -> None:
+        for name, tracker in list(self.members.items()):
+            try:
+                act(tracker)
+            except (Exception, SystemExit) as error:  # the disk, the network, the package
+                del self.members[name]
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                failed = f"tracker {name!r} failed {moment} and is left out; the run continues"
+                warn(f"ptlf: warning: {failed}, metrics.jsonl holds all epochs: {why}")
 
 
-def left_out(name: str, moment: str, error: BaseException) -> None:
-    why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    warn(f"tracker {name!r} failed {moment} and is left out; the run goes on: {why}")
+def find_tracker(name: str) -> type[Tracker]:
+    if name == "mlflow" and name not in TRACKERS:
+        own = "register a Tracker of your own under that name, or give --log package.module:Class"
+        raise UserError(f"tracker 'mlflow' is no longer part of ptlf; {own}")
+    return TRACKERS.find(name)
 
 
-def made(name: str) -> Tracker:
-    kind = TRACKERS.find(name)
+def make_tracker(name: str) -> Tracker:
+    kind = find_tracker(name)
     try:
         return kind()
     except UserError:
@@ -229,20 +170,9 @@ def write_all(tracker: Tracker, lines: Sequence[Line]) -> None:
         tracker.epoch(step, line)
 
 
-def stored_ids(folder: Path) -> dict[str, str]:
-    try:
-        found = json.loads((folder / IDS).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def stored_id(folder: Path, tracker: str) -> str | None:
-    found = stored_ids(folder).get(tracker)
-    return found if isinstance(found, str) and found.isalnum() else None
-
-
-def store_id(folder: Path, tracker: str, name: str) -> str:
-    with STORING:
-        write_whole(folder / IDS, json.dumps({**stored_ids(folder), tracker: name}) + "\n")
-    return name
+def stored_id(folder: Path) -> str | None:
+    """The id under which W&B knows the run of this folder."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = json.loads((folder / IDS).read_bytes()).get("wandb")
+        return found if isinstance(found, str) and found.isalnum() else None
+    return None

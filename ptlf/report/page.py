@@ -256,7 +256,7 @@ def relative(group: Group, base: Group | None, measure: Measure) -> tuple[str, s
     seeds = "one seed" if found.count else "no seed in common"
     if found.ends is not None:
         seeds = "95 %: {:.2f} to {:.2f}, {} seeds".format(*found.ends, found.count)
-    return f"{found.mean:.2f}×{paired.dagger(group, base, measure)}", seeds if measure.unit == "s" else ""
+    return paired.times(group, base, measure), seeds if measure.unit == "s" else ""
 
 
 def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:

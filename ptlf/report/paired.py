@@ -92,6 +92,12 @@ def ratio(group: Group, base: Group | None, measure: Measure) -> Ratio | None:
     return cost_ratio(*(by_seed(one.runs, lambda run: run.value(measure.path)) for one in (group, base)))
 
 
+def times(group: Group, base: Group | None, measure: Measure) -> str:
+    """The ratio as in "0.71×", marked where the seconds are of different commits; empty where there is none."""
+    found = ratio(group, base, measure)
+    return f"{found.mean:.2f}×{dagger(group, base, measure)}" if found else ""
+
+
 def cost_ratio(mine: Mapping[int, float], base: Mapping[int, float]) -> Ratio | None:
     """Of costs by seed."""
     both = [(mine[seed], base[seed]) for seed in sorted(mine) if seed in base]

@@ -19,10 +19,7 @@ OVER_TASKS = {
     "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
     "forgetting": "Drop from each earlier task's best accuracy, in percentage points; lower is better.",
 }
-TASKS_SEEN = {  # what a k that grows with the tasks means for them
-    "accuracy": " k is the number of tasks seen so far: accuracies after different tasks have different k.",
-    "forgetting": " k is the number of tasks seen so far: the accuracies compared here have different k.",
-}
+TASKS_SEEN = " k is the number of tasks seen so far: accuracies after different tasks have different k."
 OF_FEATURES = {
     "effective_rank": "After each task, how many directions the features of its images use (exp of the singular "
     "values' entropy).",
@@ -130,7 +127,7 @@ def accuracy_section(comparison: Comparison) -> Section:
             found = [(group, lines.by_task(group, probe, what)) for group in comparison.groups]
             if any(series for _, series in found):
                 line = Picture(f"{what}-{probe}", partial(lines.over_tasks, found, 100.0))
-                how += TASKS_SEEN[what] * growing + several
+                how += TASKS_SEEN * growing + several
                 section.add(f"{what.capitalize()} over tasks, {title}", how, [line])
             else:
                 needed = "one task" if what == "accuracy" else "two tasks"

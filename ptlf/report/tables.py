@@ -24,7 +24,7 @@ from ptlf.report.measures import (
 from ptlf.report.runs import FEATURES, LATER_KEPT, Comparison, Group, RunRecord, known_probes
 from ptlf.run.results import STEADY, Json
 
-RATIOS = "x: geometric mean of the ratios by seed"
+RATIOS = "×: geometric mean of the ratios by seed"
 BRACKETS = "in brackets: 95 % interval from the number of test images"
 
 
@@ -149,7 +149,7 @@ def show_side_by_side(console: Console, comparison: Comparison, title: str) -> N
     table.add_section()
     for measure in steady(COSTS, groups):
         cells = [
-            f"{measure.words(group.mean(measure.path))}  {times(measure, group, comparison.baseline)}"
+            f"{measure.words(group.mean(measure.path))}  {paired.times(group, comparison.baseline, measure)}"
             for group in groups
         ]
         if any(group.values(measure.path) for group in groups):
@@ -168,7 +168,7 @@ def show_as_list(console: Console, comparison: Comparison, title: str) -> None:
     headings += [measure.short.replace(" ", "\n").replace("activations", "activ-\nations") for measure in costs]
     table = new_table(title, ["run"], headings, padding=(0, 1 if console.width >= 100 else 0))
     for name, group in zip(names, groups, strict=True):
-        cells = [times(measure, group, base) or measure.words(group.mean(measure.path)) for measure in costs]
+        cells = [paired.times(group, base, measure) or measure.words(group.mean(measure.path)) for measure in costs]
         table.add_row(name, *[score(measure, group, interval=False) for measure in scores], *cells)
     console.print(table)
     for probe in probes:
@@ -186,12 +186,6 @@ def score(measure: Measure, group: Group, *, interval: bool = True) -> str:
     half, bounds = paired.half_of(group, measure), group.interval(measure.path) if interval else None
     words = measure.show(group.mean(measure.path)) + ("" if half is None else f" ±{measure.show(half)}")
     return words if bounds is None else f"{words} ({bounds[0]:.1f} to {bounds[1]:.1f})"
-
-
-def times(measure: Measure, group: Group, base: Group | None) -> str:
-    """A cost's ratio to the baseline's; empty where there is none."""
-    found = paired.ratio(group, base, measure)
-    return f"{found.mean:.2f}x{paired.dagger(group, base, measure)}" if found else ""
 
 
 def shortened(names: list[str]) -> tuple[str, list[str]]:

@@ -20,6 +20,7 @@ from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim
 from ptlf.encoders.encoder import SizedConfig
 from ptlf.encoders.norm import is_rowwise
 from ptlf.freezing import Freezer, FreezeSchedule, ProgressiveFreezing
+from ptlf.freezing.cost import kept_bytes
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
 from ptlf.methods import METHODS, Memory, Method
@@ -32,7 +33,6 @@ from ptlf.run.recipes import conflict
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
-from ptlf.training.cost import kept_bytes
 from ptlf.training.engine import choose_dtype, choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.rate import check_warmup, peak_rate

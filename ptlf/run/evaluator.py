@@ -1,7 +1,7 @@
 """What a run looks at between its steps: correlation, cost, accuracy, features."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from ptlf.core.phases import Advance, Phase, silent
 from ptlf.evaluation.prober import eval_mode
 from ptlf.evaluation.spread import effective_rank, feature_spread, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
-from ptlf.freezing.policy import RatiosOf
 from ptlf.freezing.subspace import NotFinite
 from ptlf.run.components import Components
 from ptlf.run.record import Row
@@ -56,16 +55,15 @@ class Evaluator:
         self.encoder, self.stream = components.model.encoder, components.stream
         self.step_costs: dict[str, MeasuredStep] = {}  # by the trainer's variant
 
-    def correlate(self, at: Position, indices: np.ndarray) -> RatiosOf:
-        """Computes ratios of units not yet frozen, the same on all processes. The past is the memory, the gradient the
-        new task's."""
+    def correlate(self, at: Position, indices: np.ndarray) -> "TaskRatios":
+        """Ratios of units not yet frozen: the past is the memory, the gradient the new task's."""
         parts = self.components
-        memory, freezing, settings = parts.method.memory, parts.freezing, parts.config.freezing
+        memory, freezer, settings = parts.method.memory, parts.freezing.freezer, parts.config.freezing
         assert memory is not None
         parts.model.train()
-        place = f"correlation of task {at.task + 1} with those before"
-        units = [unit for unit in freezing.freezer.units if unit.name not in freezing.freezer.frozen]
-        with self.correlating(place), parts.trainer.engine.arithmetic(), parts.trainer.sampling():
+        measuring = partial(self.correlating, f"correlation of task {at.task + 1} with those before")
+        units = [unit for unit in freezer.units if unit.name not in freezer.frozen]
+        with measuring(), parts.trainer.engine.arithmetic(), parts.trainer.sampling():
             correlation = TaskCorrelation(
                 self.encoder,
                 parts.prepare(memory.past()),
@@ -77,15 +75,7 @@ class Evaluator:
                 keep=[parts.model],
                 combine=processes.all_reduce_mean_,
             )
-        entry = freezing.entry
-
-        def ratios(names: Sequence[str]) -> dict[str, float]:
-            with self.correlating(place):
-                found = processes.broadcast_object(correlation(names))
-            entry["directions"] = correlation.directions | entry.get("directions", {})  # those of the task's start stay
-            return found
-
-        return ratios
+        return TaskRatios(correlation, measuring)
 
     @contextmanager
     def correlating(self, place: str) -> Iterator[None]:
@@ -198,3 +188,15 @@ class Evaluator:
                 yield advance
 
         return phase
+
+
+@dataclass(frozen=True)
+class TaskRatios:
+    """Called with names of units, it computes their ratios, the same on all processes."""
+
+    correlation: TaskCorrelation
+    measuring: Callable[[], AbstractContextManager[None]]
+
+    def __call__(self, names: Sequence[str]) -> dict[str, float]:
+        with self.measuring():
+            return processes.broadcast_object(self.correlation(names))

@@ -3,7 +3,6 @@
 import contextlib
 import signal
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,12 +252,14 @@ class Run:
 
     def freeze(self, indices: np.ndarray) -> bool:
         """What the schedule asks for in this epoch. Whether the step's operations are others than before."""
-        epoch, record = self.progress.epoch, self.record
+        at, record, freezing = self.progress.position, self.record, self.freezing
         record.begin_epoch(self.clock.seconds)
         with self.clock("rebuild"):
-            correlate = partial(self.evaluator.correlate, self.progress.position, indices)
-            record.newly_frozen = self.freezing.begin_epoch(epoch, correlate)
-            changed = bool(record.newly_frozen) or epoch == 0
+            ratios = self.evaluator.correlate(at, indices) if freezing.needs_ratios(at.epoch) else None
+            record.newly_frozen = freezing.begin_epoch(at.epoch, ratios)
+            if ratios is not None:
+                freezing.log_directions(ratios.correlation.directions)
+            changed = bool(record.newly_frozen) or at.epoch == 0
             if changed:
                 self.trainer.rebuild()
         return changed

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ptlf.core.randomness import derived_seed
-from ptlf.freezing.units import unchanged
+from ptlf.freezing.recording import unchanged
 from ptlf.methods import Memory
 from ptlf.run.components import Components
 from ptlf.run.start import find_given

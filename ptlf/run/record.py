@@ -40,7 +40,7 @@ class Record:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Those that `vars` gave. Older ones lack what came later."""
         for each in fields(self):
-            if each.name in state:
+            if state.get(each.name) is not None:
                 setattr(self, each.name, state[each.name])
 
     def begin_epoch(self, spent: Mapping[str, float]) -> None:

@@ -41,6 +41,7 @@ FROZEN: Json = {
     "order": [str],
     "ratios": {"*": NUMBER},
     "ratios_by_epoch?": {"*": {"*": NUMBER}},
+    "directions?": {"*": NUMBER},
     "events": [{"epoch": (1, MAX_COUNT), "frozen": [str]}],
 }
 FEATURES: Json = {"task": (1, MAX_COUNT), "images?": COUNT, "effective_rank": NUMBER, "spread": NUMBER}

@@ -72,7 +72,7 @@ STATE: Json = {
         "warned": bool,
         "features?": [FEATURES],
         "untrained_features?": [FEATURES],
-        "memory_images?": dict,
+        "memory_images?": {"*": (str, *NUMBER)},
         "reference?": {"*": [NUMBER]},
     },
     "ended?": bool,

@@ -125,12 +125,13 @@ class Snapshots:
     def load_state_dict(self, state: Json) -> None:
         """Into components as they were built, with the same settings, and maybe more tasks. Looks at the gallery that
         are there stay."""
-        parts, progress, epoch = self.components, self.progress, state["epoch_state"]
+        parts, progress, epoch = self.components, self.progress, state.get("epoch_state")
         parts.model.load_state_dict(state["model"], strict=False)  # methods that grow lack what comes later
         parts.method.load_state_dict(state["method"])
         load_optimizer_state(parts.trainer.optimizer, state["optimizer"], self.parameter_names())
         load_group_state(parts.trainer.optimizer, state.get("optimizer_groups") or [])
-        parts.freezing.load_state_dict(state["freezing"])
+        freezing = {key: value for key, value in state["freezing"].items() if value is not None}
+        parts.freezing.load_state_dict({"ratios": None, **freezing})
         parts.random.load_state_dict(state["random"])
         set_global_state(state["torch_random"], parts.device)
         if epoch is not None:

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 import torch
 
-from ptlf.freezing.kept import backward_flops as backward_flops
-from ptlf.freezing.kept import kept_bytes as kept_bytes
 from ptlf.freezing.savings import wait_for
 
 

@@ -16,13 +16,14 @@ from ptlf.core.errors import UserError
 from ptlf.core.randomness import Randomness
 from ptlf.core.reading import recordable
 from ptlf.core.settings import key, section
-from ptlf.freezing.units import unchanged
+from ptlf.freezing.cost import backward_flops, kept_bytes
+from ptlf.freezing.recording import unchanged
 from ptlf.kernels import folded_tensors, module_variant, step_pieces
 from ptlf.methods import Method
 from ptlf.model import Model
 from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
-from ptlf.training.cost import backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
+from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import average_gradients, average_statistics
 from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, Pieces, choose_engine
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state

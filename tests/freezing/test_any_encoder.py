@@ -12,12 +12,12 @@ from architectures import HUGGING, OWN, Last, hugging, own
 from torch import Tensor, nn
 
 from ptlf.freezing.correlation import correlation_ratios
+from ptlf.freezing.cost import kept_bytes
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.products import parts
 from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.subspace import Inputs
 from ptlf.freezing.units import find_units, trace
-from ptlf.training.cost import kept_bytes
 
 
 def make(name: str) -> tuple[nn.Module, Tensor]:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.encoders.vit import ViT
 from ptlf.freezing import kernels
-from ptlf.freezing.estimate import format_bytes, parse_bytes, state_bytes
+from ptlf.freezing.cost import backward_flops, format_bytes, kept_bytes, parse_bytes, state_bytes
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.schedule import FreezeSchedule
-from ptlf.training.cost import backward_flops, kept_bytes
 
 ALL = (
     "stem.conv",
@@ -161,7 +160,7 @@ def test_batch_statistics_thaw_one_by_one():
 def test_frozen_for_thaws_what_it_froze_even_after_an_error():
     freezer = Freezer(small())
     freezer.freeze("stem")
-    with pytest.raises(KeyError), freezer.frozen_for(3) as names:
+    with pytest.raises(KeyError), freezer.temporarily_frozen(3) as names:
         assert names == list(ALL[1:3]) and freezer.frozen == ALL[:3]
         raise KeyError
     assert freezer.frozen == ALL[:1]
@@ -308,7 +307,7 @@ def test_the_estimate_is_what_is_then_measured(name, share):
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(random_state, torch.get_rng_state())
 
-    for cost in (estimate.now, estimate.then):
+    for cost in (estimate.current, estimate.if_frozen):
         held = [*model.parameters(), *model.buffers(), *freezer.folded]
 
         def loss() -> Tensor:
@@ -360,9 +359,11 @@ def test_an_estimate_keeps_gradients_and_optimizer_state_and_takes_shapes_alone(
     assert freezer.estimate(3, torch.empty(x.shape, device="meta")) == estimate
     assert str(estimate).startswith("3 units to freeze ")
     assert str(freezer.estimate(1, x)).startswith("1 unit to freeze ")
-    kept = [freezer.estimate(3, torch.empty(n, *x.shape[1:], device="meta")).then.kept_bytes for n in (4, 5, 1_000_000)]
+    kept = [
+        freezer.estimate(3, torch.empty(n, *x.shape[1:], device="meta")).if_frozen.kept_bytes for n in (4, 5, 1_000_000)
+    ]
     assert kept[2] == kept[0] + (kept[1] - kept[0]) * (1_000_000 - 4)
-    assert "kept for backward" in str(estimate) and estimate.names == ALL[:3]
+    assert "activation memory" in str(estimate) and estimate.names == ALL[:3]
 
 
 def test_an_estimate_under_autocast_leaves_no_fake_weights_behind():
@@ -371,7 +372,7 @@ def test_an_estimate_under_autocast_leaves_no_fake_weights_behind():
     with torch.autocast("cpu", torch.bfloat16):
         low = freezer.estimate(2, x)
         model(x).float().sum().backward()
-    assert low.now.kept_bytes < freezer.estimate(2, x).now.kept_bytes
+    assert low.current.kept_bytes < freezer.estimate(2, x).current.kept_bytes
     assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
 
 
@@ -414,29 +415,29 @@ def test_a_forward_that_looks_at_values_is_measured_for_real():
     model, x = Looks(), torch.randn(6, 4)
     freezer = Freezer(model, example=x)
     estimate = freezer.estimate("first", x)
-    assert estimate.now.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
+    assert estimate.current.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
     freezer.freeze("first")
-    assert estimate.then.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
+    assert estimate.if_frozen.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
 
 
 @pytest.mark.parametrize("name", ["resnet", "vit"])
 def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name, caplog):
     model, x = network(name, 8)
     freezer = Freezer(model.train(), torch.optim.AdamW(model.parameters()), example=x[:2])
-    nothing, everything = freezer.estimate([], x).now.bytes, freezer.estimate(len(freezer.units), x).then.bytes
+    nothing, everything = freezer.estimate([], x).current.bytes, freezer.estimate(len(freezer.units), x).if_frozen.bytes
     assert freezer.budget(nothing, x).names == ()
     for share in (0.25, 0.5, 0.75, 1.0):
         limit = int(everything + share * (nothing - everything) - 1)
         found = freezer.budget(limit, x)
-        assert found.then.bytes <= limit < found.now.bytes and freezer.frozen == ()
+        assert found.if_frozen.bytes <= limit < found.current.bytes and freezer.frozen == ()
         assert freezer.estimate(found.names, x) == found
         # Of those that save the most bytes, as many as make it fit, every one is needed.
         order = sorted(freezer.saved, key=lambda unit: freezer.saved[unit], reverse=True)
         counts = range(1, len(order) + 1)
-        enough = next(count for count in counts if freezer.estimate(order[:count], x).then.bytes <= limit)
+        enough = next(count for count in counts if freezer.estimate(order[:count], x).if_frozen.bytes <= limit)
         assert set(found.names) <= set(order[:enough])
         for name in found.names:
-            assert freezer.estimate([other for other in found.names if other != name], x).then.bytes > limit
+            assert freezer.estimate([other for other in found.names if other != name], x).if_frozen.bytes > limit
         assert bool(caplog.messages) == (len(found.names) == len(freezer.units))
     assert len(freezer.budget(everything, x).names) == len(freezer.units)
     told = (
@@ -456,14 +457,14 @@ def test_a_budget_leaves_a_head_trainable_that_fits():
     body = [nn.Conv2d(3, 4, 1), nn.Conv2d(4, 64, 3), nn.GELU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]
     model, x = nn.Sequential(*body, nn.Linear(64 * 16, 10)), torch.randn(16, 3, 16, 16)
     freezer = Freezer(model, torch.optim.AdamW(model.parameters()))
-    assert freezer.budget(freezer.estimate(["0", "1"], x).then.bytes, x).names == ("0", "1")
+    assert freezer.budget(freezer.estimate(["0", "1"], x).if_frozen.bytes, x).names == ("0", "1")
     assert max(freezer.saved, key=lambda unit: freezer.saved[unit]) == "5"
 
 
 def test_with_ratios_a_budget_prefers_units_whose_gradient_the_past_spans():
     model, x = network("resnet", 8)
     freezer = Freezer(model.train(), example=x[:2])
-    limit = int(freezer.estimate([], x).now.bytes * 0.95)
+    limit = int(freezer.estimate([], x).current.bytes * 0.95)
     by_bytes = freezer.budget(limit, x).names
     freezer.ratios = {unit.name: 0.0 if unit.name in by_bytes else 0.99 for unit in freezer.units}
     assert not set(freezer.budget(limit, x).names) & set(by_bytes)
@@ -475,7 +476,7 @@ def test_what_a_unit_saves_alone_is_what_is_measured():
     freezer.freeze(1)
     for name, saved in freezer.measure(x).items():
         found = freezer.estimate(name, x)
-        assert saved == found.now.bytes - found.then.bytes
+        assert saved == found.current.bytes - found.if_frozen.bytes
     assert set(freezer.saved) == {unit.name for unit in freezer.units[1:]}
 
 
@@ -509,3 +510,66 @@ def test_amounts_of_memory_are_shown_in_powers_of_1024():
 def test_what_is_no_amount_of_memory(text):
     with pytest.raises(ValueError, match="is not an amount of memory"):
         parse_bytes(text)
+
+
+def test_an_estimate_copies_nothing_and_leaves_a_backward_under_way_alone(monkeypatch):
+    model, x = network("resnet", 8)
+    freezer = Freezer(model.train(), torch.optim.AdamW(model.parameters()), example=x[:2])
+    freezer.freeze(1)
+    model(x).square().mean().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss = model(x).square().mean()
+    versions = [tensor._version for tensor in (*model.parameters(), *freezer.folded)]
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    shapes, clone = [], Tensor.clone
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "clone", lambda self, **how: (shapes.append(self.shape), clone(self, **how))[1])
+        freezer.budget(freezer.estimate(3, x).if_frozen.bytes, x)
+    assert all(shape.numel() == 1 for shape in shapes)
+    assert [tensor._version for tensor in (*model.parameters(), *freezer.folded)] == versions
+    loss.backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == expected.keys()
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters() if name in expected)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+class Tied(nn.Module):
+    """A small language model: the last layer has the embedding's weight; two layers in the middle share theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.first, self.again, self.other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.again.weight, self.head.weight = self.first.weight, self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.other(self.again(self.first(self.embed(tokens)).relu()).relu()))
+
+
+def test_units_that_share_a_parameter_freeze_together():
+    torch.manual_seed(0)
+    model, tokens = Tied(), torch.randint(7, (5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    freezer = Freezer(model, optimizer, example=tokens)
+    assert [unit.name for unit in freezer.units] == ["first", "again", "other", "head"]
+
+    def moved() -> set[str]:
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optimizer.zero_grad()
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+
+    everything = moved()
+    assert freezer.freeze("again") == ["first", "again"]
+    assert moved() == everything - {"first.weight", "first.bias", "again.bias"}
+    assert freezer.freeze_only("head") == ["head"]
+    assert moved() == everything - {"embed.weight"}
+    assert freezer.thaw("head") == ["head"]
+    assert freezer.estimate("first", tokens).names == ("first", "again")
+    with freezer.temporarily_frozen(1) as names:
+        assert names == ["first", "again"] and freezer.state_dict() == {"frozen": names}
+    assert freezer.frozen == () and moved() == everything
+    assert freezer.frozen_for == freezer.temporarily_frozen

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ptlf.freezing.cost import kept_bytes
 from ptlf.freezing.kernels import FrozenLayer, MaskedReLU, fold, frozen_conv2d, masked_relu, pack, unpack
-from ptlf.training.cost import kept_bytes
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 CONVOLUTIONS = [

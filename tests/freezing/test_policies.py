@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptlf.freezing.kept import backward_flops
+from ptlf.freezing.cost import backward_flops
 from ptlf.freezing.policies import POLICIES, Ascending, Correlation, CostAware, CostAwareConfig, Never, Random
 from ptlf.freezing.policy import Context
 from ptlf.freezing.savings import BackwardSavings, Saving, measure_savings

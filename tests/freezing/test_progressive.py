@@ -35,12 +35,16 @@ def chosen_ratios(of: dict[str, float], names: list[str]) -> dict[str, float]:
     return {name: of[name] for name in names}
 
 
+def begin_epoch(plan: ProgressiveFreezing, epoch: int, ratios: dict[str, float] | None = None) -> None:
+    plan.begin_epoch(epoch, functools.partial(chosen_ratios, ratios or {}) if plan.needs_ratios(epoch) else None)
+
+
 def frozen_by_epoch(plan: ProgressiveFreezing, task: int, ratios: dict[str, float] | None = None) -> list[str]:
     """The frozen units in each epoch of the task (from 0), as one word each."""
     plan.begin_task(task)
     found = []
     for epoch in range(EPOCHS):
-        plan.begin_epoch(epoch, lambda: functools.partial(chosen_ratios, ratios or {}))
+        begin_epoch(plan, epoch, ratios)
         found.append("".join(plan.freezer.frozen))
     return found
 
@@ -82,7 +86,7 @@ def test_a_unit_that_stays_frozen_does_not_move():
     frozen_by_epoch(plan, 1)
     before = model[0].weight.detach().clone()
     plan.begin_task(2)
-    plan.begin_epoch(0, lambda: None)
+    begin_epoch(plan, 0)
     model(torch.ones(3, 2)).sum().backward()
     optimizer.step()
     assert torch.equal(model[0].weight, before)
@@ -118,14 +122,13 @@ def test_going_on_in_the_middle_of_a_task_keeps_its_schedule():
         first, second = (freezing("correlation", **settings) for _ in range(2))
         for before in range(task):
             frozen_by_epoch(first, before, RATIOS[before - 1])
-        ratios = functools.partial(chosen_ratios, RATIOS[task - 1])
         first.begin_task(task)
         for done in range(epoch + 1):
-            first.begin_epoch(done, lambda given=ratios: given)
+            begin_epoch(first, done, RATIOS[task - 1])
         second.load_state_dict(first.state_dict())
         found = ["".join(second.freezer.frozen)]
         for later in range(epoch + 1, EPOCHS):
-            second.begin_epoch(later, lambda given=ratios: given)
+            begin_epoch(second, later, RATIOS[task - 1])
             found.append("".join(second.freezer.frozen))
         assert found == expected[task][epoch:]
         assert second.log == whole.log[:task]
@@ -141,7 +144,7 @@ def test_a_state_of_a_task_that_has_begun_stays_as_it_was():
     expected = copy.deepcopy(state)
     second.load_state_dict(state)
     for plan in (first, second):
-        plan.begin_epoch(0, lambda: functools.partial(chosen_ratios, RATIOS[0]))
+        begin_epoch(plan, 0, RATIOS[0])
     assert second.freezer.frozen == first.freezer.frozen == ("0", "1")
     assert second.log == first.log != expected["log"]
     assert state == expected

@@ -162,13 +162,6 @@ def test_a_layer_called_twice_is_one_unit_and_its_norm_folds():
     assert seen.foldable == {"conv"}
 
 
-def test_two_modules_with_one_parameter_are_refused_by_name():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight"):
-        find_units(model)
-
-
 def test_no_fitting_input_asks_for_an_example():
     class Picky(nn.Module):
         def __init__(self) -> None:

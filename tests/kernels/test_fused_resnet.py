@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from ptlf.encoders.norm import ViewBatchNorm2d, views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet
 from ptlf.freezing import Freezer
-from ptlf.freezing.kept import kept_bytes
+from ptlf.freezing.cost import kept_bytes
 from ptlf.freezing.kernels import MaskedReLU
 from ptlf.kernels import FastParts, weight_gradients
 from ptlf.kernels import resnet as fused

@@ -100,6 +100,7 @@ def seeds(root: Path) -> str:
     return page(read_comparison([root]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["small", "many", "seeds"])
 def test_in_a_browser(tmp_path: Path, which: str) -> None:
     made = made_up.page_of_eight() if which == "many" else {"small": small, "seeds": seeds}[which](tmp_path / "runs")

@@ -166,7 +166,8 @@ def test_every_run_that_is_kept_can_be_reported() -> None:
         assert len(run.epochs) == len(run.results["tasks"]) * run.config["training"]["epochs"]
 
 
-def test_the_page_of_every_group_of_kept_runs_is_drawn() -> None:
+@pytest.mark.slow
+def test_the_page_of_every_group_of_kept_runs_is_drawn(pictures: None) -> None:
     """Records of mixed ages stand beside each other; the oldest hold no features and no number of test images."""
     groups: dict[tuple[str, ...], list[Path]] = {}
     for path in sorted(RESULTS.rglob("results.json")):

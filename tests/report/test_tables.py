@@ -27,16 +27,16 @@ def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
     lump, ptlf = made_up.pair()
     runs = {"lump": [lump], "ptlf": [ptlf]}
     found = rows(show_runs, runs, "lump")
-    assert found["training time without compiling"] == ["100.0 s", "25.0 s  0.25x"]
-    assert found["backward FLOPs"] == ["4.000 T", "2.000 T  0.50x"]
-    assert found["activation memory, mean"] == ["80.0 MiB", "64.0 MiB  0.80x"]
-    assert found["activation memory, last epoch"] == ["80.0 MiB", "60.0 MiB  0.75x"]
+    assert found["training time without compiling"] == ["100.0 s", "25.0 s  0.25×"]
+    assert found["backward FLOPs"] == ["4.000 T", "2.000 T  0.50×"]
+    assert found["activation memory, mean"] == ["80.0 MiB", "64.0 MiB  0.80×"]
+    assert found["activation memory, last epoch"] == ["80.0 MiB", "60.0 MiB  0.75×"]
     assert found["evaluation"] == ["2.0 s", "2.0 s"]
-    assert found["activation memory, mean after task 1"] == ["80.0 MiB", "48.0 MiB  0.60x"]
+    assert found["activation memory, mean after task 1"] == ["80.0 MiB", "48.0 MiB  0.60×"]
     assert "peak GPU memory, last epoch" not in found
     accuracies = [run["probes"]["knn_class"]["untrained_accuracy"] for run in (lump, ptlf)]
     assert found["knn_class random encoder, %"] == [f"{value:.2f}" for value in accuracies]
-    assert rows(show_runs, runs, "ptlf")["training time without compiling"] == ["100.0 s  4.00x", "25.0 s"]
+    assert rows(show_runs, runs, "ptlf")["training time without compiling"] == ["100.0 s  4.00×", "25.0 s"]
     assert rows(show_runs, runs)["training time without compiling"] == ["100.0 s", "25.0 s"]
 
 
@@ -47,9 +47,9 @@ def test_seconds_and_ratios_leave_the_wait_for_the_compiler_out(names: tuple[str
     runs = {name: [made_up.wait_for_compiler(lump, 60.0) if name == "a/lump" else ptlf] for name in names}
     found = rows(show_runs, runs, "a/lump")
     if len(names) == 2:
-        assert found["training time without compiling"] == ["100.0 s", "25.0 s  0.25x"]
+        assert found["training time without compiling"] == ["100.0 s", "25.0 s  0.25×"]
     else:
-        assert (found["lump"][4], found["ptlf"][4]) == ("100.0 s", "0.25x")
+        assert (found["lump"][4], found["ptlf"][4]) == ("100.0 s", "0.25×")
     for shown in (runs, {"a/lump": runs["a/lump"]}):
         console = Console(width=160, file=io.StringIO())
         show_runs(console, shown, "a/lump")
@@ -65,7 +65,7 @@ def test_seconds_of_different_commits_are_marked(names: tuple[str, ...]) -> None
         console = Console(width=160, file=io.StringIO())
         show_runs(console, runs, "a/lump")
         text, mark = console.file.getvalue(), "†" * (commit == "another")
-        assert text.count(f"0.25x{mark} ") == len(names) - 1
+        assert text.count(f"0.25×{mark} ") == len(names) - 1
         assert ("† runs of different commits; compare with care." in text) == bool(mark)
 
 
@@ -106,7 +106,7 @@ def test_costs_in_a_list_are_relative_to_the_baseline() -> None:
     runs = {"a/lump": [lump], "a/ptlf": [ptlf], "a/third": [ptlf], "a/fourth": [lump]}
     found = rows(show_runs, runs, "a/lump")
     assert found["lump"][4:] == ["100.0 s", "80.0 MiB", "4.000 T"]
-    assert found["ptlf"][4:] == ["0.25x", "0.60x", "0.50x"]
+    assert found["ptlf"][4:] == ["0.25×", "0.60×", "0.50×"]
 
 
 @pytest.mark.parametrize("names", [("a/lump", "a/ptlf"), ("a/lump", "a/ptlf", "a/third", "a/fourth")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -10,8 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +26,9 @@ from torch import nn
 
 from ptlf.cli import main
 from ptlf.core.errors import UserError
+from ptlf.evaluation import Gallery
 from ptlf.evaluation.spread import feature_spread
+from ptlf.freezing import ProgressiveFreezing
 from ptlf.methods.si import SI
 from ptlf.report.live import Watcher
 from ptlf.run.config import Config
@@ -33,7 +38,7 @@ from ptlf.run.results import read_lines, read_results
 from ptlf.stream import Dataset, Images, Stream, Task
 from ptlf.training.checkpoint import read_checkpoint
 from ptlf.training.process import Stopped, StopSignals
-from ptlf.training.trainer import Trainer
+from ptlf.training.trainer import EpochState, Trainer
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2",
@@ -470,6 +475,67 @@ class TestResume:
             text = text.replace(old, new)
         (folder / "config.yaml").write_text(text)
         assert main(["train", "--resume", str(folder), "--trust-code", "--device", "cpu"]) == 0
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
+    """In the second task, with a frozen unit, momentum, losses of an epoch and a gallery."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    settings = {"freezing__final": 0.67, "evaluation__gallery": True, "stream__per_class": 64, "training__epochs": 3}
+    config = tiny_config("digits/simsiam/ptlf-cost", **settings)
+    with pytest.raises(Stopped):
+        Run(config, folder).train(Signals(signal.SIGTERM, 5))
+    return config, folder
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, RuntimeError, AttributeError])
+@pytest.mark.parametrize(
+    "bug", [(ProgressiveFreezing, "load_state_dict"), (EpochState, "__init__"), (Gallery, "as_dict")]
+)
+def test_a_bug_while_loading_is_not_blamed_on_the_checkpoint(stopped, monkeypatch, bug, error: type) -> None:
+    def broken(*_: object) -> None:
+        raise error("ours")
+
+    monkeypatch.setattr(*bug, broken)
+    with pytest.raises(error, match="ours"):
+        Run(*stopped).train(resume=True)
+
+
+def places(state: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Of the values in nested dictionaries and lists; of a list the first one alone."""
+    items = state.items() if isinstance(state, dict) else list(enumerate(state))[:1] if isinstance(state, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_a_value_missing_or_changed_is_refused_or_loads(stopped) -> None:
+    """All that loading relies on is checked before, and named."""
+    config, folder = stopped
+    run = Run(config, folder)
+    whole = run.snapshots.read()
+    assert whole is not None
+    loaded = 0
+    for path in [path for path in places(whole) if path[0] != "settings"]:
+        for odd in ("missing", None, -1, "x", {"a": [None]}, torch.zeros(3)):
+            state = copy.deepcopy(whole)
+            holder: Any = state
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = odd
+            if isinstance(odd, str) and odd == "missing":
+                del holder[path[-1]]
+            run.snapshots.checkpoints.load = lambda state=state: state
+            try:
+                run.snapshots.load_state_dict(run.snapshots.read())
+                run.results()
+                loaded += 1
+            except UserError:
+                continue
+            except Exception as error:
+                raise AssertionError(f"{path} = {odd!r}") from error
+    assert loaded
 
 
 def noise(tasks: int, seed: int, count: int = 30) -> Stream:

@@ -9,10 +9,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptlf.encoders.resnet import BasicBlock, ResNet
+from ptlf.freezing.cost import backward_flops, kept_bytes
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.units import Unit, find_units
 from ptlf.training import cost
-from ptlf.training.cost import Stopwatch, backward_flops, kept_bytes, peak_memory_bytes, reset_peak_memory
+from ptlf.training.cost import Stopwatch, peak_memory_bytes, reset_peak_memory
 
 MIDDLE = range(6, 14)
 # The second convolution of every block: eight of the thirteen heaviest units, no two in a row.
@@ -112,7 +113,7 @@ def test_backward_flops_of_convolutions_counted_by_hand(kind):
         assert backward_flops(layer(x).sum()) == 2 * product * (weight + images)
     layer.weight.requires_grad_(True)
     x = torch.randn(shape)
-    assert Freezer(layer, example=x).estimate([], x).now.backward_flops == 2 * product
+    assert Freezer(layer, example=x).estimate([], x).current.backward_flops == 2 * product
 
 
 def test_backward_flops_of_attention_counted_by_hand():

@@ -35,8 +35,7 @@ def answer(comparison: Comparison, measure: Measure, colours: Colours) -> Canvas
         style = look(group, colours) | {"linestyle": "-"}
         axes.plot([mean if start is None else start, mean], [row, row], color=style["color"], linewidth=3, alpha=0.4)
         axes.errorbar(mean, row, xerr=[[spread], [upper]] if spread else None, **style)
-        ratio = paired.ratio(group, base, measure)
-        words = f"{ratio.mean:.2f}×{paired.dagger(group, base, measure)}" if ratio else measure.show(mean)
+        words = paired.times(group, base, measure) or measure.show(mean)
         axes.annotate(words, (1, row), xycoords=("axes fraction", "data"), ha="right", va="center")
     if base and base.values(measure.path):
         axes.axvline(base.mean(measure.path) or 0.0, color=colours["run0"], linestyle=":", linewidth=1)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel that follows what freezes and thaws."""
+"""DistributedDataParallel for a model whose units freeze and thaw."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,46 +8,48 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-class FollowingDDP(nn.Module):
+class FreezeAwareDDP(nn.Module):
     """`model` as a DistributedDataParallel, which is made anew when a parameter froze or thawed since the last forward.
 
     A DistributedDataParallel decides once which gradients it averages. It waits for ever for one that froze, and never
     averages one that thawed. Every process must freeze the same units between the same steps.
 
     state_dict() has the keys of DistributedDataParallel, which begin with "module.".
-    still: gives the buffers that frozen norms hold, which need no exchange.
+    frozen_buffers: returns the buffers of frozen norms, which need no exchange.
     """
 
-    def __init__(self, model: nn.Module, still: Callable[[], Iterable[Tensor]] = tuple, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, frozen_buffers: Callable[[], Iterable[Tensor]] = tuple, **options: Any
+    ) -> None:
         super().__init__()
         self.module = model
-        self._still, self._options = still, options
+        self._frozen_buffers, self._options = frozen_buffers, options
         self._trained: list[bool] = []
         self._wrapped: list[DistributedDataParallel] = []  # in a list: it is no submodule, whose parameters count twice
-        self._follow()
+        self._rewrap()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._follow()
+        self._rewrap()
         return self._wrapped[0](*args, **kwargs) if self._wrapped else self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients are accumulated without being averaged."""
-        self._follow()
+        self._rewrap()
         return self._wrapped[0].no_sync() if self._wrapped else nullcontext()
 
-    def _follow(self) -> None:
+    def _rewrap(self) -> None:
         trained = [parameter.requires_grad for parameter in self.module.parameters()]
         if trained == self._trained:
             return
         first = not self._trained
         self._trained = trained
         self._wrapped.clear()
-        still = set(self._still())
-        ignored = [name for name, buffer in self.module.named_buffers() if buffer in still]
+        frozen = set(self._frozen_buffers())
+        ignored = [name for name, buffer in self.module.named_buffers() if buffer in frozen]
         if first or self._options.get("broadcast_buffers", True):
             # Each process has updated the statistics since the last exchange; the first one's are frozen on all.
             group = self._options.get("process_group")
-            for buffer in self._still():
+            for buffer in self._frozen_buffers():
                 distributed.broadcast(buffer, distributed.get_process_group_ranks(group)[0], group)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.module, ignored)
         if any(trained):  # DistributedDataParallel refuses a model without trainable parameters

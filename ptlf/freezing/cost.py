@@ -1,30 +1,104 @@
-"""What a step would cost with some units frozen, before anything is trained."""
+"""What a training step costs: bytes that autograd saves for backward, FLOPs, gradients, optimizer state; measured, or
+estimated with other units frozen, before anything is trained."""
 
 import copy
 import re
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ptlf.freezing.kept import count_flops, kept_bytes
-from ptlf.freezing.units import tensors_in, unchanged
+from ptlf.freezing.recording import tensors_in, unchanged
 
 Loss = Callable[[Any], Tensor]  # of the module's output
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+class _Saved:
+    """A tensor saved for backward; freed with its graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+def kept_bytes(function: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
+    """Bytes that autograd holds for backward once `function` has returned its loss. Every storage counts once, in full.
+
+    exclude: tensors that exist anyway, such as parameters, buffers and a freezer's folded weights.
+    """
+    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> _Saved:
+        saved.add(item := _Saved(tensor))
+        return item
+
+    with saved_tensors_hooks(pack, lambda item: item.tensor):
+        result = function()  # holds the graph
+    storages = {item.tensor.untyped_storage()._cdata: item.tensor.untyped_storage().nbytes() for item in saved}
+    for tensor in exclude:
+        storages.pop(tensor.untyped_storage()._cdata, None)
+    del result
+    return sum(storages.values())
+
+
+def backward_flops(loss: Tensor) -> int:
+    """Run `loss.backward()` and count its FLOPs."""
+    return count_flops(loss.backward)
+
+
+def count_flops(work: Callable[[], Any]) -> int:
+    """Run `work` and count the FLOPs (two per multiply-add) of its convolutions, matrix products and attention."""
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def _convolution_backward_flops(
+    gradient: Sequence[int],
+    images: Sequence[int],
+    weight: Sequence[int],
+    bias: object,
+    stride: object,
+    padding: object,
+    dilation: object,
+    transposed: bool,
+    output_padding: object,
+    groups: int,
+    wanted: Sequence[bool],  # the gradients of input, weight and bias
+    **_: object,
+) -> int:
+    """From shapes. The gradients of input and weight each multiply every weight once per image and output position (of
+    a transposed convolution, input position). `weight` has a group's channels only, so groups need no factor."""
+    batch, _channels, *positions = images if transposed else gradient
+    return 2 * prod(weight) * batch * prod(positions) * sum(wanted[:2])
+
+
+# What torch.utils.flop_counter (2.13) counts wrongly: it takes the weight gradient of a grouped convolution `groups`
+# times, and does not know the attention kernel of a CPU. Its forward runs in backward where blocks are checkpointed.
+FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.convolution_backward: _convolution_backward_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4])
+    ),
+}
+
+
 @dataclass(frozen=True)
-class StepCost:
+class CostEstimate:
     """Bytes and FLOPs of one training step. Work space of kernels and intermediate gradients are not in it."""
 
-    kept_bytes: int  # that autograd keeps for backward
+    kept_bytes: int  # activation memory: what autograd saves for backward
     backward_flops: int
     gradient_bytes: int  # of the parameters that train
     optimizer_bytes: int  # state after the first step
@@ -38,24 +112,29 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`names` are frozen in `then` and not in `now`."""
+    """What a step costs now, and if the units in `names` were frozen too."""
 
     names: tuple[str, ...]
-    now: StepCost
-    then: StepCost
+    current: CostEstimate
+    if_frozen: CostEstimate
 
     def __str__(self) -> str:
+        def gigaflops(flops: int) -> str:
+            return f"{flops / 1e9:.3g}"
+
         rows = [
-            ("kept for backward", self.now.kept_bytes, self.then.kept_bytes, format_bytes),
-            ("gradients", self.now.gradient_bytes, self.then.gradient_bytes, format_bytes),
-            ("optimizer state", self.now.optimizer_bytes, self.then.optimizer_bytes, format_bytes),
-            ("weights and buffers", self.now.held_bytes, self.then.held_bytes, format_bytes),
-            ("together", self.now.bytes, self.then.bytes, format_bytes),
-            ("backward GFLOPs", self.now.backward_flops, self.then.backward_flops, lambda n: f"{n / 1e9:.3g}"),
+            ("activation memory", "kept_bytes", format_bytes),
+            ("gradients", "gradient_bytes", format_bytes),
+            ("optimizer state", "optimizer_bytes", format_bytes),
+            ("weights and buffers", "held_bytes", format_bytes),
+            ("together", "bytes", format_bytes),
+            ("backward GFLOPs", "backward_flops", gigaflops),
         ]
         count = f"{len(self.names)} unit{'s' * (len(self.names) != 1)} to freeze"
-        lines = [count.ljust(26) + f"{'now':>12}{'then':>12}{'saved':>12}"]
-        lines += [f"{name:<26}{say(a):>12}{say(b):>12}{say(a - b):>12}" for name, a, b, say in rows]
+        lines = [count.ljust(26) + f"{'now':>12}{'frozen':>12}{'saved':>12}"]
+        for label, name, show in rows:
+            now, frozen = getattr(self.current, name), getattr(self.if_frozen, name)
+            lines.append(f"{label:<26}{show(now):>12}{show(frozen):>12}{show(now - frozen):>12}")
         return "\n".join(lines)
 
 
@@ -67,26 +146,28 @@ def step_cost(
     loss: Loss | None = None,
     *,
     backward: bool = True,
-) -> StepCost:
+) -> CostEstimate:
     """Cost of a step on `example`, in the module's current mode and autocast, which is left unchanged.
 
-    The step runs on fake tensors, which have shapes and no memory. A module that they cannot run (its forward looks at
-    values) runs for real. loss: by default the sum of all outputs. backward: whether to count its FLOPs.
+    The step runs on fake tensors, which have shapes and no memory: nothing is copied, and a backward under way goes on.
+    A module that they cannot run (its forward looks at values) runs for real, and its tensors are copied.
+
+    loss: by default the sum of all outputs. backward: whether to count its FLOPs.
     """
     held = [*module.parameters(), *module.buffers(), *folded]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with unchanged(module):
-        try:
-            with mode:
-                # Views of a parameter alias its fake.
-                exclude = [*held, *(mode.from_tensor(tensor) for tensor in held)]
-                kept, flops = _run(module, _on_device(example, held[0].device), exclude, loss, backward)
-        except Exception:
-            if any(tensor.is_meta for tensor in tensors_in(example)):
-                raise
-            kept, flops = _run(module, example, held, loss, backward)
+    try:
+        with unchanged(module, values=False), mode:
+            # Views of a parameter alias its fake.
+            exclude = [*held, *(mode.from_tensor(tensor) for tensor in held)]
+            kept, flops = _run_step(module, _on_device(example, held[0].device), exclude, loss, backward)
+    except Exception:
+        if any(tensor.is_meta for tensor in tensors_in(example)):
+            raise
+        with unchanged(module):
+            kept, flops = _run_step(module, example, held, loss, backward)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return StepCost(
+    return CostEstimate(
         kept_bytes=kept,
         backward_flops=flops,
         gradient_bytes=sum(parameter.nbytes for parameter in trained),
@@ -106,7 +187,7 @@ def _on_device(example: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, moved, example)
 
 
-def _run(
+def _run_step(
     module: nn.Module, example: Any, exclude: Sequence[Tensor], loss: Loss | None, backward: bool
 ) -> tuple[int, int]:
     """Bytes kept and FLOPs of backward. No gradient is accumulated."""
