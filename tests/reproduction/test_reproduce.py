@@ -161,11 +161,11 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     hint = "--plan says how long that takes on this machine; --show prints what is there\n"
     assert shown.out.startswith(f"2 runs: 2 pending\n{hint}{runs[0]}")
     assert runs[1] in shown.out
-    assert f"stopped; `python -m reproduction {shlex.join(words)}` goes on from here" in shown.err
+    assert f"stopped; `python -m reproduction {shlex.join(words)}` continues from here" in shown.err
     assert main(words) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith(f"2 runs: 1 done, 1 to resume\n{hint}{runs[1]}")
-    assert "going on with task 1" in shown.out
+    assert "continuing with task 1" in shown.out
     assert trained(shown.out) == 1
     accuracies = {}
     for folder in (tmp_path / "runs").iterdir():
