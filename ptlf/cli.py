@@ -126,8 +126,8 @@ def program() -> str:
 
 
 def same_command(command: str, words: Sequence[str]) -> str:
-    """How to go on with a command that keeps what is done: as it was typed, to be typed again."""
-    return f"`{command} {shlex.join(words)}` goes on from here"
+    """How to continue a command that keeps what is done: as it was typed, to be typed again."""
+    return f"`{command} {shlex.join(words)}` continues from here"
 
 
 def process() -> int:

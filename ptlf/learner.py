@@ -275,7 +275,7 @@ class Learner:
                 time.sleep(every)
 
     def _one_of_many(self, source: Path | None, folder: Path, learning: Mapping[str, Any]) -> dict[str, Any]:
-        advice = f"`ptlf learn {self.folder} --watch {folder}` goes on from here"
+        advice = f"`ptlf learn {self.folder} --watch {folder}` continues from here"
         try:
             results = self.learn(source, **learning)
         except Stopped as stopped:
@@ -339,7 +339,7 @@ class Learner:
         saved.check_version()
         finished = has_finished(self.folder)
         if finished and not saved.files():
-            raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot go on without it")
+            raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot continue without it")
         return finished
 
     def _fit(self, first: Pack, report: Callable[[str], None] | None) -> None:

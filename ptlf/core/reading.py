@@ -15,47 +15,37 @@ import yaml
 
 from ptlf.core.errors import UserError
 from ptlf.core.words import printable, short_repr
+from ptlf.freezing import format_bytes
 
 MAX_BYTES = 256 << 20  # of a JSON file; results of 200 tasks are 1 MB
 MAX_YAML = 256 << 10  # of a YAML file; a run's settings are 3 kB
 MAX_DEPTH = 32  # of collections in a YAML text
-MAX_DIGITS = 4000  # of a number in JSON; Python reads up to 4300
-LARGEST = 1e30  # of a number in a record
+MAX_NUMBER = 1e30  # of a number in a record
 
 NUMBER = (int, float)
-SPOKEN = {int: "a number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-SPOKEN |= {dict: "a dictionary", list: "a list"}
+TYPE_NAMES = {int: "a number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+TYPE_NAMES |= {dict: "a dictionary", list: "a list"}
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # what using a damaged record raises
 
 
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """The UTF-8 text of a regular file of at most `most` bytes. A missing file raises FileNotFoundError."""
-    return decoded(read_bytes(path, most), path)
-
-
-def decoded(content: bytes, path: Path) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} cannot be read: byte {error.start} is not UTF-8 text") from None
-
-
-def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     try:
         # A FIFO without a writer would block an ordinary open.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         with open(handle, "rb") as file:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{path} cannot be read: it is no regular file")
-            if found.st_size > most:
-                kept = f"{most >> 10} KiB" if most >= 1024 else f"{most} bytes"
-                raise UserError(f"{path} cannot be read: it has more than the {kept} that are read of such a file")
-            return file.read(found.st_size)  # what is appended meanwhile is for the next time
+            if status.st_size > most:
+                raise UserError(f"{path} cannot be read: it has more than {format_bytes(most)}")
+            return file.read(status.st_size).decode()  # what is appended meanwhile is for the next time
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} cannot be read: byte {error.start} is not UTF-8 text") from None
 
 
 def read_json(path: Path, hint: str = "") -> Any:
@@ -72,13 +62,8 @@ def parse_json(text: str) -> Any:
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no number of JSON")
 
-    def whole(digits: str) -> int:
-        if len(digits) > MAX_DIGITS:
-            raise ValueError("a number has too many digits")
-        return int(digits)
-
     try:
-        return clean(json.loads(text, parse_constant=refuse, parse_int=whole))
+        return clean(json.loads(text, parse_constant=refuse))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -101,16 +86,16 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def damaged(path: Path | str, error: Exception, hint: str = "") -> UserError:
     """For a file whose content is not what it should be, as `error` found."""
-    return UserError(f"{path} is damaged: {reason(error)}{f'; {hint}' if hint else ''}")
+    return UserError(f"{path} is damaged: {explain(error)}{f'; {hint}' if hint else ''}")
 
 
-def reason(error: Exception) -> str:
+def explain(error: Exception) -> str:
     """What an exception says, as a part of a sentence."""
     words = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) and error.args else str(error)
     return " ".join(words.split())[:200] or type(error).__name__
 
 
-def check(value: Any, shape: Any, where: str = "") -> None:
+def check_shape(value: Any, shape: Any, where: str = "") -> None:
     """Raise a ValueError that names the place where `value` is not of the shape.
 
     shape: a type or several; a dictionary with these keys, where "*" stands for any and "key?" may be missing or null;
@@ -118,22 +103,20 @@ def check(value: Any, shape: Any, where: str = "") -> None:
     """
     place = where or "the whole"
     if isinstance(shape, dict):
-        if not isinstance(value, dict):
-            raise ValueError(f"{place} is {short_repr(value)}, not a dictionary")
+        check_type(value, (dict,), place)
         for key, inner in shape.items():
-            name, optional = key.removesuffix("?"), key.endswith("?")
-            if optional and value.get(name) is None:
+            name = key.removesuffix("?")
+            if key.endswith("?") and value.get(name) is None:
                 continue
             for each in value if key == "*" else [name]:
                 below = f"{where}.{each}" if where else str(each)
                 if each not in value:
                     raise ValueError(f"{below} is missing")
-                check(value[each], inner, below)
+                check_shape(value[each], inner, below)
     elif isinstance(shape, list):
-        if not isinstance(value, list):
-            raise ValueError(f"{place} is {short_repr(value)}, not a list")
-        for number, item in enumerate(value):
-            check(item, shape[0], f"{where}[{number}]")
+        check_type(value, (list,), place)
+        for index, item in enumerate(value):
+            check_shape(item, shape[0], f"{where}[{index}]")
     elif isinstance(shape, tuple) and shape and not isinstance(shape[0], type):
         low, high = shape
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -144,19 +127,19 @@ def check(value: Any, shape: Any, where: str = "") -> None:
         shape(value, place)
 
 
-def recordable(value: float) -> bool:
-    """Whether a record may hold the number: finite, and not larger than what readers take."""
-    return abs(value) <= LARGEST
-
-
 def check_type(value: Any, kinds: tuple[type, ...], place: str) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        wanted = " or ".join(dict.fromkeys(SPOKEN.get(kind, kind.__name__) for kind in kinds))
+        wanted = " or ".join(dict.fromkeys(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds))
         raise ValueError(f"{place} is {short_repr(value)}, not {wanted}")
-    if isinstance(value, NUMBER) and not (math.isfinite(value) if isinstance(value, float) else True):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{place} is {value}, not a finite number")
-    if isinstance(value, NUMBER) and abs(value) > LARGEST:
-        raise ValueError(f"{place} is {short_repr(value)}, more than {LARGEST:.0e}")
+    if isinstance(value, NUMBER) and not recordable(value):
+        raise ValueError(f"{place} is {short_repr(value)}, more than {MAX_NUMBER:.0e}")
+
+
+def recordable(value: float) -> bool:
+    """Whether a record may hold the number: finite, and not larger than what readers take."""
+    return abs(value) <= MAX_NUMBER
 
 
 class Loader(yaml.SafeLoader):
@@ -212,5 +195,5 @@ def read_yaml_file(path: Path) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"{path}{place} cannot be read as YAML: {reason}") from None
+        why = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path}{place} cannot be read as YAML: {why}") from None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ptlf.core.reading import NUMBER, check
+from ptlf.core.reading import NUMBER, check_shape
 from ptlf.run.results import Json
 
 PLACE = (0, 10**6)
@@ -24,7 +24,7 @@ GALLERY: Json = {
 
 
 def check_gallery(gallery: Any) -> Json:
-    check(gallery, GALLERY)
+    check_shape(gallery, GALLERY)
     tile_pixels(gallery["sprite"], len(gallery["tiles"]))
     for group, label in gallery["tiles"]:
         gallery["groups"][group], gallery["labels"][label]

@@ -188,15 +188,15 @@ def default_on_gpu(setting: bool | None, device: torch.device) -> bool:
 
 
 def check_grows(config: Config) -> None:
-    """Refuse what cannot go on with a task that arrives later."""
+    """Refuse what cannot learn a task that arrives later."""
     if METHODS.find(config.method.name).joint:
         alone = f"method {config.method.name!r} trains on all tasks at once"
-        raise UserError(f"{alone} and cannot go on with tasks that arrive later; choose another method")
+        raise UserError(f"{alone} and cannot learn tasks that arrive later; choose another method")
     if OBJECTIVES.find(config.objective.name).needs_labels:
         needs = f"objective {config.objective.name!r} needs the classes of the whole stream from the start"
-        raise UserError(f"{needs} and cannot go on with tasks that arrive later; choose another objective")
+        raise UserError(f"{needs} and cannot learn tasks that arrive later; choose another objective")
     if not config.checkpoint.enabled:
-        raise UserError("checkpoint.enabled is false, and without a checkpoint a run cannot go on; leave that out")
+        raise UserError("checkpoint.enabled is false, and without a checkpoint a run cannot continue; leave that out")
 
 
 def check_combination(config: Config, stream: Stream | None) -> None:

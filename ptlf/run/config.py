@@ -54,7 +54,7 @@ class Config:
 
 
 def resume_command(folder: Path, config: Config, *, module: bool = False, arrived: bool = False) -> str:
-    """What to type to go on with the run in the folder. module: its encoder was given as one, in Python. arrived: tasks
+    """What to type to continue the run in the folder. module: its encoder was given as one, in Python. arrived: tasks
     have arrived in it."""
     names = [config.stream.name, config.objective.name, config.method.name, *config.probes]
     names += [config.freezing.policy.name, config.training.optimizer.name, *config.log]

@@ -37,7 +37,7 @@ class Packing(TypedDict, total=False):
 def arriving_config(config: Config, out: Path) -> Config:
     """Of a new run in this folder, whose tasks arrive one by one."""
     if (out / "config.yaml").exists():
-        raise UserError(f"{out} already holds a run; Learner.load goes on with it, or choose another folder")
+        raise UserError(f"{out} already holds a run; Learner.load continues it, or choose another folder")
     stream = StreamConfig(name=STREAM, labelled=config.stream.labelled, resident=config.stream.resident)
     kept = replace(config.checkpoint, keep_tasks=config.checkpoint.keep_tasks or KEPT)
     config = replace(config, stream=stream, checkpoint=kept)

@@ -154,7 +154,7 @@ class Run:
             about.append("compiling the step: some seconds, for encoders other than our ResNets up to a minute")
         if at != Position():
             place = str(at) if at.epoch < epochs else f"testing after task {at.task + 1}"
-            about.append(f"going on with {place}" if at.task < len(tasks) else "all tasks are learnt")
+            about.append(f"continuing with {place}" if at.task < len(tasks) else "all tasks are learnt")
         return about
 
     def train_stream(self) -> None:
@@ -310,7 +310,7 @@ class Run:
             raise Stopped(self.folder, self.stop_signal, self.advice(self.folder), lost)
 
     def advice(self, folder: Path) -> str:
-        return f"go on with `{self.snapshots.command(folder)}`"
+        return f"continue with `{self.snapshots.command(folder)}`"
 
     def lost(self) -> str:
         """What is lost if the run stops without saving."""
@@ -324,7 +324,7 @@ class Run:
             self.snapshots.finish()
         if last := self.snapshots.last:
             command = self.snapshots.command(last.parent.parent)
-            error.add_note(f"the last checkpoint is {last}; `{command}` goes on from it")
+            error.add_note(f"the last checkpoint is {last}; `{command}` continues from it")
         self.progress.status = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
         with contextlib.suppress(Exception):
             self.snapshots.save_results()

@@ -8,7 +8,7 @@ from typing import Any
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_error, write_whole
-from ptlf.core.reading import DAMAGE, NUMBER, check, damaged, parse_json, read_json, read_text
+from ptlf.core.reading import DAMAGE, NUMBER, check_shape, damaged, parse_json, read_json, read_text
 from ptlf.core.words import short_repr
 
 Json = dict[str, Any]
@@ -18,7 +18,7 @@ MAX_COUNT = 10**6  # of tasks, epochs and units
 
 
 def more_than_zero(value: Any, place: str) -> None:
-    check(value, NUMBER, place)
+    check_shape(value, NUMBER, place)
     if value <= 0:
         raise ValueError(f"{place} is {value}, not more than 0")
 
@@ -28,7 +28,7 @@ COUNT, FLAG = (0, MAX_COUNT), (bool, type(None))
 NAMES = [(str, int)]
 SETTINGS = {name: {"name?": str} for name in ("objective", "method", "freezing")}
 SETTINGS |= {name: {"name": str} for name in ("stream", "encoder")}
-# What every reader of a record relies on; see `core.reading.check`.
+# What every reader of a record relies on; see `core.reading.check_shape`.
 PROBE: Json = {
     "settings": {"bank?": str, "k?": (str, int)},
     "matrix": [[ACCURACY]],
@@ -161,7 +161,7 @@ def read_evaluations(folder: Path) -> list[Json]:
     page says in addition hangs on it."""
     try:
         found = read_json(folder / EVALUATIONS)
-        check(found, [EVALUATION])
+        check_shape(found, [EVALUATION])
         return found
     except (FileNotFoundError, UserError, *DAMAGE):
         return []
@@ -186,8 +186,8 @@ def refuse_folder_of_runs(folder: Path) -> None:
 
 
 def check_results(results: Json) -> None:
-    check(results, RESULTS)
-    check(epoch_lines(results), [EPOCH], "cost.per_epoch")
+    check_shape(results, RESULTS)
+    check_shape(epoch_lines(results), [EPOCH], "cost.per_epoch")
     splits, epochs = len(results["eval_splits"]), results["config"]["training"]["epochs"]
     if results.get("arrived", 0) > len(results["tasks"]):
         raise ValueError(f"arrived is {results['arrived']}, of {len(results['tasks'])} tasks")
@@ -215,7 +215,7 @@ def read_lines(path: Path) -> tuple[list[Json], int]:
     for raw in text.split("\n")[:-1]:
         try:
             line = parse_json(raw)
-            check(line, LINE)
+            check_shape(line, LINE)
             lines.append(line)
         except DAMAGE:
             skipped += 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.core.reading import NUMBER, check
+from ptlf.core.reading import NUMBER, check_shape
 from ptlf.core.settings import as_dict
 from ptlf.core.words import short_repr
 from ptlf.freezing.savings import Saving
@@ -86,7 +86,7 @@ COMPARED: Json = {"tasks": COUNT, "images": [{"name": str, "count": int, "sha256
 
 def check_state(state: object) -> None:
     """Raise a ValueError that names what is missing in a checkpoint, or is of another kind."""
-    check(state, STATE if not isinstance(state, dict) or state.get("settings") is None else STATE | COMPARED)
+    check_shape(state, STATE if not isinstance(state, dict) or state.get("settings") is None else STATE | COMPARED)
 
 
 def check_same_run(state: Json, components: Components, images: Images) -> None:

@@ -16,7 +16,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
 from ptlf.core.randomness import global_state, set_global_state
-from ptlf.core.reading import damaged, reason
+from ptlf.core.reading import damaged, explain
 from ptlf.core.settings import as_dict
 from ptlf.encoders.weights import KEY
 from ptlf.run.components import Components
@@ -155,13 +155,13 @@ class Snapshots:
         try:
             check_state(state)
         except ValueError as error:
-            raise damaged(last, error, "remove that file to go on from the one before it") from None
+            raise damaged(last, error, "remove that file to continue from the one before it") from None
         known = state.get("tasks", len(parts.stream.tasks))
         check_same_run(state, parts, self.images_begun(min(state["position"]["task"], known - 1)))
         try:
             check_fits_run(state, parts, self.parameter_names())
         except ValueError as error:
-            why = f"does not fit the settings in {parts.folder}/config.yaml: {reason(error)}"
+            why = f"does not fit the settings in {parts.folder}/config.yaml: {explain(error)}"
             raise UserError(f"{last} {why}") from None
         check_threads(state.get("threads"), parts.device)
         return state

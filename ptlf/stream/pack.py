@@ -18,7 +18,7 @@ import numpy as np
 
 from ptlf.core.errors import UserError
 from ptlf.core.files import file_digest
-from ptlf.core.reading import DAMAGE, check, parse_json, read_text, reason
+from ptlf.core.reading import DAMAGE, check_shape, explain, parse_json, read_text
 from ptlf.stream.archives import SOURCES
 from ptlf.stream.decode import FITS, Fit
 from ptlf.stream.disk import check_space, disk_errors, natural, progress_bar, quote_names, staged
@@ -95,7 +95,7 @@ class Pack:
         try:
             return np.load(self.path / name, mmap_mode=mode)
         except Exception as error:  # numpy can raise almost any exception on a malformed header
-            raise UserError(f"{self.path / name} cannot be read ({reason(error)}); {hint(self.name)}") from None
+            raise UserError(f"{self.path / name} cannot be read ({explain(error)}); {hint(self.name)}") from None
 
 
 def data_root(option: str | None = None) -> Path:
@@ -144,7 +144,7 @@ def read_manifest(root: Path, name: str) -> Pack:
         raise UserError(f"no packed data set {name!r} in {root} (there: {there}); {hint(name, overwrite=False)}")
     try:
         data = parse_json(read_text(file))
-        check(data, MANIFEST)
+        check_shape(data, MANIFEST)
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
         splits = {split: Split(**entry) for split, entry in data["splits"].items()}
@@ -159,7 +159,7 @@ def read_manifest(root: Path, name: str) -> Pack:
         names, skipped = tuple(data["names"]), list(data["skipped"])
         return Pack(file.parent, data["size"], data["folders"], names, splits, skipped, data["source"], fit)
     except (UserError, OSError, *DAMAGE) as error:
-        raise UserError(f"{file} cannot be read ({reason(error)}); {hint(name)}") from error
+        raise UserError(f"{file} cannot be read ({explain(error)}); {hint(name)}") from error
 
 
 def file_problems(pack: Pack) -> dict[Path, str]:
@@ -183,7 +183,7 @@ def npy_problem(file: Path, shape: tuple[int, ...], dtype: type) -> str | None:
             actual, fortran, kind = np.lib.format.read_array_header_1_0(opened)
             expected = opened.tell() + int(np.prod(shape)) * np.dtype(dtype).itemsize
     except Exception as error:  # numpy can raise almost any exception on a malformed header
-        return f"{file} ({found} bytes) is no readable .npy file ({reason(error)})"
+        return f"{file} ({found} bytes) is no readable .npy file ({explain(error)})"
     if found != expected:
         return f"{file} has {found} bytes where {expected} are expected"
     if (actual, fortran, kind) != (shape, False, np.dtype(dtype)):

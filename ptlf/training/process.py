@@ -15,7 +15,7 @@ class Stopped(Exception):
     def __init__(self, folder: Path, number: int, advice: str = "", lost: str = "", unlearnt: str = "") -> None:
         how = f"stopped without saving: {lost}" if lost else "stopped"
         what = f"{unlearnt}; " if unlearnt else ""
-        super().__init__(f"{how}; {what}{advice or f'go on with `ptlf train --resume {folder}`'}")
+        super().__init__(f"{how}; {what}{advice or f'continue with `ptlf train --resume {folder}`'}")
         self.folder, self.number, self.lost, self.unlearnt = folder, number, lost, unlearnt
 
     def again(self, advice: str) -> "Stopped":

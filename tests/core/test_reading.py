@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ptlf.core.errors import UserError
-from ptlf.core.reading import check, load_yaml, parse_json, read_json, read_text
+from ptlf.core.reading import check_shape, load_yaml, parse_json, read_json, read_text
 from ptlf.core.words import printable, short_repr
 
 
@@ -79,10 +79,10 @@ SHAPE = {"a": int, "b?": [str], "c": {"*": (int, float)}, "d": (1, 9)}
 def test_shapes(change: dict[str, Any], message: str) -> None:
     value = {"a": 1, "c": {"x": 1.5}, "d": 3, **change}
     if not message:
-        check(value, SHAPE)
+        check_shape(value, SHAPE)
         return
     with pytest.raises(ValueError) as caught:
-        check(value, SHAPE)
+        check_shape(value, SHAPE)
     assert str(caught.value).startswith(message)
     with pytest.raises(ValueError, match="a is missing"):
-        check({}, SHAPE)
+        check_shape({}, SHAPE)

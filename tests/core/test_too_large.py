@@ -94,6 +94,9 @@ def test_a_run_that_runs_out_of_memory_names_its_last_checkpoint(
     assert told.count("ptlf:") == 1
     assert sentence in told
     last = tmp_path / "run" / "checkpoints" / "task02-epoch001-step00000.ckpt"
-    assert f"the last checkpoint is {last}; `ptlf train --resume {tmp_path / 'run'} --trust-code` goes on" in told
+    assert (
+        f"the last checkpoint is {last}; `ptlf train --resume {tmp_path / 'run'} --trust-code` continues from it"
+        in told
+    )
     monkeypatch.undo()
     assert main(["train", "--resume", str(tmp_path / "run"), "--trust-code"]) == 0

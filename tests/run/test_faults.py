@@ -86,12 +86,12 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, numb
         assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(folder), *QUICK]) == code
     told = capfd.readouterr().err
     assert "finishing what is under way, then saving" in told
-    assert f"go on with `ptlf train --resume {folder} --trust-code`" in told  # its encoder is code of our own
+    assert f"continue with `ptlf train --resume {folder} --trust-code`" in told  # its encoder is code of our own
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert (folder / "checkpoints" / "task02-epoch000-step00002.ckpt").exists()
     assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
     assert main(["train", "--resume", str(folder), "--trust-code"]) == 0
-    assert "going on with task 2, epoch 1, step 3" in " ".join(capfd.readouterr().out.split())
+    assert "continuing with task 2, epoch 1, step 3" in " ".join(capfd.readouterr().out.split())
     assert main(["train", "--trust-code", "-c", str(folder / "config.yaml"), "--out", str(tmp_path / "alone")]) == 0
     results = [json.loads((tmp_path / run / "results.json").read_text()) for run in ("run", "alone")]
     assert lasting(results[0]) == lasting(results[1])
@@ -145,7 +145,7 @@ def test_a_signal_in_a_test_is_heeded_and_the_run_goes_on_to_the_same_bits(
     monkeypatch.setattr(SI, "end_task", lambda self, *task: (ended.append(task[0]), end_task(self, *task)))
     with pytest.raises(Stopped) as stopped:
         Run(interruptible(known), folder).train(StopsIn(place))
-    assert str(stopped.value).startswith(f"stopped {lost}".strip().rstrip(";") + "; go on with `ptlf train --resume")
+    assert str(stopped.value).startswith(f"stopped {lost}".strip().rstrip(";") + "; continue with `ptlf train --resume")
     assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
     Run(interruptible(known), folder).train(resume=True)
     assert ended == [0, 1]
@@ -178,7 +178,7 @@ def test_a_signal_in_a_correlation_loses_nothing_learnt(
     monkeypatch.setattr(Trainer, "sample_gradients", signals)
     with pytest.raises(Stopped) as stopped:
         Run(config, tmp_path / "run").train()
-    assert str(stopped.value).startswith(f"stopped {lost}".strip() + "; go on with `ptlf train --resume")
+    assert str(stopped.value).startswith(f"stopped {lost}".strip() + "; continue with `ptlf train --resume")
     assert len(calls) == (call if lost else 6)
     assert read_results(tmp_path / "run")["status"] == "stopped"
     assert lasting(Run(config, tmp_path / "run").train(resume=True)) == lasting(alone)
@@ -192,7 +192,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path, capfd, monkeypatch) -> None:
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     told, last = capfd.readouterr().err, "what was done since the last checkpoint, after-task01.ckpt, is repeated"
     again = f"`ptlf train --resume {tmp_path / 'run'} --trust-code`"
-    assert f"ptlf: stopped without saving: {last}; go on with {again}" in told
+    assert f"ptlf: stopped without saving: {last}; continue with {again}" in told
     assert "after-task01.ckpt" in names
     assert not any(name.startswith("task02") for name in names)
     assert not (tmp_path / "run" / ".lock").exists()
@@ -214,11 +214,11 @@ def test_a_sweep_left_at_once_says_what_is_lost(
         patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, step, times))
         assert main(words) == 130
     told = capfd.readouterr().err.splitlines()[-1]
-    assert told == f"ptlf: stopped without saving: {lost}; `ptlf {shlex.join(words)}` goes on from here"
+    assert told == f"ptlf: stopped without saving: {lost}; `ptlf {shlex.join(words)}` continues from here"
     assert main(words) == 0
     shown = capfd.readouterr().out
     assert "1 run: 1 to resume\nrun 1 of 1: digits/simsiam/lump, seed 0\n" in shown
-    assert ("going on with task 2, epoch 1, step 1" in shown) == ("after-task01" in lost)
+    assert ("continuing with task 2, epoch 1, step 1" in shown) == ("after-task01" in lost)
 
 
 def test_ctrl_c_while_a_run_is_built_says_that_the_sweep_goes_on(tmp_path, capsys, monkeypatch) -> None:
@@ -228,17 +228,17 @@ def test_ctrl_c_while_a_run_is_built_says_that_the_sweep_goes_on(tmp_path, capsy
     monkeypatch.setattr("ptlf.run.sweep.Run", build)
     words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "a b"), *QUICK]
     assert main(words) == 130
-    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` goes on from here\n"
+    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` continues from here\n"
     # As `make run` starts it: by its path, which the shell would not find by its name.
     program = tmp_path / "bin" / "ptlf"
     program.parent.mkdir()
     program.touch(0o755)
     monkeypatch.setattr(sys, "argv", [str(program), *words])
     assert main() == 130
-    assert capsys.readouterr().err == f"ptlf: stopped; `{program} {shlex.join(words)}` goes on from here\n"
+    assert capsys.readouterr().err == f"ptlf: stopped; `{program} {shlex.join(words)}` continues from here\n"
     monkeypatch.setenv("PATH", str(program.parent))
     assert main() == 130
-    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` goes on from here\n"
+    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` continues from here\n"
 
 
 def test_ctrl_c_between_the_runs_says_it_too(tmp_path, capsys, monkeypatch) -> None:
@@ -248,7 +248,7 @@ def test_ctrl_c_between_the_runs_says_it_too(tmp_path, capsys, monkeypatch) -> N
     monkeypatch.setattr("ptlf.run.sweep.plan", interrupted)
     words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path)]
     assert main(words) == 130
-    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` goes on from here\n"
+    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` continues from here\n"
 
 
 def test_a_run_that_is_finished_goes_on_with_no_task(tmp_path) -> None:
@@ -616,7 +616,7 @@ def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path, capsys
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
     monkeypatch.setattr("ptlf.commands.train.Live", lambda name: AtTheEnd())
     assert main(words) == 130
-    assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in capsys.readouterr().err
+    assert f"stopped; `ptlf {shlex.join(words)}` continues from here" in capsys.readouterr().err
     assert [folder.name for folder in tmp_path.iterdir()] == ["digits-simsiam-lump-seed0"]
     results = json.loads((tmp_path / "digits-simsiam-lump-seed0" / "results.json").read_text())
     assert results["status"] == "finished"
@@ -628,11 +628,11 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> 
         patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGTERM, 4))
         assert main(words) == 143
     shown = capsys.readouterr()
-    assert f"stopped; `ptlf {shlex.join(words)}` goes on from here" in shown.err
+    assert f"stopped; `ptlf {shlex.join(words)}` continues from here" in shown.err
     assert numbered(shown.out) == ["2 runs: 2 pending", "run 1 of 2: digits/simsiam/lump, seed 0"]
     assert main(words) == 0
     shown = capsys.readouterr()
-    assert "going on with task 1, epoch 2, step 2" in " ".join(shown.out.split())
+    assert "continuing with task 1, epoch 2, step 2" in " ".join(shown.out.split())
     runs = ["run 1 of 2: digits/simsiam/lump, seed 0", "run 2 of 2: digits/simsiam/finetune, seed 0"]
     assert numbered(shown.out) == ["2 runs: 1 to resume, 1 pending", *runs]
     assert main([*words, "--seeds", "0", "1"]) == 0

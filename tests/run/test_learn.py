@@ -28,7 +28,7 @@ from ptlf.core.errors import UserError
 from ptlf.evaluation import EvaluationConfig
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.report.page import commands
+from ptlf.report.page import commands_to_repeat
 from ptlf.report.runs import read_comparison, read_run
 from ptlf.run import snapshots
 from ptlf.run.config import Config
@@ -191,7 +191,7 @@ def test_the_commands_on_its_page_repeat_a_run(root: Path, tmp_path: Path, monke
     learnt(run, config(), [day])
     ptlf.Learner.load(run, trust_code=True).learn(day, "the-same", again=True, watcher=QUIET)
     monkeypatch.chdir(tmp_path)
-    told = commands(read_run(Path("run")))
+    told = commands_to_repeat(read_run(Path("run")))
     assert len(told) == 2 + before and "learn again run/tasks/0002-the-same --name the-same --again" in told[-1]
     for line in told:
         assert main([*shlex.split(line)[1:], "--trust-code"]) == 0
@@ -335,7 +335,7 @@ def test_a_signal_stops_it_and_any_way_to_go_on_is_right(root: Path, tmp_path: P
     with monkeypatch.context() as patch:
         patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
         assert main(["learn", "--trust-code", str(run), str(pictures / "day2")]) == 143
-        assert f"go on with `ptlf learn {run} --trust-code`" in capsys.readouterr().err
+        assert f"continue with `ptlf learn {run} --trust-code`" in capsys.readouterr().err
         patch.setattr("ptlf.learner.Live", lambda name: StopsAt(1))
         assert main(["learn", "--trust-code", str(run)]) == 143
     with monkeypatch.context() as patch:
@@ -361,7 +361,7 @@ def test_a_signal_before_the_next_task_begins_leaves_the_run_as_it_was(
         assert main([*words, "day2"]) == 143
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.endswith(
-        f"; day2 is not learnt, and will be packed again; `ptlf {' '.join(words)} day2` goes on from here"
+        f"; day2 is not learnt, and will be packed again; `ptlf {' '.join(words)} day2` continues from here"
     )
     assert files_in(run) == before
     for day in ("day2", "day3"):
@@ -401,10 +401,10 @@ def test_left_at_once_in_a_second_task_it_goes_on_after_the_first(
         patch.setattr("ptlf.learner.Live", lambda name: LeavesAt(1))
         assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]) == 130
     lost = "what was done since the last checkpoint, after-task01.ckpt, is repeated"
-    told = f"stopped without saving: {lost}; go on with `ptlf learn {run} --trust-code`"
+    told = f"stopped without saving: {lost}; continue with `ptlf learn {run} --trust-code`"
     assert told in capsys.readouterr().err
     assert main(["train", "--trust-code", "--resume", str(run)]) == 0
-    assert "going on with task 2, epoch 1, step 1" in capsys.readouterr().out
+    assert "continuing with task 2, epoch 1, step 1" in capsys.readouterr().out
     assert len(json.loads((run / "results.json").read_text())["tasks"]) == 2
 
 
@@ -545,7 +545,7 @@ def test_another_version_a_lock_and_a_lost_checkpoint(run: Path, root: Path, cap
     [
         (["--objective", "supervised"], "objective 'supervised' needs the classes of the whole stream"),
         (["--method", "multitask", "--freezing.policy", "none"], "method 'multitask' trains on all tasks at once"),
-        (["--checkpoint.enabled", "false"], "without a checkpoint a run cannot go on"),
+        (["--checkpoint.enabled", "false"], "without a checkpoint a run cannot continue"),
         (["--stream.tasks", "2"], "leave out --stream.tasks"),
         (["--stream.labelled", "nothing"], "no packed data set 'nothing'"),
     ],
@@ -621,7 +621,7 @@ def test_a_stop_while_a_task_is_finished_first_names_the_next_and_holds_for_it(
         patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
         assert main(learn) == 143
         day3 = ["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]
-        waits = f"day3 is not learnt, and will be packed again; `ptlf {' '.join(day3)}` goes on from here"
+        waits = f"day3 is not learnt, and will be packed again; `ptlf {' '.join(day3)}` continues from here"
         for watcher in (StopsAt(1), StopsInItsLastMoments()):  # while day 2 is finished, and when it is
             patch.setattr("ptlf.learner.Live", lambda name, watcher=watcher: watcher)
             capsys.readouterr()
@@ -694,7 +694,7 @@ def test_a_stopped_run_of_a_module_says_how_to_go_on_and_that_works(tmp_path: Pa
     with pytest.raises(Stopped) as stopped:
         learner.learn("day1", watcher=StopsAt(1))
     command = f"ptlf.Learner.load('{tmp_path / 'run'}', encoder=MODULE).learn()"
-    assert str(stopped.value) == f"stopped; go on with `{command}`"
+    assert str(stopped.value) == f"stopped; continue with `{command}`"
     assert eval(command, {"ptlf": ptlf, "MODULE": module})["status"] == "finished"
     learner.run.config.training.epochs = 7
     with pytest.raises(UserError, match="put them back, or begin anew in another folder"):
@@ -807,7 +807,7 @@ def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) ->
     with monkeypatch.context() as patch:
         patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
         assert watched(tmp_path / "run", inbox, *WORDS) == 143
-    assert f"`ptlf learn {tmp_path / 'run'} --watch {inbox}` goes on from here" in capsys.readouterr().err
+    assert f"`ptlf learn {tmp_path / 'run'} --watch {inbox}` continues from here" in capsys.readouterr().err
     assert watched(tmp_path / "run", inbox) == 0
     assert "Summary" in capsys.readouterr().out
     (inbox / "empty").mkdir()

@@ -175,7 +175,7 @@ def test_a_process_that_dies_ends_the_run_and_it_goes_on(tmp_path, capsys, monke
     # A single process can resume: a checkpoint does not depend on the number of processes.
     monkeypatch.syspath_prepend(str(HERE))
     assert main(["train", "--resume", str(folder), "--trust-code"]) == 0
-    assert "going on with task" in " ".join(capsys.readouterr().out.split())
+    assert "continuing with task" in " ".join(capsys.readouterr().out.split())
     results = json.loads((folder / "results.json").read_text())
     assert results["status"] == "finished"
     assert [(line["task"], line["epoch"]) for line in epoch_lines(results)] == [(1, 1), (1, 2), (2, 1), (2, 2)]
@@ -193,7 +193,7 @@ def test_a_signal_to_one_stops_all(tmp_path) -> None:
     finally:
         (code, told), (second, silent) = finish(processes, 60)
     assert (code, second) == (143, 143), told + silent
-    assert f"go on with `ptlf train --resume {folder} --trust-code`" in told
+    assert f"continue with `ptlf train --resume {folder} --trust-code`" in told
     assert silent == ""
     assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
 
@@ -205,7 +205,7 @@ def test_torchrun_restarts_and_the_run_goes_on(tmp_path) -> None:
         [sys.executable, *words], env=environment(), capture_output=True, text=True, timeout=120, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on with task" in " ".join(done.stdout.split())
+    assert "continuing with task" in " ".join(done.stdout.split())
     assert done.stdout.count("files: ") == 1  # only rank 0 prints
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["status"], results["environment"]["processes"]) == ("finished", 2)

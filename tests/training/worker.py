@@ -25,7 +25,7 @@ from ptlf.core import processes
 from ptlf.model import Model, gradient
 from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.teacher import Teacher
-from ptlf.run import build
+from ptlf.run import build, components
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.run.watcher import Watcher
@@ -42,7 +42,7 @@ COMMON: dict[str, Any] = {
     "freezing__batches": 1,
     "probes__linear__enabled": False,
 }
-prepare, measure_savings = Run.prepare, build.measure_savings
+prepare_images, measure_savings = components.prepare_images, build.measure_savings
 ONE_EPOCH = {"training__epochs": 1}
 # Every objective with its distillation, and every method; the last run with batch norms that are not synchronised.
 RUNS: dict[str, dict[str, Any]] = {
@@ -81,8 +81,8 @@ def mortal_encoder() -> nn.Module:
     return network
 
 
-def prepare_double(run: Run, images: Tensor) -> Tensor:
-    return prepare(run, images).to(next(run.model.parameters()).dtype)
+def prepare_double(images: Tensor, **how: Any) -> Tensor:
+    return prepare_images(images, **how).double()
 
 
 def different_savings(*arguments: Any, by: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def train(name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     Model.encode = encode_double  # type: ignore[method-assign]
-    Run.prepare = prepare_double  # type: ignore[method-assign]
+    components.prepare_images = prepare_double
     build.measure_savings = different_savings
     count_sent_bytes()
     rank = int(os.environ["RANK"])
