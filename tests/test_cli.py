@@ -23,7 +23,7 @@ from ptlf.run.sweep import plan
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
-    "--training.batch", "128", "--device", "cpu",
+    "--training.batch", "128", "--device", "cpu", "--evaluation.gallery", "false",
 ]  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "digits/simsiam/ptlf" in shown
-    assert "x" in next(line for line in shown.splitlines() if "backward FLOPs" in line)
+    assert "×" in next(line for line in shown.splitlines() if "backward FLOPs" in line)
     before = (tmp_path / "digits-simsiam-lump-seed0" / "results.json").stat().st_mtime_ns
     assert main(words) == 0
     assert "already finished" in capsys.readouterr().out
@@ -109,8 +109,8 @@ def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> Non
         assert found is not None and f"{found.mean:.2f} ±{found.half:.2f}" in line
     assert "seed 1" not in shown.partition("report:")[0]
     steps = next(line for line in shown.splitlines() if "backward FLOPs" in line)
-    assert steps.split("│")[2].count("x") == 1  # relative to lump, though that was named last
-    assert steps.split("│")[3].count("x") == 0
+    assert steps.split("│")[2].count("×") == 1  # relative to lump, though that was named last
+    assert steps.split("│")[3].count("×") == 0
 
 
 def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypatch) -> None:
