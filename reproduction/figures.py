@@ -140,7 +140,7 @@ def epoch_overlap(groups: Sequence[Group], colours: Colours) -> Canvas:
     axes.set(ylim=(0.0, 1.0), xticks=range(len(overlaps)), xticklabels=[f"task {task}" for task in overlaps])
     words = "share of the selected units that the next selection keeps;"
     lines = "white lines: what chance would keep; dashed: the paper's 0.8"
-    axes.set_title(f"{words}\n{lines}", size=7.5, weight="normal", color=colours["soft"])
+    axes.set_title(f"{words}\n{lines}", size=7, weight="normal", color=colours["soft"])
     return canvas
 
 

@@ -25,8 +25,8 @@ Call = Callable[[nn.Module, Tensor], Tensor]
 
 @dataclass
 class EncoderConfig:
-    name: str = key("resnet18", "`ptlf list encoders` names them; also timm:NAME, torchvision:NAME, hf:FOLDER")
-    weights: str | None = key(None, "file or run to start from: safetensors or a state_dict; null = random weights")
+    name: str = key("resnet18", "architecture (see `ptlf list encoders`); also timm:NAME, torchvision:NAME, hf:FOLDER")
+    weights: str | None = key(None, "a run, safetensors file or state_dict to start from; null = random weights")
 
 
 @dataclass

@@ -30,9 +30,7 @@ def torchvision_entry(name: str) -> EncoderEntry:
     def make(config: SizedConfig) -> nn.Module:
         models = import_optional("torchvision.models", f"encoder {'torchvision:' + name!r}", "timm")
         if name not in models.list_models(models):
-            raise UserError(
-                f"torchvision has no classifier {name!r}; torchvision.models.list_models() names all models"
-            )
+            raise UserError(f"torchvision has no classifier {name!r}; torchvision.models.list_models() names them")
         model = sized(models.get_model, name, "image_size", config.image_size, weights=None)
         *_, last = (path for path, part in model.named_modules() if isinstance(part, nn.Linear))
         model.set_submodule(last, nn.Identity())
@@ -51,10 +49,7 @@ def hf_entry(path: str) -> EncoderEntry:
         if not where.exists():
             raise UserError(f"hf:{path} names no folder or config.json here")
         folder = where if where.is_dir() else where.parent
-        here = {
-            "local_files_only": True,
-            "trust_remote_code": False,
-        }  # no download, no code in the folder
+        here = {"local_files_only": True, "trust_remote_code": False}  # no download, no code in the folder
         settings = transformers.AutoConfig.from_pretrained(where, **here)
         has_weights = where.is_dir() and any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
         if has_weights:

@@ -73,14 +73,19 @@ def load_weights(encoder: nn.Module, path: Path) -> Weights:
     if lacking or surplus or not found:
         problems = {
             "it lacks": [name for name in missing if name in lacking],
-            "of another shape are": [described(name, own, state) for name in shapes if name in lacking],
+            "of another shape are": [
+                f"{name} {tuple(state[name].shape)} where {tuple(own[name].shape)} is needed"
+                for name in shapes
+                if name in lacking
+            ],
             "it also has": surplus,
         }
         why = "; ".join(f"{what} {some(names)}" for what, names in problems.items() if names)
         count = f"{len(found)} of {len(own)} tensors match"
         if stored := stored_encoder(file):
             why = f"they are of --encoder.name {stored['name']}; {why}"
-        raise UserError(f"{file} has the weights of another architecture than {kind_of(encoder)}: {count}; {why}")
+        kind = type(encoder).__name__
+        raise UserError(f"{file} has the weights of another architecture than this {kind}: {count}; {why}")
     encoder.load_state_dict(encoder.state_dict() | {name: state[name] for name in found})
     return Weights(str(path), file_digest(file, "sha256"), prefix, len(found), missing, unexpected, shapes)
 
@@ -120,16 +125,12 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         why = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
         advice = "save a state_dict: torch.save(model.state_dict(), FILE), or safetensors"
         raise UserError(f"{file} cannot be read as plain tensors ({why}); {advice}") from None
-    while isinstance(value, Mapping) and (inner := next((k for k in WRAPPERS if is_mapping(value.get(k))), None)):
-        value = value[inner]
+    while isinstance(value, Mapping) and (inner := [value[k] for k in WRAPPERS if isinstance(value.get(k), Mapping)]):
+        value = inner[0]
     tensors = {str(k): v for k, v in value.items() if isinstance(v, Tensor)} if isinstance(value, Mapping) else {}
     if not tensors:
         raise UserError(f"{file} holds no tensors by name; save a state_dict: torch.save(model.state_dict(), FILE)")
     return tensors
-
-
-def is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def stripped(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -155,14 +156,6 @@ def last_linear(encoder: nn.Module) -> str:
     return f"{last[0]}." if last and isinstance(last[1], nn.Linear) else "(none)"
 
 
-def described(name: str, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
-    return f"{name} {tuple(state[name].shape)} where {tuple(own[name].shape)} is needed"
-
-
 def some(names: list[str], most: int = 4) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def kind_of(encoder: nn.Module) -> str:
-    return f"this {type(encoder).__name__}"

@@ -285,19 +285,19 @@ def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()
 
 class UnlearnedFiles:
     """Images in a watched folder that will not be learnt: new ones in a subfolder that was learnt, and those in no
-    subfolder. Each place is told of once. The files of a learnt subfolder are looked at again only if one of its
+    subfolder. Each place is reported once. The files of a learnt subfolder are looked at again only if one of its
     folders has changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.told: set[Path] = set()
+        self.reported: set[Path] = set()
         self.dates: dict[Path, dict[str, int]] = {}  # by subfolder, those of the folders in it
 
     def look(self, learnt: Mapping[str, Pack], settle: float, now: float) -> Iterator[str]:
         """A line for each place that has some since `settle` seconds. learnt: the tasks, by their images' path."""
         for path in [self.folder, *(self.folder / name for name in subfolders(self.folder))]:
             pack = learnt.get(str(path.resolve()))
-            if path in self.told or (path != self.folder and pack is None):
+            if path in self.reported or (path != self.folder and pack is None):
                 continue
             try:
                 found = self.new_files(path, pack) if pack else loose_images(path)
@@ -310,7 +310,7 @@ class UnlearnedFiles:
             if settle > 0 and now - changed < settle:
                 self.dates.pop(path, None)  # look at them again
                 continue
-            self.told.add(path)
+            self.reported.add(path)
             count = f"{len(found)} image{'s' * (len(found) != 1)}"
             where = f"{path} was learnt before; {count} in it came later and" if pack else f"{count} in {path} itself"
             hint = f"put such images into a new folder in {self.folder}"

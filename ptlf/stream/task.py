@@ -15,15 +15,15 @@ from ptlf.stream.decode import Fit
 
 @dataclass
 class StreamConfig:
-    name: str = key("digits", "which stream; `ptlf list streams` names them")
-    pack: str | None = key(None, "packed data set to read (made by `ptlf data pack`); null = the stream's own")
+    name: str = key("digits", "stream of tasks (see `ptlf list streams`)")
+    pack: str | None = key(None, "packed data set to read (see `ptlf data pack`); null = the stream's own")
     tasks: int | None = key(None, "number of tasks; null = the stream's own number", ge=1)
-    classes: int | None = key(None, "use only the first so many classes", ge=1)
-    per_class: int | None = key(None, "training and test images per class, the first so many; null = all", ge=1)
+    classes: int | None = key(None, "use only the first N classes; null = all", ge=1)
+    per_class: int | None = key(None, "use only the first N training and test images of each class; null = all", ge=1)
     class_order: str | list[str | int] = key("natural", "natural, seeded, or a list of all classes by name or number")
     groups: list[list[str | int]] | None = key(None, "the classes of each task, by name or number, instead of `tasks`")
     labelled: str | None = key(None, "for a folder per task: packed labelled set to evaluate on; null = none")
-    resident: bool | None = key(None, "hold all images on the device, or read them ahead; null = hold them if they fit")
+    resident: bool | None = key(None, "keep all images on the device, or prefetch them; null = keep them if they fit")
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,16 +184,16 @@ def single_task_stream(data: Dataset, name: str, seen: int = 1) -> Stream:
 
 
 def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[int]:
-    given, count = config.class_order, config.classes or len(names)
+    wanted, count = config.class_order, config.classes or len(names)
     if count > len(names):
         raise UserError(f"stream.classes is {count}, the data set has {len(names)}")
-    if given == "natural":
+    if wanted == "natural":
         return list(range(count))
-    if given == "seeded":
+    if wanted == "seeded":
         return np.random.default_rng(seed).permutation(count).tolist()
-    if isinstance(given, str):
-        raise UserError(f"stream.class_order must be natural, seeded or a list of classes, not {given!r}")
-    order = [class_number(c, names, "class_order") for c in given]
+    if isinstance(wanted, str):
+        raise UserError(f"stream.class_order must be natural, seeded or a list of classes, not {wanted!r}")
+    order = [class_number(c, names, "class_order") for c in wanted]
     if repeated := repeats(order, names):
         raise UserError(f"stream.class_order repeats {repeated}; name each class once")
     if config.classes is None and len(order) != len(names):

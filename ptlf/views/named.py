@@ -11,7 +11,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.228, 0.224, 0.225)  # .2
 
 @dataclass
 class ViewsConfig:
-    name: str = key("lump", "the two views; `ptlf list views` names them")
+    name: str = key("lump", "the two views (see `ptlf list views`)")
     memory: str = key("memory", "views for the fresh view of a memory image; its first view is taken")
     size: int | None = key(None, "side of the views in pixels; null = that of the stored images", ge=1, le=8192)
 

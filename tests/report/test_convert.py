@@ -189,27 +189,32 @@ def test_our_own_bugs_are_not_blamed_on_the_records(tmp_path: Path, monkeypatch:
             write_report([RESULTS / "digits" / "lump"], tmp_path / "page.html")
 
 
-@pytest.mark.parametrize(("place", "value"), [
-    ("config.stream", {}), ("config.encoder.name", None), ("cost.peak_memory_bytes", "x"),
-    ("features", [{"task": 1, "effective_rank": 1.0, "spread": 1.0, "images": "x"}]),
-    ("probes.knn_task.used_by_task", [{"k": "x"}]),
-])  # fmt: skip
-def test_what_a_page_reads_of_a_record_is_checked_where_it_is_read(tmp_path: Path, place: str, value: Any) -> None:
-    results = json.loads((RESULTS / "digits" / "lump" / "results.json").read_text())
+def changed(folder: Path, place: str, value: Any) -> Path:
+    """A folder with the record of a kept run in which the value at this place is another one."""
+    results = json.loads((RESULTS / "digits" / "ptlf" / "results.json").read_text())
     *sections, last = place.split(".")
     part = results
     for name in sections:
         part = part[name]
     part[last] = value
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    with pytest.raises(UserError, match=f"results.json is damaged: {place}"):
-        read_run(tmp_path)
+    folder.mkdir(exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(results))
+    return folder
 
 
-@pytest.mark.parametrize("change", [{"units": [], "freezing": []}, {"features": None}])
-def test_what_a_record_may_lack_is_not_drawn(tmp_path: Path, change: dict[str, Any]) -> None:
-    results = json.loads((RESULTS / "digits" / "ptlf" / "results.json").read_text()) | change
-    for entry in results["freezing"]:
-        entry["ratios_by_epoch"] = None
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    assert "<details>" in page(read_comparison([tmp_path]))
+def test_what_a_page_reads_of_a_record_is_checked_where_it_is_read(tmp_path: Path) -> None:
+    for place, value in {
+        "config.stream": {},
+        "config.encoder.name": None,
+        "cost.peak_memory_bytes": "x",
+        "features": [{"task": 1, "effective_rank": 1.0, "spread": 1.0, "images": "x"}],
+        "probes.knn_task.used_by_task": [{"k": "x"}],
+    }.items():
+        with pytest.raises(UserError, match=f"results.json is damaged: {place}"):
+            read_run(changed(tmp_path / "run", place, value))
+
+
+def test_what_a_record_may_lack_is_not_drawn(tmp_path: Path, pictures: None) -> None:
+    entry = {"task": 2, "ratios": {}, "order": [], "events": [], "ratios_by_epoch": None}
+    for place, value in {"freezing": [entry, entry | {"task": 3}], "features": None}.items():
+        assert "<details>" in page(read_comparison([changed(tmp_path / "run", place, value)])), place

@@ -179,6 +179,7 @@ def test_a_notebook_has_a_bar_only_with_widgets(widgets: bool, monkeypatch: pyte
 @pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path) -> None:
     settings = ["--stream.groups", "[[0, 1], [2, 3]]", "--stream.per_class", "40", "--training.epochs", "2"]
+    settings += ["--encoder.width", "4", "--evaluation.gallery", "false"]
     command = [sys.executable, "-m", "ptlf", "train", "--out", str(tmp_path / "run"), *settings]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert run.stdout is not None and run.stderr is not None
