@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paper_runs import paper_results
 
 from reproduction.page import DIFFERENCES, differences, figure
-from reproduction.runs import make_plan
 from reproduction.tables import METHODS, OBJECTIVES, TABLES
 
 ROOT = Path(__file__).parent.parent
@@ -104,7 +104,7 @@ def test_the_tables_of_readme(objective: str) -> None:
 def test_the_sentences_of_readme() -> None:
     """On costs over a whole run, and on `knn_class` with Barlow Twins by seed."""
     said, cells = in_one_line(README), TABLES["cost"]
-    found = make_plan([TABLES["main"]], "paper", [0], Path("none"), [], [ROOT / "results"]).results()
+    found = paper_results()
     cell = cells.cell("SimSiam, PTLF", "Split CIFAR-10")
     assert cell is not None
     costs = [figure(cells, cell, measure, found) for measure in ("time", "flops")]

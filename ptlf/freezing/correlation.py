@@ -30,7 +30,11 @@ def correlation_ratios(
     *,
     units: Sequence[Unit] | None = None,
     example: Any = None,
-    **options: Any,
+    batches: int = 8,
+    chunk: int = 64,
+    keep: Sequence[nn.Module] = (),
+    combine: Callable[[list[Tensor]], None] = lambda gradients: None,
+    at_once: bool | None = None,
 ) -> dict[str, float]:
     """Ratio by unit name, at the module's current weights.
 
@@ -43,7 +47,9 @@ def correlation_ratios(
             device = next(module.parameters()).device
             example = next((inputs[:2].to(device) for inputs in inputs_of(replay)), None)
         units = trained_units(module, example)
-    return TaskCorrelation(module, replay, loss_fn, threshold, units=units, **options)([unit.name for unit in units])
+    how: dict[str, Any] = {"batches": batches, "chunk": chunk, "keep": keep, "combine": combine, "at_once": at_once}
+    ratios = TaskCorrelation(module, replay, loss_fn, threshold, units=units, **how)
+    return ratios([unit.name for unit in units])
 
 
 class TaskCorrelation:

@@ -7,14 +7,14 @@ from ptlf.freezing.names import unknown_name
 
 # Each shape maps (epoch, epochs) to the weight w in the ratio (1 - w) * initial + w * final.
 SHAPES = {
-    "cosine": lambda epoch, epochs: (1 - math.cos(math.pi * progress(epoch, epochs))) / 2,
-    "linear": lambda epoch, epochs: progress(epoch, epochs),
+    "cosine": lambda epoch, epochs: (1 - math.cos(math.pi * _progress(epoch, epochs))) / 2,
+    "linear": lambda epoch, epochs: _progress(epoch, epochs),
     "constant": lambda epoch, epochs: 1.0,
 }
 RISING = ("cosine", "linear")
 
 
-def progress(epoch: int, epochs: int) -> float:
+def _progress(epoch: int, epochs: int) -> float:
     """0 in the first epoch (or task), 1 in the last; a single one is the last."""
     return epoch / (epochs - 1) if epochs > 1 else 1.0
 

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Hugging Face that freezes units as training goes on, also after a resume."""
+"""A callback for the Trainer of Hugging Face that freezes units during training, also after a resume."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""A Lightning callback that freezes units as training goes on, and has them frozen again after a resume."""
+"""A Lightning callback that freezes units during training, also after a resume."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -24,7 +24,7 @@ class FreezingCallback(Callback):
 
     The arguments are those of `FreezingPlan`. Ratios come from the replay and from the module's own `training_step` on
     batches of the train dataloader, whose logging is left out. The callback's state is in Lightning's checkpoints:
-    `fit(ckpt_path=...)` goes on with the same units frozen, and the same bits. All units thaw when `fit` has ended.
+    `fit(ckpt_path=...)` resumes bit-exactly, with the same units frozen. All units thaw when `fit` has ended.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from ptlf.freezing.timetable import Timetable
 
 
 class FreezingPlan:
-    """Freezes units of a model, or of a part of it, as training goes on.
+    """Freezes units of a model, or of a part of it, during training.
 
     when: a `FreezeSchedule` or a mapping of moments to units, as in `Freezer.schedule`. Moments are epochs or steps.
     by: "epoch" or "step", what the moments count. The epochs of a `FreezeSchedule` are counted in this unit too.

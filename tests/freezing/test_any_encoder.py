@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import HUGGING, OWN, Last, hugging, own
+from test_freezer import plainly_frozen
 from torch import Tensor, nn
 
 from ptlf.freezing.correlation import correlation_ratios
@@ -94,16 +95,6 @@ def test_parameters_in_front_of_all_layers_belong_to_the_first_and_queries_to_th
     assert extras("pre-activation")["blocks.1.1"] == [*norm("blocks.1.0"), "slope.weight"]
 
 
-def frozen_by_hand(model: nn.Module, example: Tensor, names: set[str]) -> None:
-    """The reference: requires_grad=False, and norms in eval mode."""
-    for unit in find_units(model, example):
-        if unit.name in names:
-            for parameter in unit.parameters():
-                parameter.requires_grad_(False)
-            for held in unit.norms:
-                held.eval()
-
-
 def gradients(model: nn.Module, example: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     output = model(example)
     if output.requires_grad:
@@ -122,7 +113,7 @@ def test_gradients_equal_plain_pytorch_for_any_frozen_set(name):
         ours, plain = copy.deepcopy(model), copy.deepcopy(model)
         freezer = Freezer(ours, example=example)
         freezer.freeze(chosen)
-        frozen_by_hand(plain, example, set(chosen))
+        plainly_frozen(plain, find_units(plain, example), set(chosen))
         found, expected = gradients(ours, example), gradients(plain, example)
         assert found[1].keys() == expected[1].keys()
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

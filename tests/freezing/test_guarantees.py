@@ -16,7 +16,7 @@ import pytest
 import torch
 from architectures import own
 from promise import NETWORKS, PREFIX, SCATTERED, keys_of, network, promise, snapshot
-from test_freezer import OPTIMIZERS, plainly_frozen
+from test_freezer import OPTIMIZERS, loss_of, plainly_frozen
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -28,10 +28,6 @@ pytestmark = pytest.mark.slow
 
 SETS = {"prefix": PREFIX, "scattered": SCATTERED}
 SGD = OPTIMIZERS["sgd"]
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Callable[[], None]:
@@ -159,8 +155,9 @@ def test_fully_sharded_data_parallel(name, tmp_path):
     assert all(torch.equal(first[key], second[key]) for key in first if "running" not in key)
 
 
-@pytest.mark.parametrize("save_memory", [True, False])
-@pytest.mark.parametrize("name", [*NETWORKS, "encoder post"])
+@pytest.mark.parametrize(
+    ("name", "save_memory"), [*((name, True) for name in (*NETWORKS, "encoder post")), ("resnet", False)]
+)
 def test_compiled(name, save_memory):
     """Freeze and thaw under a compiled model: the gradients are those of plain PyTorch each time."""
     model, x = own(name) if name not in NETWORKS else network(name)

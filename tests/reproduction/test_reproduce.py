@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -49,15 +50,13 @@ def test_the_main_table_is_the_paper_s() -> None:
     assert sum(sum(cell.spread.values()) for cell in cells) == pytest.approx(63.64)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_every_cell_is_a_run_at_every_scale(scale: str) -> None:
-    for table in [*TABLES.values(), FIGURES]:
-        seen = set()
+def test_every_cell_is_a_run_at_every_scale() -> None:
+    for scale, table in itertools.product(SCALES, [*TABLES.values(), FIGURES]):
+        places = [(cell.row, cell.column) for cell in table.cells]
+        assert len(set(places)) == len(places), table.title
         for cell in table.cells:
-            assert (cell.row, cell.column) not in seen
-            seen.add((cell.row, cell.column))
             config = resolve_config(cell.recipe, None, [*scale_settings(scale, cell.recipe), *cell.settings])
-            assert (config.training.epochs in (200, 400)) == (scale == "paper")
+            assert (config.training.epochs in (200, 400)) == (scale == "paper"), (scale, cell)
             if cell.baseline:
                 resolve_config(cell.baseline, None, scale_settings(scale, cell.baseline))
 
@@ -244,24 +243,21 @@ def test_a_run_that_fails_does_not_stop_the_others(monkeypatch, capsys, tmp_path
     assert "1 runs failed" in shown.err
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_what_a_scale_is_worth_is_said_first_and_below_the_table(
-    monkeypatch, capsys, tmp_path: Path, scale: str
-) -> None:
+def test_what_a_scale_is_worth_is_said_first_and_below_the_table(monkeypatch, capsys, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "TABLES", {"main": TINY})
     monkeypatch.setattr(found_runs, "KEPT", tmp_path / "none")
     monkeypatch.setattr(found_runs, "train_missing", lambda plan, watch: print("training") or iter(()))
-    words, small = ["main", "--scale", scale, "--runs", str(tmp_path)], scale != "paper"
-    said = "differences to the paper mean nothing; its protocol is --scale paper"
-    assert main(words) == 0
-    text = capsys.readouterr().out
-    assert (said in text.partition("training")[0]) == small
-    table, _, below = text.rpartition("│")
-    assert "Tiny" in table
-    assert (said in below) == small
     monkeypatch.setattr(command, "show_plan", lambda *arguments: None)
-    assert main([*words, "--plan"]) == 0
-    assert (said in capsys.readouterr().out) == small
+    said = "differences to the paper mean nothing; its protocol is --scale paper"
+    for scale in SCALES:
+        words, small = ["main", "--scale", scale, "--runs", str(tmp_path)], scale != "paper"
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        table, _, below = text.rpartition("│")
+        assert "Tiny" in table
+        assert (said in text.partition("training")[0]) == (said in below) == small, scale
+        assert main([*words, "--plan"]) == 0
+        assert (said in capsys.readouterr().out) == small, scale
 
 
 def test_an_estimate_is_linear_in_epochs_and_measures_once_per_kind() -> None:
@@ -275,30 +271,30 @@ def test_an_estimate_is_linear_in_epochs_and_measures_once_per_kind() -> None:
     assert len(estimate.seconds) == 3
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(0.2, "some seconds"), (12.0, "at least 12 s"), (7200, "at least 2 h")])
-def test_a_plan_has_the_time_of_a_run_and_paths_as_they_were_given(
-    monkeypatch, capsys, tmp_path: Path, seconds: float, words: str
-) -> None:
+def test_a_plan_has_the_time_of_a_run_and_paths_as_they_were_given(monkeypatch, capsys, tmp_path: Path) -> None:
     """The kept runs of a clone that is the working folder have relative paths, as `--runs` has."""
     clone = tmp_path / "clone"
     config = as_dict(resolve_config(LUMP.recipe, None, [*scale_settings("paper", LUMP.recipe), *QUICK]))
     keep(clone / "results" / "lump", config)
     monkeypatch.setattr(found_runs, "KEPT", clone / "results")
     monkeypatch.setattr(command, "TABLES", {"main": TINY})
-    monkeypatch.setattr(Estimate, "__call__", lambda estimate, config: seconds)
-    for folder, kept in ((clone, "results/lump"), (tmp_path, "clone/results/lump")):
+    for folder, kept, seconds, words in (
+        (clone, "results/lump", 0.2, "some seconds"),
+        (tmp_path, "clone/results/lump", 12.0, "at least 12 s"),
+        (tmp_path, "clone/results/lump", 7200.0, "at least 2 h"),
+    ):
+        monkeypatch.setattr(Estimate, "__call__", lambda estimate, config, seconds=seconds: seconds)
         monkeypatch.chdir(folder)
         assert main(["main", "--runs", "mine", "--plan", *QUICK]) == 0
         lines = capsys.readouterr().out.splitlines()
-        to_run = f"pending: {PTLF} 0.7, {words}, in mine/digits-simsiam-ptlf-0.7-seed0"
-        assert lines[:3] == [f"done: {kept}", to_run, f"2 runs: 1 done, 1 pending, {words}"]
+        pending = f"pending: {PTLF} 0.7, {words}, in mine/digits-simsiam-ptlf-0.7-seed0"
+        assert lines[:3] == [f"done: {kept}", pending, f"2 runs: 1 done, 1 pending, {words}"]
 
 
-def test_seed_is_refused(capsys) -> None:
-    assert main(["main", "--seed", "1"]) == 2
-    assert "give --seeds" in capsys.readouterr().err
-
-
-def test_the_page_is_of_all_tables(capsys, tmp_path: Path) -> None:
-    assert main(["main", "--write", str(tmp_path / "page.md")]) == 2
-    assert "`python -m reproduction all --write FILE`" in capsys.readouterr().err
+def test_what_is_refused(capsys, tmp_path: Path) -> None:
+    for words, told in (
+        (["--seed", "1"], "give --seeds"),
+        (["--write", str(tmp_path / "page.md")], "`python -m reproduction all --write FILE`"),
+    ):
+        assert main(["main", *words]) == 2
+        assert told in capsys.readouterr().err, words

@@ -15,6 +15,7 @@ from pathlib import Path
 import made_up
 import numpy as np
 import pytest
+from paper_runs import kept_document, paper_results
 from PIL import Image
 from rich.console import Console
 from scipy import stats
@@ -36,7 +37,7 @@ from reproduction.page import (
     section,
     show_table,
 )
-from reproduction.runs import KEPT, make_plan, remarks
+from reproduction.runs import make_plan, remarks
 from reproduction.tables import COST, ELSEWHERE, FIGURES, TABLES, Cell, Table
 
 T_OF_ONE = 12.706204736  # quantile of Student's t for two values
@@ -162,11 +163,6 @@ def test_no_figure_of_a_table_is_broken(name: str, width: int) -> None:
     assert width == 80 or text.count("┏") == 1  # as in the paper
 
 
-def kept_document() -> str:
-    plan = make_plan(TABLES.values(), "paper", [0], ROOT / "runs" / "none", [], [KEPT])
-    return document(plan.results(), remarks(KEPT))
-
-
 def test_the_document_is_what_the_kept_runs_say() -> None:
     advice = (
         "docs/reproduction.md is not what results/ says; "
@@ -188,7 +184,7 @@ def test_the_document_has_every_cell_and_the_runs_values() -> None:
     assert f"| 0 | {results['commit'][:7]} | NVIDIA H200 | {seconds:.0f} |" in line
     told = next(line for line in rows if line.startswith("| SimSiam, CaSSLe | Split CIFAR-10 |"))
     assert told.count("‡") == 2
-    found = make_plan(TABLES.values(), "paper", [0], ROOT / "runs" / "none", [], [ROOT / "results"]).results()
+    found = paper_results()
     cells = [(table, cell) for table in TABLES.values() for cell in table.cells]
     values = set()
     for table, cell in cells:
@@ -257,7 +253,7 @@ def test_overlap_between_epochs_by_task() -> None:
 def test_remarks_are_of_runs_that_are_kept() -> None:
     """Numbers with two decimals in a remark are the paper's, or of a run, or a mean over seeds, LUMP's included."""
     cells = {cell.name: cell for table in TABLES.values() for cell in table.cells}
-    found = make_plan(TABLES.values(), "paper", [0], ROOT / "runs" / "none", [], [ROOT / "results"]).results()
+    found = paper_results()
     for name, text in remarks(ROOT / "results").items():
         cell = cells[name]
         assert found[cell.key], name

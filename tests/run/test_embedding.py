@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import Done, run_cli
 from PIL import Image
 
 import ptlf
-from ptlf.cli import main
 from ptlf.run.loop import Run
 from ptlf.stream.folders import pack_folder
 
@@ -20,10 +19,9 @@ RNG = np.random.default_rng(4)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "one"
-    Run(tiny_config(training__epochs=1), folder).train()
-    return folder
+def run(finished_run: Run) -> Path:
+    assert finished_run.folder is not None
+    return finished_run.folder
 
 
 @pytest.fixture
@@ -36,90 +34,64 @@ def photographs(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def embed(run: Path, out: Path, *words: object) -> int:
-    return main(
-        ["embed", str(run), *map(str, words), "--out", str(out), "--device", "cpu", "--batch", "3", "--trust-code"]
-    )
+def embed(run: Path, out: Path | str, *words: object, code: int = 0) -> Done:
+    return run_cli("embed", run, *words, "--out", out, "--device", "cpu", "--batch", 3, code=code)
 
 
-def by_hand(run: Path, folder: Path, names: list[str]) -> np.ndarray:
-    encoder = ptlf.load_encoder(run, device="cpu", trust_code=True)
-    return np.stack([encoder.embed(Image.open(folder / name))[0] for name in names])
-
-
-def test_npz(run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert embed(run, tmp_path / "f.npz", photographs) == 0
-    assert "features of 8 images, 16 numbers each" in capsys.readouterr().out
+def test_npz_and_parquet(run: Path, photographs: Path, tmp_path: Path) -> None:
+    assert "features of 8 images, 16 numbers each" in embed(run, tmp_path / "f.npz", photographs).out
     found = np.load(tmp_path / "f.npz", allow_pickle=False)
-    assert sorted(found["names"]) == sorted(str(f.relative_to(photographs)) for f in photographs.rglob("*.png"))
-    assert [name.split("/")[0] for name in found["names"]] == found["labels"].tolist()
+    names, encoder = found["names"].tolist(), ptlf.load_encoder(run, device="cpu")
+    assert sorted(names) == sorted(str(file.relative_to(photographs)) for file in photographs.rglob("*.png"))
+    assert [name.split("/")[0] for name in names] == found["labels"].tolist()
     assert found["features"].dtype == np.float32 and found["features"].shape == (8, 16)
-    assert np.allclose(found["features"], by_hand(run, photographs, found["names"].tolist()), atol=1e-6)
+    by_hand = np.stack([encoder.embed(Image.open(photographs / name))[0] for name in names])
+    assert np.allclose(found["features"], by_hand, atol=1e-6)
     assert sorted(os.listdir(tmp_path)) == ["f.npz", "in"]
-
-
-def test_parquet(run: Path, photographs: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    assert embed(run, tmp_path / "f.parquet", photographs) == embed(run, tmp_path / "f.npz", photographs) == 0
-    table, arrays = parquet.read_table(tmp_path / "f.parquet").to_pydict(), np.load(tmp_path / "f.npz")
-    assert table["name"] == arrays["names"].tolist() and table["label"] == arrays["labels"].tolist()
-    assert np.array_equal(np.array(table["features"], np.float32), arrays["features"])
+    embed(run, tmp_path / "f.parquet", photographs)
+    table = parquet.read_table(tmp_path / "f.parquet").to_pydict()
+    assert (table["name"], table["label"]) == (names, found["labels"].tolist())
+    assert np.array_equal(np.array(table["features"], np.float32), found["features"])
 
 
 def test_other_forms(run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "data"
     pack = pack_folder(photographs, root, "pets", size=16, test_fraction=0.25, workers=1, progress=False)
     monkeypatch.setenv("PTLF_DATA", str(root))
-    assert embed(run, tmp_path / "pack.npz", "pets") == 0
+    embed(run, tmp_path / "pack.npz", "pets")
     found = np.load(tmp_path / "pack.npz")
     stored = np.concatenate([pack.images("train"), pack.images("test")])
-    expected = ptlf.load_encoder(run, device="cpu", trust_code=True).embed(stored)
+    expected = ptlf.load_encoder(run, device="cpu").embed(stored)
     assert np.allclose(found["features"], expected, atol=1e-6) and set(found["labels"]) == {"cat", "dog"}
     assert found["names"][0] == "train 0" and found["names"][-1] == "test 1"
     np.save(tmp_path / "a.npy", stored)
-    assert embed(run, tmp_path / "npy.npz", tmp_path / "a.npy", photographs / "cat") == 0
+    embed(run, tmp_path / "npy.npz", tmp_path / "a.npy", photographs / "cat")
     both = np.load(tmp_path / "npy.npz")
     assert np.allclose(both["features"][:8], expected, atol=1e-6) and len(both["names"]) == 12
     assert both["names"][8].startswith(f"{photographs}/cat/") and "labels" not in both
 
 
-def test_broken_images(run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_images(run: Path, photographs: Path, tmp_path: Path) -> None:
     (photographs / "cat" / "1.png").write_bytes(b"broken")
-    assert embed(run, tmp_path / "f.npz", photographs) == 2
-    assert "cat/1.png cannot be used: not an image" in capsys.readouterr().err
+    error = embed(run, tmp_path / "f.npz", photographs, code=2).err
+    assert "cat/1.png cannot be used: not an image" in error
     assert os.listdir(tmp_path) == ["in"]
-    assert embed(run, tmp_path / "f.npz", photographs, "--on-error", "skip") == 0
-    said = capsys.readouterr()
+    said = embed(run, tmp_path / "f.npz", photographs, "--on-error", "skip")
     assert "features of 8 images" in said.out and "1 skipped" in said.out and "skipped cat/1.png" in said.err
     assert "cat/1.png" not in np.load(tmp_path / "f.npz")["names"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere", "--out", "f.npz"], "there is no folder or file nowhere, and no packed set"),
-        (["in", "--out", "f.csv"], "must end with .npz or .parquet"),
-        (["in", "--out", "none/f.npz"], "there is no folder none"),
-        (["empty", "--out", "f.npz"], "empty holds no images"),
-    ],
-)
-def test_bad_input(
-    run: Path, photographs: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_bad_input(run: Path, photographs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(photographs.parent)
     Path("empty").mkdir()
-    try:
-        code = main(["embed", str(run), *words, "--trust-code"])
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2 and message in capsys.readouterr().err
-    assert sorted(os.listdir()) == ["empty", "in"]
-
-
-def test_parquet_without_pyarrow(
-    run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    for images, out, message in (
+        ("nowhere", "f.npz", "there is no folder or file nowhere"),
+        ("in", "f.csv", "must end with .npz or .parquet"),
+        ("in", "none/f.npz", "there is no folder none"),
+        ("empty", "f.npz", "empty holds no images"),
+    ):
+        assert message in embed(run, out, images, code=2).err, (images, out)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert embed(run, tmp_path / "f.parquet", photographs) == 2
-    assert ".parquet needs pyarrow" in capsys.readouterr().err
+    assert ".parquet needs pyarrow" in embed(run, "f.parquet", "in", code=2).err
+    assert sorted(os.listdir()) == ["empty", "in"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -122,42 +123,29 @@ def test_the_file_of_a_run_leaves_nothing_to_choose(root: Path, tmp_path: Path, 
     assert told == []
 
 
-def test_a_set_that_is_not_there_is_refused_where_it_is_opened() -> None:
+def test_what_is_left_alone() -> None:
+    """A set that is not there is refused where it is opened; other streams have their protocol."""
     config, told = resolved(pack="nowhere")
     assert told == []
     with pytest.raises(UserError, match="no packed data set 'nowhere'"):
         Run(config)
-
-
-def test_other_streams_are_left_alone() -> None:
-    told: list[str] = []
     config = resolve_config("split-cifar10/simsiam/ptlf", None, [], tell=told.append)
     assert (config.training.batch, config.training.epochs, config.encoder.name, told) == (256, 200, "resnet18", [])
 
 
-@pytest.mark.parametrize(
-    ("smallest", "on_cores", "on_gpu"),
-    [(2, 2, 2), (3, 2, 2), (17, 16, 16), (100, 16, 16), (130, 32, 32), (400, 64, 64), (9000, 64, 256)],
-)
-def test_batch(smallest: int, on_cores: int, on_gpu: int) -> None:
-    assert (batch(CORES, smallest), batch(GPU, smallest)) == (on_cores, on_gpu)
-
-
-def test_batch_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting.processes, "world_size", lambda: 3)
-    assert batch(GPU, 9000) == 255
-    assert batch(GPU, 4) == 6
-
-
-@pytest.mark.parametrize("machine", [CORES, GPU])
-def test_epochs_take_the_machines_seconds(machine: Machine) -> None:
-    for flops in (1e6, 1e8, 1e10, 1e13):
-        found = epochs(machine, flops, 1000)
-        seconds = 6 * flops * 1000 / machine.flops  # of one epoch
-        assert found in EPOCHS
-        assert found * seconds <= machine.seconds or found == EPOCHS[0]
+def test_batch_and_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches by the smallest task; epochs that take the machine's seconds."""
+    for smallest, on_cores, on_gpu in (
+        (2, 2, 2), (3, 2, 2), (17, 16, 16), (100, 16, 16), (130, 32, 32), (400, 64, 64), (9000, 64, 256)
+    ):  # fmt: skip
+        assert (batch(CORES, smallest), batch(GPU, smallest)) == (on_cores, on_gpu), smallest
+    for machine, flops in itertools.product((CORES, GPU), (1e6, 1e8, 1e10, 1e13)):
+        found, seconds = epochs(machine, flops, 1000), 6 * flops * 1000 / machine.flops  # of one epoch
+        assert found in EPOCHS and (found * seconds <= machine.seconds or found == EPOCHS[0]), (machine, flops)
         longer = [number for number in EPOCHS if number > found]
-        assert not longer or longer[0] * seconds > machine.seconds
+        assert not longer or longer[0] * seconds > machine.seconds, (machine, flops)
+    monkeypatch.setattr(fitting.processes, "world_size", lambda: 3)
+    assert (batch(GPU, 9000), batch(GPU, 4)) == (255, 6)
 
 
 def test_epochs_are_more_than_the_warmup() -> None:
@@ -165,19 +153,15 @@ def test_epochs_are_more_than_the_warmup() -> None:
     assert config.training.epochs == 300
 
 
-@pytest.mark.parametrize("name", FLOPS_PER_PIXEL)
-def test_flops_of_the_networks(name: str) -> None:
-    entry = ENCODERS[name]
-    with torch.device("meta"):
-        encoder, images = entry.make(entry.Config(name=name)).eval(), torch.empty(1, 3, 128, 128)
-    with FlopCounterMode(display=False) as counter:
-        encoder(images)
-    assert FLOPS_PER_PIXEL[name] == pytest.approx(counter.get_total_flops() / 128**2, rel=0.02)
-
-
-def test_networks_are_known() -> None:
-    chosen = {network(machine, pixels) for machine in (CORES, GPU) for pixels in (8, 32, 64, 65, 224)}
-    assert chosen == set(FLOPS_PER_PIXEL)
+def test_flops_of_the_networks() -> None:
+    for name, expected in FLOPS_PER_PIXEL.items():
+        entry = ENCODERS[name]
+        with torch.device("meta"):
+            encoder, images = entry.make(entry.Config(name=name)).eval(), torch.empty(1, 3, 128, 128)
+        with FlopCounterMode(display=False) as counter:
+            encoder(images)
+        assert expected == pytest.approx(counter.get_total_flops() / 128**2, rel=0.02), name
+    assert {network(machine, size) for machine in (CORES, GPU) for size in (8, 32, 64, 65, 224)} == set(FLOPS_PER_PIXEL)
 
 
 def test_all_refusals_at_once(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,12 +74,12 @@ def contains(found: Any, wanted: Any) -> bool:
     return found == wanted
 
 
-@pytest.mark.parametrize("stream", ["split-cifar10", "split-cifar100", "split-tinyimagenet"])
-def test_the_protocol_of_lump(stream: str) -> None:
-    settings = settings_of(f"{stream}/simsiam/lump")
-    assert contains(settings, LUMP)
-    fresh = "memory-tinyimagenet" if stream == "split-tinyimagenet" else "memory"
-    assert settings["views"] == {"name": "lump", "memory": fresh, "size": None}
+def test_the_protocol_of_lump() -> None:
+    for stream in ("split-cifar10", "split-cifar100", "split-tinyimagenet"):
+        settings = settings_of(f"{stream}/simsiam/lump")
+        assert contains(settings, LUMP), stream
+        fresh = "memory-tinyimagenet" if stream == "split-tinyimagenet" else "memory"
+        assert settings["views"] == {"name": "lump", "memory": fresh, "size": None}
     for view in named_views("lump", 32):
         assert (view.brightness, view.contrast, view.saturation, view.hue) == (0.4, 0.4, 0.4, 0.1)
         assert (view.jitter, view.crop_scale, view.grey, view.flip) == (0.8, (0.2, 1.0), 0.2, 0.5)
@@ -182,18 +182,14 @@ class ComparesOnly(Objective):
         return projected[0].mean()
 
 
-@pytest.mark.parametrize("objective", [LossOnly, ComparesOnly])
-def test_an_objective_that_cannot_distill_goes_with_methods_that_do_not(monkeypatch, objective) -> None:
-    monkeypatch.setitem(OBJECTIVES, "mine", objective)
-    refused = {method for method in METHODS if conflict(objective, METHODS[method])}
-    assert refused == {"cassle"}
-    assert {name.split("/")[2] for name in recipe_names() if "/mine/" in name} == {*METHODS, *VARIANTS} - {
-        "cassle",
-        "cassle-ptlf",
-    }
-    config = from_dict({"objective": "mine", "method": "cassle"})
-    with pytest.raises(UserError, match=r"objective 'mine' cannot .* 'cassle': .*`compare` and `distill`"):
-        check_combination(config, None)  # type: ignore[arg-type]
+def test_an_objective_that_cannot_distill_goes_with_methods_that_do_not(monkeypatch) -> None:
+    for objective in (LossOnly, ComparesOnly):
+        monkeypatch.setitem(OBJECTIVES, "mine", objective)
+        assert {method for method in METHODS if conflict(objective, METHODS[method])} == {"cassle"}, objective
+        methods = {name.split("/")[2] for name in recipe_names() if "/mine/" in name}
+        assert methods == {*METHODS, *VARIANTS} - {"cassle", "cassle-ptlf"}, objective
+        with pytest.raises(UserError, match=r"objective 'mine' cannot .* 'cassle': .*`compare` and `distill`"):
+            check_combination(from_dict({"objective": "mine", "method": "cassle"}), None)  # type: ignore[arg-type]
 
 
 def test_every_row_of_the_paper_has_a_recipe() -> None:
@@ -230,17 +226,15 @@ def test_a_run_is_called_what_it_is() -> None:
     assert name("") == "digits/simsiam/lump + correlation freezing"
 
 
-@pytest.mark.parametrize(("words", "same"), [
-    (["--objective", "vicreg"], "digits/vicreg/lump"),
-    (["--objective.name", "vicreg", "--method", "der"], "digits/vicreg/der"),
-    (["--method", "cassle", "--freezing.policy", "correlation"], "digits/simsiam/cassle-ptlf"),
-])  # fmt: skip
-def test_presets_hold_however_a_member_is_chosen(words: list[str], same: str) -> None:
+def test_presets_hold_however_a_member_is_chosen() -> None:
     """SimSiam's rate of 0.3 makes VICReg diverge."""
-    found, wanted = (
-        as_dict(config) for config in (resolve_config("digits/simsiam/lump", None, words), from_dict(recipe(same)))
-    )
-    assert {**found, "recipe": ""} == {**wanted, "recipe": ""}
+    for words, same in (
+        (["--objective", "vicreg"], "digits/vicreg/lump"),
+        (["--objective.name", "vicreg", "--method", "der"], "digits/vicreg/der"),
+        (["--method", "cassle", "--freezing.policy", "correlation"], "digits/simsiam/cassle-ptlf"),
+    ):
+        chosen, wanted = resolve_config("digits/simsiam/lump", None, words), from_dict(recipe(same))
+        assert {**as_dict(chosen), "recipe": ""} == {**as_dict(wanted), "recipe": ""}, words
 
 
 def test_another_optimizer_has_its_own_rate() -> None:
