@@ -84,15 +84,18 @@ def commands(at: Path) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("command", ["resume", "config", "evaluate", "report", "figures", "watch"])
-@pytest.mark.parametrize("place", PLACES)
+REFUSING, SHOWING = ("resume", "config", "evaluate"), ("report", "figures", "watch")
+CASES = [(place, command) for place in PLACES for command in REFUSING] + [*zip(PLACES, SHOWING * 3, strict=True)]
+
+
+@pytest.mark.parametrize(("place", "command"), CASES)
 def test_no_command_runs_code_of_a_run(at: Path, place: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     poison(at / "run", place)
     code = main(commands(at)[command])
     told = capsys.readouterr().err
     assert not (at / "mark").exists()
     assert "evil" not in sys.modules
-    if command in ("resume", "config", "evaluate"):
+    if command in REFUSING:
         assert code == 2
         assert "'evil:Evil' in " in told
         assert "names code, which would run here; if you trust whoever wrote that file, add --trust-code" in told
@@ -127,14 +130,14 @@ def test_a_sweep_runs_no_code_of_the_runs_it_finds(at: Path, capsys: pytest.Capt
     assert not (at / "mark").exists()
 
 
-@pytest.mark.parametrize("command", ["resume", "config", "evaluate"])
+@pytest.mark.parametrize("command", REFUSING)
 def test_abort_is_not_called(at: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     poison(at / "run", "encoder.name", "os:abort")
     assert main(commands(at)[command]) == 2
     assert "'os:abort' in " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["resume", "config", "evaluate"])
+@pytest.mark.parametrize("command", REFUSING)
 def test_trusted_code_runs(at: Path, command: str) -> None:
     """So that the tests above can fail: the module is found, and its mark left."""
     poison(at / "run", "encoder.name")

@@ -190,41 +190,29 @@ def sweep_of(content: str) -> Row:
 
 HUGE, DIGITS, DEEP = "1" + "0" * 400, "9" * 5000, "[" * 100_000
 RESUME, SWEEP = ("train", "--resume", "RUN"), ("report", "RUN", "--out", "RUN/page.html")
-READERS = {
-    "resume": RESUME,
-    "report": SWEEP,
-    "watch": ("watch", "RUN", "--once"),
-}
+READERS = {"report": SWEEP, "resume": RESUME, "watch": ("watch", "RUN", "--once")}
 RECORDS = {
     "[]": "[]", "{}": "{}", "string": '"x"', "null": "null", "empty": "", "deep": DEEP, "non-utf8": b"\xff\xfe",
     "schema only": '{"schema": 2}', "status only": '{"status": "finished"}', "truncated": '{"schema": 2, "sta',
     "huge int": '{"schema": ' + DIGITS + "}", "NaN": '{"schema": 2, "status": NaN}',
 }  # fmt: skip
 
+SETTINGS = [
+    ("--seed", HUGE), ("--training.lr", HUGE), ("--training.epochs", "2020-99-99"), ("--training.epochs", "0x_"),
+    ("--seed", DIGITS), ("--stream.groups", DEEP), ("--objective.projection", "100000000000000000000"),
+    ("--objective.projection", "1000000"), ("--memory.size", "1000000000000"),
+    ("--memory.size", "100000000000000000000"), ("--memory.size", "10000000"), ("--views.size", "100000"),
+    ("--views.size", "100000000000000000000"), ("--views.size", "8000"),
+    ("--evaluation.batch", "100000000000000000000"), ("--freezing.batches", "100000000000000000000"),
+    ("--probes.linear.epochs", "100000000000000000000"), ("--training.optimizer.momentum", "1"),
+    ("--probes.knn_class.temperature", "1e-300"), ("--device", "cpu:7"), ("--stream.groups", BOMB),
+]  # fmt: skip
+
 ROWS: dict[str, Row] = {
-    "train: seed 10**400": train("--seed", HUGE),
-    "train: lr 10**400": train("--training.lr", HUGE),
-    "train: yaml date": train("--training.epochs", "2020-99-99"),
-    "train: yaml 0x_": train("--training.epochs", "0x_"),
-    "train: 5000 digits": train("--seed", DIGITS),
-    "train: deep list": train("--stream.groups", DEEP),
-    "train: projection 1e20": train("--objective.projection", "100000000000000000000"),
-    "train: projection 1e6": train("--objective.projection", "1000000"),
-    "train: memory.size 1e12": train("--memory.size", "1000000000000"),
-    "train: memory.size 1e20": train("--memory.size", "100000000000000000000"),
-    "train: memory.size 1e7": train("--memory.size", "10000000"),
-    "train: views.size 100000": train("--views.size", "100000"),
-    "train: views.size 1e20": train("--views.size", "100000000000000000000"),
-    "train: views.size 8000": train("--views.size", "8000"),
-    "train: eval.batch 1e20": train("--evaluation.batch", "100000000000000000000"),
-    "train: freezing.batches 1e20": train("--freezing.batches", "100000000000000000000"),
-    "train: linear epochs 1e20": train("--probes.linear.epochs", "100000000000000000000"),
+    **{f"train: {key} {value[:20]}": train(key, value) for key, value in SETTINGS},
     "train: encoder os:abort": lambda at: ["train", "--out", str(at / "out"), "--encoder.name", "os:abort"],
     "train: encoder that exits": lambda at: ["train", "--out", str(at), "--encoder.name", "plugin_members:leaves"],
     "train: encoder sys:exit": lambda at: ["train", "--out", str(at / "out"), "--encoder.name", "sys:exit"],
-    "train: momentum 1": train("--training.optimizer.momentum", "1"),
-    "train: kNN temperature 1e-300": train("--probes.knn_class.temperature", "1e-300"),
-    "train: device cpu:7": train("--device", "cpu:7"),
     "train: out nothing": lambda at: ["train", "--out", "", *QUICK],
     "train: cfg bad date": config("training: {epochs: 2020-99-99}"),
     "train: cfg bad int": config("training: {epochs: 0x_}"),
@@ -242,11 +230,10 @@ ROWS: dict[str, Row] = {
     "train: cfg fifo": fifo,
     "train: cfg bomb in epochs": config(f"{BOMB}\ntraining: {{epochs: *a11}}"),
     "train: cfg bomb in groups": config(f"{BOMB}\nstream: {{groups: *a11}}"),
-    "train: cmdline bomb": train("--stream.groups", BOMB),
     **{
         f"{command}: results.json = {name}": damaged("results.json", content, *words)
-        for command, words in READERS.items()
-        for name, content in RECORDS.items()
+        for number, (name, content) in enumerate(RECORDS.items())
+        for command, words in [*READERS.items()][: 1 + number % 3]  # the reader is one function
     },
     "sealed: position.task=-1": resealed(setting("position", "task", -1)),
     "sealed: position.task=99": resealed(setting("position", "task", 99)),

@@ -139,7 +139,7 @@ class Trackers:
                 del self.members[name]
                 why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 failed = f"tracker {name!r} failed {moment} and is left out; the run continues"
-                warn(f"ptlf: warning: {failed}, metrics.jsonl holds all epochs: {why}")
+                warn(f"{failed}, metrics.jsonl holds all epochs: {why}")
 
 
 def find_tracker(name: str) -> type[Tracker]:

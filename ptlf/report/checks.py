@@ -24,20 +24,26 @@ GALLERY: Json = {
 
 
 def check_gallery(gallery: Any) -> Json:
+    """Raises a ValueError."""
     check_shape(gallery, GALLERY)
     tile_pixels(gallery["sprite"], len(gallery["tiles"]))
-    for group, label in gallery["tiles"]:
-        gallery["groups"][group], gallery["labels"][label]
-    for group in gallery["point_groups"]:
-        gallery["groups"][group]
-    for look in gallery["looks"].values():
-        for row in [*look["neighbours"], gallery["queries"]]:
-            for tile in row:
-                gallery["tiles"][tile]
-        if any(len(point) != 2 for point in look["points"]):
-            raise ValueError("points are not pairs")
-        if look["points"] and len(look["points"]) != len(gallery["point_groups"]):
-            raise ValueError(f"{len(look['points'])} points, {len(gallery['point_groups'])} groups of points")
+    groups, labels = zip(*gallery["tiles"], strict=True) if gallery["tiles"] else ((), ())
+    looks, queries, points = gallery["looks"], gallery["queries"], gallery["point_groups"]
+    near = [tile for look in looks.values() for row in look["neighbours"] for tile in row]
+    for name, numbers, known in (
+        ("groups", [*groups, *points], gallery["groups"]),
+        ("labels", labels, gallery["labels"]),
+        ("tiles", [*queries, *near], gallery["tiles"]),
+    ):
+        if any(number >= len(known) for number in numbers):
+            raise ValueError(f"there are {len(known)} {name}, and number {max(numbers)} is named")
+    if not queries or ("after" in looks and "before" not in looks):
+        raise ValueError("it has no queries, or no look before training")
+    for look in looks.values():
+        if len(look["neighbours"]) != len(queries) or {0} & set(map(len, look["neighbours"])):
+            raise ValueError(f"{len(queries)} queries, {len(look['neighbours'])} rows of neighbours, or an empty one")
+        if any(len(point) != 2 for point in look["points"]) or len(look["points"]) not in (0, len(points)):
+            raise ValueError(f"{len(look['points'])} points that are not pairs, or {len(points)} groups of points")
     return gallery
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.reading import DAMAGE, damaged, flatten, read_json
+from ptlf.core.reading import damaged, flatten, read_json
 from ptlf.report.checks import check_gallery
 from ptlf.report.intervals import images_behind, start_of, wilson, worsened
 from ptlf.run.compat import describe_difference, identity_key, identity_settings, other_images, stream_settings
@@ -294,7 +294,7 @@ def read_run(folder: Path) -> RunRecord:
         run.gallery_problem = "there is no gallery.json beside results.json (`--evaluation.gallery true` makes one)"
     except UserError as error:
         run.gallery_problem = str(error)
-    except DAMAGE as error:
+    except ValueError as error:
         run.gallery_problem = str(damaged(path, error))
     return run
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from ptlf.core.errors import UserError
 from ptlf.freezing import POLICIES, Freezer, FreezeSchedule, ProgressiveFreezing
 from ptlf.freezing.policies import CostAware
 from ptlf.freezing.savings import Saving
+from ptlf.run.config import from_dict
 
 EPOCHS = 3
 RATIOS = [  # by task, from the second on
@@ -150,3 +152,18 @@ def test_a_state_of_a_task_that_has_begun_stays_as_it_was():
     assert state == expected
     second.load_state_dict({name: value for name, value in state.items() if name != "stays"})  # of an older version
     assert second.keep_frozen == []
+
+
+def test_freezing_settings_that_are_no_more_are_dropped_at_their_defaults_and_refused_otherwise():
+    older = {"recipe": "digits/simsiam/ptlf", "freezing": {"ratios": "needed", "stream_final": None, "final": 0.3}}
+    assert from_dict(older).freezing.final == 0.3
+    for name, value in {"stream_final": 0.9, "shape": "printed"}.items():
+        with pytest.raises(UserError, match=rf"freezing\.{name}"):
+            from_dict({"freezing": {name: value}})
+
+
+def test_units_that_are_tied_freeze_with_the_chosen_one_and_are_in_the_log():
+    plan = freezing("ascending", final=0.25)
+    plan.freezer.module[2].weight = plan.freezer.module[0].weight
+    assert frozen_by_epoch(plan, 1) == ["", "", "02"]
+    assert plan.log == [{"task": 2, "ratios": {}, "order": ["0", "2"], "events": [{"epoch": 3, "frozen": ["0", "2"]}]}]

@@ -181,7 +181,10 @@ def test_overlap_between_epochs_by_hand() -> None:
 
 BROKEN = [
     {"queries": [7]}, {"tiles": [[9, 0]]}, {"point_groups": [0]}, {"sprite": GALLERY["sprite"] | {"width": 2}},
-    {"sprite": GALLERY["sprite"] | {"image": "data:image/png;base64,AAAA"}}, {"tiles": [[0, 0]] * 9},
+    {"sprite": GALLERY["sprite"] | {"image": "data:image/png;base64,AAAA"}}, {"tiles": [[0, 0]] * 9}, {"queries": []},
+    {"looks": {"after": GALLERY["looks"]["after"]}}, {"looks": {"before": {"neighbours": [[], []], "points": []}}},
+    {"looks": {"before": {"neighbours": [[0], [3]], "points": []}}}, {"labels": []}, {"tiles": [[0, 0, 0]] * 3},
+    {"looks": {"before": {"neighbours": [[0], [1]], "points": [[0.5]] * 3}}},
 ]  # fmt: skip
 
 
