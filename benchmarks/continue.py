@@ -1,6 +1,6 @@
 """A second stream learnt on top of an encoder that already knows something: what is left of what it knew?
 
-An encoder is trained on the first four classes of CIFAR-10, at 16 px so that a CPU suffices. Then four methods go on
+An encoder is trained on the first four classes of CIFAR-10, at 16 px so that a CPU suffices. Then four methods continue
 with the other six, in three tasks: they begin with its weights, with a memory of the first classes' images, and are
 tested on the first classes before and after every task.
 `python benchmarks/continue.py` needs `ptlf data get cifar10`, and writes runs/continue/ and results/continue/.

@@ -5,8 +5,9 @@
     python benchmarks/encoders_gpu.py --device cpu --source hf --batch 2 --repeats 0     # only bytes and FLOPs
 
 A step is forward, backward and AdamW on noise, under bfloat16 autocast on a GPU and in float32 on a CPU. A row per
-network, frozen units (none, the first third, the middle third, in data order) and way: bytes kept for backward, what
-`Freezer.estimate` said before, backward FLOPs, milliseconds (median), peak memory. Ratios are to nothing frozen.
+network, frozen units (none, the first third, the middle third, in data order) and way: activation bytes saved for
+backward, those that `Freezer.estimate` predicted, backward FLOPs, milliseconds (median), peak
+memory. Ratios are to nothing frozen.
 """
 
 import argparse
@@ -146,11 +147,11 @@ class Bench:
                     said = freezer.estimate(units, self.images, loss=lambda output: output.float().square().mean())
                 with freezer.temporarily_frozen(units):
                     row = self.measure(self.model, lambda f=freezer: f.folded)
-                told = {
+                estimate = {
                     "estimated_kept_bytes": said.if_frozen.kept_bytes,
                     "estimated_flops": said.if_frozen.backward_flops,
                 }
-                yield {**common, "way": "ptlf.Freezer", **row, **told}
+                yield {**common, "way": "ptlf.Freezer", **row, **estimate}
 
     def compiled_rows(self) -> Iterator[Row]:
         """The middle third frozen, compiled by inductor: plain, with its fusion of convolution and norm, and ours."""

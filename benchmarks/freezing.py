@@ -46,7 +46,7 @@ def print_freezing(encoder: str, batch: int, size: int, repeats: int, device: st
 
 
 def measure_freezing(encoder: nn.Module, batch: int, size: int, device: torch.device, repeats: int = 5) -> list[Row]:
-    """A row per way of freezing: bytes kept for backward, backward FLOPs, seconds of forward and backward.
+    """A row per way of freezing: activation bytes saved for backward, backward FLOPs, seconds of forward and backward.
 
     The input needs no gradient, as in training; every ratio is to nothing frozen, measured first.
     """

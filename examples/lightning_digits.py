@@ -1,4 +1,4 @@
-"""A Lightning module on the digits, whose units freeze as training goes on. Stopped, it resumes with the same bits:
+"""A Lightning module on the digits, whose units freeze during training. Stopped, it resumes with the same bits:
 
     python examples/lightning_digits.py runs/lightning              # six epochs
     python examples/lightning_digits.py runs/lightning --epochs 3   # stop early; run it again without --epochs
@@ -47,7 +47,7 @@ class Classifier(lightning.LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help="stop after so many")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="stop after this many epochs")
     arguments = parser.parse_args()
     lightning.seed_everything(0)
     digits = load_digits()

@@ -273,7 +273,7 @@ PAIRED = """## Differences to LUMP, by seed
 
 A method's value minus LUMP's with the same seed: mean and 95 % t interval. "Better" and "worse" stand only where the
 interval excludes zero. Later tasks are all but the first, the ones in which units freeze; training is the seconds of
-steps, correlations and rebuilds; kept is the mean over their epochs of what is kept for backward.
+steps, correlations and rebuilds; kept is the mean over their epochs of what is saved for backward.
 """
 
 
@@ -291,8 +291,8 @@ def document(found: Found, remarks: Remarks) -> str:
     }
     filled = sum(value is not None for value in values.values())
     head = HEAD.format(filled=filled, printed=len(values), steady=STEADY)
-    told: set[str] = set()
-    sections = [head, *(section(name, table, found, remarks, told) for name, table in TABLES.items())]
+    shown: set[str] = set()
+    sections = [head, *(section(name, table, found, remarks, shown) for name, table in TABLES.items())]
     sections += [elsewhere(found), paired_section(found), HEADING, full_figures(found), SMALL_RUNS]
     return "\n".join(sections)
 
@@ -328,8 +328,8 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in lines)
 
 
-def section(name: str, table: Table, found: Found, remarks: Remarks, told: set[str]) -> str:
-    """A table with its remarks. told: runs whose remark stands in an earlier section; those of this one are added."""
+def section(name: str, table: Table, found: Found, remarks: Remarks, shown: set[str]) -> str:
+    """A table with its remarks. shown: runs whose remark stands in an earlier section; those of this one are added."""
     compared = [measure for measure in table.measures if measure not in ADDED]
     headings = ["", "stream", *(words for measure in compared for words in (measure, "paper", "difference"))]
     headings += [measure for measure in table.measures if measure in ADDED]
@@ -346,9 +346,9 @@ def section(name: str, table: Table, found: Found, remarks: Remarks, told: set[s
         rows.append([*row, *made_with(runs)])
         if cell.name in remarks:
             where = f"{cell.row}, {cell.column}"
-            above |= cell.name in told
-            said += [] if cell.name in told else [f"- {where}: {remarks[cell.name]}\n"]
-            told.add(cell.name)
+            above |= cell.name in shown
+            said += [] if cell.name in shown else [f"- {where}: {remarks[cell.name]}\n"]
+            shown.add(cell.name)
     text = f"## {table.title}: `python -m reproduction {name}`\n\n" + " ".join(notes(table, found)) + "\n\n"
     text += markdown([*headings, "seeds", "commit", "device", "seconds"], rows)
     if said:
@@ -379,8 +379,8 @@ def paired_section(found: Found) -> str:
         for cell, measure in zip(cells, DIFFERENCES, strict=True)
         if measure.endswith("points")
     ]
-    told = f"that exclude zero: {sum(said)} of {len(said)}; one in twenty would by chance."
-    text = f"{PAIRED}Intervals of accuracies and forgetting {told}\n"
+    count = f"that exclude zero: {sum(said)} of {len(said)}; one in twenty would by chance."
+    text = f"{PAIRED}Intervals of accuracies and forgetting {count}\n"
     text += f"{DAGGER}\n" * any(map(any_mixed, tables.values()))
     for title, rows in tables.items():
         text += f"\n**{title}**\n\n"

@@ -162,7 +162,7 @@ def not_packed(config: Config) -> str:
 
 
 def check_folders(runs: Sequence[Planned]) -> None:
-    """A run that was begun goes on only with the settings it has."""
+    """A run that was begun can only be continued with its own settings."""
     for run in runs:
         path = run.folder / "config.yaml"
         if not path.exists():
@@ -175,7 +175,7 @@ def check_folders(runs: Sequence[Planned]) -> None:
 
 
 def train_missing(plan: Plan, watch: Watch) -> Iterator[tuple[Planned, Json | UserError]]:
-    """Each run with its results, or with why it failed; the others go on."""
+    """Each run with its results, or with why it failed; the others continue."""
     keys = {run.folder: (key, seed) for (key, seed), run in plan.runs.items()}
     for run in plan.missing:
         try:

@@ -228,9 +228,9 @@ CHANCE = (
     "zero. One in twenty does so by chance, and at a single run it rests on the paper's spread alone."
 )
 COSTS = (
-    f"Time: seconds of all steps, correlations and rebuilds, where {STEADY}; memory: bytes kept for backward, mean "
-    "over the epochs; FLOPs: counted, backward only; each as a ratio of runs with the same seed. The paper's memory "
-    "also counts weights and replay memory."
+    f"Time: seconds of all steps, correlations and rebuilds, where {STEADY}; memory: activation bytes saved for "
+    "backward, mean over the epochs; FLOPs: counted, backward only; each as a ratio of runs with the same seed. The "
+    "paper's memory also counts weights and replay memory."
 )
 TABLES: Mapping[str, Table] = {
     "main": Table("Accuracy and forgetting", (*QUALITY, *ADDED), tuple(main_cells()), notes=[KNN, CHANCE]),

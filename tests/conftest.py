@@ -37,28 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Tests are small: more threads only get in each other's way."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def messages() -> Iterator[None]:
-    """What ptlf logs is on stderr, as on the command line."""
-    with messages_on_stderr():
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def interruptible() -> None:
-    """As a shell's background job, Python would ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def no_fsync() -> Iterator[None]:
-    """Waiting for the disk proves nothing here; what must reach it is tested with an fsync of the test's own."""
-    with pytest.MonkeyPatch.context() as patch:
+def process() -> Iterator[None]:
+    torch.set_num_threads(1)  # tests are small: more threads only get in each other's way
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    with messages_on_stderr(), pytest.MonkeyPatch.context() as patch:
+        # Waiting for the disk proves nothing here; what must reach it is tested with an fsync of the test's own.
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
@@ -79,19 +62,11 @@ def pictures() -> None:
 
 
 def tiny_encoder() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, 1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3, 2, 1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 16, 3, 1, 1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-    )
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in ((3, 8, 2), (8, 16, 2), (16, 16, 1)):
+        conv = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        layers += [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 def dropping_encoder() -> nn.Module:
@@ -132,9 +107,8 @@ def tiny_config(name: str = "digits/simsiam/finetune", **dotted: Any) -> Config:
         "evaluation.gallery": False,
         "device": "cpu",
     }
-    overrides: dict[str, Any] = {}
-    for key, value in {**small, **{key.replace("__", "."): value for key, value in dotted.items()}}.items():
-        overrides = merge(Config, overrides, nested(key, value))
+    settings = {**small, **{key.replace("__", "."): value for key, value in dotted.items()}}
+    overrides = merge(Config, {}, *(nested(key, value) for key, value in settings.items()))
     return from_dict(merge(Config, recipe(name), overrides))
 
 

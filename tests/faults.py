@@ -36,27 +36,21 @@ from ptlf.run.evaluator import Evaluator
 from ptlf.training import checkpoint
 from ptlf.training.trainer import Trainer
 
-SETTINGS: list[dict[str, Any]] = [
-    {"name": "digits/simsiam/lump", "freezing__policy": "correlation", "freezing__final": 0.67},
-    {"name": "digits/simsiam/ptlf", "freezing__final": 0.67, "freezing__update": "per-epoch"},
-    {"name": "digits/mocov2plus/finetune", "method__name": "cassle", "freezing__policy": "random"},
-    {"name": "digits/barlow_twins/lump", "freezing__policy": "cost_aware", "training__optimizer": "lars"},
-    {"name": "digits/simsiam/finetune", "method__name": "der", "freezing__policy": "correlation"},
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("digits/simsiam/lump", {"freezing__policy": "correlation", "freezing__final": 0.67}),
+    ("digits/simsiam/ptlf", {"freezing__final": 0.67, "freezing__update": "per-epoch"}),
+    ("digits/mocov2plus/finetune", {"method__name": "cassle", "freezing__policy": "random"}),
+    ("digits/barlow_twins/lump", {"freezing__policy": "cost_aware", "training__optimizer": "lars"}),
+    ("digits/simsiam/finetune", {"method__name": "der", "freezing__policy": "correlation"}),
 ]
-Kill = tuple[str, float]
 
 
 def settings(number: int, seed: int) -> Config:
     """Two tasks; with and without checkpoints inside epochs; every fifth with a gallery."""
-    chosen = dict(SETTINGS[number % len(SETTINGS)])
-    more = {
-        "seed": seed,
-        "training__epochs": 3,
-        "training__batch": 64,
-        "checkpoint__every_steps": (2, 3, 0)[number % 3],
-        "evaluation__gallery": number % 5 == 1,
-    }
-    return tiny_config(chosen.pop("name"), **more, **chosen)
+    name, chosen = SETTINGS[number % len(SETTINGS)]
+    steps, gallery = (2, 3, 0)[number % 3], number % 5 == 1
+    more = {"training__epochs": 3, "training__batch": 64, "checkpoint__every_steps": steps}
+    return tiny_config(name, seed=seed, evaluation__gallery=gallery, **more, **chosen)
 
 
 def die() -> None:
@@ -89,10 +83,9 @@ def half_written(count: int, then: Callable[[], None]) -> None:
 
     def wrapped(path: Path, pieces: list[bytes]) -> None:
         calls[0] += 1
-        whole(path, halves(pieces) if calls[0] == count else pieces)
+        whole(path, halves(b"".join(pieces)) if calls[0] == count else pieces)
 
-    def halves(pieces: list[bytes]) -> Iterator[bytes]:
-        data = b"".join(pieces)
+    def halves(data: bytes) -> Iterator[bytes]:
         yield data[: len(data) // 2]
         then()
 
@@ -113,23 +106,20 @@ def while_writing(count: int) -> None:
     before_call(Trainer, "step", 2, lambda *a: half.is_set(), late=True)
 
 
-def arm(kind: str, count: int) -> None:
-    to_checkpoint = lambda source, target: str(target).endswith(".ckpt")  # noqa: E731
-    to_results = lambda source, target: str(target).endswith("results.json")  # noqa: E731
-    {
-        "half written": lambda: half_written(count, die),
-        "while writing": lambda: while_writing(count),
-        "before rename": lambda: before_call(os, "replace", count, to_checkpoint),
-        "after rename": lambda: before_call(os, "replace", count, to_checkpoint, late=True),
-        "before evaluation": lambda: before_call(Evaluator, "test_task", 1 + count % 2),
-        "before results": lambda: before_call(os, "replace", 1 + count % 4, to_results),
-        "in a step": lambda: before_call(Trainer, "step", count + 3),
-        "after seconds": lambda: None,
-    }[kind]()
+def renames(count: int, end: str, late: bool = False) -> None:
+    before_call(os, "replace", count, lambda source, target: str(target).endswith(end), late)
 
 
-KINDS = ["half written", "before evaluation", "before rename", "in a step", "after rename", "before results"]
-KINDS += ["while writing"]
+KINDS: dict[str, Callable[[int], None]] = {
+    "half written": lambda count: half_written(count, die),
+    "before evaluation": lambda count: before_call(Evaluator, "test_task", 1 + count % 2),
+    "before rename": lambda count: renames(count, ".ckpt"),
+    "in a step": lambda count: before_call(Trainer, "step", count + 3),
+    "after rename": lambda count: renames(count, ".ckpt", late=True),
+    "before results": lambda count: renames(1 + count % 4, "results.json"),
+    "while writing": while_writing,
+}
+Kill = tuple[str, float]  # one of KINDS and a count, or seconds
 
 
 def attempt(config: Path, folder: Path, kill: Kill | None) -> int | None:
@@ -141,16 +131,11 @@ def attempt(config: Path, folder: Path, kill: Kill | None) -> int | None:
             torch.set_num_threads(1)
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
-            if kill:
-                arm(kill[0], int(kill[1]))
+            if kill and kill[0] in KINDS:
+                KINDS[kill[0]](int(kill[1]))
             started = (folder / "config.yaml").exists()
-            code = main(
-                [
-                    "train",
-                    "--trust-code",
-                    *(["--resume", str(folder)] if started else ["-c", str(config), "--out", str(folder)]),
-                ]
-            )
+            words = ["--resume", str(folder)] if started else ["-c", str(config), "--out", str(folder)]
+            code = main(["train", "--trust-code", *words])
         except BaseException:
             traceback.print_exc()
         os._exit(code)
@@ -192,39 +177,32 @@ def differences(one: Path, other: Path) -> list[str]:
     return found
 
 
-def torture(number: int, seed: int, root: Path) -> tuple[bool, str]:
-    """One run left alone, one killed again and again."""
-    chance = random.Random(seed)
-    file = root / f"{number}.yaml"
+def torture(number: int, seed: int, root: Path) -> bool:
+    """One run left alone, one killed again and again: whether both end the same."""
+    chance, file, alone, folder = random.Random(seed), root / "config.yaml", root / "alone", root / "killed"
     config = settings(number, seed)
     file.write_text(to_yaml(config))
     began = time.monotonic()
-    assert attempt(file, root / f"{number}-alone", None) == 0
-    seconds = time.monotonic() - began
-    kills: list[Kill] = [
-        (KINDS[number % len(KINDS)], chance.randint(1, 5)),
-        (chance.choice(KINDS), chance.randint(1, 5)),
-    ]
+    assert attempt(file, alone, None) == 0
+    seconds, kinds = time.monotonic() - began, list(KINDS)
+    kills: list[Kill] = [(kind, chance.randint(1, 5)) for kind in (kinds[number % len(kinds)], chance.choice(kinds))]
     kills += [("after seconds", chance.uniform(0, seconds)) for _ in range(chance.randint(1, 2))]
     if number % 2:
         kills.insert(0, ("after seconds", chance.uniform(0, 0.8 * seconds)))
-    folder, died, code = root / f"{number}-killed", [], None
-    for kill in [*kills, None]:
-        code = attempt(file, folder, kill)
-        if code is None and kill:
-            died.append(kill[0] if kill[0] != "after seconds" else f"after {kill[1]:.2f} s")
-    wrong = differences(root / f"{number}-alone", folder) if code == 0 else [f"exit code {code}"]
-    return not wrong, f"run {number}, {config.recipe} {config.method.name}, killed {died}: {wrong or 'the same'}"
+    died = [f"{kind} {count:.3g}" for kind, count in kills if attempt(file, folder, (kind, count)) is None]
+    code = attempt(file, folder, None)
+    wrong = differences(alone, folder) if code == 0 else [f"exit code {code}"]
+    recipe = f"{config.recipe} {config.method.name}"
+    print(f"run {number}, {recipe}, killed {died}: {wrong or 'the same'}", flush=True)
+    return not wrong
 
 
-def run_all(runs: int, seed: int) -> bool:
-    good = True
-    with tempfile.TemporaryDirectory() as root:
-        for number in range(runs):
-            fine, line = torture(number, seed + number, Path(root))
-            print(line, flush=True)
-            good = good and fine
-    return good
+def torture_all(runs: int, seed: int) -> bool:
+    good = []
+    for number in range(runs):
+        with tempfile.TemporaryDirectory() as root:
+            good.append(torture(number, seed + number, Path(root)))
+    return all(good)
 
 
 if __name__ == "__main__":
@@ -232,4 +210,4 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    sys.exit(not run_all(arguments.runs, arguments.seed))
+    sys.exit(not torture_all(arguments.runs, arguments.seed))

@@ -21,10 +21,8 @@ from ptlf.run.results import SCHEMA, epoch_lines, to_columns
 
 def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4, seed: int = 0, **dotted: Any) -> dict:
     """`training__epochs=2` overrides a setting."""
-    values: dict[str, Any] = {}
-    for key, value in {"training__epochs": 6, "seed": seed, **dotted}.items():
-        values = merge(Config, values, nested(key.replace("__", "."), value))
-    config = as_dict(from_dict(merge(Config, recipe(name), values)))
+    layers = [nested(k.replace("__", "."), v) for k, v in {"training__epochs": 6, "seed": seed, **dotted}.items()]
+    config = as_dict(from_dict(merge(Config, recipe(name), merge(Config, {}, *layers))))
     draw = random.Random(f"{name}{seed}{sorted(dotted.items())}")
     names = [f"stages.{place}.conv" for place in range(units)]
     freezing = [] if policy_of(config) == "none" else [entry(draw, t, names, config) for t in range(2, tasks + 1)]
@@ -86,8 +84,7 @@ def pair() -> tuple[dict, dict]:
 def on_gpu(made: dict, first: float, later: float) -> dict:
     """With peaks of GPU memory in MiB: in the epochs of the first task, and in those after it."""
     columns = made["cost"]["per_epoch"]
-    peaks = [int((first if task == 1 else later) * 2**20) for task in columns["task"]]
-    columns["peak_memory_bytes"] = peaks
+    columns["peak_memory_bytes"] = peaks = [int((first if task == 1 else later) * 2**20) for task in columns["task"]]
     made["cost"] |= {"peak_memory_bytes": max(peaks), "last_peak_memory_bytes": peaks[-1]}
     return made
 

@@ -140,12 +140,8 @@ def test_no_room_is_reached_behind_an_untyped_parameter() -> None:
     own = own_attributes()
     for name, tree in TREES.items():  # the objects that other libraries hand to a callback have their types there
         assert room(name) == "integrations" or list(untyped_reads(tree, own)) == [], name
-    for code, reads in (
-        ("def begin(self, run: Any): return run.trainer.engine_kind", ["run.trainer"]),
-        ("def begin(self, run: Run): return run.trainer", []),
-        ("def plain(value: object): return value.items()", []),
-    ):
-        assert list(untyped_reads(ast.parse(code), own)) == reads, code
+    bad, good = "def begin(self, run: Any): return run.trainer", "def begin(self, run: Run): return run.trainer"
+    assert list(untyped_reads(ast.parse(bad), own)) == ["run.trainer"] and not [*untyped_reads(ast.parse(good), own)]
 
 
 def test_public_names() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,10 @@ def row_with(page: Path, head: str, words: str) -> list[str]:
     return cells
 
 
-def in_one_line(page: Path) -> str:
-    return " ".join(page.read_text().split())
+def says(page: Path, *sentences: str) -> None:
+    text = " ".join(page.read_text().split())
+    for sentence in sentences:
+        assert sentence in text, f"{page.name} does not say {sentence!r}"
 
 
 def numbers(words: str) -> list[str]:
@@ -65,15 +66,19 @@ def means(runs: list[dict[str, Any]]) -> list[str]:
     return ["" if None in values else f"{statistics.fmean(values):.2f}" for values in found]
 
 
-@pytest.mark.parametrize("recipe", FULL)
-def test_accuracies_of_the_full_protocol(recipe: str) -> None:
+def test_accuracies_of_the_full_protocol() -> None:
     """Every seed's in benchmarks, their means in recipes."""
-    seeds = kept(f"{recipe.replace('/', '-')}-seed*")
-    for probe, what in [*SCORES, ("knn_class", "forgetting")]:
-        values = [run["probes"][probe][what] for run in seeds]
-        assert f" {', '.join(f'{value:.2f}' for value in values)} |" in BENCHMARKS.read_text()
-        assert what == "accuracy" or f"{statistics.fmean(values):.1f}" in RECIPES.read_text()
-    assert row_with(RECIPES, "tasks' last epochs", ROWS[recipe])[:3] == means(seeds)
+    for recipe in FULL:
+        seeds = kept(f"{recipe.replace('/', '-')}-seed*")
+        for probe, what in [*SCORES, ("knn_class", "forgetting")]:
+            values = [run["probes"][probe][what] for run in seeds]
+            says(BENCHMARKS, f" {', '.join(f'{value:.2f}' for value in values)} |")
+            assert what == "accuracy" or f"{statistics.fmean(values):.1f}" in RECIPES.read_text(), recipe
+        assert row_with(RECIPES, "tasks' last epochs", ROWS[recipe])[:3] == means(seeds), recipe
+    for method in ("LUMP", "PTLF"):
+        cell = TABLES["main"].cell(f"SimSiam, {method}", "Split CIFAR-10")
+        wanted = [f"{cell.paper[key]:.2f}" for key in ("accuracy", "forgetting")]
+        assert row_with(RECIPES, "tasks' last epochs", f"{method}, the paper")[:2] == wanted
 
 
 @pytest.mark.parametrize("objective", MEASURED)
@@ -88,7 +93,6 @@ def test_the_tables_of_readme(objective: str) -> None:
     for row, method in named.items():
         runs = kept(f"{start}{method}-seed*")
         cell = TABLES["main"].cell(f"{OBJECTIVES[objective]}, {METHODS[method]}", "Split CIFAR-10")
-        assert cell is not None
         paper = [f"{cell.paper[key]:.2f}" if key in cell.paper else "" for key in ("accuracy", "forgetting")]
         accuracy, forgetting, classes = means(runs)
         assert rows[row][:6] == [str(len(runs)), accuracy, paper[0], forgetting, paper[1], classes], row
@@ -103,32 +107,30 @@ def test_the_tables_of_readme(objective: str) -> None:
 
 def test_the_sentences_of_readme() -> None:
     """On costs over a whole run, and on `knn_class` with Barlow Twins by seed."""
-    said, cells = in_one_line(README), TABLES["cost"]
-    found = paper_results()
-    cell = cells.cell("SimSiam, PTLF", "Split CIFAR-10")
-    assert cell is not None
-    costs = [figure(cells, cell, measure, found) for measure in ("time", "flops")]
-    time, flops = (f"{cost.mean:.2f}x" for cost in costs if cost)
-    assert f"takes {time} of LUMP's time and {flops} of its backward FLOPs" in said
-    assert f"the paper has {cell.paper['time']:.2f}x and {cell.paper['flops']:.2f}x" in said
+    table_of_costs, found = TABLES["cost"], paper_results()
+    cell = table_of_costs.cell("SimSiam, PTLF", "Split CIFAR-10")
+    time, flops = (f"{figure(table_of_costs, cell, measure, found).mean:.2f}x" for measure in ("time", "flops"))
     untrained = [
-        [run["probes"][probe]["untrained_accuracy"] for run in kept("split-cifar10-simsiam-lump-seed*")]
+        statistics.fmean(run["probes"][probe]["untrained_accuracy"] for run in kept("split-cifar10-simsiam-lump-seed*"))
         for probe in ("knn_task", "knn_class")
     ]
-    assert "A random encoder has {:.1f} and {:.1f} %.".format(*map(statistics.fmean, untrained)) in said
-    pairs = [
-        [kept(f"split-cifar10-barlow_twins-{name}-seed{seed}")[0] for name in ("ptlf-deep", "lump")]
-        for seed in range(3)
-    ]
+    runs = [kept(f"split-cifar10-barlow_twins-{name}-seed[012]") for name in ("ptlf-deep", "lump")]
+    pairs = zip(*runs, strict=True)
     (same,) = [training([mine]) / training([base]) for mine, base in pairs if mine["commit"] == base["commit"]]
-    assert f"with Barlow Twins the one seed at the same commit has {same:.2f}x" in said
     lost = differences(found)["Split CIFAR-10, Barlow Twins"]["PTLF"][list(DIFFERENCES).index("knn_class, points")]
-    assert lost.both is not None and lost.said == "worse"
-    assert f"{-lost.both.mean:.2f} points of `knn_class` below LUMP (± {lost.both.half:.2f}, by seed)" in said
     scores = [name.endswith("points") for name in DIFFERENCES]
     rows = [row for table in differences(found).values() for row in table.values()]
-    told = [cell.said for row in rows for cell, score in zip(row, scores, strict=True) if score]
-    assert f"the one interval of {len(told)} that excludes zero" in said and sum(map(bool, told)) == 1
+    verdicts = [cell.said for row in rows for cell, score in zip(row, scores, strict=True) if score]
+    assert lost.said == "worse" and sum(map(bool, verdicts)) == 1
+    says(
+        README,
+        f"takes {time} of LUMP's time and {flops} of its backward FLOPs",
+        f"the paper has {cell.paper['time']:.2f}x and {cell.paper['flops']:.2f}x",
+        "A random encoder has {:.1f} and {:.1f} %.".format(*untrained),
+        f"with Barlow Twins the one seed at the same commit has {same:.2f}x",
+        f"{-lost.both.mean:.2f} points of `knn_class` below LUMP (± {lost.both.half:.2f}, by seed)",
+        f"the one interval of {len(verdicts)} that excludes zero",
+    )
 
 
 def recorded_seconds(runs: list[dict[str, Any]]) -> float:
@@ -155,27 +157,20 @@ def kept_later(runs: list[dict[str, Any]]) -> float:
     )
 
 
-@pytest.mark.parametrize("recipe", FULL)
-def test_costs_of_the_full_protocol(recipe: str) -> None:
+def test_costs_of_the_full_protocol() -> None:
     """Time, memory and their ratios to LUMP."""
-    base, mine = (kept(f"{name.replace('/', '-')}-seed*") for name in (FULL[0], recipe))
-    seconds, ends, mean = training(mine), later(mine, "kept_bytes"), kept_later(mine)
-    if recipe == FULL[0]:
-        times, last, middle = [f"{seconds:.0f}"], [f"{ends / 4 / 2**20:.0f}"], [f"{mean / 2**20:.0f}"]
-    else:
-        times = [f"{seconds:.0f}", f"{seconds / training(base):.2f}"]
-        last, middle = [f"{ends / later(base, 'kept_bytes'):.2f}"], [f"{mean / kept_later(base):.2f}"]
-    cells = row_with(RECIPES, "tasks' last epochs", ROWS[recipe])
-    assert [numbers(cells[place]) for place in (3, 5, 6)] == [times, last, middle]
-    assert numbers(cells[4]) == [f"{recorded_seconds(mine):.0f}"]
-
-
-def test_the_paper_s_figures() -> None:
-    for method in ("LUMP", "PTLF"):
-        cell = TABLES["main"].cell(f"SimSiam, {method}", "Split CIFAR-10")
-        assert cell is not None
-        wanted = [f"{cell.paper[key]:.2f}" for key in ("accuracy", "forgetting")]
-        assert row_with(RECIPES, "tasks' last epochs", f"{method}, the paper")[:2] == wanted
+    base = kept(f"{FULL[0].replace('/', '-')}-seed*")
+    for recipe in FULL:
+        mine = kept(f"{recipe.replace('/', '-')}-seed*")
+        seconds, ends, mean = training(mine), later(mine, "kept_bytes"), kept_later(mine)
+        if recipe == FULL[0]:
+            wanted = [[f"{seconds:.0f}"], [f"{ends / 4 / 2**20:.0f}"], [f"{mean / 2**20:.0f}"]]
+        else:
+            ratios = ends / later(base, "kept_bytes"), mean / kept_later(base)
+            wanted = [[f"{seconds:.0f}", f"{seconds / training(base):.2f}"], *([f"{ratio:.2f}"] for ratio in ratios)]
+        cells = row_with(RECIPES, "tasks' last epochs", ROWS[recipe])
+        assert [numbers(cells[place]) for place in (3, 5, 6)] == wanted, recipe
+        assert numbers(cells[4]) == [f"{recorded_seconds(mine):.0f}"], recipe
 
 
 def test_every_method_on_few_images() -> None:
@@ -202,15 +197,15 @@ def test_the_example_of_one_machine() -> None:
     """Of `make run`; the random encoder's figures are in the names of the rows."""
     runs = [kept(f"digits/{method}")[0] for method in ("lump", "ptlf")]
     rows = table_rows(README, "| LUMP | PTLF |")
-    wanted: dict[str, Callable[[dict[str, Any]], str]] = {
-        "`knn_task` accuracy": lambda run: f"{run['probes']['knn_task']['accuracy']:.2f}",
-        "`knn_class` accuracy": lambda run: f"{run['probes']['knn_class']['accuracy']:.2f}",
-        "training time, s": lambda run: f"{run['cost']['learning_seconds']:.1f}",
-        "kept for backward, last epoch, MiB": lambda run: f"{run['cost']['kept_bytes'] / 2**20:.1f}",
-        "backward FLOPs, 10^12": lambda run: f"{run['cost']['backward_flops'] / 1e12:.3f}",
+    wanted = {
+        "`knn_task` accuracy": ("{:.2f}", lambda run: run["probes"]["knn_task"]["accuracy"]),
+        "`knn_class` accuracy": ("{:.2f}", lambda run: run["probes"]["knn_class"]["accuracy"]),
+        "training time, s": ("{:.1f}", lambda run: run["cost"]["learning_seconds"]),
+        "activations saved for backward, last epoch, MiB": ("{:.1f}", lambda run: run["cost"]["kept_bytes"] / 2**20),
+        "backward FLOPs, 10^12": ("{:.3f}", lambda run: run["cost"]["backward_flops"] / 1e12),
     }
-    for (name, cells), (start, shown) in zip(rows.items(), wanted.items(), strict=True):
-        assert name.startswith(start) and cells == [shown(run) for run in runs]
+    for (name, cells), (start, (digits, value)) in zip(rows.items(), wanted.items(), strict=True):
+        assert name.startswith(start) and cells == [digits.format(value(run)) for run in runs]
     for probe in ("knn_task", "knn_class"):
         (name,) = [name for name in rows if f"`{probe}`" in name]
         assert f"random encoder: {runs[0]['probes'][probe]['untrained_accuracy']:.2f}" in name
@@ -222,87 +217,51 @@ def test_freezing_on_a_cpu() -> None:
     wanted = [[f"{row[key]:.{digits}f}" for key, digits in zip(keys, (2, 3, 2), strict=True)] for row in made]
     assert [cells[2:] for cells in table(SAVINGS, "| frozen | how |")] == wanted
     plain, ours = (row for row in made if row["frozen"] == "middle 8")
-    said = in_one_line(README)
-    assert f"middle 8 of ResNet-18's 20 layers frozen, {ours['kept_bytes_ratio']:.2f} of the bytes are saved" in said
-    assert f"with `requires_grad_(False)` it is {plain['kept_bytes_ratio']:.2f}" in said
+    says(
+        README,
+        f"middle 8 of ResNet-18's 20 layers frozen, {ours['kept_bytes_ratio']:.2f} of the bytes are saved",
+        f"with `requires_grad_(False)` it is {plain['kept_bytes_ratio']:.2f}",
+    )
 
 
-@pytest.mark.parametrize(("file", "head", "keys"), [
-    ("encoders-cpu.json", "backward FLOPs, both", ["kept_bytes_ratio"]),
-    ("encoders-h200.json", "ms, `ptlf.Freezer`", ["kept_bytes_ratio", "milliseconds_ratio"]),
-])  # fmt: skip
-def test_frozen_encoders(file: str, head: str, keys: list[str]) -> None:
-    pairs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for row in bench(file):
-        pairs.setdefault((row["network"], row["frozen"]), {})[row["way"]] = row
-        said = row.get("estimated_kept_bytes", row["kept_bytes"]), row.get("estimated_flops", row["backward_flops"])
-        assert said == (row["kept_bytes"], row["backward_flops"])
-    wanted = []
-    for (network, frozen), found in pairs.items():
-        if frozen != "nothing":
-            ways = [found["requires_grad_(False)"], found["ptlf.Freezer"]]
-            cells = [f"{way[key]:.2f}" for key in keys for way in ways]
-            cells += [f"{ways[0]['backward_flops_ratio']:.2f}"] if "FLOPs" in head else []
-            wanted.append([network, frozen, *cells])
-    assert table(SAVINGS, head) == wanted
-
-
-def test_the_first_task_takes_as_long_at_both_commits() -> None:
-    """In it nothing freezes. Seconds of its steps, the first epoch counted as the second."""
-    spoken = []
-    for method in ("ptlf-deep", "lump"):
-        columns = [run["cost"]["per_epoch"] for run in kept(f"split-cifar10-simsiam-{method}-seed*")]
-        epochs = [one["seconds"][: one["task"].count(1)] for one in columns]
-        spoken.append("{:.1f}, {:.1f} and {:.1f}".format(*(sum(some[1:]) + some[1] for some in epochs)))
-    assert "({} s against {})".format(*spoken) in in_one_line(SAVINGS)
-
-
-def test_what_a_run_that_freezes_from_the_input_on_saves() -> None:
-    """In the paper's notes: counted backward FLOPs of `ptlf-cost`, relative to LUMP's."""
-    mine, base = (kept(f"split-cifar10-simsiam-{method}-seed*") for method in ("ptlf-cost", "lump"))
-    (ratio,) = {
-        f"{run['cost']['backward_flops'] / other['cost']['backward_flops']:.2f}x"
-        for run, other in zip(mine, base, strict=True)
+def by_frozen(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Per network and frozen part the rows of `requires_grad_(False)` and of the Freezer."""
+    ways = ("requires_grad_(False)", "ptlf.Freezer")
+    parts = dict.fromkeys((row["network"], row["frozen"]) for row in rows if row["way"] in ways)
+    return {
+        part: [row for way in ways for row in rows if (row["network"], row["frozen"], row["way"]) == (*part, way)]
+        for part in parts
     }
-    assert f"a run takes {ratio} of LUMP's (`ptlf-cost` on Split CIFAR-10)" in in_one_line(ROOT / "docs/paper-notes.md")
 
 
-def test_captured_encoders() -> None:
-    rows = bench("encoders-h200-captured.json")
-    wanted = []
-    for network, frozen in dict.fromkeys((row["network"], row["frozen"]) for row in rows if row["way"]):
-        ways = {row["way"]: row for row in rows if (row["network"], row["frozen"]) == (network, frozen)}
-        pair = [ways["requires_grad_(False)"], ways["ptlf.Freezer"]]
-        cells = [f"{row[key]:.2f}" for key in ("kept_bytes_ratio", "milliseconds_ratio") for row in pair]
-        wanted.append([network, frozen, *cells])
-    assert table(SAVINGS, "captured bytes") == wanted
-    first, second = (f"{row['device_ms']:.1f}" for row in rows if not row["way"])
-    assert f"where a step takes {first} and {second} ms" in in_one_line(SAVINGS)
-
-
-def test_compiled_encoders() -> None:
-    rows = [row for row in bench("encoders-h200-resnet50.json") if row["frozen"] == "middle third"]
-    wanted = [[f"{row[key]:.2f}" for key in ("milliseconds_ratio", "peak_bytes_ratio")] for row in rows]
-    assert [cells[1:] for cells in table(SAVINGS, "ResNet-50, middle third frozen")] == wanted
-    vit = {(row["frozen"], row["way"]): f"{row['milliseconds_ratio']:.2f}" for row in bench("encoders-h200-vit.json")}
-    ours, plain = (
-        [vit[f"{part} third", way] for part in ("first", "middle")] for way in ("ptlf.Freezer", "requires_grad_(False)")
-    )
-    said = (
-        f"{ours[0]} against {plain[0]} with the first third frozen, {ours[1]} against {plain[1]} with the middle third"
-    )
-    assert said in in_one_line(SAVINGS)
+def test_frozen_encoders() -> None:
+    for file, head, keys in (
+        ("encoders-cpu.json", "backward FLOPs, both", ["kept_bytes_ratio"]),
+        ("encoders-h200.json", "ms, `ptlf.Freezer`", ["kept_bytes_ratio", "milliseconds_ratio"]),
+        ("encoders-h200-captured.json", "captured bytes", ["kept_bytes_ratio", "milliseconds_ratio"]),
+    ):
+        wanted = []
+        for (network, frozen), pair in by_frozen(bench(file)).items():
+            if frozen != "nothing":
+                cells = [f"{row[key]:.2f}" for key in keys for row in pair]
+                cells += [f"{pair[0]['backward_flops_ratio']:.2f}"] if "FLOPs" in head else []
+                wanted.append([network, frozen, *cells])
+        assert table(SAVINGS, head) == wanted, file
+    for row in bench("encoders-cpu.json") + bench("encoders-h200.json"):
+        estimate = row.get("estimated_kept_bytes", row["kept_bytes"]), row.get("estimated_flops", row["backward_flops"])
+        assert estimate == (row["kept_bytes"], row["backward_flops"])
+    first, second = (row["device_ms"] for row in bench("encoders-h200-captured.json") if not row["way"])
+    says(SAVINGS, f"where a step takes {first:.1f} and {second:.1f} ms")
 
 
 def test_the_step_on_a_gpu() -> None:
     ours, plain = bench("step-h200.json"), bench("step-h200-plain.json")
     assert ours[-1]["frozen"] == plain[-1]["frozen"] == 8
     time, memory = (ours[-1][key] / ours[0][key] for key in ("step_ms", "kept_bytes"))
-    said = in_one_line(SAVINGS)
-    assert f"{time:.2f} of the time and {memory:.2f} of the bytes" in said
-    assert f"the step takes {plain[-1]['step_ms'] / plain[0]['step_ms']:.2f}" in said
-    wanted = [[row["frozen"], f"{row['step_ms']:.2f}", f"{row['device_ms']:.2f}"] for row in ours]
-    assert [[int(cells[0]), *cells[1:3]] for cells in table(BENCHMARKS, "device alone, ms")] == wanted
+    step = plain[-1]["step_ms"] / plain[0]["step_ms"]
+    says(SAVINGS, f"{time:.2f} of the time and {memory:.2f} of the bytes", f"the step takes {step:.2f}")
+    wanted = [[str(row["frozen"]), f"{row['step_ms']:.2f}", f"{row['device_ms']:.2f}"] for row in ours]
+    assert [cells[:3] for cells in table(BENCHMARKS, "device alone, ms")] == wanted
 
 
 def test_pretrained_encoders() -> None:
@@ -311,20 +270,20 @@ def test_pretrained_encoders() -> None:
     methods = {"finetune": "finetune", "LUMP": "lump", "PTLF": "ptlf", "PTLF, cost-aware order": "ptlf-cost"}
     base = statistics.fmean(run["cost"]["backward_flops"] for run in kept("continue/lump-seed*"))
 
-    def spoken(values: list[float]) -> str:
+    def spread(values: list[float]) -> str:
         return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
 
     assert list(rows) == list(methods)
     for name, method in methods.items():
         runs = kept(f"continue/{method}-seed*")
         known = [run["reference"]["probes"]["knn_class"] for run in runs]
+        new = [run["probes"]["knn_class"] for run in runs]
         first, last = [row["before"] for row in known], [row["after"][-1] for row in known]
         lost = [before - after for before, after in zip(first, last, strict=True)]
-        new = [run["probes"]["knn_class"]["accuracy"] for run in runs]
         flops = statistics.fmean(run["cost"]["backward_flops"] for run in runs) / base
-        assert rows[name] == [spoken(first), spoken(last), spoken(lost), spoken(new), f"{flops:.2f}"]
-        given = spoken([run["probes"]["knn_class"]["untrained_accuracy"] for run in runs])
-        assert f"the given encoder had {given} % there" in in_one_line(PRETRAINED)
+        columns = (first, last, lost, [row["accuracy"] for row in new])
+        assert rows[name] == [*map(spread, columns), f"{flops:.2f}"], name
+        says(PRETRAINED, f"the given encoder had {spread([row['untrained_accuracy'] for row in new])} % there")
 
 
 def test_paper_notes_name_code_that_exists() -> None:
@@ -332,28 +291,28 @@ def test_paper_notes_name_code_that_exists() -> None:
         assert (ROOT / "ptlf" / name).exists(), name
 
 
-@pytest.mark.parametrize("method", ["lump", "ptlf", "ptlf-cost", "ptlf-deep", "finetune", "si", "cassle"])
-def test_twenty_short_tasks(method: str) -> None:
+def test_twenty_short_tasks() -> None:
     """Means over the seeds of Split CIFAR-100, in the table of recipes and in README's sentence. Ratios are geometric
     means of those by seed; of time only at the same commit."""
-    mine = kept(f"split-cifar100-simsiam-{method}-seed*")
-    base = [kept(f"split-cifar100-simsiam-lump-seed{run['seed']}")[0] for run in mine]
     rows = {"lump": "LUMP, here", "ptlf": "PTLF, here", "finetune": "Finetune", "si": "SI", "cassle": "CaSSLe"}
-    row = rows.get(method, f"`{method}`")
-    expected = [*(str(run["seed"]) for run in mine), *means(mine)]
-    if method == "lump":
-        expected += [f"{training(mine):.0f}", f"{kept_later(mine) / 2**20:.0f}"]
-    else:
-        same_code = all(run["commit"] == other["commit"] for run, other in zip(mine, base, strict=True))
-        measures = [training] * same_code + [kept_later]
+    for method in [*rows, "ptlf-cost", "ptlf-deep"]:
+        mine = kept(f"split-cifar100-simsiam-{method}-seed*")
+        base = [kept(f"split-cifar100-simsiam-lump-seed{run['seed']}")[0] for run in mine]
         pairs = list(zip(mine, base, strict=True))
-        ratios = [[measure([run]) / measure([other]) for run, other in pairs] for measure in measures]
-        expected += [f"{statistics.geometric_mean(found):.2f}" for found in ratios]
-    cells = row_with(RECIPES, "training of tasks 2-20", row)
-    assert [number for cell in cells for number in numbers(cell)] == expected
-    if method in ("ptlf", "ptlf-deep"):
-        scores = [[run["probes"]["knn_task"]["accuracy"] for run in runs] for runs in (base, mine)]
-        points = " and ".join(f"{theirs - ours:.2f}" for theirs, ours in zip(*scores, strict=True))
-        times = " and ".join(f"{training([run]) / training([other]):.2f}x" for run, other in pairs)
-        said = f"by {points} points" if method == "ptlf" else f"by {points}, in {times} of its time in tasks 2-20"
-        assert said in in_one_line(README)
+        expected = [*(str(run["seed"]) for run in mine), *means(mine)]
+        if method == "lump":
+            expected += [f"{training(mine):.0f}", f"{kept_later(mine) / 2**20:.0f}"]
+        else:
+            same_code = all(run["commit"] == other["commit"] for run, other in pairs)
+            for measure in [training] * same_code + [kept_later]:
+                ratios = [measure([run]) / measure([other]) for run, other in pairs]
+                expected.append(f"{statistics.geometric_mean(ratios):.2f}")
+        cells = row_with(RECIPES, "training of tasks 2-20", rows.get(method, f"`{method}`"))
+        assert [number for cell in cells for number in numbers(cell)] == expected, method
+        if method in ("ptlf", "ptlf-deep"):
+            scores = [[run["probes"]["knn_task"]["accuracy"] for run in pair] for pair in pairs]
+            points = " and ".join(f"{theirs - ours:.2f}" for ours, theirs in scores)
+            times = " and ".join(f"{training([run]) / training([other]):.2f}x" for run, other in pairs)
+            says(
+                README, f"by {points}" + (" points" if method == "ptlf" else f", in {times} of its time in tasks 2-20")
+            )

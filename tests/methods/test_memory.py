@@ -42,21 +42,22 @@ def test_reservoir_keeps_the_first_images_then_replaces_by_chance() -> None:
 
 
 def test_reservoir_follows_the_sequential_algorithm() -> None:
-    """Slot decisions of whole batches against algorithm R, one image at a time, fed the same uniforms."""
-    memory = Memory(7, 8, 8, VIEW)
-    generator, twin = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    reservoir: list[int] = []
-    for start in range(0, 120, 12):
-        part = batch_of(list(range(start, start + 12)))
-        memory.add(part, memory.slots(12, generator))
-        for number, chance in zip(
-            range(start, start + 12), torch.rand(12, generator=twin, dtype=torch.float64), strict=True
-        ):
-            if len(reservoir) < 7:
-                reservoir.append(number)
-            elif (slot := int(chance * (number + 1))) < 7:
-                reservoir[slot] = number
-    assert memory.images[: len(memory)][:, 0, 0, 0].tolist() == reservoir
+    """Slots of whole batches against algorithm R, one image at a time, fed the same uniforms. Of images that claim the
+    same slot the last gets it, and the others none."""
+    for seed in range(20):
+        memory = Memory(7, 8, 8, VIEW)
+        generator, twin = (torch.Generator().manual_seed(seed) for _ in range(2))
+        reservoir: dict[int, int] = {}
+        for start in range(0, 120, 12):
+            slots, claims = memory.slots(12, generator), {}
+            for number, chance in enumerate(torch.rand(12, generator=twin, dtype=torch.float64).tolist(), start):
+                slot = number if number < 7 else int(chance * (number + 1))
+                claims |= {slot: number} if slot < 7 else {}
+            places = {number: slot for slot, number in claims.items()}
+            assert slots.tolist() == [places.get(number, 7) for number in range(start, start + 12)], seed
+            memory.add(batch_of(list(range(start, start + 12))), slots)
+            reservoir |= claims
+        assert memory.images[:7, 0, 0, 0].tolist() == [reservoir[slot] for slot in range(7)], seed
 
 
 def test_reservoir_is_uniform_over_everything_seen() -> None:
