@@ -97,7 +97,7 @@ class Learner:
         """
         if config is None:
             named = {"encoder.name": encoder if isinstance(encoder, str) else "given"} if encoder is not None else {}
-            given = with_stored_encoder(gathered({**named, **settings}))
+            given = with_stored_encoder(nest_settings({**named, **settings}))
             values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
             config, free = arriving_config(from_dict(values), Path(out)), free_settings(given)
         self.folder, self.size, self.config, self.make_run = Path(out), size, config, make_run
@@ -122,7 +122,7 @@ class Learner:
         trust_code: follow names of code, "package.module:attribute", in the run's config.yaml. It runs here.
         settings: `device`, `log` and evaluation={"tasks": ...} may change; all others are the run's own.
         """
-        file, given = Path(folder) / "config.yaml", gathered(settings)
+        file, given = Path(folder) / "config.yaml", nest_settings(settings)
         if changed := [name for name in flatten(given) if name not in MAY_BE_GIVEN]:
             first = "were chosen with its first task and hold for all; for others begin a new run"
             why = f"; epochs and batch {first}" if changed[0] in ("training.epochs", "training.batch") else ""
@@ -299,7 +299,7 @@ class Learner:
         labelled: test on these images, a packed set or a folder per class, in place of the run's own.
         on_error: for broken images among them, "refuse" or "skip".
         """
-        given = gathered(settings)
+        given = nest_settings(settings)
         if refused := [name for name in flatten(given) if not may_change(name)]:
             raise UserError(f"evaluate changes the probes only; leave out {refused[0]}")
         config = from_dict(merge(Config, as_dict(self.config), given))
@@ -386,7 +386,7 @@ class Learner:
         return self._trained
 
 
-def gathered(settings: Mapping[str, Any]) -> dict[str, Any]:
+def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Sections and dotted keys, as Python gives them, as one nested dictionary."""
     given: dict[str, Any] = {}
     for name, value in settings.items():

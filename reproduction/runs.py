@@ -10,7 +10,7 @@ from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.run.compat import NON_IDENTITY, describe_changes, identity_key
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.folder import texts
+from ptlf.run.folder import all_text
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import Json, read_results
 from ptlf.run.sweep import Planned, Watch, train_all, unique
@@ -167,7 +167,7 @@ def check_folders(runs: Sequence[Planned]) -> None:
         path = run.folder / "config.yaml"
         if not path.exists():
             continue
-        with settings_from(path, texts(as_dict(run.config))):
+        with settings_from(path, all_text(as_dict(run.config))):
             there = from_dict(read_yaml(path))
         if changed := describe_changes(as_dict(there), as_dict(run.config), NON_IDENTITY):
             hint = "choose another --runs, or remove that folder"

@@ -225,7 +225,7 @@ def check_combination(config: Config, stream: Stream | None) -> None:
     refused.end()
 
 
-def checked_stream(config: Config, folder: Path | None, given: Stream | None = None) -> Stream:
+def make_checked_stream(config: Config, folder: Path | None, given: Stream | None = None) -> Stream:
     """The stream, with the settings checked against it and each other: all that is refused is told at once, before
     anything is made that takes time."""
     refused, stream = Refusals(), given

@@ -59,7 +59,7 @@ def build_components(
     encoder_given = encoder is not None
     names_code = ENCODERS.names_code(config.encoder.name) or config.encoder.name.startswith("hf:")
     out = folder if processes.is_first() else None
-    stream = build.checked_stream(config, folder, stream)
+    stream = build.make_checked_stream(config, folder, stream)
     device = processes.local_device(build.choose_device(config.device))
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams, graphs and Triton kernels use the current device

@@ -29,7 +29,7 @@ LOGS = (".log", ".out", ".err")  # shells and schedulers open them before the ru
 
 
 @contextmanager
-def claimed(out: Path, resume: bool) -> Iterator[None]:
+def claim_folder(out: Path, resume: bool) -> Iterator[None]:
     """The output folder, made and locked. One that already holds a run is refused, unless that is to go on."""
     with lock_of_run(out):
         if not resume:
@@ -114,16 +114,16 @@ def has_finished_as(folder: Path, config: Config) -> bool:
     """Whether this very run already lies finished in the folder; another run there is refused."""
     if not (folder / "config.yaml").exists():
         return False
-    with settings_from(folder / "config.yaml", texts(as_dict(config))):
+    with settings_from(folder / "config.yaml", all_text(as_dict(config))):
         there = from_dict(read_yaml(folder / "config.yaml"))
     if changed := describe_changes(as_dict(there), as_dict(config), NO_EFFECT):
         raise UserError(f"{folder} holds a run with other settings ({changed}); choose another --out")
     return has_finished(folder)
 
 
-def texts(settings: Mapping[str, Any]) -> list[str]:
+def all_text(settings: Mapping[str, Any]) -> list[str]:
     """All text in nested settings, names of sections included."""
-    below = [texts(value) if isinstance(value, Mapping) else [str(value)] for value in settings.values()]
+    below = [all_text(value) if isinstance(value, Mapping) else [str(value)] for value in settings.values()]
     return [*settings, *itertools.chain(*below)]
 
 

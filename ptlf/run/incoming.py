@@ -12,7 +12,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.processes import info, warn
 from ptlf.run.build import check_grows
 from ptlf.run.config import Config
-from ptlf.run.folder import claimed
+from ptlf.run.folder import claim_folder
 from ptlf.stream import Stream, StreamConfig
 from ptlf.stream.arrivals import clear, known_images, pack_incoming, place, reduced, task_name, train_checksum
 from ptlf.stream.decode import Fit
@@ -57,7 +57,7 @@ def claimed_for_learning(folder: Path) -> Iterator[None]:
     """The folder, locked. One that was not there goes again if nothing was learnt."""
     made, existed = not folder.exists(), (folder / "config.yaml").exists()
     try:
-        with claimed(folder, resume=existed):
+        with claim_folder(folder, resume=existed):
             clear(folder, everything=not existed)  # left by a process that was killed
             yield
     finally:

@@ -18,7 +18,7 @@ from ptlf.integrations.trackers import Trackers
 from ptlf.run.components import build_components
 from ptlf.run.config import Config
 from ptlf.run.evaluator import Evaluator
-from ptlf.run.folder import claimed
+from ptlf.run.folder import claim_folder
 from ptlf.run.prefill import fill_memory
 from ptlf.run.progress import Progress
 from ptlf.run.record import Record
@@ -74,7 +74,9 @@ class Run:
         """
         self.watcher = watcher if watcher and processes.is_first() else Watcher()
         global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
-        folder = claimed(self.components.out, resume) if self.components.out and claim else contextlib.nullcontext()
+        folder = (
+            claim_folder(self.components.out, resume) if self.components.out and claim else contextlib.nullcontext()
+        )
         with folder, global_randomness, self.signals:
             with self.snapshots.undone_on_error():
                 self.prepare_folder(resume)
