@@ -35,8 +35,7 @@ from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
 from ptlf.training.engine import choose_dtype, choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
-from ptlf.training.rate import check_warmup, peak_rate
-from ptlf.training.trainer import Trainer, TrainingConfig, check_batch
+from ptlf.training.trainer import Trainer, TrainingConfig, check_batch, check_warmup
 from ptlf.views import View, named_views
 
 
@@ -80,7 +79,7 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
 
 def make_optimizer(config: TrainingConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     parameters = list(parameters)
-    rate: float | Tensor = peak_rate(config)
+    rate: float | Tensor = config.lr * config.batch / 256
     if parameters[0].is_cuda:  # a captured step reads the rate from the device
         rate = torch.tensor(rate, device=parameters[0].device)
     return OPTIMIZERS.find(config.optimizer.name).make(config.optimizer, parameters, rate)
@@ -238,7 +237,7 @@ def make_checked_stream(config: Config, folder: Path | None, given: Stream | Non
     with refused:
         check_combination(config, stream)
     with refused:
-        check_warmup(config.training, config.training.epochs)
+        check_warmup(config.training)
     with refused:
         sizes = [len(task.train) for task in stream.tasks] if stream else expected_sizes(as_dict(config))
         check_batch(config.training, sizes, stream.arrived if stream else 0)

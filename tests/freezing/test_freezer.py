@@ -71,7 +71,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable], torch.optim.Optimizer]] = {
     "sgd foreach": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01, foreach=True),
     "sgd fused": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
-    "lars": lambda p: LARS(p, 0.05, momentum=0.9, weight_decay=0.01, decay_vectors=True),
+    "lars": lambda p: LARS(p, 0.05, momentum=0.9, weight_decay=0.01),
 }
 
 
