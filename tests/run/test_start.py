@@ -15,6 +15,7 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from ptlf.cli import main
 from ptlf.core.errors import UserError
+from ptlf.run.components import fill_memory
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.stream.datasets import digits
@@ -42,7 +43,8 @@ def config(method: str, known: Path, **more: Any) -> Config:
 
 
 def filled(run: Run) -> Run:
-    run.fill_memory()
+    assert run.method.memory is not None
+    fill_memory(run.components, run.method.memory)
     return run
 
 
