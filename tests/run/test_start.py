@@ -215,4 +215,3 @@ def test_tables_and_page_show_it(known: Path, tmp_path: Path, capsys: pytest.Cap
     page = (tmp_path / "run" / "report.html").read_text()
     assert 'id="known-knn_class"' in page and "What it knew before" in page
     assert f'data-measure="reference.probes.knn_class.accuracy" data-value="{found["accuracy"]}"' in page
-    assert f"tested on what it knew before: {found['after'][1]:.2f}" in page
