@@ -37,8 +37,7 @@ def test_reservoir_keeps_the_first_images_then_replaces_by_chance() -> None:
     fill(memory, 200, generator)
     kept = memory.images[: len(memory)][:, 0, 0, 0]
     assert (memory.views[:20, 0, 0, 0] == kept).all()
-    assert len(memory) == 20
-    assert int(memory.seen) == memory.count == 220
+    assert len(memory) == 20 and int(memory.seen) == memory.count == 220
 
 
 def test_reservoir_follows_the_sequential_algorithm() -> None:
