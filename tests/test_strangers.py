@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import StopsAt
+from conftest import StopsAt, run_cli
 from PIL import Image
 
 from ptlf.cli import main
@@ -234,26 +234,16 @@ def place(runs: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_command(words: list[str]) -> int:
-    try:
-        return main(words)
-    except SystemExit as exit_:
-        assert isinstance(exit_.code, int)
-        return exit_.code
-
-
 def sentences(text: str) -> list[str]:
     """The lines on stderr but progress bars and notes."""
     return [line for line in text.splitlines() if line.startswith("ptlf: ") and "warning: " not in line]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_refused_in_one_sentence(row: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_refused_in_one_sentence(row: str, place: Path) -> None:
     words = ROWS[row](place)
-    capfd.readouterr()
     before = sorted(path.relative_to(place) for path in place.rglob("*"))
-    assert run_command(words) == 2
-    (sentence,) = sentences(capfd.readouterr().err)
+    (sentence,) = sentences(run_cli(*words, code=2).err)
     assert len(sentence) < 700
     assert sentence.isprintable()
     left = sorted(path.relative_to(place) for path in place.rglob("*") if not path.name.endswith(".damaged"))
@@ -263,7 +253,7 @@ def test_refused_in_one_sentence(row: str, place: Path, capfd: pytest.CaptureFix
 @pytest.mark.parametrize("row", FINE, ids=str)
 def test_rightly_accepted(row: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = FINE[row](place)
-    assert run_command(words) == 0
+    assert main(words) == 0
     told = capfd.readouterr()
     assert "Traceback" not in told.err
     assert all(line.isprintable() for line in told.out.split("\n"))
@@ -306,11 +296,10 @@ def server() -> Iterator[str]:
     ],
 )
 def test_a_download_that_does_not_end_well(
-    server: str, path: str, why: str, tmp_path: Path, monkeypatch, capfd: pytest.CaptureFixture[str]
+    server: str, path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ptlf.stream.fetch.MAX_BYTES", 1_000_000)
-    assert run_command(address(server + path)(tmp_path)) == 2
-    (sentence,) = sentences(capfd.readouterr().err)
+    (sentence,) = sentences(run_cli(*address(server + path)(tmp_path), code=2).err)
     assert why in sentence
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 0] == []
 
