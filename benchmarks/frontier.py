@@ -8,6 +8,7 @@ The pictures are written beside the runs, as frontier-*.svg and .png.
 import itertools
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from benchmarks.frontier_picture import COSTS, leading, points, relative_costs, 
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
 from ptlf.commands.parser import folder, share, whole
-from ptlf.commands.train import check_alone, tell_count, tell_once, write_page
+from ptlf.commands.train import check_alone, write_page
 from ptlf.core.errors import UserError
 from ptlf.report import paired
-from ptlf.report.live import console
+from ptlf.report.live import Live, console, tell
 from ptlf.report.measures import probe_measures, title_of
 from ptlf.report.runs import Comparison, policy_of, read_comparison
 from ptlf.report.tables import RATIOS, new_table, note, score, show_results
 from ptlf.run.folder import has_finished_as
 from ptlf.run.recipes import resolve_config
-from ptlf.run.sweep import Planned, Tell, train_all, unique
+from ptlf.run.sweep import Planned, Tell, announced, describe_runs, train_all, unique
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,11 +50,13 @@ def train_frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrid
     for word in overrides:
         if word.partition("=")[0] in ("--seed", "--freezing.policy", "--freezing.initial", "--freezing.final"):
             raise UserError(f"{word.partition('=')[0]} is varied here; see --help")
-    runs = plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=tell_once(), **grid)
+    runs = plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=cache(tell), **grid)
     missing = [run for run in runs if not has_finished_as(run.folder, run.config)]
     if plan:
         return show_plan([run.folder for run in runs if run not in missing], missing)
-    watch = tell_count(len(runs) - len(missing), missing)
+    done = len(runs) - len(missing)
+    tell(describe_runs(done, missing))
+    watch = announced(done, missing, Live, tell)
     for run, results in train_all(missing, watch):
         show_results(console, results, run.folder, brief=True)
     folders, baseline = [run.folder for run in runs], f"no-freezing-seed{seeds[0]}"
