@@ -27,7 +27,7 @@ from ptlf.report.runs import Comparison, policy_of, read_comparison
 from ptlf.report.tables import RATIOS, new_table, note, score, show_results
 from ptlf.run.folder import has_finished_as
 from ptlf.run.recipes import resolve_config
-from ptlf.run.sweep import Planned, Tell, announced, describe_runs, train_all, unique
+from ptlf.run.sweep import Planned, Tell, announced, describe_runs, train_all
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def plan_frontier(
             raise UserError(f"every initial share is above the final one ({above}): nothing would freeze; {hint}")
         tell(f"left out, initial share above the final one: {above}")
     runs = []
-    for seed in unique(seeds):
+    for seed in dict.fromkeys(seeds):
         settings = {"no-freezing": ["--freezing.policy=none"]}
         for order, (low, high) in itertools.product(orders, shares):
             if low <= high:
