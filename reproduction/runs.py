@@ -127,7 +127,7 @@ def make_plan(
     kept: Iterable[Path],
 ) -> Plan:
     """runs: the folder that new runs go below; finished ones are also looked for in `kept`."""
-    plan, there, seeds = Plan(), kept_runs([*kept, runs], overrides), dict.fromkeys(seeds)
+    plan, there, seeds = Plan(), kept_runs([*kept, runs], overrides), list(dict.fromkeys(seeds))
     for key, cell in wanted(tables).items():
         words = [*scale_settings(scale, cell.recipe), *overrides, *cell.settings]
         config = resolve_config(cell.recipe, None, words)
