@@ -7,19 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ptlf.freezing import kernels
 from ptlf.freezing.cost import CostEstimate, Estimate, Loss, format_bytes, parse_bytes, step_cost
 from ptlf.freezing.ddp import FreezeAwareDDP
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough, replaced_forward
-from ptlf.freezing.optimizers import start_momentum, unwrapped_optimizers
 from ptlf.freezing.recording import BATCH_NORMS, INSTANCE_NORMS
-from ptlf.freezing.schedule import FreezeSchedule
+from ptlf.freezing.schedule import FreezeSchedule, Timetable
 from ptlf.freezing.select import Selector, select, with_tied
-from ptlf.freezing.timetable import Timetable
 from ptlf.freezing.units import Trace, Unit, trace
 
 logger = logging.getLogger("ptlf.freezing")
@@ -142,7 +141,7 @@ class Freezer:
         total: int | None = None,
         order: Sequence[str] | None = None,
     ) -> Timetable:
-        """`plan = freezer.schedule({0.25: "layer1", 0.5: "layer1 layer2".split()}, total=steps)`, and `plan.at(step)`
+        """`plan = freezer.schedule({0.25: "layer1", 0.5: ["layer1", "layer2"]}, total=steps)`, and `plan.at(step)`
         before each step: see `Timetable`."""
         return Timetable(self.units, self.freeze_only, when, total, order)
 
@@ -224,25 +223,19 @@ class Freezer:
 
     def __str__(self) -> str:
         """A line per unit."""
-        head = ["unit", "parameters", "norm", "frozen", "ratio", "saved"]
-        rows = [
-            [
+        rows = [["unit", "parameters", "norm", "frozen", "ratio", "saved"]]
+        for unit in self.units:
+            ratio, saved = self.ratios.get(unit.name), self.saved.get(unit.name)
+            rows.append([
                 unit.name,
                 f"{sum(parameter.numel() for parameter in unit.parameters()):,}",
                 ", ".join(dict.fromkeys(type(norm).__name__ for norm in unit.norms)) or "-",
                 "yes" if unit.name in self._frozen else "-",
-                f"{self.ratios[unit.name]:.3f}" if unit.name in self.ratios else "-",
-                format_bytes(self.saved[unit.name]) if unit.name in self.saved else "-",
-            ]
-            for unit in self.units
-        ]
-        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-        numbers = (1, 4, 5)
-        cells = [
-            [row[i].rjust(widths[i]) if i in numbers else row[i].ljust(widths[i]) for i in range(len(head))]
-            for row in [head, *rows]
-        ]
-        lines = ["  ".join(row).rstrip() for row in cells]
+                "-" if ratio is None else f"{ratio:.3f}",
+                "-" if saved is None else format_bytes(saved),
+            ])  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([*lines, f"{len(self._frozen)} of {len(self.units)} units frozen"])
 
     def _select(self, units: Selector) -> list[Unit]:
@@ -250,11 +243,9 @@ class Freezer:
         return with_tied(self.units, select(self.units, units))
 
     def _check_unfrozen(self) -> None:
-        own = [record.mark for record in self._frozen.values()]
+        own = [None, *(record.mark for record in self._frozen.values())]
         for name, child in self.module.named_modules():
-            mark = child.__dict__.get(MARK)
-            patched = isinstance(replaced_forward(child), ForwardPatch) and child not in self._patched
-            if patched or (mark is not None and mark not in own):
+            if child.__dict__.get(MARK) not in own:
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
 
     def _freeze(self, unit: Unit) -> None:
@@ -266,7 +257,7 @@ class Freezer:
                 optimizer.state.pop(parameter, None)
         _touch(unit)
         unit.layer.__dict__[MARK] = record.mark
-        for parametrization in parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
+        for parametrization in _parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
             self._patch(record, parametrization, EvalMode)
         layer, norm = unit.layer, unit.norm
         patched = self.save_memory and kernels.is_plain_layer(layer)
@@ -295,7 +286,7 @@ class Freezer:
                 parameter.requires_grad_(True)
         _touch(unit)
         for optimizer in self.optimizers:
-            start_momentum(optimizer, unit.parameters())
+            _start_momentum(optimizer, unit.parameters())
         for norm in record.untracked:
             norm.track_running_stats = True  # type: ignore[assignment]
         still = {module for other in self._frozen.values() for module in other.patched}
@@ -366,6 +357,32 @@ def _needed(order: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list
     return needed
 
 
+def unwrapped_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    """The optimizers, out of wrappers such as those of Accelerate."""
+    found = []
+    for optimizer in [] if given is None else [given] if hasattr(given, "param_groups") else given:
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"a Freezer takes one torch.optim.Optimizer or several, not a {type(optimizer).__name__}")
+        found.append(optimizer)
+    return found
+
+
+def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Zero momentum for thawed parameters: the fused SGD of torch 2.13 fails if only some of a group have one.
+
+    With a rate on the device the training step does that itself, in the memory that it was captured with.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        needs_momentum = group["fused"] and group["momentum"] and not isinstance(group["lr"], Tensor)
+        if needs_momentum and any(
+            optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in group["params"]
+        ):
+            for parameter in set(parameters) & set(group["params"]):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def _touch(unit: Unit) -> None:
     """Make compiled code check the unit's parameters again. Dynamo (torch 2.13 and before) looks at a parameter's
     requires_grad only if the dictionary that holds the parameter has changed since."""
@@ -376,7 +393,7 @@ def _touch(unit: Unit) -> None:
             module._parameters[name] = parameter
 
 
-def parametrizations(layer: nn.Module) -> list[nn.Module]:
+def _parametrizations(layer: nn.Module) -> list[nn.Module]:
     """The modules that compute the layer's parametrized tensors, if any."""
     lists = layer.parametrizations.values() if parametrize.is_parametrized(layer) else ()  # type: ignore[union-attr, operator]
     return [part for parts in lists for part in parts]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ptlf.freezing.freezer import Freezer
-from ptlf.freezing.policy import Context, Policy, RatiosOf
+from ptlf.freezing.policies import Context, Policy, RatiosOf
 from ptlf.freezing.savings import Saving
 from ptlf.freezing.schedule import FreezeSchedule
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ptlf.freezing import Freezer, FreezeSchedule, correlation_ratios
+from ptlf.freezing.schedule import Timetable
 from ptlf.freezing.select import Selector
-from ptlf.freezing.timetable import Timetable
 
 
 class FreezingPlan:

@@ -17,12 +17,13 @@ from torch.nn.utils.parametrizations import weight_norm
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import subspace
 from ptlf.freezing.correlation import TaskCorrelation, correlation_ratios, gradients_of, mean_gradients
-from ptlf.freezing.subspace import add_gram, empty_gram, fit_at_once, leading_eigenvectors, passes, projection_ratio
+from ptlf.freezing.subspace import columns, empty_gram, leading_eigenvectors, passes, projection_ratio
 from ptlf.freezing.units import Unit
 
 
 def gram(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return add_gram(empty_gram(layer), layer, x)
+    blocks = columns(layer, x)
+    return sum((block @ block.mT for block in blocks), empty_gram(layer))
 
 
 NUMPY_PADDING = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
@@ -206,26 +207,17 @@ def test_grams_alive_never_exceed_the_largest(network, monkeypatch):
     assert 1 < len(list(passes(units))) < len(units)
 
 
-def test_at_once_gives_the_same_ratios_from_one_forward(network):
-    replay = torch.randn(20, 3, 8, 8)
+def test_the_replay_is_forwarded_once_where_a_gpu_has_room(network, monkeypatch):
     units = units_of(network, NAMES)
-    network.drop.p = 0.0
-    seen = []
-    network.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])) if not module.training else None)
-
-    def ratios(at_once):
-        seen.clear()
-        return correlation_ratios(network, replay, task_loss(network), batches=2, units=units, at_once=at_once, chunk=8)
-
-    expected = ratios(False)
-    assert len(seen) == 3 * len(list(passes(units)))
-    assert ratios(None) == expected  # the default on a CPU
-    assert len(seen) == 3 * len(list(passes(units)))
-    found = ratios(True)
-    assert seen == [8, 8, 4]
-    assert found == pytest.approx(expected, abs=1e-9)
-    assert list(found) == NAMES
-    assert correlation_ratios(network, replay, task_loss(network), units=[], at_once=True) == {}
+    assert len(list(passes(units))) > 1
+    gpu = [
+        SimpleNamespace(layer=unit.layer, weights=[SimpleNamespace(device=torch.device("cuda", 0))]) for unit in units
+    ]
+    grams = sum(empty_gram(unit.layer).nbytes for unit in units)
+    for free, count in {grams * 7: 2, grams * 8: 1}.items():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**15))
+        assert len(list(passes(gpu))) == count
+    assert list(passes([])) == []
 
 
 def test_ratios_asked_for_one_by_one_are_those_of_all_at_once(network):
@@ -247,17 +239,6 @@ def test_ratios_asked_for_one_by_one_are_those_of_all_at_once(network):
     assert some([]) == {}
     assert len(calls) == 4  # gradients are computed once
     assert set(some.directions) == set(NAMES)
-
-
-def test_at_once_where_a_gpu_has_room(network, monkeypatch):
-    weight = SimpleNamespace(device=torch.device("cuda", 0), shape=torch.Size([7, 3, 2, 2]))
-    units = [SimpleNamespace(layer=SimpleNamespace(weight=weight))] * 5
-    grams = 5 * 12 * 12 * 8
-    for free, fit in {grams * 7: False, grams * 9: True}.items():
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**15))
-        assert fit_at_once(units) is fit
-    assert not fit_at_once(units_of(network, NAMES))
-    assert not fit_at_once([])
 
 
 def state(module: nn.Module) -> dict[str, object]:
@@ -284,9 +265,8 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
-@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("fails", ["never", "in the loss", "in the replay"])
-def test_everything_is_left_as_it_was(network, fails, at_once):
+def test_everything_is_left_as_it_was(network, fails):
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -313,9 +293,7 @@ def test_everything_is_left_as_it_was(network, fails, at_once):
 
     def run() -> None:
         replay = torch.randn(5, 3 if fails != "in the replay" else 4, 8, 8, generator=torch.Generator().manual_seed(0))
-        correlation_ratios(
-            network, replay, loss, batches=3, units=units_of(network, NAMES), keep=[head], at_once=at_once
-        )
+        correlation_ratios(network, replay, loss, batches=3, units=units_of(network, NAMES), keep=[head])
 
     before = state(network), state(head)
     if fails == "never":

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ptlf.freezing.cost import backward_flops
-from ptlf.freezing.policies import POLICIES, Ascending, Correlation, CostAware, CostAwareConfig, Never, Random
-from ptlf.freezing.policy import Context
+from ptlf.freezing.policies import POLICIES, Ascending, Context, Correlation, CostAware, CostAwareConfig, Never, Random
 from ptlf.freezing.savings import BackwardSavings, Saving, measure_savings
 from ptlf.freezing.units import Unit
 
@@ -64,13 +63,6 @@ def test_every_policy_chooses_candidates_once_and_no_more_than_asked(name):
         assert candidates == ["b", "c", "d"]
 
 
-@pytest.mark.parametrize("name", ["correlation", "cost_aware", "ascending", "random"])
-def test_a_negative_count_is_refused(name):
-    context = Context(UNITS, RATIOS, even(), torch.Generator())
-    with pytest.raises(ValueError, match="cannot freeze -1 units"):
-        POLICIES[name]().choose(-1, UNITS, [], context)
-
-
 def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="ratio of unit 'b'"):
         Correlation().choose(2, UNITS, [], Context(UNITS, ratios={"a": 1.0}))
@@ -84,8 +76,6 @@ def test_what_is_missing_is_named():
         CostAware().choose(1, UNITS, [], Context(UNITS, savings=even()))
     with pytest.raises(KeyError):  # asked for, and not given
         CostAware().ratios_needed(UNITS, [], Context(UNITS, savings=even()), lambda names: {})
-    with pytest.raises(ValueError, match="sharpness must not be negative"):
-        cost_aware(-1)
 
 
 def test_relief_by_hand():
@@ -312,31 +302,13 @@ def test_flops_of_a_grouped_convolution_and_of_a_layer_called_twice():
     assert twice["layer"] == Saving(2 * 2 * 36 * 3, 2 * 2 * 36 * 3, 2 * 3 * 6 * 4)
 
 
-def test_seconds_are_positive_and_grow_with_the_work():
-    module, units, example = small()
-    savings = measure_savings(module, units, example, by="seconds")
-    assert all(saving.weight_cost > 0 and saving.input_cost > 0 for saving in savings.values())
-    wide = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 128, 3, padding=1), nn.Conv2d(128, 128, 3))
-    wide_units = [Unit(str(index), wide[index], None, None) for index in range(3)]
-    seconds = measure_savings(wide, wide_units, torch.randn(8, 4, 16, 16), by="seconds")
-    assert seconds["2"].weight_cost > 3 * seconds["0"].weight_cost
-    assert seconds["2"].input_cost > 3 * seconds["0"].input_cost
-
-
-@pytest.mark.parametrize("by", ["flops", "seconds"])
-def test_measuring_leaves_everything_as_it_was(by):
+def test_measuring_leaves_everything_as_it_was():
     module, units, example = small()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     random = torch.get_rng_state()
-    measure_savings(module, units, example, by=by)
+    measure_savings(module, units, example)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert module.training and module.norm.training
     assert not any(part._forward_hooks for part in module.modules())
     assert all(parameter.grad is None for parameter in module.parameters())
-
-
-def test_an_unknown_measure_is_named():
-    module, units, example = small()
-    with pytest.raises(ValueError, match="did you mean 'flops'"):
-        measure_savings(module, units, example, by="flop")
