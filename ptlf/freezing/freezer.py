@@ -49,10 +49,8 @@ class Freezer:
         default they use the running statistics.
     save_memory: save only what backward needs. False: plain PyTorch, which saves as much as if nothing were frozen.
 
-    Units are chosen by name or prefix ("layer1"), module (`model.layer1`), compiled regular expression, number (the
-    first n), function of a unit, or several of these: see `select`. Units that share a parameter (tied weights) freeze
-    and thaw together: one that is chosen takes the others with it. A parameter that is also used outside of units, such
-    as an embedding tied to the last layer, is frozen there too.
+    `select` says how units are chosen. Units that share a parameter (tied weights) freeze and thaw together. A
+    parameter that is also used outside of units, such as an embedding tied to the last layer, is frozen there too.
 
     A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output, and the norm passes it
     on. Weights that `load_state_dict` loads into a frozen module count at once, also in compiled or captured code.
@@ -133,7 +131,7 @@ class Freezer:
         finally:
             self.thaw(names)
 
-    frozen_for = temporarily_frozen
+    frozen_for = temporarily_frozen  # its older name
 
     def schedule(
         self,
@@ -153,17 +151,14 @@ class Freezer:
         """
         names = tuple(unit.name for unit in self._select(units) if unit.name not in self._frozen)
         with self._pretending():
-            now = self._cost(example, loss)
-            self.freeze(names)
-            return Estimate(names, now, self._cost(example, loss))
+            return Estimate(names, self._cost(example, loss), self._cost(example, loss, names))
 
     def measure(self, example: Any, *, loss: Loss | None = None) -> dict[str, int]:
         """The bytes of a step that each unit saves if it alone freezes beside those that are frozen, by name."""
         with self._pretending():
             now = self._cost(example, loss, backward=False).bytes
             for name in [unit.name for unit in self.units if unit.name not in self._frozen]:
-                with self.temporarily_frozen(name):
-                    self.saved[name] = now - self._cost(example, loss, backward=False).bytes
+                self.saved[name] = now - self._cost(example, loss, [name], backward=False).bytes
         return self.saved
 
     def budget(self, limit: str | int, example: Any, *, loss: Loss | None = None) -> Estimate:
@@ -184,23 +179,19 @@ class Freezer:
             candidates = [unit.name for unit in self.units if unit.name not in self._frozen]
 
             def worth(name: str) -> float:
-                return saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3) if self.ratios else saved[name]
-
-            def cost(names: Sequence[str], *, backward: bool = False) -> CostEstimate:
-                with self.temporarily_frozen(names):
-                    return self._cost(example, loss, backward=backward)
+                return saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3)
 
             order = sorted(candidates, key=worth, reverse=True)
-            if (least := cost(order)).bytes > most:
+            if (least := self._cost(example, loss, order, backward=False)).bytes > most:
                 missing = f"{format_bytes(least.bytes)}, {format_bytes(least.bytes - most)} more than {limit}"
                 parts = f"of which {format_bytes(least.held_bytes)} are weights and buffers"
                 raise ValueError(f"with all units frozen a step takes {missing}, {parts}; take a smaller batch")
-            needed = _needed(order, lambda names: cost(names).bytes <= most)
+            needed = _needed(order, lambda names: self._cost(example, loss, names, backward=False).bytes <= most)
             names = tuple(unit.name for unit in self._select(needed))
             if len(names) == len(candidates):
                 fits = f"a step takes at most {limit} only with all {len(self.units)} units frozen"
                 logger.warning("%s: none of them would train; take a smaller batch", fits)
-            return Estimate(names, now, cost(names, backward=True))
+            return Estimate(names, now, self._cost(example, loss, names))
 
     def ddp(self, model: nn.Module | None = None, **options: Any) -> FreezeAwareDDP:
         """`model` (by default the module), which contains the module, as a DistributedDataParallel, which knows what
@@ -329,10 +320,14 @@ class Freezer:
                 optimizer.state.clear()
                 optimizer.state.update(state)
 
-    def _cost(self, example: Any, loss: Loss | None, *, backward: bool = True) -> CostEstimate:
-        for patch in self._layers():  # not among fake tensors, which have no values
-            patch.refresh_if_stale()
-        return step_cost(self.module, self.optimizers, example, self.folded, loss, backward=backward)
+    def _cost(
+        self, example: Any, loss: Loss | None, names: Sequence[str] = (), *, backward: bool = True
+    ) -> CostEstimate:
+        """With the units of these names frozen too."""
+        with self.temporarily_frozen(names):
+            for patch in self._layers():  # not among fake tensors, which have no values
+                patch.refresh_if_stale()
+            return step_cost(self.module, self.optimizers, example, self.folded, loss, backward=backward)
 
     def frozen_norm_buffers(self) -> list[Tensor]:
         """The statistics of frozen norms, which no longer change."""
@@ -343,11 +338,8 @@ class Freezer:
 
 
 def _needed(order: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
-    """The shortest beginning of `order` that fits, without the units that it does not need. The whole of it fits.
-
-    What a unit saves depends on the others: once the first layers are frozen, a head that was chosen before them may
-    train after all.
-    """
+    """The shortest beginning of `order` that fits, without the units that it does not need: once the first layers are
+    frozen, a head that was chosen before them may train after all. The whole of `order` fits."""
     enough = 1 + bisect_left(range(1, len(order)), True, key=lambda count: fits(order[:count]))
     needed = list(order[:enough])
     for name in reversed(order[: enough - 1]):
@@ -375,10 +367,8 @@ def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
     With a rate on the device the training step does that itself, in the memory that it was captured with.
     """
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
-        needs_momentum = group["fused"] and group["momentum"] and not isinstance(group["lr"], Tensor)
-        if needs_momentum and any(
-            optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in group["params"]
-        ):
+        held = [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in group["params"]]
+        if group["fused"] and not isinstance(group["lr"], Tensor) and any(buffer is not None for buffer in held):
             for parameter in set(parameters) & set(group["params"]):
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
@@ -386,8 +376,8 @@ def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 def _touch(unit: Unit) -> None:
     """Make compiled code check the unit's parameters again. Dynamo (torch 2.13 and before) looks at a parameter's
     requires_grad only if the dictionary that holds the parameter has changed since."""
-    held = [unit.layer, *([] if unit.norm is None else [unit.norm])]
-    for module in {*unit.extra.values(), *(part for owner in held for part in owner.modules())}:
+    norm = () if unit.norm is None else unit.norm.modules()
+    for module in {*unit.extra.values(), *unit.layer.modules(), *norm}:
         for name, parameter in list(module._parameters.items()):
             module._parameters[name] = None
             module._parameters[name] = parameter

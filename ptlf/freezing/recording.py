@@ -130,8 +130,7 @@ def _arguments(example: Any) -> tuple[Sequence[Any], dict[str, Any]]:
 def unchanged(*modules: nn.Module, values: bool = True) -> Iterator[None]:
     """Restore parameters, buffers, modes and torch's global random state on exit, even after an exception.
 
-    values: copy all values and put them back. False: for work among fake tensors, which compute single numbers only:
-    those that changed are put back, and other tensors are neither copied nor touched.
+    values: False for work among fake tensors, which change single numbers only: no others are copied and put back.
     """
     parts = list({part: None for module in modules for part in module.modules()})
     modes = [part.training for part in parts]

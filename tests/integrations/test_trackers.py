@@ -234,8 +234,6 @@ def test_names_are_checked(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "bad.yaml").write_text("log: ['conftest:anything']\n")
     assert main(["train", "-c", str(tmp_path / "bad.yaml"), "--out", str(tmp_path / "run")]) == 2
     assert "names code, which would run here" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"'mlflow' is no longer part of ptlf; register a Tracker of your own"):
-        tiny_config(log="mlflow")
     for name in ALL:
         monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
         with pytest.raises(UserError, match=rf"--log needs {name}, .*: pip install 'ptlf\[trackers\]'"):
