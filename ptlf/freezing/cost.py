@@ -5,7 +5,7 @@ import copy
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ptlf.freezing.recording import tensors_in, unchanged
+from ptlf.freezing.recording import arguments, tensors_in, unchanged
 
 Loss = Callable[[Any], Tensor]  # of the module's output
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -187,8 +187,7 @@ def _run_step(
 
     def forward() -> Tensor:
         nonlocal total
-        kwargs = example if isinstance(example, Mapping) else {}
-        args = () if kwargs else example if isinstance(example, tuple) else (example,)
+        args, kwargs = arguments(example)
         output = module(*args, **kwargs)
         if loss is not None:
             total = loss(output)
@@ -212,13 +211,11 @@ def state_bytes(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
     """Bytes of the optimizer's state for these parameters; where it has none yet, of what its first step will make."""
     wanted, made, total = set(parameters), {}, 0
     for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter not in wanted:
-                continue
+        for parameter in wanted.intersection(group["params"]):
+            kind = index, parameter.ndim, parameter.dtype, parameter.device
             if known := optimizer.state.get(parameter):
                 total += sum(tensor.nbytes for tensor in tensors_in(known))
                 continue
-            kind = index, parameter.ndim, parameter.dtype, parameter.device
             if kind not in made:
                 made[kind] = _first_state(optimizer, group, parameter)
             alike, rest = made[kind]

@@ -327,8 +327,7 @@ class MaskedReLU(ForwardPatch):
 
 def is_plain_layer(layer: nn.Module) -> bool:
     """Whether the layer is a standard Conv2d or Linear: no overridden forward, no computed weight."""
-    kind = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
-    inherited = type(layer).forward is kind.forward and replaced_forward(layer) is None
+    inherited = type(layer).forward in (nn.Linear.forward, nn.Conv2d.forward) and replaced_forward(layer) is None
     if isinstance(layer, nn.Conv2d):
         inherited = inherited and type(layer)._conv_forward is nn.Conv2d._conv_forward
     return inherited and layer._parameters.get("weight") is not None

@@ -148,16 +148,15 @@ class CostAware(Policy[CostAwareConfig]):
         left = list(candidates)
         for _ in range(min(count, len(candidates))):
             # Equal but for rounding is a tie.
-            scores = [(round(weight[name] * (now.if_frozen(place[name]) - now.current), 12), name) for name in left]
-            together, total = now.copy(), 0.0
+            current, together, total = now.current, now, 0.0
+            scores = [(round(weight[name] * (now.if_frozen(place[name]).current - current), 12), name) for name in left]
             for number, name in enumerate(left[: max(count, context.remaining) - len(chosen)], start=1):
-                before = together.current
-                together.freeze(place[name])
+                before, together = together.current, together.if_frozen(place[name])
                 total += weight[name] * (together.current - before)
                 scores.append((round(total / number, 12), left[0]))
             # max keeps the first of equals, which is the one nearest to the input.
             best = max(scores, key=lambda scored: (scored[0], context.ratio(scored[1], 1.0)))[1]
-            now.freeze(place[best])
+            now = now.if_frozen(place[best])
             left.remove(best)
             chosen.append(best)
         return chosen

@@ -110,5 +110,5 @@ class ProgressiveFreezing:
         self.freezer.load_state_dict(state)
         self.active, self.context.ratios, self.log = state["active"], state["ratios"], deepcopy(list(state["log"]))
         self.keep_frozen = list(state.get("stays", []))  # older states have none
-        if state["savings"]:  # as they were, should they have been timed
+        if state["savings"]:  # as they were: another machine may train in another precision
             self.context.savings = {name: Saving(**saving) for name, saving in state["savings"].items()}

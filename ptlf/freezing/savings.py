@@ -29,8 +29,6 @@ class BackwardSavings:
     trainable one pays for its input gradient; that one itself and all before it do not, as nothing needs it.
     Data order stands in for the graph: two branches of a residual block count as if one followed the other, and an
     input that two units share counts for each.
-
-    `current` is that of the units frozen so far; each further one takes constant time.
     """
 
     def __init__(self, savings: Sequence[Saving], frozen: Sequence[bool]) -> None:
@@ -42,30 +40,20 @@ class BackwardSavings:
         self.inputs = list(itertools.accumulate((saving.input_cost for saving in savings[1:]), initial=0))
         self.cost = sum(saving.weight_cost for saving in savings) + self.inputs[-1]
         self.kept = sum(saving.bytes for saving in savings)
-        self.current = self._share(self.weights, self.freed, self.first)
 
-    def if_frozen(self, place: int) -> float:
+    @property
+    def current(self) -> float:
+        """Of the units frozen so far."""
+        saved = self.weights + self.inputs[min(self.first, len(self.inputs) - 1)]
+        return (saved / self.cost if self.cost else 0.0) / 2 + (self.freed / self.kept if self.kept else 0.0) / 2
+
+    def if_frozen(self, place: int) -> "BackwardSavings":
         """With the trainable unit at this place frozen too."""
-        unit = self.savings[place]
-        return self._share(self.weights + unit.weight_cost, self.freed + unit.bytes, self._first(place))
-
-    def freeze(self, place: int) -> None:
-        self.current, self.first = self.if_frozen(place), self._first(place)
-        self.weights += self.savings[place].weight_cost
-        self.freed += self.savings[place].bytes
-        self.frozen[place] = True
-
-    def copy(self) -> "BackwardSavings":
-        made = copy.copy(self)
-        made.frozen = list(self.frozen)
+        made, unit = copy.copy(self), self.savings[place]
+        made.frozen = [*self.frozen[:place], True, *self.frozen[place + 1 :]]
+        made.weights, made.freed = self.weights + unit.weight_cost, self.freed + unit.bytes
+        made.first = made.frozen.index(False, self.first)
         return made
-
-    def _first(self, place: int) -> int:
-        return self.frozen.index(False, place + 1) if place == self.first else self.first
-
-    def _share(self, weights: float, freed: int, first: int) -> float:
-        saved = weights + self.inputs[min(first, len(self.inputs) - 1)]
-        return (saved / self.cost if self.cost else 0.0) / 2 + (freed / self.kept if self.kept else 0.0) / 2
 
 
 def measure_savings(module: nn.Module, units: Sequence[Unit], example: Tensor) -> dict[str, Saving]:

@@ -18,8 +18,7 @@ except ImportError:  # the class says so when it is made
     class TrainerCallback:  # type: ignore[no-redef]
         pass
 
-    class ExportableState:  # type: ignore[no-redef]
-        pass
+    ExportableState = object
 
 
 class FreezingCallback(TrainerCallback, ExportableState):
@@ -31,7 +30,7 @@ class FreezingCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if TrainerCallback.__module__ == __name__:
+        if ExportableState is object:
             raise ImportError("FreezingCallback needs transformers: pip install transformers accelerate")
         self.plan = FreezingPlan(*args, **kwargs)
 
