@@ -18,7 +18,7 @@ except ImportError:  # the class says so when it is made
     class TrainerCallback:  # type: ignore[no-redef]
         pass
 
-    ExportableState = object
+    ExportableState = object  # type: ignore[assignment, misc]
 
 
 class FreezingCallback(TrainerCallback, ExportableState):
