@@ -70,7 +70,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1, amsgrad=True),
     "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
     "adamw fused": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1, fused=True),
-    "lars": lambda p: LARS(p, 0.05, momentum=0.9, weight_decay=0.01, decay_vectors=True),
+    "lars": lambda p: LARS(p, 0.05, momentum=0.9, weight_decay=0.01),
 }
 
 
