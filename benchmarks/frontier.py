@@ -2,7 +2,7 @@
 
     python benchmarks/frontier.py digits/simsiam/lump --out runs/frontier --final 0.4 0.8
 
-`ptlf report` draws the same picture of finished runs.
+The pictures are written beside the runs, as frontier-*.svg and .png.
 """
 
 import itertools
@@ -14,13 +14,13 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.frontier_picture import COSTS, leading, points, relative_costs, write_frontier
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
 from ptlf.commands.parser import folder, share, whole
 from ptlf.commands.train import check_alone, write_page
 from ptlf.core.errors import UserError
 from ptlf.report import paired
-from ptlf.report.figures.frontier import COSTS, leading, points, relative_costs
 from ptlf.report.live import Live, console, tell
 from ptlf.report.measures import probe_measures, title_of
 from ptlf.report.runs import Comparison, policy_of, read_comparison
@@ -56,10 +56,13 @@ def train_frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrid
         return show_plan([run.folder for run in runs if run not in missing], missing)
     done = len(runs) - len(missing)
     tell(describe_runs(done, missing))
-    for run, results in train_all(missing, announced(done, missing, Live, tell)):
+    watch = announced(done, missing, Live, tell)
+    for run, results in train_all(missing, watch):
         show_results(console, results, run.folder, brief=True)
     folders, baseline = [run.folder for run in runs], f"no-freezing-seed{seeds[0]}"
-    show_frontier(console, recipe, read_comparison(folders, baseline))
+    comparison = read_comparison(folders, baseline)
+    show_frontier(console, recipe, comparison)
+    write_frontier(comparison, out)
     write_page(folders, out / "report.html", baseline)
 
 

@@ -71,7 +71,7 @@ def timed_runs(
         raise UserError(f"{out} already holds runs; choose another --out")
     if size and not noise:
         raise UserError("--size is of --noise images; the size of a data set's is its own")
-    say = cache(tell)
+    say = cache(tell)  # what is chosen is the same for all runs
     configs = [resolve_config(recipe, None, overrides, tell=say) for recipe in recipes or PAIR]
     check_comparable([as_dict(config) for config in configs])
     streams = [noise_for(config, noise, size or 32) if noise else make_stream(config) for config in configs]

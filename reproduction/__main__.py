@@ -81,9 +81,9 @@ def reproduce(
         for folder in planned.of_other_seeds():
             tell(f"done, of another seed: {folder}")
         return show_plan(planned.there(), planned.missing, cannot_be_made(planned))
-    failed, done = [], len(planned.there())
+    done = len(planned.there())
     tell(describe_runs(done, planned.missing) + cannot_be_made(planned))
-    watch = announced(done, planned.missing, Live, tell)
+    failed, watch = [], announced(done, planned.missing, Live, tell)
     if planned.missing and scale == "paper" and not show:
         tell("--plan says how long that takes on this machine; --show prints what is there")
     for run, results in () if show else found_runs.train_missing(planned, watch):
@@ -102,7 +102,7 @@ def reproduce(
     if scale != "paper":
         tell(small)
     if failed:
-        raise UserError(f"{len(failed)} runs failed (see above): {', '.join(failed)}; the same command tries again")
+        raise UserError(f"{len(failed)} runs failed, as told above: {', '.join(failed)}; the same command tries again")
 
 
 def cannot_be_made(planned: found_runs.Plan) -> str:

@@ -101,15 +101,10 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
         lacking = f"encoder {config.encoder.name!r} has no convolution or linear layer that trains and could freeze"
         raise UserError(f"{lacking}; use --freezing.policy none")
     savings = None
-    if policy.savings_by:
-        if policy.savings_by == "seconds":  # which depend on the step's size, type and layout
-            layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
-            rows = processes.share(config.training.batch) * len(trainer.view_specs)
-            example = example[:1].expand(rows, -1, -1, -1).contiguous(memory_format=layout)
+    if policy.needs_savings:
         low = trainer.model.dtype is torch.bfloat16
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
-            savings = measure_savings(encoder, freezer.units, example, by=policy.savings_by)
-        savings = processes.broadcast_object(savings)  # each process would time others, and choose others
+            savings = measure_savings(encoder, freezer.units, example)
     schedule = FreezeSchedule(settings.initial, settings.final, config.training.epochs, settings.shape)
     if policy.freezes and schedule.most(len(freezer.units)) == 0:
         share = f"freezing.final {settings.final} of {len(freezer.units)} units"

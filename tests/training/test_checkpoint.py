@@ -498,18 +498,6 @@ def test_dropout_goes_on_where_it_was(tiny, tmp_path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_timed_savings_are_not_timed_again(tiny, tmp_path) -> None:
-    config = tiny(
-        "digits/simsiam/ptlf", freezing__policy="cost_aware", freezing__policy__savings="seconds", freezing__final=0.67
-    )
-    first = Run(config, tmp_path / "run")
-    state = first.freezing.state_dict()
-    second = Run(config, tmp_path / "run")
-    assert second.freezing.context.savings != first.freezing.context.savings  # timed anew
-    second.freezing.load_state_dict(state)
-    assert second.freezing.context.savings == first.freezing.context.savings
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["eager", "captured"])
 def test_a_gpu_run_goes_on_to_the_same_decisions(tiny, tmp_path, engine: str) -> None:
