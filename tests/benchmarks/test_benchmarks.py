@@ -152,14 +152,7 @@ def test_runs_side_by_side_and_again_from_their_folders(capsys, tmp_path) -> Non
     words = ["--recipes", *PAIR, *QUICK, "--training.epochs", "2", "--out", str(out), "--json", str(file)]
     assert side_by_side.main(words) == 0
     shown = capsys.readouterr().out
-    for text in (
-        "warming up",
-        "digits/simsiam/ptlf: 2 tasks",
-        "first task",
-        "0 frozen",
-        "1 frozen",
-        "of it correlation",
-    ):
+    for text in ("warming up", f"{PAIR[1]}: 2 tasks", "first task", "0 frozen", "1 frozen", "of it correlation"):
         assert text in shown, text
     found = json.loads(file.read_text())["runs"]
     assert [one["run"] for one in found] == PAIR
@@ -183,35 +176,25 @@ def test_noise_needs_no_data(capsys, tmp_path, monkeypatch) -> None:
 
 
 def test_runs_that_cannot_be_compared(capsys, tmp_path) -> None:
-    for words, told in {
-        ("--recipes", "digits/simsiam/lumpy"): "unknown recipe 'digits/simsiam/lumpy'",
-        ("--recipes", PAIR[0], "digits/simsiam/multitask", *QUICK): "the runs have 2, 1 tasks; only runs with the same",
-        (
-            "--recipes",
-            PAIR[0],
-            "split-cifar10/simsiam/ptlf",
-            *QUICK,
-        ): "different streams (name: digits and split-cifar10",
-        ("--from", str(tmp_path)): "holds no results.json",
-        ("--from", str(tmp_path), "--seed", "1"): "leave out --seed",
-        ("--recipes", *PAIR, "--from", str(tmp_path)): "leave out --recipes",
-        ("--size", "16"): "--size is of --noise images",
-    }.items():
-        assert told in refused(capsys, side_by_side, *words), words
-    for name, changes, told in (
-        ("a", {"status": "stopped"}, "has not finished"),
-        ("b", {"tasks": ["a", "b", "c"]}, "have 2, 3 tasks"),
+    for words, told in (
+        (["--recipes", "digits/simsiam/lumpy"], "unknown recipe 'digits/simsiam/lumpy'"),
+        (["--recipes", PAIR[0], "digits/simsiam/multitask", *QUICK], "the runs have 2, 1 tasks; only runs with"),
+        (["--recipes", PAIR[0], "split-cifar10/simsiam/ptlf", *QUICK], "different streams (name: digits and split-c"),
+        (["--from", str(tmp_path)], "holds no results.json"),
+        (["--from", str(tmp_path), "--seed", "1"], "leave out --seed"),
+        (["--recipes", *PAIR, "--from", str(tmp_path)], "leave out --recipes"),
+        (["--size", "16"], "--size is of --noise images"),
     ):
-        for folder, record in ((tmp_path / "first", first()), (tmp_path / name, {**second(), **changes})):
-            folder.mkdir(exist_ok=True)
-            (folder / "results.json").write_text(json.dumps(record))
-        assert told in refused(capsys, side_by_side, "--from", str(tmp_path / "first"), str(tmp_path / name))
-    for settings, message in (
+        assert told in refused(capsys, side_by_side, *words), words
+    (tmp_path / "results.json").write_text(json.dumps({**second(), "status": "stopped"}))
+    assert "has not finished" in refused(capsys, side_by_side, "--from", str(tmp_path))
+    epochs = r"different epochs \(training.epochs: 6 and 8\)"
+    for changes, message in (
+        ([{"training": {"epochs": 6}}, {"training": {"epochs": 8}}], epochs),
         ([{"stream": {"name": "digits"}}, {"stream": {"name": "split-cifar10"}}], "different streams"),
-        ([{"training": {"epochs": 6}}, {"training": {"epochs": 8}}], r"different epochs \(training.epochs: 6 and 8\)"),
     ):
         runs = [first(), second()]
-        for one, change in zip(runs, settings, strict=True):
+        for one, change in zip(runs, changes, strict=True):
             one["config"] |= change
         with pytest.raises(UserError, match=message):
             compare(runs)
@@ -223,9 +206,8 @@ STEP = ["--recipe", PAIR[0], *QUICK[2:4], "--size", "8", "--steps", "1", "--trai
 def test_steps_by_stage(tmp_path: Path, capsys) -> None:
     figures = tmp_path / "step.json"
     for way in ("resident", "streamed", "first"):
-        assert (
-            step.main([*STEP, "--stages", "0", "1", "--json", str(figures), *[f"--{way}"] * (way != "resident")]) == 0
-        )
+        words = [] if way == "resident" else [f"--{way}"]
+        assert step.main([*STEP, "--stages", "0", "1", "--json", str(figures), *words]) == 0
         record = json.loads(figures.read_text())
         plain, frozen = record["rows"]
         assert frozen["units"] == (["0"] if way == "first" else ["3"]), way
@@ -279,55 +261,45 @@ def test_an_encoder_that_does_not_take_the_images_is_said_to() -> None:
         freezing.measure_freezing(encoder, 4, 32, torch.device("cpu"))
 
 
-def test_freezing_is_relative_to_nothing_frozen() -> None:
-    first = {"frozen": "nothing", "way": "", "kept_bytes": 2**21, "backward_flops": 8 * 10**9, "seconds": 0.5}
-    ratios = {"kept_bytes_ratio": 0.5, "backward_flops_ratio": 0.25, "seconds_ratio": 0.8}
-    second = {"frozen": "middle", "way": "ours", "kept_bytes": 2**20, "backward_flops": 2 * 10**9, "seconds": 0.4}
-    found = shown("freezing", "freezing", [first | dict.fromkeys(ratios, 1.0), second | ratios])
-    assert found["nothing"] == ["", "2.0", "8.00", "500"]
-    assert found["middle"] == ["ours", "1.0  0.50x", "2.00  0.25x", "400  0.80x"]
-
-
-def test_steps_are_relative_to_the_first_stage() -> None:
+def test_rows_are_relative_to_the_first_one() -> None:
     first = {"frozen": 0, "step_ms": 8.0, "step_ms_spread": 0.1, "device_ms": None, "views_per_second": 64000.0}
     first |= {"kept_bytes": 200 * 2**20, "peak_memory_bytes": 500 * 2**20, "rebuild_seconds": 1.0}
     second = first | {"frozen": 4, "step_ms": 6.0, "kept_bytes": 100 * 2**20, "peak_memory_bytes": 450 * 2**20}
     found = shown("step", "steps", [first, second])
     assert found["0"] == ["8.00", "0.10", "-", "64.0", "200", "500", "1.0"]
     assert found["4"] == ["6.00  0.75x", "0.10", "-", "64.0", "100  0.50x", "450  0.90x", "1.0"]
+    ratios = {"kept_bytes_ratio": 0.5, "backward_flops_ratio": 0.25, "seconds_ratio": 0.8}
+    middle = {"frozen": "middle", "way": "ours", "kept_bytes": 2**20, "backward_flops": 2 * 10**9, "seconds": 0.4}
+    nothing = middle | {"frozen": "nothing", "way": ""} | dict.fromkeys(ratios, 1.0)
+    found = shown("freezing", "freezing", [nothing, middle | ratios])
+    assert found["nothing"] == ["", "1.0", "2.00", "400"]
+    assert found["middle"] == ["ours", "1.0  0.50x", "2.00  0.25x", "400  0.80x"]
 
 
 def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("0001.jpg").write_text("a photograph")
-    missing = str(tmp_path / "none" / "x.json")
-    for script in (freezing, step, methods, side_by_side):
-        for file, told in ((missing, "there is no folder"), ("0001.jpg", "must name a file that ends with .json")):
-            with pytest.raises(SystemExit):
-                script.main([*[PAIR[0]] * (script is methods), "--json", file])
-            assert f"argument --json: {told}" in capsys.readouterr().err, (script, file)
+    wrong = [
+        (script, [*[PAIR[0]] * (script is methods), "--json", file], f"argument --json: {told}")
+        for script in (freezing, step, methods, side_by_side)
+        for file, told in (("none/x.json", "there is no folder"), ("0001.jpg", "must name a file that ends with .json"))
+    ]
     for value in ("nan", "1.5", "-0.1", "much"):
+        words = [PAIR[0], "--out", str(tmp_path), "--plan", "--initial", value]
+        wrong.append((frontier, words, "argument --initial: must be a number"))
+    for script, words in ((freezing, ["--size", "100000"]), (side_by_side, ["--noise", "1" + "0" * 20])):
+        wrong.append((script, words, f"argument {words[0]}: must be "))
+    for script, words, told in wrong:
         with pytest.raises(SystemExit):
-            frontier.main([PAIR[0], "--out", str(tmp_path), "--plan", "--initial", value])
-        assert "argument --initial: must be a number" in capsys.readouterr().err, value
-    huge = "100000000000000000000"
+            script.main(words)
+        assert told in capsys.readouterr().err, (script, words)
     for script, words in (
         (freezing, ["--batch", "1000000", "--size", "1000"]),
         (freezing, ["--encoder", "torch.nn:Linear"]),
         (freezing, ["--encoder", "torch.nn:Identity"]),
         (step, ["--size", "8000", "--device", "cpu"]),
         (step, ["--training.batch", "4000000000"]),
-        (step, ["--training.batch", huge]),
-        (step, ["--seed", "1" + "0" * 400]),
         (side_by_side, ["--noise", "1000000000"]),
     ):
         error = refused(capsys, script, *words)
         assert error.startswith("ptlf: ") and error.count("\n") == 1, (script, words)
-    for script, words in (
-        (freezing, ["--size", "100000"]),
-        (freezing, ["--batch", huge]),
-        (side_by_side, ["--noise", huge]),
-    ):
-        with pytest.raises(SystemExit):
-            script.main(words)
-        assert f"argument {words[0]}: must be " in capsys.readouterr().err, (script, words)

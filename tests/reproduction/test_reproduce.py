@@ -100,26 +100,18 @@ def test_runs_are_found_by_their_settings(tmp_path: Path) -> None:
     )
 
 
-def test_of_runs_with_the_same_seed_the_recipe_s_own_is_taken(tmp_path: Path) -> None:
+def test_a_plan_takes_the_recipe_s_own_runs_each_seed_once_and_the_cheapest_first(tmp_path: Path) -> None:
+    plan = make_plan([TINY], "paper", [0, 0], tmp_path / "runs", QUICK, [tmp_path])
+    assert sorted(run.name for run in plan.missing) == sorted(cell.name for cell in wanted([TINY]).values())
     words = [*scale_settings("paper", LUMP.recipe), *QUICK]
     config = as_dict(resolve_config(LUMP.recipe, None, words))
-    keep(tmp_path / "a", config | {"recipe": "other"})
-    keep(tmp_path / "b", config)
-    keep(tmp_path / "c", config)
-    keep(tmp_path / "d", config | {"seed": 5})
+    for folder, change in (("a", {"recipe": "other"}), ("b", {}), ("c", {}), ("d", {"seed": 5})):
+        keep(tmp_path / folder, config | change)
     plan = make_plan([TINY], "paper", [0, 1], tmp_path / "runs", QUICK, [tmp_path])
     assert {seed: found.folder.name for seed, found in plan.found[LUMP.key].items()} == {0: "b", 5: "d"}
     assert len(plan.missing) == 3
-
-
-def test_a_seed_that_is_named_twice_counts_once(tmp_path: Path) -> None:
-    plan = make_plan([TINY], "paper", [0, 0], tmp_path / "runs", QUICK, [tmp_path])
-    assert sorted(run.name for run in plan.missing) == sorted(cell.name for cell in wanted([TINY]).values())
-
-
-def test_cheapest_first(tmp_path: Path) -> None:
     cells = [Cell(str(n), "digits", LUMP.recipe, settings=(f"--training.epochs={n}",)) for n in (3, 1, 2)]
-    plan = make_plan([Table("", (), tuple(cells))], "paper", [0], tmp_path, QUICK, [])
+    plan = make_plan([Table("", (), tuple(cells))], "paper", [0], tmp_path / "none", QUICK, [])
     assert [run.config.training.epochs for run in plan.missing] == [1, 2, 3]
 
 

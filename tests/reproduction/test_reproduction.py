@@ -267,29 +267,27 @@ def test_remarks_are_of_runs_that_are_kept() -> None:
         assert set(re.findall(r"\d+\.\d\d\b", text)) <= {f"{value:.2f}" for value in known}, name
 
 
-def test_the_remark_on_der_s_weight() -> None:
-    """Effective ranks after the last task, one decimal each."""
-    names = {"0": "from {} without replay", "0.1": "to {} at 0.1", "0.4": "and {} at 0.4"}
-    runs = {name: json.loads((ROOT / "results" / "der-weight" / name / "results.json").read_text()) for name in names}
-    said = [words.format(f"{runs[name]['features'][-1]['effective_rank']:.1f}") for name, words in names.items()]
-    assert " ".join(said) in remarks(ROOT / "results")["split-cifar10/simsiam/der"]
-    assert [run["config"]["method"]["alpha"] for run in runs.values()] == [0.0, 0.1, 0.4]
-    scores = [f"{run['probes']['knn_class']['accuracy']:.1f}" for run in runs.values()]
-    assert "from {} to {} and {}".format(*scores) in remarks(ROOT / "results")["split-cifar10/simsiam/der"]
+def test_the_remarks_on_der_s_weight() -> None:
+    """Effective ranks after the last task and `knn_class`, one decimal each; on CIFAR-10 means of two seeds."""
+    remark = remarks(ROOT / "results")["split-cifar10/simsiam/der"]
 
+    def means(folder: str, files: dict[str, float | None], seeds: int) -> tuple[list[str], list[float]]:
+        ranks, scores = [], []
+        for name, alpha in files.items():
+            paths = sorted((ROOT / "results" / folder).glob(f"{name}/results.json"))
+            runs = [json.loads(path.read_text()) for path in paths]
+            assert [run["config"]["method"].get("alpha") for run in runs] == [alpha] * seeds, name
+            ranks.append(f"{statistics.fmean(run['features'][-1]['effective_rank'] for run in runs):.1f}")
+            scores.append(statistics.fmean(run["probes"]["knn_class"]["accuracy"] for run in runs))
+        return ranks, scores
 
-def test_the_remark_on_der_s_weight_on_cifar10() -> None:
-    """Effective ranks after the last task and `knn_class`, means of two seeds."""
-    ranks, classes = [], []
-    for method, alpha in (("finetune", None), ("der-0.1", 0.1), ("der-0.4", 0.4)):
-        files = sorted((ROOT / "results" / "der-weight-cifar10").glob(f"{method}-seed*/results.json"))
-        runs = [json.loads(file.read_text()) for file in files]
-        assert [run["config"]["method"].get("alpha") for run in runs] == [alpha] * 2
-        ranks.append(statistics.fmean(run["features"][-1]["effective_rank"] for run in runs))
-        classes.append(statistics.fmean(run["probes"]["knn_class"]["accuracy"] for run in runs))
-    said = "from {:.1f} without replay and {:.1f} at 0.1 to {:.1f} at 0.4 (results/der-weight-cifar10".format(*ranks)
-    assert said in remarks(ROOT / "results")["split-cifar10/simsiam/der"]
-    assert classes == sorted(classes)
+    ranks, scores = means("der-weight", {"0": 0.0, "0.1": 0.1, "0.4": 0.4}, 1)
+    assert "from {} without replay to {} at 0.1 and {} at 0.4".format(*ranks) in remark
+    assert "from {:.1f} to {:.1f} and {:.1f}".format(*scores) in remark
+    names = {"finetune-seed*": None, "der-0.1-seed*": 0.1, "der-0.4-seed*": 0.4}
+    ranks, scores = means("der-weight-cifar10", names, 2)
+    assert "from {} without replay and {} at 0.1 to {} at 0.4 (results/der-weight-cifar10".format(*ranks) in remark
+    assert scores == sorted(scores)
 
 
 def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp_path: Path) -> None:
@@ -350,24 +348,19 @@ def test_the_same_rows_in_another_work() -> None:
     assert "| Barlow Twins, CaSSLe | Split Tiny-ImageNet | | 71.76 / 2.88 | 71.86 / 2.83 |" in said
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_a_difference_to_printed_values_is_welch_s(count: int) -> None:
+def test_a_difference_to_printed_values_is_welch_s() -> None:
     """Degrees of freedom are rounded down, so the interval is no narrower than that of scipy."""
-    values = np.random.default_rng(count).normal(90, 1, count)
-    mine = interval(values.tolist())
-    assert mine is not None
-    found = difference_to(mine, 89.0, 0.7, 3)
-    told = stats.ttest_ind_from_stats(values.mean(), values.std(ddof=1), count, 89.0, 0.7, 3, equal_var=False)
-    error = (values.mean() - 89) / told.statistic
-    variances = values.var(ddof=1) / count, 0.7**2 / 3
-    degrees = sum(variances) ** 2 / (variances[0] ** 2 / (count - 1) + variances[1] ** 2 / 2)
-    assert found.mean == pytest.approx(values.mean() - 89)
-    assert found.half == pytest.approx(stats.t.ppf(0.975, int(degrees)) * error, rel=1e-3)
-    assert found.half >= stats.t.ppf(0.975, degrees) * error * 0.999
-
-
-def test_a_single_value_is_taken_to_spread_as_the_printed_ones() -> None:
-    (one,) = [found for found in [interval([93.95])] if found]
+    for count in (2, 3, 5):
+        values = np.random.default_rng(count).normal(90, 1, count)
+        found = difference_to(interval(values.tolist()), 89.0, 0.7, 3)
+        told = stats.ttest_ind_from_stats(values.mean(), values.std(ddof=1), count, 89.0, 0.7, 3, equal_var=False)
+        error = (values.mean() - 89) / told.statistic
+        variances = values.var(ddof=1) / count, 0.7**2 / 3
+        degrees = sum(variances) ** 2 / (variances[0] ** 2 / (count - 1) + variances[1] ** 2 / 2)
+        assert found.mean == pytest.approx(values.mean() - 89)
+        assert found.half == pytest.approx(stats.t.ppf(0.975, int(degrees)) * error, rel=1e-3)
+        assert found.half >= stats.t.ppf(0.975, degrees) * error * 0.999
+    one = interval([93.95])  # a single value is taken to spread as the printed ones
     found = difference_to(one, 91.04, 0.24, 3)
     assert found.half == pytest.approx(stats.t.ppf(0.975, 2) * 0.24 * (1 + 1 / 3) ** 0.5, rel=1e-3)
     assert found.excludes_zero
