@@ -14,7 +14,7 @@ from ptlf.run.build import check_grows
 from ptlf.run.config import Config
 from ptlf.run.folder import claim_folder
 from ptlf.stream import Stream, StreamConfig
-from ptlf.stream.arrivals import clear, known_images, pack_incoming, place, reduced, task_name, train_checksum
+from ptlf.stream.arrivals import clear, known_images, pack_incoming, place, reduced, task_name
 from ptlf.stream.decode import Fit
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.pack import Pack, data_root
@@ -82,7 +82,7 @@ def select_new(incoming: Pack, learnt: Sequence[Pack], unfinished: bool, again: 
     """What of the images is to be learnt. None: nothing, or they are those of the last task, which is unfinished."""
     if again:
         return incoming
-    if unfinished and learnt and train_checksum(learnt[-1]) == train_checksum(incoming):
+    if unfinished and learnt and learnt[-1].split("train").sha256 == incoming.split("train").sha256:
         return None
     if new_only:
         return without_known(incoming, learnt)
@@ -94,7 +94,7 @@ def reject_duplicate(incoming: Pack, learnt: Sequence[Pack]) -> None:
     """Refuse a task of which all images were learnt before; of some, say so."""
     again = "give --again (again=True) to learn them once more"
     for number, pack in enumerate(learnt, start=1):
-        if train_checksum(pack) == train_checksum(incoming):
+        if pack.split("train").sha256 == incoming.split("train").sha256:
             raise UserError(f"{task_name(incoming)} holds the very images of {place(pack, number)}; {again}")
     known, tasks = known_images(incoming, learnt)
     before = f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before: {'; '.join(tasks)}"
