@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import shlex
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +14,9 @@ from pathlib import Path
 
 from ptlf.commands.parser import make_parser, parse_words
 from ptlf.core.errors import UserError
-from ptlf.core.imports import own_process
 from ptlf.core.words import printable, short_repr
 from ptlf.training.process import Stopped
 
-MANY_RUNS = ("sweep",)  # commands that keep what is done; the same command continues
 MOVED = {  # commands of version 0.2 that are scripts in a clone of the repository now
     "reproduce": "`python -m reproduction TABLE`",
     "bench": "`python benchmarks/step.py`, freezing.py, methods.py or run.py",
@@ -46,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, function = run.split(":")  # imported only now: torch takes seconds
         getattr(import_module(module), function)(**options)
 
-    return exit_code(work, program(), words, several=verb in MANY_RUNS)
+    return exit_code(work, "ptlf", words, several=verb == "sweep")
 
 
 def escape_surrogates() -> None:
@@ -61,9 +58,10 @@ def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *,
 
     command, words: as they were typed. several: it trains several runs, and the same command continues.
     """
-    debug, again = os.environ.get("PTLF_DEBUG", "") not in ("", "0") or "--debug" in words, same_command(command, words)
+    debug = os.environ.get("PTLF_DEBUG", "") not in ("", "0") or "--debug" in words
+    again = f"`{command} {shlex.join(words)}` continues from here"
     try:
-        with own_process(), messages_on_stderr():
+        with messages_on_stderr():
             work()
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -79,7 +77,8 @@ def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *,
         if (sentence := users_mistake(error, words)) is None:
             raise
         if debug:
-            show_trace(error)
+            error.__suppress_context__ = False  # what led to it, also what the sentence stands for
+            traceback.print_exception(error)
         say(sentence)
         return 2
     return 0
@@ -107,27 +106,6 @@ def is_named(file: object, words: Sequence[str]) -> bool:
     named = [*words, *(word.partition("=")[2] for word in words), os.environ.get("PTLF_DATA") or "~/.cache/ptlf"]
     path = Path(os.path.abspath(os.fsdecode(file)))
     return any(path.is_relative_to(os.path.abspath(os.path.expanduser(word))) for word in named if word)
-
-
-def show_trace(error: BaseException) -> None:
-    """With the errors that led to it, also those that its sentence stands for."""
-    cause: BaseException | None = error
-    while cause is not None:
-        cause.__suppress_context__ = cause.__cause__ is not None
-        cause = cause.__cause__ or cause.__context__
-    traceback.print_exception(error)
-
-
-def program() -> str:
-    """What the user calls this program by: its path where `ptlf` on PATH is another one."""
-    path, found = Path(sys.argv[0]), shutil.which("ptlf")
-    there = path.name == "ptlf" and path.exists() and not (found and os.path.samefile(found, path))
-    return shlex.quote(str(path)) if there else "ptlf"
-
-
-def same_command(command: str, words: Sequence[str]) -> str:
-    """How to continue a command that keeps what is done: as it was typed, to be typed again."""
-    return f"`{command} {shlex.join(words)}` continues from here"
 
 
 def process() -> int:

@@ -2,8 +2,9 @@
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,7 @@ from ptlf.core.words import short_repr
 from ptlf.learner import Learner
 from ptlf.report.live import Live, console, tell
 from ptlf.report.runs import read_comparison
-from ptlf.report.tables import (
-    show_results,
-    show_runs,
-)
+from ptlf.report.tables import show_results, show_runs
 from ptlf.run import sweep as sweeps
 from ptlf.run.cluster import train_as_jobs
 from ptlf.run.config import Config, read_yaml
@@ -60,22 +58,19 @@ def train(
             train_in(resume, processes.broadcast_object(settings), resume=True, strict=False)
         elif out:
             # After a restart by torchrun the command is the same, and the run is there already.
-            said = tell if processes.is_first() and not (out / "config.yaml").exists() else silent_line
-            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code, tell=said)
+            new = processes.is_first() and not (out / "config.yaml").exists()
+            said: dict[str, Any] = {"tell": tell} if new else {}
+            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code, **said)
             train_in(out, processes.broadcast_object(chosen), resume=processes.restarts() > 0)
         else:
             raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, a run to continue")
 
 
-def silent_line(line: str) -> None: ...
-
-
 def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True) -> None:
     """Train, show and draw. A run to resume must have these very settings, if `strict`."""
     first = processes.is_first()
-    if resume and processes.broadcast_object(
-        first and (has_finished_as(folder, config) if strict else has_finished(folder))
-    ):
+    finished = resume and first and (has_finished_as(folder, config) if strict else has_finished(folder))
+    if processes.broadcast_object(finished):
         return tell(f"{folder}: already finished")
     if first and not resume:
         check_vacant(folder)  # before tasks that arrived there are taken for the new run's
@@ -181,16 +176,17 @@ def sweep(
     if not jobs["cluster"] and any(jobs.values()):
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
     check_alone("ptlf sweep")
-    runs = sweeps.plan(recipes, seeds, out, overrides, tell_once())
+    runs = sweeps.plan(recipes, seeds, out, overrides, cache(tell))  # what is chosen is the same for all runs
     missing = [run for run in runs if not has_finished_as(run.folder, run.config)]
     for run in runs:
         if run not in missing:
             tell(f"{run.name}: already finished in {run.folder}")
-    watch = tell_count(len(runs) - len(missing), missing)
+    done = len(runs) - len(missing)
+    tell(sweeps.describe_runs(done, missing))
     if jobs["cluster"]:
         train_as_jobs(missing, out / "jobs", **jobs, tell=tell)
     else:
-        for run, results in sweeps.train_all(missing, watch):
+        for run, results in sweeps.train_all(missing, sweeps.announced(done, missing, Live, tell)):
             show_results(console, results, run.folder, brief=True)
     several = f", means of {len(set(seeds))} seeds" if len(set(seeds)) > 1 else ""
     groups: dict[str, list[dict[str, Any]]] = {}  # by recipe
@@ -209,24 +205,6 @@ def with_others(folders: list[Path], out: Path) -> list[Path]:
             if has_finished(folder) and read_comparison([folders[0], folder]):
                 found.append(folder)
     return found
-
-
-def tell_count(done: int, missing: Sequence[sweeps.Planned], left_out: str = "") -> sweeps.Watch:
-    """Tells how many runs are done and how many are missing. What is returned tells with each which one it is."""
-    tell(sweeps.describe_runs(done, missing) + left_out)
-    return sweeps.announced(done, missing, Live, tell)
-
-
-def tell_once() -> Callable[[str], None]:
-    """Tells a line the first time: what is chosen is the same for all runs."""
-    told: set[str] = set()
-
-    def say(line: str) -> None:
-        if line not in told:
-            tell(line)
-        told.add(line)
-
-    return say
 
 
 def check_alone(command: str) -> None:

@@ -1,6 +1,7 @@
 """Atomic writes, which survive a crash of the machine, and file locks."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import socket
@@ -12,27 +13,15 @@ from pathlib import Path
 from ptlf.core.errors import UserError
 from ptlf.core.words import printable
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file systems without locks
 
 
 def write_whole(path: Path, data: bytes | str | Iterable[bytes | memoryview]) -> None:
     """Write to a temporary file, fsync, rename: a reader sees the old file or the new one, never a partial one."""
-    # A name that is not UTF-8 has surrogates, which a page shows as escapes.
-    pieces = (
-        [data.encode(errors="backslashreplace")]
-        if isinstance(data, str)
-        else [data]
-        if isinstance(data, bytes)
-        else data
-    )
+    if isinstance(data, str):
+        data = data.encode(errors="backslashreplace")  # a name that is not UTF-8 has surrogates
     with whole_file(path) as part, open(part, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
+        file.writelines([data] if isinstance(data, bytes) else data)
 
 
 @contextmanager
@@ -54,8 +43,6 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def sync_folder(folder: Path) -> None:
     """fsync a folder: without it a rename may be lost in a power failure."""
-    if os.name != "posix":
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,22 +72,18 @@ def file_digest(file: Path, algorithm: str = "sha256", advance: Callable[[int], 
 def lock_holder(file: Path) -> tuple[str, bool | None]:
     """Who wrote the lock file, as "PROCESS on MACHINE" (empty if there is none), and whether that process still holds
     the lock; None where this machine cannot tell."""
+    holder = ""
     try:
-        handle = os.open(file, os.O_RDONLY)
-    except OSError:
-        return "", None
-    try:
-        holder = printable(os.read(handle, 200).decode(errors="replace").strip())
-        if fcntl is None or not holder.endswith(f" on {socket.gethostname()}"):
-            return holder, None
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return holder, False
+        with open(file, errors="replace") as opened:
+            holder = printable(opened.read(200).strip())
+            if not holder.endswith(f" on {socket.gethostname()}"):
+                return holder, None
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return holder, False
     except BlockingIOError:
         return holder, True
     except OSError:
         return "", None
-    finally:
-        os.close(handle)
 
 
 @contextmanager
@@ -111,8 +94,7 @@ def locked(file: Path, busy: str, advice: str = "wait for it") -> Iterator[None]
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if fcntl is not None:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             patience -= 1
             if patience:  # `lock_holder` of another process has it for a moment

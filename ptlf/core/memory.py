@@ -1,7 +1,7 @@
 """Memory: what a machine has, whether something fits, and a sentence for an allocation that failed."""
 
-import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,28 +20,13 @@ def free_bytes(device: torch.device | str = "cpu") -> int | None:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    known = [bytes_ for bytes_ in (available_in_system(), available_in_group()) if bytes_ is not None]
-    return min(known, default=None)
-
-
-def available_in_system() -> int | None:
-    try:
+    known = []
+    with suppress(OSError, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def available_in_group() -> int | None:
-    """Of a container with a limit (cgroup version 2)."""
-    try:
-        return int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
+        known += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):  # a container with a limit, by cgroup version 2
+        known.append(int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text()))
+    return min(known, default=None)
 
 
 def check_fits(what: str, needed: float, device: torch.device | str = "cpu", hint: str = "lower it") -> None:
@@ -56,12 +41,11 @@ def check_fits(what: str, needed: float, device: torch.device | str = "cpu", hin
 def too_large(error: BaseException) -> str | None:
     """What could not be allocated and what there is, if that is what the error says; None for other errors."""
     words = " ".join(str(error).split())
-    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if not out_of_memory and not (isinstance(error, RuntimeError) and any(p in words for p in PHRASES)):
-        number = isinstance(error, OverflowError | RuntimeError | ValueError | TypeError) and any(
-            p in words for p in OVERFLOWS
-        )
-        return f"a number is too large for this machine ({words[:100]})" if number else None
+    if any(phrase in words for phrase in OVERFLOWS):
+        return f"a number is too large for this machine ({words[:100]})"
+    failed = isinstance(error, RuntimeError) and any(phrase in words for phrase in PHRASES)
+    if not failed and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return None
     on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in words
     asked = re.search(r"(?:allocate|allocate:|tried to allocate) ([\d.]+ ?(?:bytes|[KMGTP]i?B))", words)
     free = free_bytes("cuda" if on_gpu and torch.cuda.is_available() else "cpu")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,16 +39,8 @@ def is_first() -> bool:
     return _rank == 0
 
 
-def warn(message: str) -> None:
-    """Log what the user should look at, on rank 0 only."""
-    if is_first():
-        logger.warning(message)
-
-
-def info(message: str) -> None:
-    """Log what the user may want to know, on rank 0 only."""
-    if is_first():
-        logger.info(message)
+logger.addFilter(lambda record: is_first())
+warn, info = logger.warning, logger.info
 
 
 @contextmanager
@@ -146,12 +138,8 @@ def _(rows: Tensor) -> Tensor:
     return rows.new_empty(len(rows) // _world_size, *rows.shape[1:])
 
 
-def _gathered_backward(ctx: Any, grad: Tensor) -> Tensor:
-    """Sum over the processes: each of them used all rows."""
-    return _own_rows_of_sum(grad)
-
-
-_all_gather_rows.register_autograd(_gathered_backward)
+# Every process used all rows: the gradient of its own is the sum over the processes.
+_all_gather_rows.register_autograd(lambda ctx, grad: _own_rows_of_sum(grad))
 
 
 def all_gather_rows(mine: Tensor) -> Tensor:
@@ -171,11 +159,10 @@ def all_reduce_(tensor: Tensor) -> None:
 
 def all_reduce_mean(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Means of scalars over the processes."""
-    if not _joined:
-        return values
-    means = {name: value.detach().clone() for name, value in values.items()}
-    all_reduce_mean_(means.values())
-    return means
+    if _joined:
+        values = {name: value.detach().clone() for name, value in values.items()}
+        all_reduce_mean_(values.values())
+    return values
 
 
 @torch.no_grad()
@@ -191,18 +178,13 @@ def all_reduce_mean_(tensors: Iterable[Tensor]) -> None:
         some = [tensor for tensor in tensors if tensor.dtype is dtype]
         flat = torch.empty(sum(tensor.numel() for tensor in some), dtype=dtype, device=some[0].device)
         parts = flat.split([tensor.numel() for tensor in some])
-        views = [in_layout_of(tensor, part) for tensor, part in zip(some, parts, strict=True)]
+        # Views with the tensors' own strides, where those leave no holes: copies are then copies of memory.
+        strides = [torch.empty_like(tensor, device="meta").stride() for tensor in some]
+        views = [p.as_strided(t.shape, s, p.storage_offset()) for t, s, p in zip(some, strides, parts, strict=True)]
         torch._foreach_copy_(views, some)
         all_reduce_(flat)
         flat /= _world_size
         torch._foreach_copy_(some, views)
-
-
-def in_layout_of(tensor: Tensor, flat: Tensor) -> Tensor:
-    """`flat` as a view with the shape and, where that leaves no holes, the strides of `tensor`: copies are then
-    copies of memory."""
-    strides = torch.empty_like(tensor, device="meta").stride()  # the tensor's own, if it is dense
-    return flat.as_strided(tensor.shape, strides, flat.storage_offset())
 
 
 def all_reduce_max(values: list[int]) -> list[int]:

@@ -8,6 +8,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,8 @@ DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """The UTF-8 text of a regular file of at most `most` bytes. A missing file raises FileNotFoundError."""
     try:
-        # A FIFO without a writer would block an ordinary open.
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-        with open(handle, "rb") as file:
-            status = os.fstat(handle)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block an ordinary open
+            status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{path} cannot be read: it is no regular file")
             if status.st_size > most:
@@ -105,14 +104,12 @@ def check_shape(value: Any, shape: Any, where: str = "") -> None:
     if isinstance(shape, dict):
         check_type(value, (dict,), place)
         for key, inner in shape.items():
-            name = key.removesuffix("?")
-            if key.endswith("?") and value.get(name) is None:
-                continue
-            for each in value if key == "*" else [name]:
-                below = f"{where}.{each}" if where else str(each)
-                if each not in value:
+            for name in value if key == "*" else [key.removesuffix("?")]:
+                below = f"{where}.{name}" if where else str(name)
+                if not key.endswith("?") and name not in value:
                     raise ValueError(f"{below} is missing")
-                check_shape(value[each], inner, below)
+                if not key.endswith("?") or value.get(name) is not None:
+                    check_shape(value[name], inner, below)
     elif isinstance(shape, list):
         check_type(value, (list,), place)
         for index, item in enumerate(value):
@@ -149,22 +146,18 @@ class Loader(yaml.SafeLoader):
 
 def plain_scalar(make: Callable[[str], Any]) -> Callable[[Any, yaml.ScalarNode], Any]:
     def construct(loader: Any, node: yaml.ScalarNode) -> Any:
-        try:
+        with suppress(ValueError):
             value = make(node.value)
-            return value if str(value) in (node.value, node.value.capitalize()) else node.value
-        except ValueError:
-            return node.value
+            if str(value) in (node.value, node.value.capitalize()):
+                return value
+        return node.value
 
     return construct
 
 
-def truth(text: str) -> bool | str:
-    return {"true": True, "false": False}.get(text, text)
-
-
-SCALARS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "bool": truth, "timestamp": str}
-for tag, make in SCALARS.items():
-    Loader.add_constructor(f"tag:yaml.org,2002:{tag}", plain_scalar(make))
+TRUTHS = {"true": True, "false": False}
+for tag, make in {"int": int, "float": float, "bool": TRUTHS.get, "timestamp": str}.items():
+    Loader.add_constructor(f"tag:yaml.org,2002:{tag}", plain_scalar(make))  # type: ignore[arg-type]
 
 
 def load_yaml(text: str) -> Any:

@@ -1,7 +1,9 @@
 """A family's members by name: those of this package, of installed packages, and of any module on the path."""
 
 import importlib
+import os
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -11,7 +13,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.imports import imports_from_here
 from ptlf.core.processes import warn
 from ptlf.core.words import short_repr
 
@@ -77,9 +78,10 @@ class Registry(MutableMapping[str, T], Generic[T]):
         if module in self.prefixes:
             return self.prefixes[module](attribute)
         check_trusted(self.noun, name)
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)  # for good: the module may import more from there later, and in other processes
         try:
-            with imports_from_here():
-                found = getattr(importlib.import_module(module), attribute)
+            found = getattr(importlib.import_module(module), attribute)
         except Exception as error:
             raise UserError(f"{self.noun} {short_repr(name)} cannot be imported: {error}") from error
         return self._checked(found, name)
@@ -118,14 +120,10 @@ class Registry(MutableMapping[str, T], Generic[T]):
         return self._members
 
     def _checked(self, found: Any, name: str) -> T:
-        if self.wrap is None:
-            valid, wanted = isinstance(found, type) and issubclass(found, self.kind), "a subclass of {}"
-        else:
-            valid, wanted = isinstance(found, self.kind), "an instance of {} or a function in Python"
-            if isinstance(found, types.BuiltinFunctionType):  # such as os.abort
-                found = f"the built-in {found.__name__}"
-            if callable(found) and not valid:
-                return self.wrap(found)
-        if not valid:
-            raise UserError(f"{self.noun} {name!r} must be {wanted.format(self.kind.__name__)}, not {found!r}")
-        return found
+        kind = self.kind
+        if isinstance(found, kind) if self.wrap else isinstance(found, type) and issubclass(found, kind):
+            return found
+        if self.wrap and callable(found) and not isinstance(found, types.BuiltinFunctionType):  # such as os.abort
+            return self.wrap(found)
+        wanted = "an instance of {} or a function in Python" if self.wrap else "a subclass of {}"
+        raise UserError(f"{self.noun} {name!r} must be {wanted.format(kind.__name__)}, not {found!r}")

@@ -158,11 +158,9 @@ def sprite(pixels: Sequence[np.ndarray]) -> dict[str, Any]:
     for number, tile in enumerate(pixels):
         image = Image.fromarray(np.asarray(tile)).resize((size, size), Image.Resampling.LANCZOS)
         sheet.paste(image, (number % columns * size, number // columns * size))
-    formats: list[tuple[str, dict[str, Any]]] = [("png", {"optimize": True})]
-    formats += [("jpeg", {"quality": quality, "subsampling": 0}) for quality in (90, 80, 65, 50, 30)]
-    for kind, options in formats:
+    for kind in ("png", "jpeg"):
         buffer = io.BytesIO()
-        sheet.save(buffer, format=kind, **options)
+        sheet.save(buffer, kind, optimize=True)  # JPEG in Pillow's quality, 75
         if buffer.tell() <= SPRITE_BYTES:
             break
     url = f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

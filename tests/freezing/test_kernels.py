@@ -11,11 +11,9 @@ from ptlf.freezing.kernels import FrozenLayer, MaskedReLU, fold, frozen_conv2d, 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 CONVOLUTIONS = [
     {"kernel_size": 3, "padding": 1},
-    {"kernel_size": 1},
     {"kernel_size": 3, "stride": 2, "padding": 1},
     {"kernel_size": (3, 5), "stride": (3, 2), "padding": (0, 2), "bias": False},
     {"kernel_size": 3, "dilation": 2, "padding": 2, "groups": 2},
-    {"kernel_size": 3, "groups": 4, "stride": 2},
     {"kernel_size": 7, "stride": 4, "padding": 3},
     {"kernel_size": 1, "stride": 3},
     {"kernel_size": 4, "padding": "same"},
@@ -82,15 +80,13 @@ def test_frozen_convolution_keeps_its_weight_alone():
 
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_autocast_like_pytorch(backward_inside):
-    layer = frozen(nn.Conv2d(4, 8, 3))
-    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+    layer, x = frozen(nn.Conv2d(4, 8, 3)), torch.randn(2, 4, 8, 8, requires_grad=True)
 
     def run(forward):
         with torch.autocast("cpu", torch.bfloat16):
             y = forward(x)
-            if backward_inside:
-                return y, torch.autograd.grad(y.float().square().sum(), x)[0]
-        return y, torch.autograd.grad(y.float().square().sum(), x)[0]
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward_inside):
+            return y, torch.autograd.grad(y.float().square().sum(), x)[0]
 
     (y, gradient), (reference, expected) = run(FrozenLayer(layer)), run(layer)
     assert y.dtype == torch.bfloat16 and gradient.dtype == torch.float32
@@ -107,27 +103,20 @@ def test_backward_under_autocast_keeps_the_precision_of_the_forward():
     torch.testing.assert_close(gradient, torch.autograd.grad(reference, x, upstream)[0])
 
 
-def random_norm(norm):
-    for tensor in (norm.running_mean, norm.weight, norm.bias):
-        if tensor is not None:
-            nn.init.normal_(tensor)
-    nn.init.uniform_(norm.running_var, 0.5, 2)
-    return norm.eval().double()
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("kind", ["convolution", "linear"])
-def test_fold_is_layer_then_norm(kind, affine, bias):
+def test_fold_is_layer_then_norm(affine, bias):
     torch.manual_seed(0)
-    if kind == "convolution":
-        layer, x = nn.Conv2d(4, 6, 3, groups=2, bias=bias), torch.randn(2, 4, 8, 8)
-        norm = random_norm(nn.BatchNorm2d(6, affine=affine))
-    else:
-        layer, x = nn.Linear(4, 6, bias=bias), torch.randn(5, 4)
-        norm = random_norm(nn.BatchNorm1d(6, affine=affine))
-    layer, x = frozen(layer.double()), x.double()
-    torch.testing.assert_close(FrozenLayer(layer, norm)(x), norm(layer(x)), rtol=0, atol=1e-12)
+    for layer, norm, shape in (
+        (nn.Conv2d(4, 6, 3, groups=2, bias=bias), nn.BatchNorm2d(6, affine=affine), (2, 4, 8, 8)),
+        (nn.Linear(4, 6, bias=bias), nn.BatchNorm1d(6, affine=affine), (5, 4)),
+    ):
+        for tensor in (norm.running_mean, norm.weight, norm.bias):
+            if tensor is not None:
+                nn.init.normal_(tensor)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+        norm, layer, x = norm.eval().double(), frozen(layer.double()), torch.randn(shape).double()
+        torch.testing.assert_close(FrozenLayer(layer, norm)(x), norm(layer(x)), rtol=0, atol=1e-12)
 
 
 def test_fold_keeps_the_weights_dtype_and_layout():
@@ -155,15 +144,15 @@ def test_folded_layer_follows_its_sources_and_keeps_its_memory():
     torch.testing.assert_close(override(x.double()), norm(layer(x.double())))
 
 
-@pytest.mark.parametrize("shape", [(1,), (8,), (5, 3), (2, 3, 5, 7), (0, 4), (2, 16, 8, 8), (1, 4, 1, 1)])
-def test_pack_and_unpack(shape):
-    mask = torch.rand(shape) > 0.5
-    bits = pack(mask)
-    assert bits.dtype == torch.uint8 and bits.numel() == (mask.numel() + 7) // 8
-    assert torch.equal(unpack(bits, mask.shape, channels_last=False), mask)
-    if mask.ndim == 4 and mask.shape[1] > 1 and mask.shape[2] > 1:
-        mask = mask.to(memory_format=torch.channels_last)
-        assert torch.equal(unpack(pack(mask), mask.shape, channels_last=True), mask)
+def test_pack_and_unpack():
+    for shape in ((1,), (8,), (5, 3), (2, 3, 5, 7), (0, 4), (2, 16, 8, 8), (1, 4, 1, 1)):
+        mask = torch.rand(shape) > 0.5
+        bits = pack(mask)
+        assert bits.dtype == torch.uint8 and bits.numel() == (mask.numel() + 7) // 8
+        assert torch.equal(unpack(bits, mask.shape, channels_last=False), mask), shape
+        if mask.ndim == 4 and mask.shape[1] > 1 and mask.shape[2] > 1:
+            mask = mask.to(memory_format=torch.channels_last)
+            assert torch.equal(unpack(pack(mask), mask.shape, channels_last=True), mask), shape
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)

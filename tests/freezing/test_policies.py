@@ -26,20 +26,18 @@ def even(**changes: Saving) -> dict[str, Saving]:
     return {name: changes.get(name, Saving(1.0, 1.0, 1)) for name in UNITS}
 
 
-def test_correlation_takes_the_highest_ratios_and_breaks_ties_by_depth():
+def test_choices_by_hand():
+    """Correlation takes the highest ratios and breaks ties by depth, ascending begins at the input."""
     context = Context(UNITS, ratios=RATIOS)
-    assert Correlation().choose(4, UNITS, [], context) == ["b", "d", "a", "c"]
-    assert Correlation().choose(2, ["a", "c", "d"], ["b"], context) == ["d", "a"]
-    assert Correlation().choose(9, ["c"], ["a", "b", "d"], context) == ["c"]
-    assert Correlation().choose(0, UNITS, [], context) == []
-
-
-def test_ascending_starts_at_the_input():
-    assert Ascending().choose(2, ["a", "c", "d"], ["b"], Context(UNITS)) == ["a", "c"]
-
-
-def test_never_chooses_nothing():
-    assert Never().choose(4, UNITS, [], Context(UNITS)) == []
+    for policy, count, candidates, frozen, expected in (
+        (Correlation(), 4, UNITS, [], ["b", "d", "a", "c"]),
+        (Correlation(), 2, ["a", "c", "d"], ["b"], ["d", "a"]),
+        (Correlation(), 9, ["c"], ["a", "b", "d"], ["c"]),
+        (Correlation(), 0, UNITS, [], []),
+        (Ascending(), 2, ["a", "c", "d"], ["b"], ["a", "c"]),
+        (Never(), 4, UNITS, [], []),
+    ):
+        assert policy.choose(count, candidates, frozen, context) == expected, (policy, count)
 
 
 def test_random_repeats_with_its_generator_and_reaches_every_order():
@@ -60,28 +58,22 @@ def test_every_policy_chooses_candidates_once_and_no_more_than_asked(name):
         candidates = ["b", "c", "d"]
         chosen = POLICIES[name]().choose(count, candidates, ["a"], context)
         assert len(chosen) == len(set(chosen)) == (0 if name == "none" else min(count, 3))
-        assert set(chosen) <= set(candidates)
-        assert candidates == ["b", "c", "d"]
-
-
-@pytest.mark.parametrize("name", ["correlation", "cost_aware", "ascending", "random"])
-def test_a_negative_count_is_refused(name):
-    context = Context(UNITS, RATIOS, even(), torch.Generator())
-    with pytest.raises(ValueError, match="cannot freeze -1 units"):
-        POLICIES[name]().choose(-1, UNITS, [], context)
+        assert set(chosen) <= set(candidates) == {"b", "c", "d"}
+    if name != "none":
+        with pytest.raises(ValueError, match="cannot freeze -1 units"):
+            POLICIES[name]().choose(-1, UNITS, [], context)
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(ValueError, match="ratio of unit 'b'"):
-        Correlation().choose(2, UNITS, [], Context(UNITS, ratios={"a": 1.0}))
-    with pytest.raises(ValueError, match="ratio of unit 'a'"):
-        Correlation().choose(1, UNITS, [], Context(UNITS))
-    with pytest.raises(ValueError, match="generator"):
-        Random().choose(1, UNITS, [], Context(UNITS))
-    with pytest.raises(ValueError, match="measure_savings"):
-        CostAware().choose(1, UNITS, [], Context(UNITS, ratios=RATIOS))
-    with pytest.raises(ValueError, match="ratio of unit 'a'"):
-        CostAware().choose(1, UNITS, [], Context(UNITS, savings=even()))
+    for policy, count, given, message in (
+        (Correlation(), 2, {"ratios": {"a": 1.0}}, "ratio of unit 'b'"),
+        (Correlation(), 1, {}, "ratio of unit 'a'"),
+        (Random(), 1, {}, "generator"),
+        (CostAware(), 1, {"ratios": RATIOS}, "measure_savings"),
+        (CostAware(), 1, {"savings": even()}, "ratio of unit 'a'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy.choose(count, UNITS, [], Context(UNITS, **given))
     with pytest.raises(KeyError):  # asked for, and not given
         CostAware().ratios_needed(UNITS, [], Context(UNITS, savings=even()), lambda names: {})
     with pytest.raises(ValueError, match="sharpness must not be negative"):
@@ -107,24 +99,25 @@ def test_relief_by_hand():
     assert BackwardSavings([Saving(0, 0, 0)], [True]).current == 0.0
 
 
-def test_cost_aware_with_equal_ratios_freezes_the_prefix():
-    context = Context(UNITS, dict.fromkeys(UNITS, 0.9), even())
-    assert CostAware().choose(3, UNITS, [], context) == ["a", "b", "c"]
-    assert CostAware().choose(2, ["b", "c"], ["a", "d"], context) == ["b", "c"]
-
-
-def test_cost_aware_closes_a_gap_that_ends_many_input_gradients():
-    # With b and c frozen, a ends the input gradients of b, c and d; d itself saves its weight gradient only.
-    context = Context(UNITS, {"a": 0.8, "d": 0.9}, even())
-    assert cost_aware(1).choose(1, ["a", "d"], ["b", "c"], context) == ["a"]
-    assert Correlation().choose(1, ["a", "d"], ["b", "c"], context) == ["d"]
-
-
-def test_cost_aware_counts_what_is_frozen_already():
-    # With a and b frozen, c lengthens the prefix and outweighs d's higher ratio; with nothing frozen it does not.
-    context = Context(UNITS, {"a": 0.0, "b": 0.0, "c": 0.9, "d": 0.91}, even())
-    assert CostAware().choose(1, ["c", "d"], ["a", "b"], context) == ["c"]
-    assert CostAware().choose(1, UNITS, [], context) == ["d"]
+def test_cost_aware_by_hand():
+    equal, weighed = dict.fromkeys(UNITS, 0.9), even(d=Saving(3.0, 1.0, 3))
+    gap, later = {"a": 0.8, "d": 0.9}, {"a": 0.0, "b": 0.0, "c": 0.9, "d": 0.91}
+    mixed = {"a": 0.1, "b": 0.9, "c": 0.1, "d": 0.8}
+    for sharpness, ratios, savings, candidates, frozen, expected in (
+        (8, equal, even(), UNITS, [], ["a", "b", "c"]),  # with equal ratios, the prefix
+        (8, equal, even(), ["b", "c"], ["a", "d"], ["b", "c"]),
+        # With b and c frozen, a ends the input gradients of b, c and d; d itself saves its weight gradient only.
+        (1, gap, even(), ["a", "d"], ["b", "c"], ["a"]),
+        # With a and b frozen, c lengthens the prefix and outweighs d's higher ratio; with nothing frozen it does not.
+        (8, later, even(), ["c", "d"], ["a", "b"], ["c"]),
+        (8, later, even(), UNITS, [], ["d"]),
+        # Sharpness weighs ratios against savings.
+        (0, mixed, weighed, UNITS, [], ["d"]),
+        (1, mixed, weighed, UNITS, [], ["d"]),
+        (20, mixed, weighed, UNITS, [], ["b"]),
+    ):
+        found = cost_aware(sharpness).choose(len(expected), candidates, frozen, Context(UNITS, ratios, savings))
+        assert found == expected, (sharpness, ratios, frozen)
 
 
 def test_cost_aware_begins_a_prefix_that_pays_once_it_is_long_enough():
@@ -195,8 +188,7 @@ def test_cost_aware_chooses_as_if_every_relief_were_summed_anew(kind):
             assert cost_aware(sharpness).choose(count, candidates, frozen, context) == expected
 
 
-@pytest.mark.parametrize("number", [40, 160])
-def test_cost_aware_takes_time_that_grows_with_the_square_of_the_units(number):
+def test_cost_aware_takes_time_that_grows_with_the_square_of_the_units():
     """Savings are read once per choice, not once per unit that might freeze."""
     reads = Counter()
 
@@ -205,10 +197,10 @@ def test_cost_aware_takes_time_that_grows_with_the_square_of_the_units(number):
             reads[name] += 1
             return super().__getattribute__(name)
 
-    units = [str(place) for place in range(number)]
+    units = [str(place) for place in range(60)]
     context = Context(units, dict.fromkeys(units, 0.9), {name: Counted(1.0, 1.0, 1) for name in units})
-    assert CostAware().choose(number, units, [], context) == units
-    assert reads["weight_cost"] <= 3 * number**2
+    assert CostAware().choose(60, units, [], context) == units
+    assert reads["weight_cost"] <= 3 * 60**2
 
 
 @pytest.mark.parametrize("room", [1, 2, 3])
@@ -244,31 +236,9 @@ def test_cost_aware_takes_a_difference_by_rounding_for_a_tie():
 
 def test_cost_aware_with_equal_savings_is_correlation():
     equal = dict.fromkeys(UNITS, Saving(1.0, 0.0, 1))
-    for values in itertools.product([0.0, 0.5, 0.9, 0.91], repeat=4):
+    for values in itertools.product([0.0, 0.9, 0.91], repeat=4):
         context = Context(UNITS, dict(zip(UNITS, values, strict=True)), equal)
-        for sharpness in (1.0, 8.0):
-            assert cost_aware(sharpness).choose(4, UNITS, [], context) == Correlation().choose(4, UNITS, [], context)
-
-
-def test_sharpness_weighs_ratios_against_savings():
-    savings = even(d=Saving(3.0, 1.0, 3))
-    context = Context(UNITS, {"a": 0.1, "b": 0.9, "c": 0.1, "d": 0.8}, savings)
-    assert cost_aware(0).choose(1, UNITS, [], context) == ["d"]
-    assert cost_aware(1).choose(1, UNITS, [], context) == ["d"]
-    assert cost_aware(20).choose(1, UNITS, [], context) == ["b"]
-    assert cost_aware(1000).choose(4, UNITS, [], context) == Correlation().choose(4, UNITS, [], context)
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1e3, 1e12])
-def test_cost_aware_does_not_depend_on_the_unit_of_cost(scale):
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(30):
-        numbers = torch.rand(4, 4, generator=generator, dtype=torch.float64).tolist()
-        savings = {name: Saving(w, i, int(1000 * b)) for name, (w, i, b, _) in zip(UNITS, numbers, strict=True)}
-        scaled = {name: Saving(s.weight_cost * scale, s.input_cost * scale, s.bytes) for name, s in savings.items()}
-        ratios = {name: row[3] for name, row in zip(UNITS, numbers, strict=True)}
-        orders = [CostAware().choose(4, UNITS, [], Context(UNITS, ratios, given)) for given in (savings, scaled)]
-        assert orders[0] == orders[1]
+        assert CostAware().choose(4, UNITS, [], context) == Correlation().choose(4, UNITS, [], context), values
 
 
 class Small(nn.Module):
@@ -298,7 +268,8 @@ def test_flops_agree_with_those_of_a_real_backward():
     assert sum(s.weight_cost + s.input_cost for s in savings.values()) == backward_flops(module(example).sum())
     assert savings["stem"] == Saving(2 * 5 * 64 * 8 * 27, 2 * 5 * 64 * 8 * 27, 5 * 3 * 64 * 4)
     assert savings["head"].bytes == 5 * 16 * 16 * 4
-    assert savings == measure_savings(module, units, example)
+    with pytest.raises(ValueError, match="did you mean 'flops'"):
+        measure_savings(module, units, example, by="flop")
     normed = [Unit("stem", module.stem, module.norm, "norm"), *units[1:]]  # a norm keeps what the layer gives it
     assert measure_savings(module, normed, example)["stem"].bytes == (5 * 3 * 64 + 5 * 8 * 64) * 4
 
@@ -313,12 +284,10 @@ def test_flops_of_a_grouped_convolution_and_of_a_layer_called_twice():
 
 
 def test_seconds_are_positive_and_grow_with_the_work():
-    module, units, example = small()
-    savings = measure_savings(module, units, example, by="seconds")
-    assert all(saving.weight_cost > 0 and saving.input_cost > 0 for saving in savings.values())
     wide = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 128, 3, padding=1), nn.Conv2d(128, 128, 3))
-    wide_units = [Unit(str(index), wide[index], None, None) for index in range(3)]
-    seconds = measure_savings(wide, wide_units, torch.randn(8, 4, 16, 16), by="seconds")
+    units = [Unit(str(index), wide[index], None, None) for index in range(3)]
+    seconds = measure_savings(wide, units, torch.randn(8, 4, 16, 16), by="seconds")
+    assert all(saving.weight_cost > 0 and saving.input_cost > 0 for saving in seconds.values())
     assert seconds["2"].weight_cost > 3 * seconds["0"].weight_cost
     assert seconds["2"].input_cost > 3 * seconds["0"].input_cost
 
@@ -334,9 +303,3 @@ def test_measuring_leaves_everything_as_it_was(by):
     assert module.training and module.norm.training
     assert not any(part._forward_hooks for part in module.modules())
     assert all(parameter.grad is None for parameter in module.parameters())
-
-
-def test_an_unknown_measure_is_named():
-    module, units, example = small()
-    with pytest.raises(ValueError, match="did you mean 'flops'"):
-        measure_savings(module, units, example, by="flop")
