@@ -35,7 +35,6 @@ from ptlf.run.incoming import (
     claimed_for_learning,
     pack_task,
     select_new,
-    warn_small,
 )
 from ptlf.run.inference import LoadedEncoder, card_of
 from ptlf.run.loop import Run
@@ -64,7 +63,7 @@ Source = Any  # a path, an array, a list of images, a data set
 
 
 class Learner:
-    """`learn` brings the next task; everything goes on from where the last one ended.
+    """`learn` brings the next task; the run continues from where the last one ended.
 
     The run is in the folder `out`: what `ptlf train` leaves, and the packed images of the tasks in `tasks/`.
     """
@@ -134,11 +133,7 @@ class Learner:
         return cls(encoder, out=folder, config=from_dict(merge(Config, as_dict(stored), given)))
 
     def __repr__(self) -> str:
-        try:
-            count = len(self.tasks)
-        except UserError as error:
-            return f"Learner({str(self.folder)!r}: {error})"
-        return f"Learner({str(self.folder)!r}, {name_of(as_dict(self.config))}, {count} task{'s' * (count != 1)})"
+        return f"Learner({str(self.folder)!r}, {name_of(as_dict(self.config))})"
 
     @property
     def tasks(self) -> list[str]:
@@ -180,7 +175,7 @@ class Learner:
         again: learn a task even though all its images were learnt before.
         new_only: leave out images that earlier tasks have from the same place, as a folder that has grown; if there
             are no others, nothing is learnt.
-        watcher: told what happens; default: a progress bar.
+        watcher: gets what happens; default: a progress bar.
         packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`; for a new run also `fit`.
         """
         if source is None and not self.exists:
@@ -245,7 +240,7 @@ class Learner:
         check_new(self.folder)
         if not once and not subfolders(folder):
             info(f"{folder} has no subfolders yet; each that comes is learnt as a task")
-        if not self._finished():
+        if self.exists and not has_finished(self.folder):
             yield self._one_of_many(None, folder, learning)
         while True:
             learnt, now = {pack.source: pack for pack in arrivals(self.folder)}, time.time()
@@ -256,7 +251,7 @@ class Learner:
                 try:
                     results = self._one_of_many(path, folder, learning)
                 except UserError as error:
-                    if not self._finished():  # not for what the folder holds
+                    if self.exists and not has_finished(self.folder):  # not for what the folder holds
                         raise
                     warn(f"{path} is left out: {error}")
                     refused[path] = looks, str(error)
@@ -324,9 +319,6 @@ class Learner:
         inside = html.escape(page.read_text(), quote=True)
         return f'<iframe srcdoc="{inside}" style="width: 100%; height: 50em; border: 0"></iframe>'
 
-    def _finished(self) -> bool:
-        return not self.exists or has_finished(self.folder)
-
     def _check_continues(self) -> bool:
         """Whether the run has finished. One that cannot learn another task is refused."""
         check_grows(self.config)
@@ -340,8 +332,7 @@ class Learner:
 
     def _fit(self, first: Pack, report: Callable[[str], None] | None) -> None:
         """Choose the settings that are free for the images of the first task."""
-        sizes = [first.split("train").count]
-        values, chosen = fit_settings(as_dict(self.config), self.free, sizes, first.size)
+        values, chosen = fit_settings(as_dict(self.config), self.free, [first.split("train").count], first.size)
         self.config = from_dict(values)
         if chosen and report:
             report(f"{chosen}; they hold for all later tasks, and cannot be changed then")
@@ -361,8 +352,6 @@ class Learner:
         gc.collect()  # a run is in reference cycles: the last one's memory is needed now
         try:
             self.run = run = self.make_run(self.config, self.folder, encoder=self._start())
-            if accepted is not None:
-                warn_small(accepted, self.config.training.batch)
             if self.module is not None and not self.exists and run.components.weights is None:
                 save_encoder(self.folder, self.module, START)
             run.train(watcher, resume=True, claim=False)

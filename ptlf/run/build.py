@@ -66,8 +66,7 @@ def make_stream(config: Config, folder: Path | None = None) -> Stream:
 
 
 def make_method(config: Config, stream: Stream, model: Model, view_size: int, generator: torch.Generator) -> Method:
-    kind = METHODS.find(config.method.name)
-    memory = None
+    kind, memory = METHODS.find(config.method.name), None
     if kind.needs_memory or POLICIES.find(config.freezing.policy.name).needs_ratios:
         (fresh, *_) = views_for(model.encoder, config.views.memory, view_size)
         outputs = model.objective.feature_dim if kind.needs_outputs else 0
@@ -90,7 +89,8 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     encoder = trainer.model.encoder
     policy = POLICIES.find(config.freezing.policy.name)(config.freezing.policy)
     example = torch.zeros(2, 3, trainer.view_size, trainer.view_size, device=trainer.device)
-    how = {"batch_statistics": config.freezing.batch_statistics, "save_memory": config.freezing.save_memory}
+    settings = config.freezing
+    how = {"batch_statistics": settings.batch_statistics, "save_memory": settings.save_memory}
     try:
         units = trained_units(encoder, example)
         freezer = Freezer(encoder, trainer.optimizer, units=units, example=example, **how)
@@ -111,7 +111,6 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
             savings = measure_savings(encoder, freezer.units, example, by=policy.savings_by)
         savings = processes.broadcast_object(savings)  # each process would time others, and choose others
-    settings = config.freezing
     schedule = FreezeSchedule(settings.initial, settings.final, config.training.epochs, settings.shape)
     if policy.freezes and schedule.most(len(freezer.units)) == 0:
         share = f"freezing.final {settings.final} of {len(freezer.units)} units"
@@ -182,11 +181,6 @@ def views_for(encoder: nn.Module, name: str, size: int) -> tuple[View, ...]:
     return tuple(replace(view, mean=mean, std=std) for view in views)
 
 
-def default_on_gpu(setting: bool | None, device: torch.device) -> bool:
-    """A setting that, left open, is on for a GPU and off elsewhere."""
-    return device.type == "cuda" if setting is None else setting
-
-
 def check_grows(config: Config) -> None:
     """Refuse what cannot learn a task that arrives later."""
     if METHODS.find(config.method.name).joint:
@@ -226,7 +220,7 @@ def check_combination(config: Config, stream: Stream | None) -> None:
 
 
 def make_checked_stream(config: Config, folder: Path | None, given: Stream | None = None) -> Stream:
-    """The stream, with the settings checked against it and each other: all that is refused is told at once, before
+    """The stream, with the settings checked against it and each other. Invalid settings are reported together, before
     anything is made that takes time."""
     refused, stream = Refusals(), given
     with refused:

@@ -1,4 +1,4 @@
-"""Which settings may differ between two runs: of one run that goes on, of one configuration, or to be compared."""
+"""Which settings may differ between two runs: of one run that continues, of one configuration, or to be compared."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from ptlf.core.reading import flatten
 from ptlf.core.words import short_repr
 
 Json = dict[str, Any]
-# Settings that may change while a run goes: what it comes to is the same, but for rounding.
+# Settings that may change when a run continues: its results are the same, but for rounding.
 MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch", "evaluation.tasks", "checkpoint"}
 NO_EFFECT = MAY_CHANGE - {"evaluation.tasks"}  # on the figures of a finished run, which is not tested again
 # Runs that differ in these alone are of one configuration: they learn the same, and are tested on the same.
@@ -18,8 +18,6 @@ NON_IDENTITY = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
 WITHOUT_DISTILLING = {"finetune", "lump", "si", "der", "pnn", "pfr", "multitask"}
 
 OLDER_LINEAR = {"enabled", "epochs", "batch", "lr", "momentum", "weight_decay"}  # settings of `probes.linear`
-
-
 # Settings that are no more, with the values under which they can be left out: nothing else follows from them.
 REMOVED: Mapping[str, Sequence[Any]] = {
     "freezing.ratios": ("needed", "all"),  # both gave the same choices
@@ -37,31 +35,32 @@ def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if not isinstance(config, Mapping):
         return config
+    config = dict(config)
+
+    def section(name: str, within: Mapping[str, Any] = config) -> Mapping[str, Any]:
+        value = within.get(name)
+        return value if isinstance(value, Mapping) else {"name": value} if isinstance(value, str) else {}
+
+    def leave_out(name: str, key: str) -> None:
+        config[name] = {other: value for other, value in section(name).items() if other != key}
+
     for dotted, harmless in REMOVED.items():
-        section, _, name = dotted.partition(".")
-        values = config.get(section)
-        if isinstance(values, Mapping) and name in values and values[name] in harmless:
-            config = {**config, section: {key: value for key, value in values.items() if key != name}}
-    objective, method, stream = (
-        {"name": part} if isinstance(part, str) else part if isinstance(part, Mapping) else {}
-        for part in (config.get(section) for section in ("objective", "method", "stream"))
-    )
+        place, _, name = dotted.partition(".")
+        if section(place).get(name, ...) in harmless:
+            leave_out(place, name)
+    objective, probes, views = section("objective"), section("probes"), section("views")
     if objective.get("name") == "barlow_twins" and "distill_scale" in objective:
         same = objective["distill_scale"] == objective.get("scale", 1.0)
-        if same or method.get("name") in WITHOUT_DISTILLING:
-            left = {key: value for key, value in objective.items() if key != "distill_scale"}
-            config = {**config, "objective": left}
-    probes = config.get("probes")
-    if isinstance(probes, Mapping) and isinstance(ridge := probes.get("ridge"), Mapping) and not ridge.get("enabled"):
-        config = {**config, "probes": {key: value for key, value in probes.items() if key != "ridge"}}
-    linear = (config.get("probes") or {}).get("linear") if isinstance(config.get("probes"), Mapping) else None
-    if isinstance(linear, Mapping) and linear.get("enabled") is True and linear.keys() == OLDER_LINEAR:
-        config = {**config, "probes": {**config["probes"], "linear": {**linear, "standardise": False}}}
-    views = config.get("views", {})
-    if stream.get("name") != "split-tinyimagenet" or not isinstance(views, Mapping):
-        return config
-    if views.get("memory", "memory") == "memory" and views.get("size") in (None, 64):
-        return {**config, "views": {**views, "memory": "memory-tinyimagenet"}}
+        if same or section("method").get("name") in WITHOUT_DISTILLING:
+            leave_out("objective", "distill_scale")
+    if "ridge" in probes and not section("ridge", probes).get("enabled"):
+        leave_out("probes", "ridge")
+    linear = section("linear", probes)
+    if linear.get("enabled") is True and linear.keys() == OLDER_LINEAR:
+        config["probes"] = {**config["probes"], "linear": {**linear, "standardise": False}}
+    tiny = section("stream").get("name") == "split-tinyimagenet" and views.get("size") in (None, 64)
+    if tiny and views.get("memory", "memory") == "memory":
+        config["views"] = {**views, "memory": "memory-tinyimagenet"}
     return config
 
 

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,8 @@ from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, Weights
 from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing import ProgressiveFreezing
-from ptlf.methods import Method
+from ptlf.freezing.recording import unchanged
+from ptlf.methods import Memory, Method
 from ptlf.model import Model
 from ptlf.run import build
 from ptlf.run.config import Config
@@ -22,9 +25,12 @@ from ptlf.run.start import find_given, make_reference, starting_encoder
 from ptlf.stream import Stream
 from ptlf.stream.images import open_images
 from ptlf.stream.loading import Sources
+from ptlf.stream.packing import sample_images
 from ptlf.training.distributed import broadcast_and_sync_bn
 from ptlf.training.trainer import Trainer
-from ptlf.views import View, normalise
+from ptlf.views import View, draw, make_views, normalise
+
+BATCH = 256  # images per forward of those that fill the memory
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,6 @@ def build_components(
 ) -> Components:
     """`encoder` and `stream` take the place of those the configuration names."""
     encoder_given = encoder is not None
-    names_code = ENCODERS.names_code(config.encoder.name) or config.encoder.name.startswith("hf:")
     out = folder if processes.is_first() else None
     stream = build.make_checked_stream(config, folder, stream)
     device = processes.local_device(build.choose_device(config.device))
@@ -72,7 +77,9 @@ def build_components(
     model = build.make_model(config, stream, view_size, device, encoder)
     view_specs = build.views_for(model.encoder, config.views.name, view_size)
     build.check_memory(config, model.encoder, len(view_specs), view_size, device)
-    channels_last = build.default_on_gpu(config.training.channels_last, device)
+    channels_last = config.training.channels_last
+    if channels_last is None:
+        channels_last = device.type == "cuda"
     if channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     method = build.make_method(config, stream, model, view_size, random["method"]).to(device)
@@ -108,7 +115,7 @@ def build_components(
         folder=folder,
         out=out,
         encoder_given=encoder_given,
-        own_encoder=encoder_given or names_code,
+        own_encoder=encoder_given or ENCODERS.names_code(config.encoder.name) or config.encoder.name.startswith("hf:"),
         stream=stream,
         device=device,
         random=random,
@@ -130,3 +137,28 @@ def prepare_images(images: Tensor, view: View, size: int, channels_last: bool) -
     """Stored images (B, H, W, 3) uint8 as the encoder's input, without augmentation."""
     x = normalise(images, view.mean, view.std, size)
     return x.contiguous(memory_format=torch.channels_last) if channels_last else x
+
+
+def fill_memory(components: Components, memory: Memory) -> dict[str, Any]:
+    """Fill the memory as if the images of `memory.images` had been a task before the first: a sample of them, each with
+    a second view, and with the encoder's vector of its first view if the method needs that. Returns what was done."""
+    parts, config = components, components.config
+    device, path = memory.images.device, find_given(config, str(config.memory.images))
+    draws = np.random.default_rng(derived_seed(config.seed, "memory images"))
+    count = open_images(path)["train"].count
+    seen = count * config.training.epochs
+    pixels, _ = sample_images(path, memory.images.shape[1], min(seen, memory.size), draws, parts.stream.fit)
+    images = torch.from_numpy(pixels).to(device)
+    uniforms = draw(len(images), parts.random["memory images"], len(parts.view_specs))
+    views: list[Tensor] = []
+    outputs: list[Tensor] = []
+    encoder, stores_outputs = parts.model.encoder, parts.method.needs_outputs
+    with torch.no_grad(), unchanged(encoder):
+        encoder.train()  # as in the step whose vectors DER stores
+        for part, chances in zip(images.split(BATCH), uniforms.split(BATCH, dim=1), strict=True):
+            first, *_, last = made = make_views(part, chances.to(device), parts.view_specs, parts.view_size)
+            views.append(last if len(made) > 1 else first)
+            if stores_outputs:
+                outputs.append(encoder(first).float())
+    memory.fill(images, torch.cat(views), torch.cat(outputs) if stores_outputs else None, seen)
+    return {"path": str(config.memory.images), "images": count, "taken": len(images)}

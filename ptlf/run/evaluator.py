@@ -40,7 +40,7 @@ class TaskTest:
 class Evaluator:
     """None of its methods changes what is trained. Each is charged to its own purpose on the clock.
 
-    phase: told of each piece of work. stop_if_requested: called after each part of one; may raise to leave it.
+    phase: entered for each piece of work. stop_if_requested: called after each part of one; may raise to leave it.
     """
 
     def __init__(

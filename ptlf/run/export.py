@@ -68,15 +68,11 @@ def compare_with_pytorch(encoder: LoadedEncoder, exported: Model) -> tuple[float
     return worst, greatest
 
 
-class OnImages(nn.Module):
+class OnImages(nn.Sequential):
     """Only the forward on images, with one argument of a fixed name."""
 
-    def __init__(self, encoder: nn.Module) -> None:
-        super().__init__()
-        self.encoder = encoder
-
     def forward(self, images: Tensor) -> Tensor:
-        return self.encoder(images)
+        return self[0](images)
 
 
 def exported_program(encoder: LoadedEncoder) -> torch.export.ExportedProgram:

@@ -52,11 +52,10 @@ def this_machine(device: str) -> Machine:
 
 def free_settings(explicit: Settings) -> set[str]:
     """Which of the settings that are chosen here the user leaves open."""
-    training, stream = (explicit.get(name) or {} for name in ("training", "stream"))
-    training, stream = (section if isinstance(section, Mapping) else {} for section in (training, stream))
+    sections = (explicit.get(name) for name in ("training", "stream"))
+    training, stream = (section if isinstance(section, Mapping) else {} for section in sections)
     free = {f"training.{name}" for name in ("batch", "epochs") if name not in training}
     free |= {"encoder"} - set(explicit)
-    free |= set() if explicit.get("evaluation") else {"evaluation.batch"}
     return free | (set() if {"tasks", "groups"} & set(stream) else {"stream.tasks"})
 
 
@@ -95,8 +94,7 @@ def fit_settings(
         chosen["training.epochs"] = max(epochs(machine, flops, sum(sizes)), 2 * values["training"]["warmup"])
     if not chosen:
         return values, ""
-    silent = {} if machine.gpu or "evaluation.batch" not in free else {"evaluation.batch": 64}  # the bar moves oftener
-    values = merge(Config, values, *[nested(name, value) for name, value in {**chosen, **silent}.items()])
+    values = merge(Config, values, *[nested(name, value) for name, value in chosen.items()])
     settings = " ".join(f"--{name} {describe_value(value)}" for name, value in chosen.items())
     images = f"{sum(sizes)} image{'s' * (sum(sizes) != 1)} of {size} px on {machine}"
     return values, f"chosen for {images}: {settings}; each can be given with a value of your own"

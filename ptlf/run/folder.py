@@ -30,7 +30,7 @@ LOGS = (".log", ".out", ".err")  # shells and schedulers open them before the ru
 
 @contextmanager
 def claim_folder(out: Path, resume: bool) -> Iterator[None]:
-    """The output folder, made and locked. One that already holds a run is refused, unless that is to go on."""
+    """The output folder, made and locked. One that already holds a run is refused, unless that continues."""
     with lock_of_run(out):
         if not resume:
             check_vacant(out)
@@ -76,17 +76,12 @@ def lock_of_run(folder: Path) -> Iterator[None]:
 def save_encoder(
     folder: Path, encoder: nn.Module, name: str = ENCODER, metadata: Mapping[str, str] | None = None
 ) -> str:
-    """The file's SHA-256."""
-    data = encoder_bytes(encoder, metadata or {})
-    write_whole(folder / name, data)
-    return hashlib.sha256(data).hexdigest()
-
-
-def encoder_bytes(encoder: nn.Module, metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file of its state. With one key of metadata at most, the same state gives the same bytes."""
+    """The file's SHA-256. With one key of metadata at most, the same state gives the same bytes."""
     # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
     tensors = {key: value.cpu().clone() for key, value in encoder.state_dict().items() if torch.is_tensor(value)}
-    return save({key: value.contiguous() for key, value in tensors.items()}, dict(metadata) or None)
+    data = save({key: value.contiguous() for key, value in tensors.items()}, dict(metadata or {}) or None)
+    write_whole(folder / name, data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def has_finished(folder: Path) -> bool:
@@ -132,16 +127,17 @@ def restore_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> No
     path = folder / name
     if not path.is_file():
         raise UserError(f"{folder} holds no {name}; the run there has not finished")
-    if name == ENCODER:
-        check_checksum(folder, path)
+    if name == ENCODER and (folder / "results.json").exists():
+        expected = read_results(folder).get("encoder_sha256")
+        if expected and file_digest(path, "sha256") != expected:
+            raise UserError(f"{path} is damaged: it is not the file whose checksum is in results.json; {RESTORE_HINT}")
     own = encoder.state_dict()
     try:
         tensors = load_file(path)
         wanted = {name for name, value in own.items() if torch.is_tensor(value)}
         if unequal := sorted(wanted ^ set(tensors)):
-            raise RuntimeError(
-                f"{short_repr(unequal[0])} is {'missing' if unequal[0] in wanted else 'not one of its names'}"
-            )
+            what = "missing" if unequal[0] in wanted else "not one of its names"
+            raise RuntimeError(f"{short_repr(unequal[0])} is {what}")
         encoder.load_state_dict({**own, **tensors})
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()
@@ -150,11 +146,3 @@ def restore_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> No
         raise damaged(path, error, RESTORE_HINT) from None
     if bad := [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]:
         raise UserError(f"{path} is damaged: {short_repr(bad[0])} holds numbers that are not finite; {RESTORE_HINT}")
-
-
-def check_checksum(folder: Path, path: Path) -> None:
-    """Of the encoder against the one in results.json, where there is one."""
-    if (folder / "results.json").exists():
-        expected = read_results(folder).get("encoder_sha256")
-        if expected and file_digest(path, "sha256") != expected:
-            raise UserError(f"{path} is damaged: it is not the file whose checksum is in results.json; {RESTORE_HINT}")

@@ -1,4 +1,4 @@
-"""The next task of a run that goes on: packed, compared with those it has learnt, and accepted."""
+"""The next task of a run that learns tasks as they arrive: packed, and compared with those it has learnt."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from ptlf.core.errors import UserError
-from ptlf.core.processes import info, warn
+from ptlf.core.processes import info
 from ptlf.run.build import check_grows
 from ptlf.run.config import Config
 from ptlf.run.folder import claim_folder
@@ -82,42 +82,25 @@ def select_new(incoming: Pack, learnt: Sequence[Pack], unfinished: bool, again: 
     """What of the images is to be learnt. None: nothing, or they are those of the last task, which is unfinished."""
     if again:
         return incoming
-    if unfinished and learnt and learnt[-1].split("train").sha256 == incoming.split("train").sha256:
+    hint = "give --again (again=True) to learn them once more"
+    checksum = incoming.split("train").sha256
+    same = [number for number, pack in enumerate(learnt) if pack.split("train").sha256 == checksum]
+    if unfinished and same and same[-1] == len(learnt) - 1:
         return None
-    if new_only:
-        return without_known(incoming, learnt)
-    reject_duplicate(incoming, learnt)
-    return incoming
-
-
-def reject_duplicate(incoming: Pack, learnt: Sequence[Pack]) -> None:
-    """Refuse a task of which all images were learnt before; of some, say so."""
-    again = "give --again (again=True) to learn them once more"
-    for number, pack in enumerate(learnt, start=1):
-        if pack.split("train").sha256 == incoming.split("train").sha256:
-            raise UserError(f"{task_name(incoming)} holds the very images of {place(pack, number)}; {again}")
+    if same and not new_only:
+        raise UserError(f"{task_name(incoming)} holds the very images of {place(learnt[same[0]], same[0] + 1)}; {hint}")
     known, tasks = known_images(incoming, learnt)
-    before = f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before: {'; '.join(tasks)}"
-    if known.all():
-        raise UserError(f"{before}; {again}")
-    if known.any():
-        info(f"{before}; they are learnt again, unless --new-only (new_only=True) is given")
-
-
-def warn_small(task: Pack, batch: int) -> None:
-    if (count := task.split("train").count) < batch:
-        fewer = f"task {task_name(task)} has {count} images, fewer than a batch of {batch}"
-        poor = f"its batches are of {count}, and their statistics are poor"
-        warn(f"{fewer}: {poor}; better put more images into one task")
-
-
-def without_known(incoming: Pack, learnt: Sequence[Pack]) -> Pack | None:
-    """Its images that are in no earlier task from the same place. None: there are none."""
-    known, _ = known_images(incoming, learnt)
     if not known.any():
         return incoming
-    if known.all():
+    if new_only and known.all():
         info(f"nothing new in {task_name(incoming)}: all {len(known)} images were learnt before")
         return None
-    info(f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before, left out")
-    return reduced(incoming, np.flatnonzero(~known))
+    before = f"{known.sum()} of the {len(known)} images of {task_name(incoming)} were learnt before"
+    if new_only:
+        info(f"{before}, left out")
+        return reduced(incoming, np.flatnonzero(~known))
+    before += f": {'; '.join(tasks)}"
+    if known.all():
+        raise UserError(f"{before}; {hint}")
+    info(f"{before}; they are learnt again, unless --new-only (new_only=True) is given")
+    return incoming

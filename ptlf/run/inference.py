@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import ptlf
 from ptlf.core.errors import UserError
 from ptlf.core.randomness import seeded
+from ptlf.core.reading import NUMBER, check_shape
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.encoders import as_encoder
@@ -41,6 +42,7 @@ SHAPES: dict[Fit, str] = {
     "pad": "long side resized to image_size (bicubic, antialiased), centred on grey (127)",
 }
 Card = dict[str, Any]
+CARD: Card = dict.fromkeys(("image_size", "view_size", "feature_dim"), (1, 10**6)) | {"mean": [NUMBER], "std": [NUMBER]}
 OnProblem = Callable[[list[tuple[str, str]]], None]  # takes (name, reason) of images that cannot be read
 
 
@@ -164,16 +166,9 @@ def read_card(file: Path) -> Card:
             hint = "a new run takes its weights by --encoder.weights"
             raise UserError(f"{file} does not say what encoder it is of, as files before version 0.2; {hint}")
         card: Card = json.loads(text)
-        for key in ("image_size", "view_size", "feature_dim"):
-            if not isinstance(card[key], int) or card[key] < 1:
-                raise ValueError(f"its metadata say {key} {card[key]!r}")
-        for key in ("mean", "std"):
-            if len(card[key]) != 3 or not all(isinstance(value, int | float) for value in card[key]):
-                raise ValueError(f"its metadata say {key} {card[key]!r}")
-        if card.get("fit", "crop") not in SHAPES:
-            raise ValueError(f"its metadata say fit {card['fit']!r}")
+        check_shape(card, CARD)
         return card
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
 
 

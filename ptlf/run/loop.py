@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,16 @@ import numpy as np
 from torch import nn
 
 from ptlf.core import processes
-from ptlf.core.phases import Advance
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
 from ptlf.evaluation.spread import COLLAPSED
 from ptlf.integrations.trackers import Trackers
-from ptlf.run.components import build_components
+from ptlf.run.components import build_components, fill_memory
 from ptlf.run.config import Config
 from ptlf.run.evaluator import Evaluator
 from ptlf.run.folder import claim_folder
-from ptlf.run.prefill import fill_memory
-from ptlf.run.progress import Progress
-from ptlf.run.record import Record
+from ptlf.run.record import Progress, Record
+from ptlf.run.results import keep_lines
 from ptlf.run.snapshots import Snapshots
 from ptlf.run.watcher import Watcher
 from ptlf.stream import Stream, Task
@@ -47,7 +44,7 @@ class Run:
         self.stream, self.model, self.method = parts.stream, parts.model, parts.method
         self.trainer, self.freezing = parts.trainer, parts.freezing
         self.clock, self.record, self.progress = Stopwatch(parts.device), Record(), Progress()
-        self.evaluator = Evaluator(parts, self.clock, self.phase, self.stop_if_requested)
+        self.evaluator = Evaluator(parts, self.clock, lambda *work: self.watcher.phase(*work), self.stop_if_requested)
         self.snapshots = Snapshots(parts, self.progress, self.record, self.clock)
         self.signals = StopSignals(self.snapshots.enabled, tell=processes.is_first())
         self.watcher = Watcher()
@@ -74,10 +71,8 @@ class Run:
         """
         self.watcher = watcher if watcher and processes.is_first() else Watcher()
         global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
-        folder = (
-            claim_folder(self.components.out, resume) if self.components.out and claim else contextlib.nullcontext()
-        )
-        with folder, global_randomness, self.signals:
+        out = self.components.out if claim else None
+        with claim_folder(out, resume) if out else contextlib.nullcontext(), global_randomness, self.signals:
             with self.snapshots.undone_on_error():
                 self.prepare_folder(resume)
             self.progress.status = "running"
@@ -104,8 +99,8 @@ class Run:
         if resume and self.snapshots.enabled:
             self.resume()
         self.snapshots.update_settings()
-        if resume:
-            self.snapshots.trim_metrics()
+        if resume and self.components.out:
+            keep_lines(self.components.out / "metrics.jsonl", self.record.per_epoch)
 
     def resume(self) -> None:
         """Load the newest checkpoint, if there is one. Tasks that came since are tested on first: here the encoder is
@@ -113,7 +108,7 @@ class Run:
         state = self.snapshots.read()
         if state is None:
             return
-        known, gallery = state.get("tasks", len(self.stream.tasks)), self.components.gallery
+        known, gallery = state["tasks"], self.components.gallery
         untrained, features = None, []
         if known < len(self.stream.tasks):
             untrained, features = self.evaluator.test_untrained(known), self.evaluator.measure_untrained(known)
@@ -127,8 +122,8 @@ class Run:
         if untrained is not None:
             self.record.begin(*untrained)
             self.record.untrained_features += features
-            if self.progress.task >= known:
-                self.test_next()
+            if 0 < known <= self.progress.task < len(self.stream.tasks):  # it was not there when the last one ended
+                self.record.add_to(self.record.future, self.evaluator.test_next(self.progress.task))
         if looked:
             self.snapshots.save_gallery()
         self.snapshots.save_results()
@@ -161,7 +156,11 @@ class Run:
 
     def train_stream(self) -> None:
         if self.progress.position == Position():
-            self.fill_memory()
+            if self.config.memory.images is not None:
+                if self.method.memory is not None:
+                    self.record.memory_images = fill_memory(self.components, self.method.memory)
+                else:
+                    processes.warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
             self.record.test_reference(self.evaluator.test_reference())
             self.record.begin(*self.evaluator.test_untrained())
             self.record.untrained_features += self.evaluator.measure_untrained()
@@ -173,14 +172,6 @@ class Run:
         self.freezing.freezer.thaw()
         self.evaluator.look("after")
         self.snapshots.save_gallery()
-
-    def fill_memory(self) -> None:
-        """With images of `memory.images`, before the first task."""
-        if self.config.memory.images is None:
-            return
-        if self.method.memory is None:
-            return processes.warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
-        self.record.memory_images = fill_memory(self.components, self.method.memory)
 
     def train_task(self, task: Task) -> None:
         progress, epochs = self.progress, self.config.training.epochs
@@ -219,11 +210,6 @@ class Run:
         self.record.test_reference(reference)
         self.record.features += features
 
-    def test_next(self) -> None:
-        """The encoder as it is on the next task, if that was not there when the last one ended."""
-        if 0 < self.progress.task < len(self.stream.tasks):
-            self.record.add_to(self.record.future, self.evaluator.test_next(self.progress.task))
-
     def train_epoch(self, indices: np.ndarray) -> None:
         progress, state, changed = self.progress, self.progress.epoch_state, False
         if state is None:
@@ -249,7 +235,8 @@ class Run:
         if self.components.out:
             self.trackers.epoch(len(self.record.per_epoch), line)
         self.snapshots.check_finite()
-        self.check_processes()
+        if not processes.all_equal(self.model.parameters()):
+            raise RuntimeError("the processes' weights differ; a parameter's gradient was not averaged over them")
         self.warn_of_collapse(indices)
 
     def freeze(self, indices: np.ndarray) -> bool:
@@ -266,10 +253,6 @@ class Run:
                 self.trainer.rebuild()
         return changed
 
-    def check_processes(self) -> None:
-        if not processes.all_equal(self.model.parameters()):
-            raise RuntimeError("the processes' weights differ; a parameter's gradient was not averaged over them")
-
     def warn_of_collapse(self, indices: np.ndarray) -> None:
         """Once. Looked for after 1, 2, 4, 8... epochs of a task and after its last: on a GPU an epoch may take less
         than a second."""
@@ -284,9 +267,6 @@ class Run:
                 f"normalised features of {images} images differ by {spread:.1e} (1 = spread evenly, 0 = all the "
                 "same); try a lower --training.lr or another objective"
             )
-
-    def phase(self, name: str, of: int | None = None, unit: str = "images") -> AbstractContextManager[Advance]:
-        return self.watcher.phase(name, of, unit)
 
     def save_or_stop(self) -> None:
         """A moment at which the run can be left: it saves itself if it is time to, and stops if it was asked to."""
@@ -322,7 +302,7 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Record that the run ends with this error, which the caller raises."""
-        with contextlib.suppress(Exception):  # the error that is told is the first
+        with contextlib.suppress(Exception):  # the first error is the one to report
             self.snapshots.finish()
         if last := self.snapshots.last:
             command = self.snapshots.command(last.parent.parent)

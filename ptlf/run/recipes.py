@@ -92,11 +92,17 @@ def conflict(objective: type[Objective], method: type[Method]) -> str | None:
 
 def recipe(name: str) -> Settings:
     """The recipe's settings as a nested dict, with `recipe` naming it. Members may be given as package.module:name."""
-    if name.count("/") != 2 or (":" not in name and name not in recipe_names()):
-        raise no_recipe(name)
+    if name.count("/") != 2:
+        raise unknown("recipe", name, recipe_names())
     stream, objective, word = name.split("/")
     variant = VARIANTS.get(word, {"method": word})
-    method, entry = variant["method"], STREAMS.find(stream)
+    method = variant["method"]
+    if ":" not in name and name not in recipe_names():
+        if objective in OBJECTIVES and method in METHODS and (why := conflict(OBJECTIVES[objective], METHODS[method])):
+            both = f"objective {objective!r} cannot be trained with method {method!r}"
+            raise UserError(f"there is no recipe {short_repr(name)}: {both}: {why}")
+        raise unknown("recipe", name, recipe_names())
+    entry = STREAMS.find(stream)
     protocol = entry.protocol
     if protocol not in PROTOCOLS:
         raise unknown("protocol", protocol, PROTOCOLS)
@@ -108,16 +114,6 @@ def recipe(name: str) -> Settings:
     ]
     freezing = {"freezing": {key: value for key, value in variant.items() if key != "method"}}
     return merge(Config, PROTOCOLS[protocol], entry.presets, {"recipe": name, **chosen}, *presets, freezing)
-
-
-def no_recipe(name: str) -> UserError:
-    """Why objective and method, which are known, make no recipe; or which recipes there are."""
-    _, objective, word = name.split("/") if name.count("/") == 2 else ("", "", "")
-    method = VARIANTS.get(word, {"method": word})["method"]
-    if objective in OBJECTIVES and method in METHODS and (why := conflict(OBJECTIVES[objective], METHODS[method])):
-        both = f"objective {objective!r} cannot be trained with method {method!r}"
-        return UserError(f"there is no recipe {short_repr(name)}: {both}: {why}")
-    return unknown("recipe", name, recipe_names())
 
 
 def name_of(config: Settings) -> str:
@@ -159,9 +155,9 @@ def resolve_config(
         settings = merge(Config, base_settings(recipe_name or values.get("recipe") or DEFAULT, explicit), explicit)
         free, stream = free_settings(explicit), settings["recipe"].partition("/")[0]
         if free and STREAMS.find(stream).own and name_in(settings, "stream") == stream:
-            fitted, told = fit_pack(as_dict(from_dict(settings)), free)
-            if told:
-                tell(told)
+            fitted, chosen = fit_pack(as_dict(from_dict(settings)), free)
+            if chosen:
+                tell(chosen)
             return from_dict(fitted)
         return from_dict(settings)
 

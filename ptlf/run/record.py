@@ -1,4 +1,4 @@
-"""What a run writes down as it goes, and what that comes to: the `probes` and `cost` of its results.json."""
+"""How far a run has come, and what it writes down: the `probes` and `cost` of its results.json."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,28 @@ from ptlf import evaluation
 from ptlf.core.reading import recordable
 from ptlf.run.results import to_columns
 from ptlf.training.checkpoint import Position
-from ptlf.training.trainer import EpochResult, MeasuredStep
+from ptlf.training.trainer import EpochResult, EpochState, MeasuredStep
 
 Row = list[float | None]
 # Of seconds, by their name in the record; `measuring` is of a step's bytes and FLOPs.
 PURPOSES = {name: name for name in ("train", "correlation", "rebuild", "eval", "checkpoint", "measuring")}
 PURPOSES |= {"train": "training", "eval": "evaluation"}
 LEARNING = ("training", "correlation", "rebuild")  # the steps, and what freezing adds to them
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    task: int = 0  # finished tasks
+    epoch: int = 0  # finished epochs of the next task
+    epoch_state: EpochState | None = None  # of the epoch under way
+    ended: bool = False  # the task under way is learnt, and not tested yet
+    status: str = "new"  # then running, and finished, stopped or failed
+
+    @property
+    def position(self) -> Position:
+        return Position(self.task, self.epoch, self.epoch_state.steps if self.epoch_state else 0)
 
 
 @dataclass

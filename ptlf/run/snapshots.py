@@ -16,7 +16,6 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
 from ptlf.core.randomness import global_state, set_global_state
-from ptlf.core.reading import damaged, explain
 from ptlf.core.settings import as_dict
 from ptlf.encoders.weights import KEY
 from ptlf.run.components import Components
@@ -24,11 +23,10 @@ from ptlf.run.config import read_yaml, resume_command, to_yaml
 from ptlf.run.environment import environment, source_commit
 from ptlf.run.folder import ENCODER, START, save_encoder
 from ptlf.run.inference import card_of
-from ptlf.run.progress import Progress
 from ptlf.run.recipes import name_of
-from ptlf.run.record import Record
-from ptlf.run.results import SCHEMA, Json, append_line, keep_lines, write_json
-from ptlf.run.resume import Images, check_fits_run, check_same_run, check_state, check_threads, images_of_task
+from ptlf.run.record import Progress, Record
+from ptlf.run.results import SCHEMA, Json, append_line, write_json
+from ptlf.run.resume import Images, check_same_run, check_threads, images_of_task
 from ptlf.run.start import save_start
 from ptlf.training.checkpoint import (
     Checkpoints,
@@ -63,8 +61,7 @@ class Snapshots:
     def command(self, folder: Path) -> str:
         """What to type to resume the run."""
         parts = self.components
-        arrived = parts.stream.arrived > 0
-        return resume_command(folder, parts.config, module=parts.encoder_given, arrived=arrived)
+        return resume_command(folder, parts.config, module=parts.encoder_given, arrived=parts.stream.arrived > 0)
 
     def due(self) -> bool:
         return self.checkpoints is not None and self.checkpoints.due(self.progress.position)
@@ -146,23 +143,14 @@ class Snapshots:
         self.record.widen(len(parts.stream.eval_splits))
 
     def read(self) -> Json | None:
-        """The newest checkpoint, if there is one, checked: loading it is safe. On all processes."""
+        """The newest checkpoint, if there is one: of this run. On all processes."""
         parts = self.components
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
         if state is None:
             return None
-        last = self.last or "the checkpoint"
-        try:
-            check_state(state)
-        except ValueError as error:
-            raise damaged(last, error, "remove that file to continue from the one before it") from None
-        known = state.get("tasks", len(parts.stream.tasks))
-        check_same_run(state, parts, self.images_begun(min(state["position"]["task"], known - 1)))
-        try:
-            check_fits_run(state, parts, self.parameter_names())
-        except ValueError as error:
-            why = f"does not fit the settings in {parts.folder}/config.yaml: {explain(error)}"
-            raise UserError(f"{last} {why}") from None
+        if "settings" not in state:
+            raise UserError(f"{self.last} was written by an older version of ptlf; resume with that version")
+        check_same_run(state, parts, self.images_begun(min(state["position"]["task"], state["tasks"] - 1)))
         check_threads(state.get("threads"), parts.device)
         return state
 
@@ -184,8 +172,7 @@ class Snapshots:
             yield
         except BaseException:
             for path in written if new else ():
-                with contextlib.suppress(OSError):  # the error that is told is the first
-                    path.unlink()
+                path.unlink(missing_ok=True)
             raise
 
     def write_settings(self) -> None:
@@ -203,11 +190,6 @@ class Snapshots:
         changed = {name: own[name] for name in ("evaluation", "log") if own[name] != stored.get(name, [])}
         if changed:
             write_whole(self.out / "config.yaml", yaml.safe_dump({**stored, **changed}, sort_keys=False))
-
-    def trim_metrics(self) -> None:
-        """To the epochs that the run has trained."""
-        if self.out:
-            keep_lines(self.out / "metrics.jsonl", self.record.per_epoch)
 
     def append_metrics(self, line: Json) -> None:
         if self.out:

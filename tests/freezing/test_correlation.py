@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import weakref
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,16 +14,10 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
-from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import subspace
-from ptlf.freezing.correlation import TaskCorrelation, correlation_ratios, gradients_of, mean_gradients
+from ptlf.freezing.correlation import TaskCorrelation, correlation_ratios
 from ptlf.freezing.subspace import add_gram, empty_gram, fit_at_once, leading_eigenvectors, passes, projection_ratio
 from ptlf.freezing.units import Unit
-
-
-def gram(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return add_gram(empty_gram(layer), layer, x)
-
 
 NUMPY_PADDING = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
 
@@ -88,70 +82,66 @@ def task_loss(module: nn.Module, seed: int = 3):
     return loss
 
 
-def naive_columns(layer: nn.Module, inputs: torch.Tensor, group: int) -> np.ndarray:
-    """R (m x n), patch by patch."""
+def naive_columns(layer: nn.Module, inputs: torch.Tensor, group: int = 0) -> np.ndarray:
+    """R (m x n), patch by patch; of convolutions of one, two and three dimensions."""
     x = inputs.detach().double().numpy()
     if isinstance(layer, nn.Linear):
         return x.reshape(-1, x.shape[-1]).T
-    (kh, kw), (sh, sw), (dh, dw) = layer.kernel_size, layer.stride, layer.dilation
+    reach = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
     if layer.padding == "same":
-        rows, cols = (((d * (k - 1)) // 2, d * (k - 1) - d * (k - 1) // 2) for d, k in ((dh, kh), (dw, kw)))
+        padding = [(size // 2, size - size // 2) for size in reach]
     else:
-        rows, cols = ((p, p) for p in ((0, 0) if layer.padding == "valid" else layer.padding))
-    x = np.pad(x, ((0, 0), (0, 0), rows, cols), mode=NUMPY_PADDING[layer.padding_mode])
-    size = x.shape[1] // layer.groups
-    patches = []
-    for image in x:
-        for top in range(0, x.shape[2] - dh * (kh - 1), sh):
-            for left in range(0, x.shape[3] - dw * (kw - 1), sw):
-                patch = []
-                for channel in range(group * size, (group + 1) * size):
-                    for i in range(kh):
-                        for j in range(kw):
-                            patch.append(image[channel, top + i * dh, left + j * dw])
-                patches.append(patch)
+        padding = [(p, p) for p in ([0] * len(reach) if layer.padding == "valid" else layer.padding)]
+    x = np.pad(x, ((0, 0), (0, 0), *padding), mode=NUMPY_PADDING[layer.padding_mode])
+    places = [range(0, size - r, s) for size, r, s in zip(x.shape[2:], reach, layer.stride, strict=True)]
+    size, patches = x.shape[1] // layer.groups, []
+    for image, *corner in itertools.product(x[:, group * size : (group + 1) * size], *places):
+        spans = (slice(at, at + r + 1, d) for at, r, d in zip(corner, reach, layer.dilation, strict=True))
+        patches.append(image[:, *spans].ravel())
     return np.array(patches).T
 
 
-def reference_ratio(layer: nn.Module, inputs: torch.Tensor, gradient: torch.Tensor, threshold: float) -> float:
-    """||G B B^T|| / ||G|| by numpy's SVD, group by group."""
-    groups = getattr(layer, "groups", 1)
-    g_all = gradient.double().numpy().reshape(gradient.shape[0], -1)
-    rows = len(g_all) // groups
-    projected = 0.0
-    for group in range(groups):
-        u, s, _ = np.linalg.svd(naive_columns(layer, inputs, group), full_matrices=False)
+def svd_ratio(products: list[tuple[np.ndarray, np.ndarray]], threshold: float) -> float:
+    """||G B B^T|| / ||G|| by numpy's SVD, from the gradient (C_out, m) and the inputs (m, n) of each product."""
+    kept = 0.0
+    for gradient, inputs in products:
+        u, s, _ = np.linalg.svd(inputs, full_matrices=False)
         energy = np.cumsum(s**2)
-        basis = u[:, : 1 + np.argmax(energy >= threshold * energy[-1])]
-        g = g_all[group * rows : (group + 1) * rows]
-        projected += np.linalg.norm(g @ basis @ basis.T) ** 2
-    return float(np.sqrt(projected) / np.linalg.norm(g_all))
+        kept += np.linalg.norm(gradient @ u[:, : 1 + np.argmax(energy >= threshold * energy[-1])]) ** 2
+    return float(np.sqrt(kept / sum(np.linalg.norm(gradient) ** 2 for gradient, _ in products)))
 
 
-@pytest.mark.parametrize("images", [1, 40])
-@pytest.mark.parametrize("threshold", [0.6, 0.95, 0.99])
+def reference_ratio(layer: nn.Module, inputs: torch.Tensor, gradient: torch.Tensor, threshold: float) -> float:
+    groups = getattr(layer, "groups", 1)
+    parts = gradient.double().flatten(1).chunk(groups)
+    return svd_ratio([(g.numpy(), naive_columns(layer, inputs, n)) for n, g in enumerate(parts)], threshold)
+
+
+@pytest.mark.parametrize(("images", "threshold"), [(1, 0.6), (1, 0.99), (40, 0.95)])
 def test_ratios_agree_with_numpy_on_every_kind_of_layer(network, images, threshold):
+    """Gradients are taken in the mode found, here train mode, and inputs in eval mode."""
     replay = torch.randn(images, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     network.drop.p = 0.0  # the reference runs the losses once more
     ratios = correlation_ratios(
         network, replay, task_loss(network), threshold, batches=3, units=units_of(network, NAMES), chunk=7
     )
-
     twin = copy.deepcopy(network)
     loss = task_loss(twin)
     sum(loss() for _ in range(3)).backward()
-    network.eval()
     with torch.no_grad():
-        seen = network.inputs(replay)
+        seen = network.eval().inputs(replay)
     m_less_than_n = []
     for name in NAMES:
         layer = network.get_submodule(name)
         gradient = twin.get_submodule(name).weight.grad / 3
         assert ratios[name] == pytest.approx(reference_ratio(layer, seen[name], gradient, threshold), abs=1e-5), name
-        m, n = naive_columns(layer, seen[name], 0).shape
+        m, n = naive_columns(layer, seen[name]).shape
         m_less_than_n.append(m < n)
     assert all(m_less_than_n) if images == 40 else m_less_than_n.count(False) >= 3
     assert len({round(ratio, 6) for ratio in ratios.values()}) == len(NAMES)  # nine different ratios
+    units = units_of(network, ["strided"])
+    in_eval = correlation_ratios(network, replay, task_loss(network), threshold, batches=3, units=units)
+    assert in_eval["strided"] != pytest.approx(ratios["strided"], abs=1e-3)
 
 
 def test_splitting_changes_nothing(network, monkeypatch):
@@ -261,32 +251,25 @@ def test_at_once_where_a_gpu_has_room(network, monkeypatch):
 
 
 def state(module: nn.Module) -> dict[str, object]:
+    grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     return {
-        "tensors": {name: value.clone() for name, value in module.state_dict().items()},
-        "identities": {name: id(value) for name, value in (*module.named_parameters(), *module.named_buffers())},
-        "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()},
+        "tensors": {name: value.clone() for name, value in (*module.state_dict().items(), *grads.items())},
+        "identities": [id(value) for value in (*module.parameters(), *module.buffers())],
+        "gradients": list(grads),
         "modes": [part.training for part in module.modules()],
         "requires": [p.requires_grad for p in module.parameters()],
         "hooks": [
             (len(part._forward_pre_hooks), len(part._forward_hooks), len(part._backward_hooks))
             for part in module.modules()
         ],
-        "random": torch.get_rng_state(),
+        "random": torch.get_rng_state().tolist(),
         "grad_mode": torch.is_grad_enabled(),
     }
 
 
-def same(a: object, b: object) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return a == b
-
-
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("fails", ["never", "in the loss", "in the replay"])
-def test_everything_is_left_as_it_was(network, fails, at_once):
+@pytest.mark.parametrize(("fails", "reached"), [("never", 3), ("in the loss", 2), ("in the replay", 3)])
+def test_everything_is_left_as_it_was(network, fails, reached, at_once):
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -296,10 +279,7 @@ def test_everything_is_left_as_it_was(network, fails, at_once):
 
     head = Head()
     (network(torch.randn(4, 3, 8, 8)).sum() * 0.1).backward()
-    network.train()
-    network.norm.eval()
-    network.norm.train()
-    network.dilated.eval()
+    network.train().dilated.eval()
     network.stem.bias.requires_grad_(False)
     calls = []
 
@@ -311,54 +291,18 @@ def test_everything_is_left_as_it_was(network, fails, at_once):
             raise ArithmeticError("as planned")
         return head.norm(network(torch.randn(6, 3, 8, 8))).pow(3).sum()
 
-    def run() -> None:
-        replay = torch.randn(5, 3 if fails != "in the replay" else 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    before = state(network), state(head)
+    replay = torch.randn(5, 3 if fails != "in the replay" else 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    with contextlib.nullcontext() if fails == "never" else pytest.raises((ArithmeticError, RuntimeError)):
         correlation_ratios(
             network, replay, loss, batches=3, units=units_of(network, NAMES), keep=[head], at_once=at_once
         )
-
-    before = state(network), state(head)
-    if fails == "never":
-        run()
-    else:
-        with pytest.raises(ArithmeticError if fails == "in the loss" else RuntimeError):
-            run()
-    after = state(network), state(head)
-    for old, new in zip(before, after, strict=True):
-        for part in old:
-            assert same(old[part], new[part]), part
-    reached = {"never": 3, "in the loss": 2, "in the replay": 3}
-    assert calls == [True] * reached[fails]
-
-
-def test_gradient_is_taken_in_the_mode_found_and_inputs_in_eval_mode(network):
-    network.norm.running_mean.fill_(-1.0)  # far from the batch's mean
-    network.drop.p = 0.0
-    replay = torch.randn(40, 3, 8, 8)
-
-    def ratios() -> dict[str, float]:
-        units = units_of(network, ["strided", "head"])
-        return correlation_ratios(network, replay, task_loss(network), 0.9, batches=1, units=units)
-
-    training = ratios()
-    twin = copy.deepcopy(network)
-    task_loss(twin)().backward()
-    seen = copy.deepcopy(network).eval().inputs(replay)
-    expected = reference_ratio(network.strided, seen["strided"], twin.strided.weight.grad, 0.9)
-    assert training["strided"] == pytest.approx(expected, abs=1e-5)
-    network.eval()
-    assert ratios()["strided"] != pytest.approx(expected, abs=1e-3)
-
-
-def test_gradients_are_averaged(network):
-    network.drop.p = 0.0
-    units = units_of(network, ["grouped"])
-    mean = mean_gradients(units, partial(gradients_of, task_loss(network)), 4)["grouped"][0]
-    assert all(parameter.grad is None for parameter in network.parameters())
-    loss = task_loss(network)
-    sum(loss() / 4 for _ in range(4)).backward()
-    assert mean.shape == (4, 2, 27)
-    torch.testing.assert_close(mean.reshape(8, 3, 3, 3).float(), network.grouped.weight.grad)
+    for old, new in zip(before, (state(network), state(head)), strict=True):
+        tensors = [part.pop("tensors") for part in (old, new)]
+        assert tensors[0].keys() == tensors[1].keys()
+        assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
+        assert old == new
+    assert calls == [True] * reached
 
 
 def test_a_layer_called_twice_sums_inputs_and_gradients():
@@ -410,97 +354,62 @@ def test_a_parametrised_weight_has_the_ratio_of_its_plain_one():
     assert same == pytest.approx(ratios, rel=1e-4)
 
 
-def test_a_weight_made_by_a_hook_is_refused():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    prune.random_unstructured(model[2], "weight", amount=0.5)
-    x = torch.randn(6, 3, 8, 8)
-    with pytest.raises(ValueError, match="the weight of unit '2' is computed anew in every forward"):
-        correlation_ratios(model, x, lambda: model(x).square().sum())
-
-
 def test_errors_name_the_unit_and_the_way_out(network):
-    units = units_of(network, ["stem", "head"])
-    replay = torch.randn(2, 3, 8, 8)
-    with pytest.raises(ValueError, match="gradient for unit 'stem' is not finite"):
-        correlation_ratios(network, replay, lambda: network(replay * float("nan")).sum(), units=units[:1])
-    with pytest.raises(ValueError, match="inputs to unit 'head' are not finite"):
-        correlation_ratios(network, replay * float("inf"), task_loss(network), units=units[1:])
-    with pytest.raises(ValueError, match=r"threshold .* not 0"):
-        correlation_ratios(network, replay, task_loss(network), 0, units=units)
-    for wrong, message in (
-        ((replay, task_loss(network)()), "loss_fn must be a function"),
-        ((task_loss(network), task_loss(network)), "replay must be a tensor"),
-        (([(replay, None)], task_loss(network)), "the replay must hold tensors of inputs, and holds a tuple"),
-        ((replay, lambda: 3), "loss_fn must return the loss, a tensor, and returned a int"),
+    units, replay, loss = units_of(network, ["stem", "head"]), torch.randn(2, 3, 8, 8), task_loss(network)
+    for wrong, error, message in (
+        ((replay, lambda: network(replay * float("nan")).sum()), ValueError, "gradient for unit 'stem' is not finite"),
+        ((replay * float("inf"), loss), ValueError, "inputs to unit 'stem' are not finite"),
+        ((replay, loss, 0), ValueError, r"threshold .* not 0"),
+        ((replay, loss, 2), ValueError, "threshold"),
+        ((replay[:0], loss), ValueError, "replay is empty"),
+        (([], loss), ValueError, "replay is empty"),
+        ((replay, loss()), TypeError, "loss_fn must be a function"),
+        ((loss, loss), TypeError, "replay must be a tensor"),
+        (([(replay, None)], loss), TypeError, "the replay must hold tensors of inputs, and holds a tuple"),
+        ((replay, lambda: 3), TypeError, "loss_fn must return the loss, a tensor, and returned a int"),
     ):
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(error, match=message):
             correlation_ratios(network, *wrong, units=units)
-    with pytest.raises(ValueError, match="threshold"):
-        correlation_ratios(network, replay, task_loss(network), 2, units=units)
     with pytest.raises(ValueError, match="batches and chunk"):
-        correlation_ratios(network, replay, task_loss(network), batches=0, units=units)
-    for empty in (replay[:0], []):
-        with pytest.raises(ValueError, match="replay is empty"):
-            correlation_ratios(network, empty, task_loss(network), units=units)
+        correlation_ratios(network, replay, loss, batches=0, units=units)
     network.head.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="unit 'head' is frozen"):
-        correlation_ratios(network, replay, task_loss(network), units=units)
+        correlation_ratios(network, replay, loss, units=units)
+    assert "head" not in correlation_ratios(network, replay, loss, batches=1), "by default all that train"
+    pruned = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    prune.random_unstructured(pruned[2], "weight", amount=0.5)
+    with pytest.raises(ValueError, match="the weight of unit '2' is computed anew in every forward"):
+        correlation_ratios(pruned, replay, lambda: pruned(replay).square().sum())
 
 
-def test_units_are_all_trainable_ones_by_default():
-    torch.manual_seed(0)
-    encoder = ResNet(BasicBlock, (1, 1), width=4)
-    encoder.stages[0][0].conv2.weight.requires_grad_(False)
-    ratios = correlation_ratios(encoder, torch.randn(4, 3, 8, 8), task_loss(encoder), batches=2)
-    expected = {name for name, part in encoder.named_modules() if isinstance(part, nn.Conv2d)}
-    assert len(ratios) == len(expected) - 1
-    assert all(0 < ratio <= 1 for ratio in ratios.values())
-    assert correlation_ratios(encoder, torch.randn(4, 3, 8, 8), task_loss(encoder), units=[]) == {}
-
-
-def test_low_precision_inputs_are_summed_in_float64(network):
+def test_low_precision_inputs_are_summed_in_float64_and_an_unbatched_image_is_one(network):
     layer = network.strided
     x = torch.randn(50, 8, 8, 8).bfloat16()
-    exact = naive_columns(layer, x, 0) @ naive_columns(layer, x, 0).T
-    assert gram(layer, x).dtype == torch.float64
-    np.testing.assert_allclose(gram(layer, x)[0].numpy(), exact, rtol=1e-10, atol=1e-9)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        np.testing.assert_allclose(gram(layer, x)[0].numpy(), exact, rtol=1e-10, atol=1e-9)
-        ratios = correlation_ratios(
-            network, torch.randn(9, 3, 8, 8), task_loss(network), batches=1, units=units_of(network, NAMES)
-        )
-    assert all(0 < ratio <= 1 for ratio in ratios.values())
-
-
-def test_an_unbatched_image_is_one_image(network):
-    x = torch.randn(1, 8, 8, 8)
-    assert torch.equal(gram(network.strided, x[0]), gram(network.strided, x))
+    exact = naive_columns(layer, x) @ naive_columns(layer, x).T
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found = add_gram(empty_gram(layer), layer, x)
+        assert found.dtype == torch.float64
+        np.testing.assert_allclose(found[0].numpy(), exact, rtol=1e-10, atol=1e-9)
+    one = [add_gram(empty_gram(layer), layer, image) for image in (x[0], x[:1])]
+    assert torch.equal(*one)
 
 
 def test_a_compiled_module_gives_the_same_ratios():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 3)
-
+    class Two(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x).relu())
+            return self[1](self[0](x).relu())
 
     torch.manual_seed(0)
-    module, replay, new = Two(), torch.randn(4, 5), torch.randn(7, 5)
+    module, replay, new = Two(nn.Linear(5, 5), nn.Linear(5, 3)), torch.randn(4, 5), torch.randn(7, 5)
 
     def ratios() -> dict[str, float]:
-        units = units_of(module, ["first", "second"])
+        units = units_of(module, ["0", "1"])
         return correlation_ratios(module, replay, lambda: module(new).pow(2).sum(), 0.9, batches=1, units=units)
 
     traced = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
-        traced.append(graph)
-        return graph
-
     eager = ratios()
-    module.compile(backend=backend)
+    module.compile(backend=lambda graph, inputs: (traced.append(graph), graph)[1])
     module(new)  # traced without hooks
     count = len(traced)
     assert ratios() == pytest.approx(eager, abs=1e-6)

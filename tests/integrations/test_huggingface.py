@@ -19,15 +19,12 @@ pytestmark = pytest.mark.slow
 
 
 class Pictures(torch.utils.data.Dataset):
-    def __init__(self) -> None:
-        draw = torch.Generator().manual_seed(0)
-        self.images, self.labels = torch.randn(16, 3, 16, 16, generator=draw), torch.arange(16) % 3
-
     def __len__(self) -> int:
         return 16
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"pixel_values": self.images[index], "labels": self.labels[index]}
+        image = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index))
+        return {"pixel_values": image, "labels": torch.tensor(index % 3)}
 
 
 class Network(nn.Module):
@@ -49,7 +46,7 @@ class Network(nn.Module):
 
 
 class Watch(transformers.TrainerCallback):
-    """What trains in each step, and what moved."""
+    """How many parameters are frozen in each step."""
 
     def __init__(self) -> None:
         self.frozen: dict[int, int] = {}

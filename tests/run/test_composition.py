@@ -9,8 +9,7 @@ import torch
 
 from ptlf.run.components import build_components
 from ptlf.run.evaluator import Evaluator
-from ptlf.run.progress import Progress
-from ptlf.run.record import Record
+from ptlf.run.record import Progress, Record
 from ptlf.run.snapshots import Snapshots
 from ptlf.training.checkpoint import Position
 from ptlf.training.cost import Stopwatch

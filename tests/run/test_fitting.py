@@ -22,12 +22,15 @@ from ptlf.run.config import Config, from_dict
 from ptlf.run.fitting import EPOCHS, FLOPS_PER_PIXEL, Machine, batch, epochs, network
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
-from ptlf.run.watcher import Watcher
 from ptlf.stream.arrivals import arrivals
 from ptlf.stream.folders import pack_folder
 
 CORES, GPU = Machine(gpu=False, cores=2), Machine(gpu=True, cores=8)
 SIZE = 8
+SMALL = [
+    "--size", str(SIZE), "--objective.projection", "16", "--objective.bottleneck", "8", "--device", "cpu",
+    "--evaluation.gallery", "false", "--training.epochs", "1",
+]  # fmt: skip
 
 
 def paint(folder: Path, count: int, seed: int = 0) -> None:
@@ -78,12 +81,6 @@ def test_classes_that_five_does_not_divide(root: Path) -> None:
     )
 
 
-def test_one_image_is_one_image() -> None:
-    values = as_dict(resolve_config("arriving/simsiam/ptlf", None, []))
-    for count, words in {1: "1 image of", 2: "2 images of"}.items():
-        assert f"chosen for {words} 8 px on" in fitting.fit_settings(values, {"training.batch"}, [count], 8)[1]
-
-
 def test_what_is_given_stays(root: Path) -> None:
     words = ["--stream.tasks", "7", "--encoder", "resnet18", "--training.batch", "6", "--training.epochs", "3"]
     config, told = resolved(*words)
@@ -103,6 +100,8 @@ def test_an_order_that_is_given_is_kept() -> None:
     assert (config.stream.tasks, config.stream.groups) == (2, None)
     config, _ = resolved("--stream.classes", "10")
     assert (config.stream.tasks, config.stream.groups) == (5, None)
+    config, _ = resolved("--training.warmup", "150")
+    assert config.training.epochs == 300, "more than the warmup"
 
 
 def test_a_folder_per_task(root: Path) -> None:
@@ -148,11 +147,6 @@ def test_batch_and_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (batch(GPU, 9000), batch(GPU, 4)) == (255, 6)
 
 
-def test_epochs_are_more_than_the_warmup() -> None:
-    config, _ = resolved("--training.warmup", "150")
-    assert config.training.epochs == 300
-
-
 def test_flops_of_the_networks() -> None:
     for name, expected in FLOPS_PER_PIXEL.items():
         entry = ENCODERS[name]
@@ -188,9 +182,6 @@ def test_all_wrong_settings_at_once() -> None:
         from_dict({"training": {"batch": 1, "epochs": "many"}, "seed": -1, "colour": "red"})
     assert len(caught.value.problems) == 4
     assert str(caught.value).startswith("(1) training.batch must be at least 2, not 1; (2) training.epochs must be")
-
-
-def test_one_refusal_is_told_as_it_is() -> None:
     refused = Refusals()
     with refused:
         raise UserError("alone")
@@ -202,25 +193,15 @@ def test_one_refusal_is_told_as_it_is() -> None:
 
 def test_learning_chooses_with_the_first_task_only(root: Path, tmp_path: Path, capsys) -> None:
     pictures, run = root / "day-pictures", tmp_path / "run"
-    small = ["--size", str(SIZE), "--objective.projection", "16", "--objective.bottleneck", "8", "--device", "cpu"]
-    small += ["--evaluation.gallery", "false", "--training.epochs", "1", "--encoder.width", "4"]
-    assert main(["learn", str(run), str(pictures / "day2"), *small, "--encoder", "resnet18-mini"]) == 0
+    assert main(["learn", str(run), str(pictures / "day2"), *SMALL]) == 0
     told = capsys.readouterr().out
-    assert "chosen for 40 images of 8 px on 2 CPU cores: --training.batch 16; each can" in told
+    assert "chosen for 40 images of 8 px on 2 CPU cores: --encoder.name resnet18-mini --training.batch 16; each" in told
     assert "with a value of your own; they hold for all later tasks, and cannot be changed then" in told
     stored = yaml.safe_load((run / "config.yaml").read_text())
     assert (stored["training"]["batch"], stored["training"]["epochs"]) == (16, 1)
     assert main(["learn", str(run), str(pictures / "day0")]) == 0  # smaller than a batch
     assert "chosen for" not in capsys.readouterr().out
     assert yaml.safe_load((run / "config.yaml").read_text()) == stored
-
-
-def test_a_learner_in_python_chooses_too(root: Path, tmp_path: Path) -> None:
-    small = {"objective.projection": 16, "objective.bottleneck": 8, "evaluation": {"gallery": False}, "device": "cpu"}
-    learner = ptlf.Learner(out=tmp_path / "run", size=SIZE, **small, **{"training.epochs": 1})
-    learner.learn(root / "day-pictures" / "day1", watcher=Watcher())
-    assert learner.config.encoder.name == "resnet18-mini"
-    assert (learner.config.training.batch, learner.config.training.epochs) == (16, 1)
 
 
 def test_how_images_become_squares_is_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,10 +211,8 @@ def test_how_images_become_squares_is_the_runs_own(tmp_path: Path, capsys: pytes
         (tmp_path / day).mkdir()
         for number, pixels in enumerate(images):
             Image.fromarray(pixels).save(tmp_path / day / f"{number}.png")
-    small = ["--size", str(SIZE), "--objective.projection", "16", "--objective.bottleneck", "8", "--device", "cpu"]
-    small += ["--evaluation.gallery", "false", "--training.epochs", "1", "--fit", "squash"]
     run = tmp_path / "run"
-    assert main(["learn", str(run), str(tmp_path / "day1"), *small]) == 0
+    assert main(["learn", str(run), str(tmp_path / "day1"), *SMALL, "--fit", "squash"]) == 0
     assert main(["learn", str(run), str(tmp_path / "day2"), "--fit", "crop"]) == 2
     assert "were packed with --fit squash; leave out --fit crop" in capsys.readouterr().err
     assert main(["learn", str(run), str(tmp_path / "day2")]) == 0

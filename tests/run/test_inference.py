@@ -22,11 +22,15 @@ from ptlf.stream.folders import pack_folder
 RNG = np.random.default_rng(3)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(tiny_config(training__epochs=1), tmp_path_factory.mktemp("runs") / "one")
+def train(folder: Path, name: str = "digits/simsiam/finetune", encoder: torch.nn.Module | None = None, **more) -> Run:
+    run = Run(tiny_config(name, training__epochs=1, **more), folder, encoder=encoder)
     run.train()
     return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("runs") / "one")
 
 
 def features_in_training(run: Run, pixels: np.ndarray) -> np.ndarray:
@@ -76,29 +80,20 @@ def test_the_card_travels_in_the_file(trained: Run, tmp_path: Path) -> None:
     assert ptlf.load_encoder(tmp_path, device="cpu", trust_code=True).card == card
 
 
-def test_columns_of_pnn_are_joined(tmp_path: Path) -> None:
-    config = tiny_config("digits/simsiam/pnn", encoder__name="conftest:tiny_resnet", training__epochs=1)
-    run = Run(config, tmp_path / "run")
-    run.train()
-    pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
-    encoder = ptlf.load_encoder(tmp_path / "run", device="cpu", trust_code=True)
-    assert encoder.feature_dim == 2 * 8
-    assert np.array_equal(encoder.embed(pixels), features_in_training(run, pixels))
-
-
-def test_views_smaller_than_the_images(tmp_path: Path) -> None:
-    run = Run(tiny_config(views__size=12, training__epochs=1), tmp_path / "run")
-    run.train()
-    pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
-    encoder = ptlf.load_encoder(tmp_path / "run", device="cpu", trust_code=True)
-    assert encoder.preprocess(pixels).shape == (4, 3, 12, 12)
-    assert np.array_equal(encoder.embed(pixels), features_in_training(run, pixels))
+def test_columns_of_pnn_are_joined_and_views_may_be_smaller_than_the_images(tmp_path: Path) -> None:
+    for name, more, dim, size in (
+        ("digits/simsiam/pnn", {"encoder__name": "conftest:tiny_resnet"}, 2 * 8, 16),
+        ("digits/simsiam/finetune", {"views__size": 12}, 16, 12),
+    ):
+        run = train(tmp_path / str(size), name, **more)
+        pixels = RNG.integers(0, 256, (4, 16, 16, 3), np.uint8)
+        encoder = ptlf.load_encoder(run.folder, device="cpu", trust_code=True)
+        assert encoder.feature_dim == dim and encoder.preprocess(pixels).shape == (4, 3, size, size)
+        assert np.array_equal(encoder.embed(pixels), features_in_training(run, pixels))
 
 
 def test_a_module_of_the_user_s_own(tmp_path: Path) -> None:
-    module = tiny_encoder()
-    run = Run(tiny_config(training__epochs=1), tmp_path / "run", encoder=module)
-    run.train()
+    run = train(tmp_path / "run", encoder=tiny_encoder())
     with pytest.raises(UserError, match=r"made with a module of your own.*load_encoder\(.*encoder=module\)"):
         ptlf.load_encoder(tmp_path / "run", trust_code=True)
     again = ptlf.load_encoder(tmp_path / "run", encoder=tiny_encoder(), device="cpu")
@@ -111,21 +106,19 @@ def test_a_module_of_the_user_s_own(tmp_path: Path) -> None:
 def test_what_is_no_run(trained: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no encoder.safetensors"):
         ptlf.load_encoder(tmp_path)
-    (tmp_path / "encoder.safetensors").write_bytes(b"damaged")
+    file = tmp_path / "encoder.safetensors"
+    file.write_bytes(b"damaged")
     with pytest.raises(UserError, match=r"encoder.safetensors cannot be read"):
         ptlf.load_encoder(tmp_path)
     assert trained.folder is not None
+    weights, card = (read(trained.folder / "encoder.safetensors") for read in (load_file, read_card))
     for change in ({"mean": [1]}, {"view_size": 0}, {"image_size": "big"}):
-        card = read_card(trained.folder / "encoder.safetensors") | change
-        save_file(load_file(trained.folder / "encoder.safetensors"), tmp_path / "x", {"ptlf": json.dumps(card)})
-        (tmp_path / "x").rename(tmp_path / "encoder.safetensors")
+        file.unlink()
+        save_file(weights, file, {"ptlf": json.dumps(card | change)})
         with pytest.raises(UserError, match=f"its metadata say {next(iter(change))}"):
             ptlf.load_encoder(tmp_path)
-
-
-def test_a_file_without_a_card_is_of_an_older_version(trained: Run, tmp_path: Path) -> None:
-    assert trained.folder is not None
-    save_file(load_file(trained.folder / "encoder.safetensors"), tmp_path / "encoder.safetensors")
+    file.unlink()
+    save_file(weights, file)
     with pytest.raises(UserError, match=r"before version 0\.2; a new run takes its weights by --encoder\.weights"):
         ptlf.load_encoder(tmp_path)
 

@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from ptlf.evaluation import EvaluationConfig
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.page import commands_to_repeat
-from ptlf.report.runs import read_comparison, read_run
-from ptlf.run import snapshots
+from ptlf.report.runs import read_run
+from ptlf.run import loop, snapshots
 from ptlf.run.config import Config
 from ptlf.run.evaluator import Evaluator
 from ptlf.run.folder import lock_of_run
@@ -59,6 +59,8 @@ SMALL: dict[str, Any] = {
     "checkpoint__every_epochs": 0,
     "checkpoint__keep_tasks": 2,
 }
+FAST: dict[str, Any] = {"training.epochs": 1, "training.batch": 8, "objective.projection": 16, "device": "cpu"}
+FAST |= {"evaluation.gallery": False}
 DIGITS = {"stream__groups": [[0, 1], [2, 3]]}
 WORDS = [
     "--recipe", "digits/simsiam/ptlf", "--size", str(SIZE), "--encoder.name", "conftest:tiny_encoder",
@@ -179,31 +181,28 @@ def test_folders_without_labels_are_as_a_pack_with_a_folder_per_task(root: Path,
     assert learner.results["eval_splits"] == ["day1"]
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_the_commands_on_its_page_repeat_a_run(root: Path, tmp_path: Path, monkeypatch, before: bool) -> None:
-    """Of days that arrived alone, or after `ptlf train`; one of them came twice."""
+def test_the_commands_on_its_page_repeat_a_run(root: Path, tmp_path: Path, monkeypatch) -> None:
+    """Of days that arrived after `ptlf train`; one of them came twice."""
     run = tmp_path / "run"
-    if before:
-        Run(config(**DIGITS), run).train()
+    Run(config(**DIGITS, stream__per_class=40, training__batch=40), run).train()
     day = root / "pictures" / "day1"
     learnt(run, config(), [day])
     ptlf.Learner.load(run, trust_code=True).learn(day, "the-same", again=True, watcher=QUIET)
     monkeypatch.chdir(tmp_path)
     told = commands_to_repeat(read_run(Path("run")))
-    assert len(told) == 2 + before and "learn again run/tasks/0002-the-same --name the-same --again" in told[-1]
+    assert len(told) == 3 and "learn again run/tasks/0002-the-same --name the-same --again" in told[-1]
     for line in told:
         assert main([*shlex.split(line)[1:], "--trust-code"]) == 0
     assert (tmp_path / "again" / "encoder.safetensors").read_bytes() == (run / "encoder.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("method", ["lump", "pnn"])
-def test_a_run_that_ptlf_train_finished_goes_on(tmp_path: Path, method: str) -> None:
-    encoder = {"encoder__name": "conftest:tiny_resnet"} if method == "pnn" else {"freezing__policy": "correlation"}
-    settings = config(method__name=method, **encoder)
+def test_a_run_that_ptlf_train_finished_goes_on(tmp_path: Path) -> None:
+    settings = config(method__name="pnn", encoder__name="conftest:tiny_resnet")
     settings.stream.name, settings.stream.pack, settings.stream.groups = "folder", "all", [["a", "b"], ["c", "d"]]
     Run(settings, tmp_path / "run").train()
     learnt(tmp_path / "run", settings, ["day3"])
-    check_same(tmp_path / "run", trained(tmp_path / "trained", config(method__name=method, **encoder)))
+    same_settings = config(method__name="pnn", encoder__name="conftest:tiny_resnet")
+    check_same(tmp_path / "run", trained(tmp_path / "trained", same_settings))
     assert main(["train", "--trust-code", "--resume", str(tmp_path / "run")]) == 0
 
 
@@ -232,14 +231,6 @@ def noise(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 255, (count, SIZE, SIZE, 3), dtype=np.uint8)
 
 
-def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """The newest checkpoint of the run, changed."""
-    path = max((folder / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    stored = read_checkpoint(path)
-    change(stored)
-    write_checkpoint(path, HostCopy(stored))
-
-
 def test_the_gallery_may_become_smaller_with_a_new_task(tmp_path: Path) -> None:
     settings = {"evaluation__gallery": True}
     ptlf.Learner.new(config(**settings), tmp_path / "run").learn(noise(120, 0), "monday", watcher=QUIET)
@@ -250,16 +241,13 @@ def test_the_gallery_may_become_smaller_with_a_new_task(tmp_path: Path) -> None:
     assert [len(found["looks"][moment]["points"]) for moment in ("before", "after")] == [20, 20]
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_looks_at_other_images_are_made_again(tmp_path: Path, older: bool) -> None:
-    """After evaluation.tasks changed in the middle of a task. Checkpoints once did not say of which images they are."""
+def test_looks_at_other_images_are_made_again(tmp_path: Path) -> None:
+    """After evaluation.tasks changed in the middle of a task."""
     settings = {"evaluation__gallery": True}
     for name in ("run", "alone"):
         ptlf.Learner.new(config(**settings), tmp_path / name).learn(noise(40, 0), "monday", watcher=QUIET)
     with pytest.raises(Stopped):
         ptlf.Learner.load(tmp_path / "run", trust_code=True).learn(noise(40, 1), "tuesday", watcher=StopsAt(2))
-    if older:
-        rewritten(tmp_path / "run", lambda stored: stored.pop("looks_sha256"))
     limited = {"evaluation": {"tasks": "last:1"}}
     ptlf.Learner.load(tmp_path / "run", trust_code=True, **limited).learn(watcher=QUIET)
     alone = ptlf.Learner.load(tmp_path / "alone", trust_code=True, **limited)
@@ -271,12 +259,20 @@ def test_looks_at_other_images_are_made_again(tmp_path: Path, older: bool) -> No
 def test_a_checkpoint_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     run = tmp_path / "run"
     ptlf.Learner.new(config(evaluation__gallery=True), run).learn(noise(40, 0), "monday", watcher=QUIET)
-    rewritten(run, lambda stored: stored["model"].clear())
-    before = files_in(run)
-    with pytest.raises(UserError, match="does not fit the settings"):
-        learner = ptlf.Learner.load(run, trust_code=True, evaluation={"tasks": "last:1"})
-        learner.learn(noise(40, 1), "tuesday", watcher=QUIET)
-    assert files_in(run) == before
+    newest = run / "checkpoints" / "after-task01.ckpt"
+    refusals = {
+        "does not fit the encoder": lambda stored: stored["model"].clear(),
+        "was written by an older version of ptlf": lambda stored: stored.pop("settings"),
+    }
+    for told, change in refusals.items():
+        stored = read_checkpoint(newest)
+        change(stored)
+        write_checkpoint(newest, HostCopy(stored))
+        before = files_in(run)
+        with pytest.raises(UserError, match=told):
+            learner = ptlf.Learner.load(run, trust_code=True, evaluation={"tasks": "last:1"})
+            learner.learn(noise(40, 1), "tuesday", watcher=QUIET)
+        assert files_in(run) == before, told
 
 
 class Forked:
@@ -301,10 +297,7 @@ KILLS = [
 ]
 MORE_KILLS = [
     Forked(pack, "write_images"),
-    Forked(pack, "open_pack"),
     Forked(learner_module, "accept"),
-    Forked(Snapshots, "save_results"),
-    Forked(Snapshots, "save_encoder"),
     Forked(Snapshots, "save_results", 3),
 ]
 
@@ -447,12 +440,6 @@ def empty(folder: Path) -> Path:
     return folder
 
 
-def damaged(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "images.npz").write_bytes(b"nothing")
-    return folder / "images.npz"
-
-
 def single(folder: Path) -> Path:
     paint(folder, 1, seed=7)
     return folder
@@ -461,34 +448,17 @@ def single(folder: Path) -> Path:
 BAD = [
     (empty, [], "holds no images"),
     (lambda folder: folder, [], "there is no folder or file"),
-    (
-        broken,
-        [],
-        "05.png cannot be used: not an image in a known format; repair or remove it, or",
-    ),
+    (broken, [], "05.png cannot be used: not an image in a known format; repair or remove it, or"),
     (other_size, [], "large has images of 16 px, not 8"),
-    (lambda folder: npz(folder, pixels=np.zeros(3)), [], "has no array called"),
     (lambda folder: npz(folder, images=np.full((4, 8, 8, 3), 9.0)), [], "floating-point pixels lie in 9..9"),
-    (
-        lambda folder: npz(folder, images=np.zeros((4, 8, 8, 3), np.uint8), labels=np.zeros(3, int)),
-        [],
-        "4 images and 3 labels",
-    ),
-    (damaged, [], "is no readable .npz"),
     (single, [], "task 2 has 1 image; a batch needs at least 2"),
-    (broken, ["--training.lr", "1"], "leave out training.lr"),
     (broken, ["--training.epochs", "5"], "epochs and batch were chosen with its first task and hold for all"),
-    (broken, ["--recipe", "digits/simsiam/lump"], "leave out --recipe"),
     (broken, ["--size", "16"], "leave out --size"),
     (broken, ["--evaluation.tasks", "some"], "evaluation.tasks must be all, last:N or sample:N"),
     (broken, ["--probes.knn_class.k", "7"], "leave out probes.knn_class.k"),
     (broken, ["--once"], "--once is for --watch"),
     (broken, ["--watch", "somewhere"], "leave out SOURCE"),
-    (
-        broken,
-        ["day5"],
-        "takes one folder of images per call, and 'day5' is a second one; call it once for each, or give",
-    ),
+    (broken, ["day5"], "takes one folder of images per call, and 'day5' is a second one; call it once for each, or"),
 ]
 
 
@@ -589,19 +559,19 @@ def test_an_error_before_the_first_step_leaves_no_run(root: Path, tmp_path: Path
     torch.manual_seed(0)
     module = tiny_encoder()
     torch.save(module.state_dict(), tmp_path / "weights.pt")
-    settings: dict[str, Any] = {"training.epochs": 1, "training.batch": 8, "memory.size": 12, "device": "cpu"}
+    settings: dict[str, Any] = {**FAST, "memory.size": 12}
     if given == "weights":
         settings |= {"encoder.weights": str(tmp_path / "weights.pt")}
     encoder = module if given == "module" else "conftest:tiny_encoder"
     learner = ptlf.Learner(encoder, out=tmp_path / "run", size=SIZE, **settings)
-    name = "save_start" if given == "weights" else "keep_lines"
+    place = (snapshots, "save_start") if given == "weights" else (loop, "keep_lines")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left"):
-        patch.setattr(snapshots, name, lambda *words: (_ for _ in ()).throw(UserError("no space left")))
+        patch.setattr(*place, lambda *words: (_ for _ in ()).throw(UserError("no space left")))
         learner.learn("day1", watcher=QUIET)
     assert not (tmp_path / "run").exists()
     assert learner.learn("day1", watcher=QUIET)["tasks"] == ["day1"]
     with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left"):
-        patch.setattr(snapshots, "keep_lines", lambda *words: (_ for _ in ()).throw(UserError("no space left")))
+        patch.setattr(loop, "keep_lines", lambda *words: (_ for _ in ()).throw(UserError("no space left")))
         learner.learn("day2", watcher=QUIET)
     assert learner.learn("day2", watcher=QUIET)["tasks"] == ["day1", "day2"]  # the run that was there still is
 
@@ -664,14 +634,6 @@ def test_a_task_whose_folder_is_gone_is_named(run: Path, root: Path, capsys, gon
     check_same(run, whole(root))
 
 
-def test_the_only_task_is_gone(run: Path, capsys) -> None:
-    learner = ptlf.Learner.load(run, trust_code=True)
-    shutil.rmtree(run / "tasks")
-    assert "has no task yet" in repr(learner)
-    assert main(["learn", "--trust-code", str(run), "day2"]) == 2
-    assert f"there is no {run / 'tasks' / '0001-day1'}; put it back" in capsys.readouterr().err
-
-
 def test_other_settings_say_how_to_begin_anew_and_that_works(run: Path, root: Path, tmp_path, capsys) -> None:
     file = run / "config.yaml"
     file.write_text(file.read_text().replace("epochs: 2", "epochs: 1"))
@@ -687,7 +649,7 @@ def test_other_settings_say_how_to_begin_anew_and_that_works(run: Path, root: Pa
 def test_a_stopped_run_of_a_module_says_how_to_go_on_and_that_works(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = tiny_encoder()
-    settings = {"training.epochs": 1, "training.batch": 8, "memory.size": 12, "device": "cpu"}
+    settings = {**FAST, "memory.size": 12}
     learner = ptlf.Learner(module, out=tmp_path / "run", size=SIZE, **settings)
     with pytest.raises(Stopped) as stopped:
         learner.learn("day1", watcher=StopsAt(1))
@@ -719,15 +681,6 @@ def test_the_same_images_twice(run: Path, root: Path, capsys) -> None:
     assert files_in(run) == before
     assert main([*words, "--again"]) == 0
     assert json.loads((run / "results.json").read_text())["tasks"] == ["day1", "again"]
-
-
-def test_a_task_smaller_than_a_batch_is_warned_about(run: Path, capsys) -> None:
-    learner = ptlf.Learner.load(run, trust_code=True)
-    learner.learn(noise(8, 0), "batch", watcher=QUIET)
-    assert "fewer" not in capsys.readouterr().err
-    learner.learn(noise(3, 1), "small", watcher=QUIET)
-    told = "ptlf: warning: task small has 3 images, fewer than a batch of 8: its batches are of 3, and their"
-    assert capsys.readouterr().err.count(told) == 1
 
 
 def test_a_folder_that_has_grown(root: Path, tmp_path: Path, capsys) -> None:
@@ -858,7 +811,7 @@ def test_from_python_with_a_module_of_ones_own(root: Path, tmp_path: Path) -> No
     out, pictures = tmp_path / "run", root / "pictures"
     learner = ptlf.Learner(module, "simsiam", "ptlf", out, size=SIZE, **settings)
     assert learner.tasks == []
-    assert repr(learner) == f"Learner('{out}', arriving/simsiam/ptlf, 0 tasks)"
+    assert repr(learner) == f"Learner('{out}', arriving/simsiam/ptlf)"
     learner.learn(pictures / "day1", watcher=QUIET)
     assert all(torch.equal(one, other) for one, other in zip(start, module.parameters(), strict=True))
     with pytest.raises(UserError, match="given as a module; load it with encoder=MODULE"):
@@ -868,7 +821,6 @@ def test_from_python_with_a_module_of_ones_own(root: Path, tmp_path: Path) -> No
     again = ptlf.Learner.load(out, encoder=tiny_encoder())  # other weights: those of the run count
     results = again.learn(pictures / "day2", name="second day", watcher=QUIET)
     assert results["tasks"] == again.tasks == ["day1", "second-day"]
-    assert repr(again) == f"Learner('{out}', arriving/simsiam/ptlf, 2 tasks)"
     rest = ptlf.Learner.load(out, encoder=module)
     row = {name: found["matrix"][0] for name, found in rest.evaluate().items()}
     assert row == {name: found["matrix"][-1] for name, found in results["probes"].items()}
@@ -923,17 +875,6 @@ def test_which_tasks_are_tested() -> None:
             EvaluationConfig(tasks=wrong)
 
 
-def test_a_stream_that_waits_for_tasks_is_not_for_train(tmp_path: Path, capsys) -> None:
-    assert main(["train", "--recipe", "arriving/simsiam/ptlf", "--out", str(tmp_path / "run")]) == 2
-    assert "stream 'arriving' has no task yet; `ptlf learn RUN IMAGES` brings the first" in capsys.readouterr().err
-
-
-def test_a_stopped_run_says_so_from_python(run: Path, root: Path) -> None:
-    with pytest.raises(Stopped):
-        ptlf.Learner.load(run, trust_code=True).learn(root / "day2", watcher=StopsAt(1))
-    assert ptlf.Learner.load(run, trust_code=True).learn(watcher=QUIET)["status"] == "finished"
-
-
 class Pairs(torch.utils.data.Dataset):
     def __init__(self, pixels: np.ndarray) -> None:
         self.pixels = pixels
@@ -947,7 +888,7 @@ class Pairs(torch.utils.data.Dataset):
 
 def test_lists_and_data_sets_are_learnt_and_embedded(tmp_path: Path) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (24, SIZE + 3, SIZE + 1, 3), dtype=np.uint8)
-    settings = {"training.epochs": 1, "training.batch": 8, "device": "cpu", "evaluation.gallery": False}
+    settings = {**FAST}
     learner = ptlf.Learner(tiny_encoder(), out=tmp_path / "run", size=SIZE, **settings, **{"probes.knn_class.k": 3})
     learner.learn([Image.fromarray(image) for image in pixels], name="list", watcher=QUIET)
     results = learner.learn(Pairs(pixels[::-1]), name="pairs", test_fraction=0.25, watcher=QUIET)
@@ -967,7 +908,7 @@ def test_a_run_that_began_with_a_file_goes_on_without_it(tmp_path: Path, own: bo
     pixels = np.random.default_rng(2).integers(0, 256, (40, SIZE, SIZE, 3), dtype=np.uint8)
     np.save(tmp_path / "known.npy", pixels[:16])
     torch.save(tiny_encoder().state_dict(), tmp_path / "w.pt")
-    settings = {"training.epochs": 1, "training.batch": 8, "device": "cpu", "evaluation.gallery": False}
+    settings = {**FAST}
     settings |= {"encoder.weights": str(tmp_path / "w.pt"), "memory.images": str(tmp_path / "known.npy")}
 
     def new(out: Path) -> ptlf.Learner:
@@ -986,15 +927,6 @@ def test_a_run_that_began_with_a_file_goes_on_without_it(tmp_path: Path, own: bo
     assert [entry["task"] for entry in results["freezing"]] == [1, 2]
     encoders = [load_file(tmp_path / name / "encoder.safetensors") for name in ("first", "whole")]
     assert same(*encoders)
-
-
-def test_runs_that_learnt_other_images_are_not_compared(root: Path, tmp_path: Path) -> None:
-    for folder, seed, day in (("a", 0, "day1"), ("b", 1, "day1"), ("c", 0, "day2")):
-        learnt(tmp_path / folder, config(seed=seed), [day])
-    (both,) = read_comparison([tmp_path / "a", tmp_path / "b"]).groups
-    assert len(both.runs) == 2
-    with pytest.raises(UserError, match=r"number 1 of those that arrived: day2 and day1"):
-        read_comparison([tmp_path / "a", tmp_path / "c"])
 
 
 def test_an_argument_of_learn_given_to_the_run_is_told_its_place(tmp_path: Path) -> None:

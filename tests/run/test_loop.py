@@ -147,19 +147,13 @@ def test_seconds_are_timed_on_the_rows_of_one_process(tiny, monkeypatch) -> None
     assert rows == [16], "a quarter of the batch, two views"
 
 
-@pytest.mark.parametrize("policy", ["correlation", "cost_aware", "ascending"])
-def test_layers_that_never_train_are_no_units(tiny, policy: str) -> None:
+def test_layers_that_never_train_are_no_units(tiny) -> None:
     encoder = tiny_encoder()
     encoder[0].weight.requires_grad_(False)
-    config = tiny("digits/simsiam/ptlf", freezing__policy=policy, freezing__final=0.5)
+    config = tiny("digits/simsiam/ptlf", freezing__final=0.5)
     results = Run(config, encoder=encoder).train()
     assert results["units"] == ["3", "6"]
     assert len(results["freezing"][0]["order"]) == 1
-
-
-def test_sharpness_is_a_setting(tiny) -> None:
-    runs = [Run(tiny("digits/simsiam/ptlf-cost", freezing__policy__sharpness=value)) for value in (0.0, 20.0)]
-    assert [run.freezing.policy.config.sharpness for run in runs] == [0.0, 20.0]
 
 
 def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:
@@ -174,20 +168,11 @@ def test_per_epoch_update_recomputes_the_ratios(tiny) -> None:
     assert entry["order"] == [max(ratios, key=lambda name: ratios[name]) for ratios in (second, third)]
 
 
-KEPT_FROZEN = {"freezing__final": 0.67, "freezing__thaw": "needed"}
-THREE = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "stream__per_class": 40, "training__batch": 40}
-
-
-@pytest.mark.parametrize("policy", ["correlation", "cost_aware", "ascending", "random"])
+@pytest.mark.parametrize("policy", ["cost_aware", "ascending", "random"])
 def test_a_run_whose_units_stay_frozen_resumes_bit_exactly(tiny, tmp_path, policy: str) -> None:
-    config = tiny(
-        "digits/simsiam/ptlf",
-        freezing__policy=policy,
-        training__epochs=3,
-        evaluation__gallery=False,
-        **THREE,
-        **KEPT_FROZEN,
-    )
+    settings = {"freezing__policy": policy, "freezing__final": 0.67, "freezing__thaw": "needed", "training__epochs": 3}
+    settings |= {"stream__groups": [[0, 1], [2, 3], [4, 5]], "stream__per_class": 40, "training__batch": 40}
+    config = tiny("digits/simsiam/ptlf", **settings)
     alone = Run(config, tmp_path / "alone").train()
     counts = [line["frozen"] for line in epoch_lines(alone)]
     assert counts[:6] == [0, 0, 0, 0, 1, 2]
@@ -271,12 +256,6 @@ def test_encoders_are_tested_on_normalised_images(tiny) -> None:
         np.testing.assert_allclose(found.permute(0, 2, 3, 1), expected, atol=1e-5)
 
 
-def test_an_encoder_of_ones_own(tiny) -> None:
-    encoder = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 5))
-    results = Run(tiny(), encoder=encoder).train()
-    assert results["units"] == ["2"]
-
-
 def pictures(root, folders: dict[str, int]) -> None:
     torch.manual_seed(0)
     for number, (name, count) in enumerate(folders.items()):
@@ -302,11 +281,6 @@ def test_both_folder_streams(tiny, tmp_path) -> None:
     assert [len(row) for row in eval_data["probes"]["knn_class"]["matrix"]] == [1, 1]
 
 
-def test_streamed_and_resident_images_give_the_same_run(tiny) -> None:
-    runs = [Run(tiny(stream__resident=resident)).train() for resident in (True, False)]
-    assert runs[0]["probes"] == runs[1]["probes"]
-
-
 def test_labels_are_not_made_up_for_a_folder_per_task(tiny, tmp_path) -> None:
     pictures(tmp_path / "tasks", {"monday": 12, "tuesday": 12})
     pack_folder(tmp_path / "tasks", tmp_path, "days", size=12, folders="tasks", workers=1, progress=False)
@@ -317,43 +291,16 @@ def test_labels_are_not_made_up_for_a_folder_per_task(tiny, tmp_path) -> None:
         Run(tiny(**folder, training__batch=8, stream__classes=1))
 
 
-def test_statistics_that_are_not_finite_stop_the_run(tiny) -> None:
-    run = Run(tiny())
-    run.model.encoder[1].running_var[0] = float("inf")
-    with pytest.raises(UserError, match="weights are no longer finite"):
-        run.snapshots.check_finite()
-
-
-def test_the_method_s_weights_stop_the_run_too_but_not_a_mask_with_infinities(tiny) -> None:
+def test_weights_and_statistics_that_are_not_finite_stop_the_run_but_not_a_mask_with_infinities(tiny) -> None:
     run = Run(tiny("digits/simsiam/cassle"))
     run.model.encoder.register_buffer("mask", torch.full((2,), float("-inf")))
     run.snapshots.check_finite()
-    next(run.method.predictor.parameters()).data[0] = float("nan")
-    with pytest.raises(UserError, match="weights are no longer finite"):
-        run.snapshots.check_finite()
-
-
-def test_an_encoder_with_tied_weights_trains_and_says_why_it_does_not_freeze(tiny) -> None:
-    def tied() -> nn.Module:
-        encoder = nn.Sequential(nn.Flatten(), nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 768))
-        encoder[3].weight = encoder[1].weight
-        return encoder
-
-    Run(tiny(), encoder=tied()).train()
-    with pytest.raises(UserError, match=r"cannot freeze: 1\.weight and 3\.weight are the same parameter"):
-        Run(tiny("digits/simsiam/ptlf"), encoder=tied())
-
-
-def test_the_default_configuration_is_complete() -> None:
-    from ptlf.run.config import Config
-
-    assert Config().objective.projection == 2048
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path) -> None:
-    with pytest.raises(UserError, match=r"the loss became (nan|inf|-inf) in task 1, epoch \d"):
-        Run(tiny("digits/barlow_twins/finetune", training__lr=1e6), tmp_path / "run").train()
-    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
+    for values in (run.model.encoder[1].running_var, next(run.method.predictor.parameters()).data):
+        before = values[0].clone()
+        values[0] = float("inf")
+        with pytest.raises(UserError, match="weights are no longer finite"):
+            run.snapshots.check_finite()
+        values[0] = before
 
 
 def test_a_failure_before_the_first_task_is_told_as_it_is(tiny, tmp_path, monkeypatch) -> None:

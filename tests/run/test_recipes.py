@@ -27,14 +27,6 @@ def settings_of(name: str) -> dict[str, Any]:
     return as_dict(from_dict(recipe(name)))
 
 
-def test_every_recipe_is_a_complete_configuration() -> None:
-    for name in recipe_names():
-        config = from_dict(recipe(name))
-        assert config.recipe == name
-        assert config.stream.name == name.split("/")[0]
-        assert config.objective.name == name.split("/")[1]
-
-
 # The public code of LUMP (Madaan et al. 2022), but for what docs/paper-notes.md says.
 LUMP = {
     "encoder": {"name": "resnet18", "width": None},
@@ -137,29 +129,25 @@ def test_records_of_older_versions_are_grouped_with_todays() -> None:
     assert compat.identity_key(lump[0]) == compat.identity_key(lump[1])
 
 
-def test_heads_and_rates_of_the_small_network() -> None:
-    for objective, expected in {
-        "simsiam": {"objective": {"projection": 256, "bottleneck": 64}, "training": {"lr": 0.3}},
-        "barlow_twins": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
-        "mocov2plus": {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
-        "byol": {"objective": {"hidden": 256, "projection": 64, "momentum_start": 0.9}},
-        "vicreg": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
-        "supervised": {"training": {"lr": 0.06}},
-    }.items():
-        settings = settings_of(f"digits/{objective}/finetune")
-        assert contains(settings, expected)
-        assert contains(settings, {"encoder": {"name": "resnet18-mini"}, "probes": {"knn_class": {"k": 20}}})
-
-
-def test_a_variant_sets_how_deep_it_freezes() -> None:
+def test_heads_and_rates_of_the_small_network_and_how_deep_variants_freeze() -> None:
+    mini = {"encoder": {"name": "resnet18-mini"}, "probes": {"knn_class": {"k": 20}}}
     deep = {"freezing": {"policy": {"name": "cost_aware"}, "initial": 0.2, "final": 0.6}, "method": {"name": "lump"}}
-    assert contains(settings_of("split-cifar10/simsiam/ptlf-deep"), deep)
-    assert contains(settings_of("split-cifar10/simsiam/ptlf-cost"), {"freezing": {"initial": 0.0, "final": 0.4}})
+    for name, expected in {
+        "digits/simsiam/finetune": mini | {"objective": {"projection": 256, "bottleneck": 64}, "training": {"lr": 0.3}},
+        "digits/barlow_twins/finetune": mini | {"objective": {"projection": 256}, "training": {"lr": 0.06}},
+        "digits/mocov2plus/finetune": mini | {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
+        "digits/byol/finetune": mini | {"objective": {"hidden": 256, "projection": 64, "momentum_start": 0.9}},
+        "digits/vicreg/finetune": mini | {"objective": {"projection": 256}, "training": {"lr": 0.06}},
+        "digits/supervised/finetune": mini | {"training": {"lr": 0.06}},
+        "split-cifar10/simsiam/ptlf-deep": deep,
+        "split-cifar10/simsiam/ptlf-cost": {"freezing": {"initial": 0.0, "final": 0.4}},
+    }.items():
+        assert contains(settings_of(name), expected), name
 
 
 def test_which_recipes_there_are() -> None:
     """Every stream, objective, method and variant, but labels with mixed images, and, where tasks arrive one by one,
-    what needs them all at once."""
+    what needs them all at once. Each is a complete configuration."""
     wanted = {
         f"{stream}/{objective}/{method}"
         for stream in STREAMS
@@ -170,6 +158,9 @@ def test_which_recipes_there_are() -> None:
     }
     assert set(recipe_names()) == wanted
     assert len(recipe_names()) == len(wanted)
+    for name in wanted:
+        config = from_dict(recipe(name))
+        assert (config.recipe, config.stream.name, config.objective.name) == (name, *name.split("/")[:2])
 
 
 class LossOnly(Objective):
@@ -235,13 +226,9 @@ def test_presets_hold_however_a_member_is_chosen() -> None:
     ):
         chosen, wanted = resolve_config("digits/simsiam/lump", None, words), from_dict(recipe(same))
         assert {**as_dict(chosen), "recipe": ""} == {**as_dict(wanted), "recipe": ""}, words
-
-
-def test_another_optimizer_has_its_own_rate() -> None:
-    assert resolve_config("digits/simsiam/lump", None, ["--training.optimizer", "adamw"]).training.lr == 1e-3
-    words = ["--training.optimizer", "adamw", "--training.lr", "0.01"]
-    assert resolve_config("digits/simsiam/lump", None, words).training.lr == 0.01
-    assert resolve_config("digits/simsiam/lump", None, ["--training.optimizer", "sgd"]).training.lr == 0.3
+    for words, rate in ((["adamw"], 1e-3), (["adamw", "--training.lr", "0.01"], 0.01), (["sgd"], 0.3)):
+        config = resolve_config("digits/simsiam/lump", None, ["--training.optimizer", *words])
+        assert config.training.lr == rate, "another optimizer has its own rate"
 
 
 def test_a_recipe_may_name_anybodys_members() -> None:

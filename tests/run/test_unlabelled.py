@@ -78,17 +78,15 @@ def test_the_record_and_the_page_of_an_unlabelled_stream(world: Path) -> None:
     pictures = json.loads((world / "run" / "gallery.json").read_text())
     assert pictures["labelled"] is False and pictures["labels"] == ["monday", "tuesday"]
     page = (world / "run" / "report.html").read_text()
-    for words in ('id="losses"', 'id="effective_rank"', 'id="spread"', "Of the same task", "of another task where"):
-        assert words in page
-    for words in ("same class", "another class", "A test image"):
-        assert words not in page
+    assert 'class="features"' in page and "are of the same task" in page and "another task" in page
+    assert "same class" not in page and "another class" not in page
 
 
 def test_a_labelled_stream_speaks_of_classes(tmp_path: Path) -> None:
     assert Run(tiny_config(training__epochs=1, evaluation__gallery=True), tmp_path / "run").train()
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "Of the same class" in page and "of another class where" in page and 'id="losses"' in page
+    assert "another class" in page and "another task" not in page and 'class="features"' not in page
 
 
 def test_the_gallery_takes_a_sample(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +113,7 @@ def accuracy_by_hand(run: Path, labelled: Path, k: int, module: nn.Module | None
     return 100 * judge.fit(*parts["train"]).score(*parts["test"])
 
 
-@pytest.mark.parametrize("form", ["folder", "pack", "name"])
+@pytest.mark.parametrize("form", ["folder", "name"])
 def test_labels_that_come_later(
     world: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,9 +155,7 @@ def test_images_of_no_task_are_tested_among_all_classes(world: Path, tmp_path: P
     assert "k = 2 (number of tasks seen so far" in said.out
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[", "{}", '[{"date": 1}]', '[{"date": "", "tasks": 1, "images": "", "sha256": ""}]']
-)
+@pytest.mark.parametrize("text", ["[", '[{"date": "", "tasks": 1, "images": "", "sha256": ""}]'])
 def test_a_damaged_file_of_later_tests_breaks_no_page(world: Path, tmp_path: Path, text: str) -> None:
     run = Path(shutil.copytree(world / "run", tmp_path / "run"))
     (run / "evaluations.json").write_text(text)
@@ -233,8 +229,7 @@ def test_the_headline_without_labels_says_what_is_known(world: Path, capsys) -> 
         assert int(words) == sum(kinds[query] == kinds[other] for query, others in rows for other in others)
     assert ("Fewer than before training" in header) == (int(after) < int(before))
     assert f"<code>ptlf evaluate {world / 'run'} --stream.labelled FOLDER</code>" in header
-    assert 'id="answer"' not in page and "better to the right" not in page
-    assert "A supervised run" not in page
+    assert "better to the right" not in page and "A supervised run" not in page
     table = page[page.index('<table class="features">') :].split("</table>")[0]
     assert "task 1, monday" in table and "task 2, tuesday" in table
     for entry in (*results["features"], *results["untrained_features"]):
@@ -289,7 +284,7 @@ def test_broken_images_of_a_labelled_folder_are_skipped_on_request(world: Path, 
     assert "labelled: skipped 2, of 162 images:" in told.err and "train/1/broken.png: not an image" in told.err
 
 
-@pytest.mark.parametrize("missing", [0, 1, 2])
+@pytest.mark.parametrize("missing", [0, 1])
 def test_a_task_without_test_images_is_learnt_and_not_tested(missing: int, tmp_path: Path, capsys) -> None:
     """As test images the first six of each class but those of one task. Views are larger than the images."""
     data, groups = digits(), [[0, 1], [2, 3], [4, 5]]
