@@ -2,31 +2,32 @@
 
     python benchmarks/frontier.py digits/simsiam/lump --out runs/frontier --final 0.4 0.8
 
-`ptlf report` draws the same picture of finished runs.
+The pictures are written beside the runs, as frontier-*.svg and .png.
 """
 
 import itertools
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from benchmarks.frontier_picture import COSTS, leading, points, relative_costs, write_frontier
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
 from ptlf.commands.parser import folder, share, whole
-from ptlf.commands.train import check_alone, tell_count, tell_once, write_page
+from ptlf.commands.train import check_alone, write_page
 from ptlf.core.errors import UserError
 from ptlf.report import paired
-from ptlf.report.figures.frontier import COSTS, leading, points, relative_costs
-from ptlf.report.live import console
+from ptlf.report.live import Live, console, tell
 from ptlf.report.measures import probe_measures, title_of
 from ptlf.report.runs import Comparison, policy_of, read_comparison
 from ptlf.report.tables import RATIOS, new_table, note, score, show_results
 from ptlf.run.folder import has_finished_as
 from ptlf.run.recipes import resolve_config
-from ptlf.run.sweep import Planned, Tell, train_all, unique
+from ptlf.run.sweep import Planned, Tell, announced, describe_runs, train_all
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,15 +50,19 @@ def train_frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrid
     for word in overrides:
         if word.partition("=")[0] in ("--seed", "--freezing.policy", "--freezing.initial", "--freezing.final"):
             raise UserError(f"{word.partition('=')[0]} is varied here; see --help")
-    runs = plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=tell_once(), **grid)
+    runs = plan_frontier(recipe, seeds=seeds, out=out, overrides=overrides, tell=cache(tell), **grid)
     missing = [run for run in runs if not has_finished_as(run.folder, run.config)]
     if plan:
         return show_plan([run.folder for run in runs if run not in missing], missing)
-    watch = tell_count(len(runs) - len(missing), missing)
+    done = len(runs) - len(missing)
+    tell(describe_runs(done, missing))
+    watch = announced(done, missing, Live, tell)
     for run, results in train_all(missing, watch):
         show_results(console, results, run.folder, brief=True)
     folders, baseline = [run.folder for run in runs], f"no-freezing-seed{seeds[0]}"
-    show_frontier(console, recipe, read_comparison(folders, baseline))
+    comparison = read_comparison(folders, baseline)
+    show_frontier(console, recipe, comparison)
+    write_frontier(comparison, out)
     write_page(folders, out / "report.html", baseline)
 
 
@@ -79,7 +84,7 @@ def plan_frontier(
             raise UserError(f"every initial share is above the final one ({above}): nothing would freeze; {hint}")
         tell(f"left out, initial share above the final one: {above}")
     runs = []
-    for seed in unique(seeds):
+    for seed in dict.fromkeys(seeds):
         settings = {"no-freezing": ["--freezing.policy=none"]}
         for order, (low, high) in itertools.product(orders, shares):
             if low <= high:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.options import add_json, pixels, run_script, script
 from benchmarks.printing import show_comparison
 from benchmarks.timing import Row, noise_for, save_rows, time_steps
 from ptlf.commands.parser import bounded, folder
-from ptlf.commands.train import check_alone, tell_once
+from ptlf.commands.train import check_alone
 from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
 from ptlf.report.live import Live, console, tell
@@ -70,7 +71,7 @@ def timed_runs(
         raise UserError(f"{out} already holds runs; choose another --out")
     if size and not noise:
         raise UserError("--size is of --noise images; the size of a data set's is its own")
-    say = tell_once()
+    say = cache(tell)  # what is chosen is the same for all runs
     configs = [resolve_config(recipe, None, overrides, tell=say) for recipe in recipes or PAIR]
     check_comparable([as_dict(config) for config in configs])
     streams = [noise_for(config, noise, size or 32) if noise else make_stream(config) for config in configs]

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from ptlf.core.memory import check_fits
-from ptlf.freezing.savings import wait_for
 from ptlf.methods import METHODS
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.run.results import write_json
 from ptlf.stream import STREAMS, Dataset, Images, Stream, Task
+from ptlf.training.cost import wait_for
 from ptlf.training.engine import CapturedEngine
 
 Row = dict[str, Any]  # of a table, or a whole record

@@ -1,6 +1,6 @@
 """Encoder and objective together. In a training step `Model` is the one door to them: acceleration happens here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from ptlf.encoders.norm import views_in_one_pass
 from ptlf.objectives import Objective
 from ptlf.objectives.heads import each_view
 from ptlf.objectives.teacher import Teacher
+from ptlf.views import apply_view
 
 
 class Accelerator:
@@ -26,9 +27,9 @@ class Accelerator:
     def encode(self, encoder: nn.Module, images: Tensor) -> Tensor:
         return encoder(images)
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """`function(*arguments)`, where some argument is a tensor with a row per image, or a list of such."""
-        return function(*arguments)
+    def augment(self, images: Tensor, *arguments: Any) -> Tensor:
+        """`apply_view` of the images."""
+        return apply_view(images, *arguments)
 
 
 PLAIN = Accelerator()
@@ -68,15 +69,15 @@ class Model(nn.Module):
         """Projections (B, projection_dim) of each view's features."""
         head = self.objective.projector if teacher is None else teacher.projector
         with gradient(teacher):
-            return self.accelerator(each_view, head, features)
+            return each_view(head, features)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         """The objective's loss from projections that are needed elsewhere too; else see `loss`."""
-        return self.accelerator(self.objective.compare, projected, self.with_targets(batch))
+        return self.objective.compare(projected, self.with_targets(batch))
 
     def loss(self, features: Sequence[Tensor], batch: Batch) -> Tensor:
         """The objective's loss, heads included."""
-        return self.accelerator(self.objective.loss, features, self.with_targets(batch))
+        return self.objective.loss(features, self.with_targets(batch))
 
     def with_targets(self, batch: Batch) -> Batch:
         """The batch with the projections of the objective's teacher, if it has one."""

@@ -8,10 +8,11 @@ from pathlib import Path
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
 from ptlf.commands.parser import Parser, new_file, whole
-from ptlf.commands.train import check_alone, tell_count
+from ptlf.commands.train import check_alone
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
-from ptlf.report.live import console, tell
+from ptlf.report.live import Live, console, tell
+from ptlf.run.sweep import announced, describe_runs
 from ptlf.stream.pack import data_root
 from reproduction import runs as found_runs
 from reproduction.figures import write_paper_figures
@@ -80,7 +81,9 @@ def reproduce(
         for folder in planned.of_other_seeds():
             tell(f"done, of another seed: {folder}")
         return show_plan(planned.there(), planned.missing, cannot_be_made(planned))
-    failed, watch = [], tell_count(len(planned.there()), planned.missing, cannot_be_made(planned))
+    done = len(planned.there())
+    tell(describe_runs(done, planned.missing) + cannot_be_made(planned))
+    failed, watch = [], announced(done, planned.missing, Live, tell)
     if planned.missing and scale == "paper" and not show:
         tell("--plan says how long that takes on this machine; --show prints what is there")
     for run, results in () if show else found_runs.train_missing(planned, watch):

@@ -12,9 +12,10 @@ from matplotlib.lines import Line2D
 
 from ptlf.core.files import write_whole
 from ptlf.report.drawing import Colours, file_png, file_svg, look, style, themed
-from ptlf.report.figures.freezing import overlap, ratio_low, top_units
+from ptlf.report.figures.freezing import ratio_low
 from ptlf.report.runs import Group, RunRecord
 from ptlf.run.results import Json
+from reproduction.figures_text import overlap
 from reproduction.tables import FIGURES
 
 WIDTH = 7.0  # inches on paper
@@ -120,6 +121,11 @@ def task_overlaps(group: Group) -> dict[int, tuple[float, float]]:
         if values:
             found[task] = statistics.fmean(values), statistics.fmean(chances)
     return found
+
+
+def top_units(ratios: Mapping[str, float], frozen: Sequence[str], size: int) -> list[str]:
+    free = sorted((unit for unit in ratios if unit not in frozen), key=lambda unit: -ratios[unit])
+    return [*frozen, *free[: size - len(frozen)]]
 
 
 def epoch_overlap(groups: Sequence[Group], colours: Colours) -> Canvas:

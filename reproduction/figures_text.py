@@ -4,7 +4,6 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ptlf.report.figures.freezing import overlap
 from ptlf.run.results import Json
 
 Found = Mapping[tuple[str, tuple[str, ...]], Sequence[Json]]  # by `Cell.key`: the results of every seed
@@ -58,6 +57,12 @@ hollow ones are frozen by then. In the first task nothing freezes.
 
 ![Units down, tasks across, a panel per ratio.](pictures/paper-units.png)
 """
+
+
+def overlap(first: Sequence[str], second: Sequence[str]) -> float:
+    """Share of the larger selection that the other one also holds; 1 for two empty ones."""
+    larger = max(len(set(first)), len(set(second)))
+    return len(set(first) & set(second)) / larger if larger else 1.0
 
 
 def full_figures(found: Found) -> str:

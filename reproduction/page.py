@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from scipy.special import stdtrit
 
 from ptlf.core.errors import UserError
-from ptlf.report.paired import DAGGER, Interval, Ratio, interval, mean_ratio, mixed, verdict
+from ptlf.report.paired import Interval, Ratio, interval, mean_ratio, verdict
 from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, RunRecord, at, later_mean, later_seconds
 from ptlf.report.tables import new_table, note
 from ptlf.run.results import STEADY, Json, epoch_lines
@@ -35,6 +35,7 @@ Found = Mapping[Key, Sequence[Json]]  # the results of every seed of a run
 Remarks = Mapping[str, str]  # by `Cell.name`
 Value = Callable[[Json], float | None]
 MINUS = "−"
+DAGGER = "† runs of different commits; compare with care."
 RATIOS = "Ratios: geometric mean over seeds; in brackets the 95 % t interval of their logarithms."
 WIDEST = 1000  # columns, more than any table has
 
@@ -81,9 +82,16 @@ def matched(runs: Sequence[Json], bases: Sequence[Json], *, same_device: bool) -
     return [(run, base) for run, base in both if not same_device or device(run) == device(base)]
 
 
+def mixed(both: Iterable[tuple[Json, Json]]) -> bool:
+    """Whether any run and its baseline are of different commits."""
+    return any(run.get("commit") != base.get("commit") for run, base in both)
+
+
 def dagger(cell: Cell, measure: str, found: Found) -> str:
     """Stands beside a ratio of seconds of different commits; `DAGGER` explains it."""
-    return "†" if measure == "time" and cell.baseline and mixed(pairs(cell, measure, found)) else ""
+    if measure != "time" or not cell.baseline:
+        return ""
+    return "†" * mixed(pairs(cell, measure, found))
 
 
 def notes(table: Table, found: Found) -> list[str]:

@@ -13,7 +13,7 @@ from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.folder import all_text
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import Json, read_results
-from ptlf.run.sweep import Planned, Watch, train_all, unique
+from ptlf.run.sweep import Planned, Watch, train_all
 from ptlf.stream import STREAMS
 from ptlf.stream.pack import data_root
 from reproduction.tables import Cell, Table
@@ -127,7 +127,7 @@ def make_plan(
     kept: Iterable[Path],
 ) -> Plan:
     """runs: the folder that new runs go below; finished ones are also looked for in `kept`."""
-    plan, there, seeds = Plan(), kept_runs([*kept, runs], overrides), unique(seeds)
+    plan, there, seeds = Plan(), kept_runs([*kept, runs], overrides), list(dict.fromkeys(seeds))
     for key, cell in wanted(tables).items():
         words = [*scale_settings(scale, cell.recipe), *overrides, *cell.settings]
         config = resolve_config(cell.recipe, None, words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from conftest import run_cli
 from PIL import Image
 
 from ptlf.cli import MOVED, main
@@ -26,14 +28,9 @@ QUICK = [
 ]  # fmt: skip
 
 
-def refused(capsys, *words: str) -> str:
+def refused(*words: str) -> str:
     """The one sentence on stderr, below any progress bar; exit code 2."""
-    try:
-        code = main(list(words))
-    except SystemExit as exit_:
-        code = exit_.code
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert code == 2, lines
+    lines = run_cli(*words, code=2).err.strip().splitlines()
     bars = ("packing ", "verifying ")
     assert [line.startswith("ptlf: ") for line in lines if not line.startswith(bars)] == [True], lines
     return lines[-1]
@@ -42,15 +39,7 @@ def refused(capsys, *words: str) -> str:
 def test_train_evaluate_and_repeat(capsys, tmp_path) -> None:
     assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(tmp_path / "a"), *QUICK]) == 0
     shown = capsys.readouterr().out
-    for words in (
-        "task 2 of 2 learnt",
-        "nothing (encoder before training)",  # our own code may have given it weights
-        "at 95 %",
-        "knn_class accuracy, %",
-        "forgetting",
-        "training",
-        "results.json",
-    ):
+    for words in ("task 2 of 2 learnt", "nothing (encoder before training)", "knn_class accuracy, %", "results.json"):
         assert words in shown
     assert main(["evaluate", "--trust-code", str(tmp_path / "a"), "--probes.knn_class.k", "7"]) == 0
     assert "k = 7" in capsys.readouterr().out
@@ -62,11 +51,15 @@ def test_train_evaluate_and_repeat(capsys, tmp_path) -> None:
 
 
 def test_command_line_over_file_over_recipe(tmp_path) -> None:
-
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump({"training": {"epochs": 7, "lr": 0.5}}))
     config = resolve_config("digits/simsiam/lump", file, ["--training.epochs", "3", "--seed=4"])
     assert (config.training.epochs, config.training.lr, config.training.batch, config.seed) == (3, 0.5, 64, 4)
+    config = resolve_config(None, file, [])
+    assert (config.recipe, config.training.epochs, config.encoder.name) == ("digits/simsiam/ptlf", 7, "resnet18-mini")
+    file.write_text("recipe: digits/simsiam/ptlf\n")
+    words = ["train", "-c", str(file), "--out", str(tmp_path / "run")]
+    assert "leave one of them out" in refused(*words, "--recipe", "digits/simsiam/lump")
 
 
 def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
@@ -80,11 +73,8 @@ def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
     assert "already finished" in capsys.readouterr().out
     assert (tmp_path / "digits-simsiam-lump-seed0" / "results.json").stat().st_mtime_ns == before
     rate = json.loads((tmp_path / "digits-simsiam-lump-seed0" / "results.json").read_text())["config"]["training"]["lr"]
-    told = refused(capsys, *words, "--training.lr", "0.01")
+    told = refused(*words, "--training.lr", "0.01")
     assert f"holds a run with other settings (training.lr was {rate} and is 0.01); choose another --out" in told
-    told = refused(capsys, *words, "--evaluation.tasks=last:1", "--training.lr=0.01", "--memory.size=9")
-    for key in ("evaluation.tasks was ", " and is 9", "training.lr was", "memory.size was "):
-        assert key in told
     assert main([*words, "--evaluation.batch=77", "--checkpoint.keep_tasks=9"]) == 0
     assert "2 runs: 2 done" in capsys.readouterr().out
 
@@ -112,66 +102,45 @@ def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> Non
     assert steps.split("│")[3].count("×") == 0
 
 
-def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypatch) -> None:
+def test_what_cannot_work_is_refused_before_the_work(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PTLF_DATA", str(tmp_path / "data"))
     recipes = ["digits/simsiam/lump", "split-cifar10/simsiam/lump"]
-    error = refused(capsys, "sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
+    error = refused("sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
     assert "the runs are of different streams" in error
     monkeypatch.setattr("ptlf.run.sweep.check_comparable", lambda configs: None)
-    assert "cifar10" in refused(capsys, "sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
+    assert "cifar10" in refused("sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
     assert not (tmp_path / "s").exists()
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path), "--out", str(tmp_path / "none" / "x.html")])
-    assert "argument --out: there is no folder" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    told = refused("report", str(tmp_path), "--out", str(tmp_path / "none" / "x.html"))
+    assert "argument --out: there is no folder" in told and not (tmp_path / "none").exists()
     photograph = tmp_path / "0001.jpg"
     photograph.write_text("a photograph")
     monkeypatch.chdir(tmp_path)
-    for words, told in {
-        ("report", str(tmp_path), "--out"): "must name a file that ends with .html or .htm, not",
-    }.items():
-        with pytest.raises(SystemExit):
-            main([*words, photograph.name])
-        assert f"argument {words[-1]}: {told} '{photograph.name}'" in capsys.readouterr().err
+    told = refused("report", str(tmp_path), "--out", photograph.name)
+    assert f"argument --out: must name a file that ends with .html or .htm, not '{photograph.name}'" in told
     assert photograph.read_text() == "a photograph"
     for value in ("nan", "1.5", "-0.1", "much"):
-        with pytest.raises(SystemExit):
-            main(["data", "pack", str(tmp_path), "--name", "x", "--size", "8", "--test-fraction", value])
-        assert "argument --test-fraction: must be a number" in capsys.readouterr().err
+        told = refused("data", "pack", ".", "--name", "x", "--size", "8", "--test-fraction", value)
+        assert "argument --test-fraction: must be a number" in told
 
 
 @pytest.mark.parametrize(("verb", "script"), MOVED.items())
-def test_a_command_that_is_a_script_now_names_it(capsys, verb: str, script: str) -> None:
-    assert script in refused(capsys, verb, "main", "--plan")
+def test_a_command_that_is_a_script_now_names_it(verb: str, script: str) -> None:
+    assert script in refused(verb, "main", "--plan")
     for path in re.findall(r"benchmarks/\w+\.py", script):
         assert (Path(__file__).parent.parent / path).is_file()
 
 
-def test_a_file_of_another_recipe_is_refused(capsys, tmp_path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text("recipe: digits/simsiam/ptlf\n")
-    words = ["train", "-c", str(file), "--out", str(tmp_path / "run")]
-    assert "leave one of them out" in refused(capsys, *words, "--recipe", "digits/simsiam/lump")
-
-
-def test_sweep_refuses_what_it_would_ignore(capsys, tmp_path) -> None:
+def test_sweep_refuses_what_it_would_ignore(tmp_path) -> None:
     words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "s"), *QUICK]
-    assert "takes --seeds" in refused(capsys, *words, "--seed", "7")
+    assert "takes --seeds" in refused(*words, "--seed", "7")
     for name in ("nope", "ump", "digits"):
-        assert f"unknown baseline '{name}'" in refused(capsys, *words, "--baseline", name)
+        assert f"unknown baseline '{name}'" in refused(*words, "--baseline", name)
     assert not (tmp_path / "s").exists()
 
 
-def test_evaluate_changes_the_probes_only(capsys, tmp_path) -> None:
-    error = refused(capsys, "evaluate", str(run_folder(tmp_path)), "--encoder.name", "resnet18")
+def test_evaluate_changes_the_probes_only(tmp_path) -> None:
+    error = refused("evaluate", str(run_folder(tmp_path)), "--encoder.name", "resnet18")
     assert "changes the probes only; leave out --encoder.name" in error
-
-
-def test_a_file_goes_on_top_of_the_default_recipe(tmp_path) -> None:
-
-    file = tmp_path / "c.yaml"
-    file.write_text("training: {epochs: 7}\n")
-    config = resolve_config(None, file, [])
-    assert (config.recipe, config.training.epochs, config.encoder.name) == ("digits/simsiam/ptlf", 7, "resnet18-mini")
 
 
 def test_list_names_everything(capsys) -> None:
@@ -204,39 +173,28 @@ def test_help_of_every_command(capsys) -> None:
 BAD_SETTINGS = {
     "--recipe digits/simsam/lump": "unknown recipe 'digits/simsam/lump'; did you mean 'digits/simsiam/lump'?",
     "--recipe digits/supervised/lump": "there is no recipe 'digits/supervised/lump': objective 'supervised' cannot be ",
-    "--recipe digits/supervised/ptlf": "there is no recipe 'digits/supervised/ptlf': objective 'supervised' cannot be ",
     "--training.epoch 3": "unknown key 'training.epoch'; did you mean 'training.epochs'?",
-    "--trainng.epochs 3": "unknown key 'trainng'; did you mean 'training'?",
-    "--training.epochs 0": "training.epochs must be at least 1, not 0",
     "--training.epochs -1": "training.epochs must be at least 1, not -1",
-    "--training.epochs many": "training.epochs must be a whole number, not 'many'",
     "--training.epochs": "--training.epochs needs a value",
-    "epochs=3": "unexpected argument 'epochs=3'",
+    "epochs=3": "unexpected argument 'epochs=3': settings are given as --key value, such as --training.epochs 2",
+    "a/b/c": "unexpected argument 'a/b/c': settings are given as --key value, such as --recipe a/b/c",
     "--objective byl": "unknown objective 'byl'; did you mean 'byol'?",
-    "--objective 3": "objective must hold keys and values, not 3",
     "--training adamw": "training must hold keys and values, not 'adamw'",
     "--training.optimizer adam": "unknown optimizer 'adam'; did you mean 'adamw'?",
     "--training.optimizer.beta1 0.8": "unknown key 'training.optimizer.beta1'",
-    "--probes.knn.k 3": "unknown probe 'knn'; did you mean 'knn_task'?",
     "--probes.linear true": "probes.linear must hold keys and values, not True",
     "--freezing.policy.sharpness 2": "unknown key 'freezing.policy.sharpness'",
     "--method conftest:tiny_encoder": "method 'conftest:tiny_encoder' must be a subclass of Method",
     "--stream.name split-cifar1": "unknown stream 'split-cifar1'; did you mean 'split-cifar10'?",
-    "--method.name fintune": "unknown method 'fintune'; did you mean 'finetune'?",
-    "--objective.name barlow": "unknown objective 'barlow'; did you mean 'barlow_twins'?",
     "--encoder.name resnet-18": "unknown encoder 'resnet-18'; did you mean 'resnet18'?",
     "--encoder.name nowhere:thing": "encoder 'nowhere:thing' cannot be imported: No module named 'nowhere'",
     "--views.name lumps": "unknown views 'lumps'; did you mean 'lump'?",
-    "--freezing.policy correlate": "unknown freezing policy 'correlate'; did you mean 'correlation'?",
-    "--freezing.final 1.5": "freezing.final must be at most 1, not 1.5",
     "--freezing.initial 0.5": "freezing.initial is 0.5, more than freezing.final, 0.4",
     "--stream.class_order [0,1,2]": "stream.class_order has 3 classes, the stream has 10",
     "--stream.class_order [0,1,2,3,4,5,6,7,8,8]": "stream.class_order repeats 8",
     "--stream.tasks 3": "3 tasks do not divide the 10 classes of digits",
     "--training.batch 4096": "training.batch is 4096, but task 1 has only",
-    "--training.lr inf": "training.lr must be a finite number, not inf",
     "--training.warmup 40": "training.warmup is 40 epochs, but a task has only 30",
-    "--method.name [1]": "unknown method '[1]'",
     "--encoder.name os:getcwd": "encoder 'os:getcwd' must be an instance of EncoderEntry or a function in",
     "--encoder.name platform:node": "encoder 'platform:node' gives str, not a torch module",
     "--encoder.name conftest:maps": "encoder 'conftest:maps' cannot be trained: an encoder must",
@@ -250,40 +208,32 @@ BAD_SETTINGS = {
 }
 
 
-def test_bad_settings(capsys, tmp_path, monkeypatch) -> None:
+def test_bad_settings(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PTLF_DATA", str(tmp_path / "data"))
     for words, message in BAD_SETTINGS.items():
-        assert f"ptlf: {message}" in refused(capsys, "train", "--out", str(tmp_path / "run"), *words.split()), words
+        assert f"ptlf: {message}" in refused("train", "--out", str(tmp_path / "run"), *words.split()), words
         assert not (tmp_path / "run").exists(), words
 
 
-def test_a_recipe_without_its_option(capsys, tmp_path) -> None:
-    name = "digits/simsiam/lump"
-    assert refused(capsys, "train", "--out", str(tmp_path / "run"), name).endswith(f"such as --recipe {name}")
-
-
-@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU here")
-def test_cuda_where_there_is_none(capsys, tmp_path) -> None:
-    error = refused(capsys, "train", "--out", str(tmp_path / "run"), "--device", "cuda")
+def test_cuda_where_there_is_none(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    error = refused("train", "--out", str(tmp_path / "run"), "--device", "cuda")
     assert "torch sees no GPU here; use --device cpu" in error
 
 
-@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "\x00"])
-def test_files_that_are_no_configuration(capsys, tmp_path, text: str) -> None:
-    (tmp_path / "bad.yaml").write_text(text)
-    assert "bad.yaml" in refused(capsys, "train", "--out", str(tmp_path / "run"), "-c", str(tmp_path / "bad.yaml"))
-
-
-def test_folders_that_cannot_be_used(capsys, tmp_path) -> None:
-    assert "holds no encoder" in refused(capsys, "evaluate", str(run_folder(tmp_path)))
-    assert "already holds a run" in refused(capsys, "train", "--out", str(run_folder(tmp_path)), *QUICK)
+def test_files_and_folders_that_cannot_be_used(tmp_path) -> None:
+    for text in ("a: [1", "- 1\n- 2\n"):
+        (tmp_path / "bad.yaml").write_text(text)
+        assert "bad.yaml" in refused("train", "--out", str(tmp_path / "run"), "-c", str(tmp_path / "bad.yaml"))
+    assert "holds no encoder" in refused("evaluate", str(run_folder(tmp_path)))
+    assert "already holds a run" in refused("train", "--out", str(run_folder(tmp_path)), *QUICK)
     (tmp_path / "file").write_text("")
-    assert "cannot write" in refused(capsys, "train", "--out", str(tmp_path / "file" / "run"), *QUICK)
-    assert "cannot write" in refused(capsys, "train", "--out", "/sys/ptlf-run", *QUICK)  # nobody may write there
+    assert "cannot write" in refused("train", "--out", str(tmp_path / "file" / "run"), *QUICK)
+    assert "cannot write" in refused("train", "--out", "/sys/ptlf-run", *QUICK)  # nobody may write there
 
 
 @pytest.mark.parametrize("place", ["lump-seed0", "frontier/lump-seed0"])
-def test_a_folder_of_runs_in_place_of_a_run(capsys, tmp_path, place: str) -> None:
+def test_a_folder_of_runs_in_place_of_a_run(tmp_path, place: str) -> None:
     (tmp_path / "runs" / place).mkdir(parents=True)
     runs, where = str(tmp_path / "runs"), str(tmp_path / "runs" / place)
     (tmp_path / "runs" / place / "results.json").write_text("{}")
@@ -294,9 +244,9 @@ def test_a_folder_of_runs_in_place_of_a_run(capsys, tmp_path, place: str) -> Non
     verbs += [["embed", runs, str(tmp_path / "photographs"), "--out", str(tmp_path / "f.npz")]]
     verbs += [["report", runs]] * ("/" in place)  # which takes a folder of runs
     for words in verbs:
-        told = refused(capsys, *words)
+        told = refused(*words)
         assert f"{runs} is no run but holds some; name one of them, as {where}" in told, words
-    assert "there is no configuration file" in refused(capsys, "evaluate", where)
+    assert "there is no configuration file" in refused("evaluate", where)
 
 
 def run_folder(tmp_path: Path) -> Path:
@@ -306,23 +256,22 @@ def run_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_full_disk_ends_the_run_with_a_sentence(capsys, tmp_path, monkeypatch) -> None:
-    import errno
+def full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
+def test_a_full_disk_ends_the_run_with_a_sentence(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "fsync", full)
-    error = refused(capsys, "train", "--out", str(tmp_path / "run"), *QUICK)
+    error = refused("train", "--out", str(tmp_path / "run"), *QUICK)
     assert "no space left on the disk" in error
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_wrong_words(capsys, tmp_path) -> None:
-    assert "invalid choice" in refused(capsys, "trian")
-    assert "--out" in refused(capsys, "train")
-    assert "unexpected argument '--fast'; see `ptlf data list --help`" in refused(capsys, "data", "list", "--fast")
-    assert "unknown family 'method'; did you mean 'methods'?" in refused(capsys, "list", "method")
+def test_wrong_words(tmp_path) -> None:
+    assert "invalid choice" in refused("trian")
+    assert "--out" in refused("train")
+    assert "unexpected argument '--fast'; see `ptlf data list --help`" in refused("data", "list", "--fast")
+    assert "unknown family 'method'; did you mean 'methods'?" in refused("list", "method")
 
 
 BROKEN = """
@@ -375,9 +324,6 @@ def test_options_settings_and_other_words_come_in_any_order() -> None:
     options, _ = parse_words(make_parser(), words.split())
     assert (options["recipes"], options["seeds"], options["log"]) == (["a/b/c", "d/e/f"], [0, 1], ["wandb"])
     assert options["overrides"] == ["--training.epochs", "2", "--device", "cpu"]
-    words = "data pack images --name x --size 8 --test-fraction 0.5"
-    options, _ = parse_words(make_parser(), words.split())
-    assert (options["source"], options["test_fraction"]) == (Path("images"), 0.5)
 
 
 LAZY = {
@@ -427,55 +373,39 @@ class TestData:
         assert main(["data", "list"]) == 0
         assert "pets: 8 train, 4 test images of 8 px, 2 classes" in capsys.readouterr().out
         assert main(["data", "verify"]) == 0
-        words = [
-            "train",
-            "--out",
-            str(tmp_path / "run"),
-            *QUICK[2:],
-            "--stream.name",
-            "folder",
-            "--stream.pack",
-            "pets",
-        ]
-        words += ["--stream.tasks", "2", "--training.batch", "4", "--probes.knn_class.k", "2"]
-        assert main(words) == 0
-
-    def test_the_order_of_tasks_is_told(self, capsys, tmp_path) -> None:
-        assert main(self.pack(tmp_path, "--folders", "tasks")) == 0
+        words = ["train", "--recipe", "folder/simsiam/ptlf", "--out", str(tmp_path / "run"), *QUICK[2:]]
+        words += ["--stream.pack", "pets"]
+        assert main([*words, "--stream.tasks", "2", "--training.batch", "4", "--probes.knn_class.k", "2"]) == 0
+        assert main(self.pack(tmp_path, "--folders", "tasks", "--overwrite")) == 0
         assert "  the order of the tasks, by their names: 'ant', 'bee'" in capsys.readouterr().out
 
     def test_a_broken_image_is_named(self, capsys, tmp_path) -> None:
         (tmp_path / "images" / "ant" / "bad.png").write_bytes(b"")
-        error = refused(capsys, *self.pack(tmp_path))
+        error = refused(*self.pack(tmp_path))
         assert "bad.png" in error
         assert "--on-error skip" in error
         assert main(self.pack(tmp_path, "--on-error", "skip")) == 0
         assert "bad.png" in capsys.readouterr().err
 
-    def test_a_cut_pack_is_named(self, capsys, tmp_path) -> None:
+    def test_a_cut_pack_is_named(self, tmp_path) -> None:
         assert main(self.pack(tmp_path)) == 0
         images = tmp_path / "data" / "pets" / "train.npy"
         images.write_bytes(images.read_bytes()[:-5])
         words = ["train", "--out", str(tmp_path / "run"), "--stream.name", "folder", "--stream.pack", "pets"]
-        assert "train.npy" in refused(capsys, *words, "--stream.tasks", "2")
-        assert "damaged: pets" in refused(capsys, "data", "verify", "pets")
+        assert "train.npy" in refused(*words, "--stream.tasks", "2")
+        assert "damaged: pets" in refused("data", "verify", "pets")
 
-    def test_other_refusals(self, capsys, tmp_path) -> None:
-        assert "unknown data set 'cifar11'; did you mean 'cifar10'?" in refused(capsys, "data", "get", "cifar11")
-        assert "no packed data sets" in refused(capsys, "data", "verify")
+    def test_other_refusals(self, tmp_path) -> None:
+        assert "unknown data set 'cifar11'; did you mean 'cifar10'?" in refused("data", "get", "cifar11")
+        assert "no packed data sets" in refused("data", "verify")
         (tmp_path / "empty").mkdir()
-        error = refused(capsys, "data", "pack", str(tmp_path / "empty"), "--name", "x", "--size", "8")
+        error = refused("data", "pack", str(tmp_path / "empty"), "--name", "x", "--size", "8")
         assert str(tmp_path / "empty") in error
         assert main(self.pack(tmp_path)) == 0
-        assert "--overwrite" in refused(capsys, *self.pack(tmp_path))
+        assert "--overwrite" in refused(*self.pack(tmp_path))
 
     def test_a_full_disk_leaves_nothing(self, capsys, tmp_path, monkeypatch) -> None:
-        import errno
-
-        def full(*words, **more):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
         monkeypatch.setattr(os, "fsync", full)
-        assert "no space left" in refused(capsys, *self.pack(tmp_path)).lower()
+        assert "no space left" in refused(*self.pack(tmp_path)).lower()
         assert main(["data", "list"]) == 0
         assert "no packed data sets" in capsys.readouterr().out

@@ -13,10 +13,7 @@ import yaml
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.core.registry import settings_from
-from ptlf.core.settings import merge, nested
 from ptlf.encoders import ENCODERS
-from ptlf.run.config import Config
-from ptlf.run.recipes import resolve_config
 from ptlf.training.checkpoint import HostCopy, read_checkpoint, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -53,23 +50,17 @@ def at(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def poison(folder: Path, place: str, name: str = "evil:Evil") -> None:
     """The name of code in all files of the run, as if it had been trained so."""
-    for file, read, write in (
-        ("config.yaml", yaml.safe_load, yaml.safe_dump),
-        ("results.json", json.loads, json.dumps),
-    ):
-        path = folder / file
-        values = read(path.read_text())
-        config = values["config"] if file == "results.json" else values
-        section, *rest = place.split(".")
-        changed = config
-        for key in (section, *rest)[:-1]:
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    results = json.loads((folder / "results.json").read_text())
+    *sections, last = place.split(".")
+    for changed in (config, results["config"]):
+        for key in sections:
             changed = changed[key]
-        changed[(section, *rest)[-1]] = name
-        path.write_text(write(values))
+        changed[last] = name
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "results.json").write_text(json.dumps(results))
     for path in (folder / "checkpoints").iterdir():
-        state = read_checkpoint(path)
-        state["settings"] = yaml.safe_load((folder / "config.yaml").read_text())
-        write_checkpoint(path, HostCopy(state))
+        write_checkpoint(path, HostCopy(read_checkpoint(path) | {"settings": config}))
 
 
 def commands(at: Path) -> dict[str, list[str]]:
@@ -103,25 +94,11 @@ def test_no_command_runs_code_of_a_run(at: Path, place: str, command: str, capsy
         assert code in (0, 2)
 
 
-@pytest.mark.parametrize("text", ["recipe: digits/evil:Evil/lump", "recipe: evil:Evil/simsiam/lump"])
-def test_a_recipe_runs_no_code(at: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (at / "c.yaml").write_text(text)
-    assert main(["train", "-c", str(at / "c.yaml"), "--out", str(at / "out")]) == 2
-    assert "names code" in capsys.readouterr().err
-    assert not (at / "mark").exists()
-
-
-def test_a_probe_runs_no_code(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = at / "run" / "config.yaml"
-    config = yaml.safe_load(path.read_text())
-    config["probes"]["evil:Evil"] = {"enabled": True}
-    path.write_text(yaml.safe_dump(config))
-    assert main(["evaluate", str(at / "run")]) == 2
-    assert "probe 'evil:Evil' in " in capsys.readouterr().err
-    assert not (at / "mark").exists()
-
-
-def test_a_sweep_runs_no_code_of_the_runs_it_finds(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_probes_and_sweeps_run_no_code(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("recipe: digits/evil:Evil/lump", "recipe: evil:Evil/simsiam/lump", "probes: {'evil:Evil': {}}"):
+        (at / "c.yaml").write_text(text)
+        assert main(["train", "-c", str(at / "c.yaml"), "--out", str(at / "out")]) == 2
+        assert "names code" in capsys.readouterr().err, text
     (at / "sweep").mkdir()
     poison(at / "run", "encoder.name")
     (at / "run").rename(at / "sweep" / "digits-simsiam-lump-seed0")
@@ -151,22 +128,10 @@ def test_a_name_on_the_command_line_is_the_users_own(at: Path) -> None:
     assert (at / "mark").exists()
 
 
-@pytest.mark.parametrize("typed", ["bevil:Evil", "evil:Evils", "x.evil:Evil", "evil:Evil:x", "--method.name=vil:Evil"])
-def test_another_name_does_not_vouch_for_it(at: Path, typed: str) -> None:
-    with settings_from(at / "config.yaml", [typed]), pytest.raises(UserError, match="names code"):
-        ENCODERS.find("evil:Evil")
-
-
-@pytest.mark.parametrize(
-    "typed", ["evil:Evil", "--encoder.name=evil:Evil", "digits/evil:Evil/lump", "--probes.evil:Evil.k"]
-)
-def test_the_name_itself_does(at: Path, typed: str) -> None:
-    with settings_from(at / "config.yaml", [typed]):
-        assert ENCODERS.find("evil:Evil")
-
-
-def test_python_passes_what_it_likes(at: Path) -> None:
-    values = merge(Config, {}, nested("encoder.name", "conftest:tiny_encoder"))
-    (at / "c.yaml").write_text(yaml.safe_dump(values))
-    assert resolve_config(None, at / "c.yaml", [], trust_code=True).encoder.name == "conftest:tiny_encoder"
-    assert resolve_config(None, None, ["--encoder.name", "conftest:tiny_encoder"]).encoder.name
+def test_only_the_name_itself_vouches_for_it(at: Path) -> None:
+    for typed in ("bevil:Evil", "evil:Evils", "x.evil:Evil", "evil:Evil:x", "--method.name=vil:Evil"):
+        with settings_from(at / "config.yaml", [typed]), pytest.raises(UserError, match="names code"):
+            ENCODERS.find("evil:Evil")
+    for typed in ("evil:Evil", "--encoder.name=evil:Evil", "digits/evil:Evil/lump", "--probes.evil:Evil.k"):
+        with settings_from(at / "config.yaml", [typed]):
+            assert ENCODERS.find("evil:Evil"), typed

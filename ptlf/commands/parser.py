@@ -1,7 +1,6 @@
 """The commands of `ptlf` and their options. Importing this file is quick: it imports no torch."""
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -85,12 +84,11 @@ def sort_words(parser: Parser, words: Sequence[str]) -> tuple[list[str], list[st
         option = parser._option_string_actions.get(name)
         place = settings if option is None and word.startswith("--") else options
         place.append(word)
-        values: float = 0 if equals else 1
-        if option is not None and option.nargs is not None and not equals:
-            values = math.inf if option.nargs == "+" else 0
-        while values > 0 and rest and not is_option(rest[0]):
+        nargs = None if option is None else option.nargs  # None: one value; 0: none; "+": all that follow
+        while rest and not equals and nargs != 0 and not is_option(rest[0]):
             place.append(rest.pop(0))
-            values -= 1
+            if nargs is None:
+                break
     return options, positionals, settings
 
 
@@ -150,8 +148,6 @@ new_page = partial(new_file, ends=(".html", ".htm"))
 
 TRACKERS = ("tensorboard", "wandb")
 FITS = ("crop", "squash", "pad")
-SETTINGS_FOR_ALL = "Settings, such as --training.epochs 20, apply to all runs."
-AUTO = "auto is cuda where there is a GPU"
 
 
 def make_parser() -> Parser:
@@ -233,7 +229,8 @@ def add_training_verbs(verb: Verb) -> None:
 
     about = "Train several recipes with several seeds, and compare them."
     usage = "%(prog)s RECIPE [RECIPE ...] --out DIR [--seeds SEED [SEED ...]] [...]"
-    add = verb("sweep", "train", about, overrides=True, usage=usage, epilog=SETTINGS_FOR_ALL)
+    epilog = "Settings, such as --training.epochs 20, apply to all runs."
+    add = verb("sweep", "train", about, overrides=True, usage=usage, epilog=epilog)
     add("recipes", "STREAM/OBJECTIVE/METHOD (see `ptlf list recipes`)", nargs="+", metavar="RECIPE")
     add("--out", "folder for a folder per run; finished runs are kept", folder, required=True, metavar="DIR")
     add("--seeds", "every recipe is trained with every seed", whole, nargs="+", default=[0], metavar="SEED")
@@ -263,7 +260,7 @@ def add_encoder_verbs(verb: Verb) -> None:
     about = "FILE.npz (names, features, labels if there are folders per class) or FILE.parquet (name, label, features)"
     add("--out", about, new_file, required=True, metavar="FILE")
     add("--batch", "images per forward pass", positive, default=256)
-    add("--device", f"cpu or cuda; {AUTO}", default="auto")
+    add("--device", "cpu or cuda; auto is cuda where there is a GPU", default="auto")
     add_on_error(add)
     add_trust(add)
 

@@ -24,17 +24,16 @@ class Refusals:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, UserError):
-            self.problems += getattr(error, "problems", None) or [str(error)]
+            self.problems += error.problems or [str(error)]
         return isinstance(error, UserError)
 
     def end(self) -> None:
         """Raise one error for all, if there is any."""
-        if not self.problems:
-            return
-        several = [f"({number}) {problem}" for number, problem in enumerate(self.problems, start=1)]
-        error = UserError("; ".join(several) if len(several) > 1 else self.problems[0])
-        error.problems = self.problems
-        raise error
+        if self.problems:
+            several = [f"({number}) {problem}" for number, problem in enumerate(self.problems, start=1)]
+            error = UserError("; ".join(several) if len(several) > 1 else self.problems[0])
+            error.problems = self.problems
+            raise error
 
 
 def import_optional(module: str, user: str, extra: str, package: str = "") -> Any:

@@ -4,7 +4,6 @@ Whatever is wrong becomes a UserError that names the file, the place and the way
 """
 
 import json
-import math
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -128,10 +127,8 @@ def check_type(value: Any, kinds: tuple[type, ...], place: str) -> None:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join(dict.fromkeys(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds))
         raise ValueError(f"{place} is {short_repr(value)}, not {wanted}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{place} is {value}, not a finite number")
     if isinstance(value, NUMBER) and not recordable(value):
-        raise ValueError(f"{place} is {short_repr(value)}, more than {MAX_NUMBER:.0e}")
+        raise ValueError(f"{place} is {short_repr(value)}, not a finite number of at most {MAX_NUMBER:.0e}")
 
 
 def recordable(value: float) -> bool:

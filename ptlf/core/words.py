@@ -18,15 +18,12 @@ def printable(text: str) -> str:
     r"""`text` with hidden characters as escapes, such as \x1b."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(escaped(c) if c in DIRECTIONS or unicodedata.category(c) in HIDDEN else c for c in text)
+    hidden = {c for c in text if c in DIRECTIONS or unicodedata.category(c) in HIDDEN}
+    return "".join(c.encode("unicode_escape", "backslashreplace").decode() if c in hidden else c for c in text)
 
 
 def clipped(words: str, most: int = 100) -> str:
     return words if len(words) <= most else words[: most - 1] + "…"
-
-
-def escaped(character: str) -> str:
-    return character.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
 def short_repr(value: Any) -> str:

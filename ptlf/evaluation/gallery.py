@@ -68,10 +68,9 @@ class Gallery:
         self.groups = np.array([number for _, number in turns])
         size = self.drawn[0][1].size
         self.pixels, self.labels = np.empty((len(chosen), size, size, 3), np.uint8), np.array(self.groups)
-        for images in {images: None for _, images, _ in self.drawn}:
-            own = np.array([other is images for _, other, _ in self.drawn])[self.groups]
-            places = np.flatnonzero(own)
-            places = places[np.argsort(chosen[places], kind="stable")]  # read a memory-mapped file in order
+        for number, (_, images, _) in enumerate(self.drawn):
+            places = np.flatnonzero(self.groups == number)
+            places = places[np.argsort(chosen[places])]  # read a memory-mapped file in order
             self.pixels[places] = images.pixels[chosen[places]]
             if self.labelled:
                 self.labels[places] = images.labels[chosen[places]]

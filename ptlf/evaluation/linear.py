@@ -36,11 +36,6 @@ class Classifier:
         predicted = self.classes[F.linear(features, self.weight, self.bias).argmax(1)]
         return 100 * float((predicted == labels).double().mean())
 
-    def before_scaling(self, mean: Tensor, deviation: Tensor) -> "Classifier":
-        """In float32, for features as they were before `mean` (D,) was taken off and they were divided."""
-        weight = self.weight.double() / deviation
-        return Classifier(weight.float(), (self.bias - weight @ mean).float(), self.classes)
-
 
 class Linear(Probe[LinearConfig]):
     """Softmax regression by SGD, within tasks and among all classes."""
@@ -72,5 +67,8 @@ def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig, generator
                 loss.backward()
                 optimizer.step()
             schedule.step()
-    fitted = Classifier(weight.detach(), bias.detach(), classes)
-    return fitted.before_scaling(mean, deviation) if config.standardise else fitted
+    weight, bias = weight.detach(), bias.detach()
+    if config.standardise:  # for features as they were before
+        unscaled = weight.double() / deviation
+        weight, bias = unscaled.float(), (bias - unscaled @ mean).float()
+    return Classifier(weight, bias, classes)

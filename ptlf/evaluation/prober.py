@@ -93,11 +93,10 @@ class Prober:
         tested, tasks = self.config.tested(self.stream.eval_splits, task), self.tasks_seen(task)
         if not tested:
             return {name: {} for probe in self.probes for name in probe.rows}
-        used = self.seen(task) if self.shared else tested
-        of_splits = {split: torch.from_numpy(split.bank_images.labels[split.bank]) for split in used}
-        own_banks = [of_splits[split] for split in tested]
-        others = [torch.from_numpy(images.labels[chosen]) for images, chosen in self.without_split(task)]
-        all_seen = torch.cat([*of_splits.values(), *others])
+        splits, banks = self.banks(task)
+        labels_of = [torch.from_numpy(images.labels[chosen]) for images, chosen in banks]
+        own_banks = [labels for split, labels in zip(splits, labels_of, strict=False) if split in tested]
+        all_seen = torch.cat(labels_of)
         found: dict[str, dict[str, Any]] = {}
         for probe in self.probes:
             for name, bank in probe.rows.items():
@@ -108,17 +107,17 @@ class Prober:
     def rows(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
         """A row of each accuracy matrix after task number `task` (from 0), with None for splits that are not tested.
         Splits that are not tested are in the bank of all classes seen nevertheless."""
-        splits, seen, tasks = self.stream.eval_splits, self.seen(task), self.tasks_seen(task)
+        splits, tasks = self.stream.eval_splits, self.tasks_seen(task)
         chosen = self.config.tested(splits, task)
         rows: dict[str, Row] = {name: [None] * len(splits) for probe in self.probes for name in probe.rows}
         if not chosen:
             return rows
-        aside = [split for split in seen if split not in chosen] if self.shared else []
-        more = [(split.bank_images, split.bank) for split in aside] + self.without_split(task)
-        tested, banks = self.encode(encoder, chosen, phase, more)
-        known = {split: bank for split, bank, _ in tested} | dict(zip(aside, banks, strict=False))
-        every = [known[split] for split in seen if split in known] + banks[len(aside) :]
-        features, labels = (torch.cat(part) for part in zip(*every, strict=True))
+        owners, banks = self.banks(task)
+        encoded = self.encode(encoder, [*banks, *((split.test_images, split.test) for split in chosen)], phase)
+        own_banks = dict(zip(owners, encoded, strict=False))
+        tests = zip(chosen, encoded[len(banks) :], strict=True)
+        tested = [(split, own_banks[split], test) for split, test in tests]
+        features, labels = (torch.cat(part) for part in zip(*encoded[: len(banks)], strict=True))
         with phase("probes", len(rows) * len(tested), "scores") as advance:
             for probe in self.probes:
                 for name, bank in probe.rows.items():
@@ -141,17 +140,20 @@ class Prober:
         """Whether a probe needs the bank of all classes seen."""
         return any(bank != OWN for probe in self.probes for bank in probe.rows.values())
 
-    def without_split(self, task: int) -> list[Bank]:
-        """Of the bank of all classes seen, what no split has: training images of classes without test images."""
+    def banks(self, task: int) -> tuple[list[EvalSplit], list[Bank]]:
+        """Splits whose banks are needed after task number `task`, and the banks: theirs and, for the bank of all
+        classes seen, what no split has, which is training images of classes without test images."""
         if not self.shared:
-            return []
-        found, seen = [], self.seen(task)
+            tested = self.config.tested(self.stream.eval_splits, task)
+            return tested, [(split.bank_images, split.bank) for split in tested]
+        seen = self.seen(task)
+        banks = [(split.bank_images, split.bank) for split in seen]
         for each in self.stream.tasks[: task + 1]:
             covered = [split.bank for split in seen if split.bank_images is each.images]
             rest = np.setdiff1d(each.train, np.concatenate([*covered, each.train[:0]]))
             if each.classes and len(rest):
-                found.append((each.images, rest))
-        return found
+                banks.append((each.images, rest))
+        return seen, banks
 
     def future(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
         """Accuracies on the splits whose task comes after task number `task`, by row, for forward transfer."""
@@ -162,24 +164,19 @@ class Prober:
         that the figures do not depend on what comes later still."""
         forward = [probe for probe in self.probes if probe.forward]
         owners = {name: probe for probe in forward for name, bank in probe.rows.items() if bank == OWN}
-        tested, _ = self.encode(encoder, splits if owners else [], phase)
+        if not owners or not splits:
+            return {name: [] for name in owners}
+        banks = [(split.bank_images, split.bank) for split in splits]
+        encoded = self.encode(encoder, [*banks, *((split.test_images, split.test) for split in splits)], phase)
+        tested = list(zip(splits, encoded[: len(banks)], encoded[len(banks) :], strict=True))
         return {
             name: [own_accuracy(probe, encoder, *one, self.tasks_seen(one[0].since)) for one in tested]
             for name, probe in owners.items()
         }
 
-    def encode(
-        self, encoder: nn.Module, splits: Sequence[EvalSplit], phase: Phase = silent, more: Sequence[Bank] = ()
-    ) -> tuple[list[tuple[EvalSplit, Labelled, Labelled]], list[Labelled]]:
-        """The splits, with their bank and test images as the encoder sees them; and `more` banks."""
-        if not splits:
-            return [], []
-        images = sum(len(split.bank) + len(split.test) for split in splits) + sum(len(bank) for _, bank in more)
-        with eval_mode(encoder), phase("features", images) as advance:
-            banks = [self.features(encoder, split.bank_images, split.bank, advance) for split in splits]
-            others = [self.features(encoder, *bank, advance) for bank in more]
-            tests = [self.features(encoder, split.test_images, split.test, advance) for split in splits]
-        return list(zip(splits, banks, tests, strict=True)), others
+    def encode(self, encoder: nn.Module, banks: Sequence[Bank], phase: Phase) -> list[Labelled]:
+        with eval_mode(encoder), phase("features", sum(len(indices) for _, indices in banks)) as advance:
+            return [self.features(encoder, *bank, advance) for bank in banks]
 
     def features(
         self, encoder: nn.Module, images: Images, indices: np.ndarray, advance: Advance = lambda amount: None

@@ -4,8 +4,7 @@ from ptlf.freezing.correlation import correlation_ratios
 from ptlf.freezing.cost import format_bytes
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.kernels import replaced_forward
-from ptlf.freezing.policies import POLICIES
-from ptlf.freezing.policy import Context, Policy, PolicyConfig
+from ptlf.freezing.policies import POLICIES, Context, Policy, PolicyConfig
 from ptlf.freezing.progressive import ProgressiveFreezing
 from ptlf.freezing.schedule import FreezeSchedule
 from ptlf.freezing.units import Unit, find_units

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from ptlf.freezing.products import as_matrix, parts
 from ptlf.freezing.recording import unchanged
-from ptlf.freezing.subspace import check_finite, fit_at_once, inputs_of, passes, ratio_of, replay_inputs
+from ptlf.freezing.subspace import check_finite, inputs_of, passes, projection_ratio, replay_inputs
 from ptlf.freezing.units import Unit, trained_units
 
 GradientFn = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]  # of weights; None if one has no part in the loss
@@ -30,16 +30,12 @@ def correlation_ratios(
     *,
     units: Sequence[Unit] | None = None,
     example: Any = None,
-    batches: int = 8,
-    chunk: int = 64,
-    keep: Sequence[nn.Module] = (),
-    combine: Callable[[list[Tensor]], None] = lambda gradients: None,
-    at_once: bool | None = None,
+    **options: Any,
 ) -> dict[str, float]:
     """Ratio by unit name, at the module's current weights.
 
     units: trainable units; by default all trainable units of the module, found by a forward of `example`, or of the
-    first replay inputs. The other arguments are those of `TaskCorrelation`.
+    first replay inputs. The other arguments and `options` are those of `TaskCorrelation`.
     """
     replay = list(replay) if isinstance(replay, Iterator) else replay
     if units is None:
@@ -47,9 +43,7 @@ def correlation_ratios(
             device = next(module.parameters()).device
             example = next((inputs[:2].to(device) for inputs in inputs_of(replay)), None)
         units = trained_units(module, example)
-    how: dict[str, Any] = {"batches": batches, "chunk": chunk, "keep": keep, "combine": combine, "at_once": at_once}
-    ratios = TaskCorrelation(module, replay, loss_fn, threshold, units=units, **how)
-    return ratios([unit.name for unit in units])
+    return TaskCorrelation(module, replay, loss_fn, threshold, units=units, **options)([unit.name for unit in units])
 
 
 class TaskCorrelation:
@@ -62,16 +56,14 @@ class TaskCorrelation:
     threshold: fraction of the inputs' energy that the kept singular vectors must reach.
     keep: further modules that `loss_fn` changes, such as heads with batch norm, a momentum encoder or a queue.
     combine: changes the averaged gradients in place, for example to average them over processes.
-    at_once: forward the replay once, with all Gram matrices in memory. Default: if all Gram matrices take less than an
-        eighth of the GPU's free memory.
 
     Parameters, buffers (batch-norm statistics), `.grad`, modes, hooks and torch's global random state are restored,
     even if `loss_fn` raises. Generators that `loss_fn` owns do advance.
 
-    Memory: without `at_once` the replay is forwarded several times, so that the Gram matrices R R^T (m x m, float64) in
-    memory never exceed the largest one. Add the activations of one chunk, `COLUMN_BYTES` of R, the eigendecomposition
-    of one Gram matrix (about three times its size), one float64 gradient per weight, and a copy of the parameters and
-    buffers.
+    Memory: the replay is forwarded several times, so that the Gram matrices R R^T (m x m, float64) in memory never
+    exceed the largest one or, on a GPU, an eighth of what is free. Add the activations of one chunk, `COLUMN_BYTES` of
+    R, the eigendecomposition of one Gram matrix (about three times its size), one float64 gradient per weight, and a
+    copy of the parameters and buffers.
 
     `directions` holds the number of singular vectors kept, by unit name. A unit without a gradient, or whose inputs are
     all zero or never seen, has ratio 0: see `projection_ratio`.
@@ -90,7 +82,6 @@ class TaskCorrelation:
         chunk: int = 64,
         keep: Sequence[nn.Module] = (),
         combine: Callable[[list[Tensor]], None] = lambda gradients: None,
-        at_once: bool | None = None,
     ) -> None:
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold must lie in (0, 1], not {threshold}")
@@ -105,7 +96,7 @@ class TaskCorrelation:
         if isinstance(replay, Tensor | Iterator):
             replay = [replay] if isinstance(replay, Tensor) else list(replay)  # forwarded more than once
         self.module, self.replay, self.threshold = module, replay, threshold
-        self.units, self.chunk, self.at_once = {unit.name: unit for unit in units}, chunk, at_once
+        self.units, self.chunk = {unit.name: unit for unit in units}, chunk
         self.known: dict[str, float] = {}  # the ratios computed so far
         self.directions: dict[str, int] = {}
         # Uncached, a parametrised weight is a new tensor at every access.
@@ -116,15 +107,14 @@ class TaskCorrelation:
     def __call__(self, names: Sequence[str]) -> dict[str, float]:
         """Ratio by unit name."""
         ratios: dict[str, Tensor] = {}
-        units = [self.units[name] for name in names if name not in self.known]
-        at_once = fit_at_once(units) if self.at_once is None else self.at_once
-        for group in [units] if units and at_once else passes(units):
+        for group in passes([self.units[name] for name in names if name not in self.known]):
             with unchanged(self.module), torch.no_grad():
                 inputs = replay_inputs(self.module, group, self.replay, self.chunk)
             for unit in group:
                 # The Gram matrices are let go of one by one.
-                found = ratio_of(self.gradients[unit.name], inputs.pop(unit.name), self.threshold)
-                ratios[unit.name], self.directions[unit.name] = found
+                bases = [some.basis(self.threshold) for some in inputs.pop(unit.name)]
+                ratios[unit.name] = projection_ratio(self.gradients[unit.name], bases)
+                self.directions[unit.name] = sum(basis.shape[-1] for basis in bases)
         if ratios:  # one transfer for all
             self.known |= zip(ratios, torch.stack(list(ratios.values())).tolist(), strict=True)
         return {name: self.known[name] for name in names}

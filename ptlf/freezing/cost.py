@@ -5,7 +5,7 @@ import copy
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ptlf.freezing.recording import tensors_in, unchanged
+from ptlf.freezing.recording import arguments, tensors_in, unchanged
 
 Loss = Callable[[Any], Tensor]  # of the module's output
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -119,22 +119,19 @@ class Estimate:
     if_frozen: CostEstimate
 
     def __str__(self) -> str:
-        def gigaflops(flops: int) -> str:
-            return f"{flops / 1e9:.3g}"
-
-        rows = [
-            ("activation memory", "kept_bytes", format_bytes),
-            ("gradients", "gradient_bytes", format_bytes),
-            ("optimizer state", "optimizer_bytes", format_bytes),
-            ("weights and buffers", "held_bytes", format_bytes),
-            ("together", "bytes", format_bytes),
-            ("backward GFLOPs", "backward_flops", gigaflops),
-        ]
         count = f"{len(self.names)} unit{'s' * (len(self.names) != 1)} to freeze"
-        lines = [count.ljust(26) + f"{'now':>12}{'frozen':>12}{'saved':>12}"]
-        for label, name, show in rows:
+        lines = [f"{count:<26}{'now':>12}{'frozen':>12}{'saved':>12}"]
+        for label, name in (
+            ("activation memory", "kept_bytes"),
+            ("gradients", "gradient_bytes"),
+            ("optimizer state", "optimizer_bytes"),
+            ("weights and buffers", "held_bytes"),
+            ("together", "bytes"),
+            ("backward GFLOPs", "backward_flops"),
+        ):
             now, frozen = getattr(self.current, name), getattr(self.if_frozen, name)
-            lines.append(f"{label:<26}{show(now):>12}{show(frozen):>12}{show(now - frozen):>12}")
+            amounts = [format_bytes(n) if "bytes" in name else f"{n / 1e9:.3g}" for n in (now, frozen, now - frozen)]
+            lines.append(f"{label:<26}" + "".join(f"{amount:>12}" for amount in amounts))
         return "\n".join(lines)
 
 
@@ -156,11 +153,17 @@ def step_cost(
     """
     held = [*module.parameters(), *module.buffers(), *folded]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def on_device(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=held[0].device)
+
     try:
         with unchanged(module, values=False), mode:
             # Views of a parameter alias its fake.
             exclude = [*held, *(mode.from_tensor(tensor) for tensor in held)]
-            kept, flops = _run_step(module, _on_device(example, held[0].device), exclude, loss, backward)
+            kept, flops = _run_step(module, tree_map_only(Tensor, on_device, example), exclude, loss, backward)
     except Exception:
         if any(tensor.is_meta for tensor in tensors_in(example)):
             raise
@@ -176,32 +179,20 @@ def step_cost(
     )
 
 
-def _on_device(example: Any, device: torch.device) -> Any:
-    """Tensors of the meta device as (fake) tensors of the module's device."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-
-    return tree_map_only(Tensor, moved, example)
-
-
 def _run_step(
     module: nn.Module, example: Any, exclude: Sequence[Tensor], loss: Loss | None, backward: bool
 ) -> tuple[int, int]:
     """Bytes kept and FLOPs of backward. No gradient is accumulated."""
-    total: list[Tensor] = []
+    total = torch.zeros(())
 
-    def forward() -> list[Tensor]:
-        kwargs = example if isinstance(example, Mapping) else {}
-        args = () if kwargs else example if isinstance(example, tuple) else (example,)
+    def forward() -> Tensor:
+        nonlocal total
+        args, kwargs = arguments(example)
         output = module(*args, **kwargs)
         if loss is not None:
-            total.append(loss(output))
-        else:
-            results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            total.append(torch.stack([tensor.sum() for tensor in results]).sum() if results else torch.zeros(()))
+            total = loss(output)
+        elif results := [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]:
+            total = torch.stack(results).sum()
         return total
 
     torch.clear_autocast_cache()  # it must hold no real cast for the fakes, nor a fake one afterwards
@@ -209,9 +200,9 @@ def _run_step(
         with torch.enable_grad():
             kept = kept_bytes(forward, exclude)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not (backward and total[0].requires_grad and trained):
+        if not (backward and total.requires_grad and trained):
             return kept, 0
-        return kept, count_flops(lambda: torch.autograd.grad(total[0], trained, allow_unused=True))
+        return kept, count_flops(lambda: torch.autograd.grad(total, trained, allow_unused=True))
     finally:
         torch.clear_autocast_cache()
 
@@ -220,13 +211,11 @@ def state_bytes(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
     """Bytes of the optimizer's state for these parameters; where it has none yet, of what its first step will make."""
     wanted, made, total = set(parameters), {}, 0
     for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter not in wanted:
-                continue
+        for parameter in wanted.intersection(group["params"]):
+            kind = index, parameter.ndim, parameter.dtype, parameter.device
             if known := optimizer.state.get(parameter):
                 total += sum(tensor.nbytes for tensor in tensors_in(known))
                 continue
-            kind = index, parameter.ndim, parameter.dtype, parameter.device
             if kind not in made:
                 made[kind] = _first_state(optimizer, group, parameter)
             alike, rest = made[kind]

@@ -14,7 +14,6 @@ class FreezeAwareDDP(nn.Module):
     A DistributedDataParallel decides once which gradients it averages. It waits for ever for one that froze, and never
     averages one that thawed. Every process must freeze the same units between the same steps.
 
-    state_dict() has the keys of DistributedDataParallel, which begin with "module.".
     frozen_buffers: returns the buffers of frozen norms, which need no exchange.
     """
 

@@ -7,19 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ptlf.freezing import kernels
 from ptlf.freezing.cost import CostEstimate, Estimate, Loss, format_bytes, parse_bytes, step_cost
 from ptlf.freezing.ddp import FreezeAwareDDP
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough, replaced_forward
-from ptlf.freezing.optimizers import start_momentum, unwrapped_optimizers
 from ptlf.freezing.recording import BATCH_NORMS, INSTANCE_NORMS
-from ptlf.freezing.schedule import FreezeSchedule
+from ptlf.freezing.schedule import FreezeSchedule, Timetable
 from ptlf.freezing.select import Selector, select, with_tied
-from ptlf.freezing.timetable import Timetable
 from ptlf.freezing.units import Trace, Unit, trace
 
 logger = logging.getLogger("ptlf.freezing")
@@ -50,10 +49,8 @@ class Freezer:
         default they use the running statistics.
     save_memory: save only what backward needs. False: plain PyTorch, which saves as much as if nothing were frozen.
 
-    Units are chosen by name or prefix ("layer1"), module (`model.layer1`), compiled regular expression, number (the
-    first n), function of a unit, or several of these: see `select`. Units that share a parameter (tied weights) freeze
-    and thaw together: one that is chosen takes the others with it. A parameter that is also used outside of units, such
-    as an embedding tied to the last layer, is frozen there too.
+    `select` says how units are chosen. Units that share a parameter (tied weights) freeze and thaw together. A
+    parameter that is also used outside of units, such as an embedding tied to the last layer, is frozen there too.
 
     A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output, and the norm passes it
     on. Weights that `load_state_dict` loads into a frozen module count at once, also in compiled or captured code.
@@ -134,7 +131,7 @@ class Freezer:
         finally:
             self.thaw(names)
 
-    frozen_for = temporarily_frozen
+    frozen_for = temporarily_frozen  # its older name
 
     def schedule(
         self,
@@ -142,7 +139,7 @@ class Freezer:
         total: int | None = None,
         order: Sequence[str] | None = None,
     ) -> Timetable:
-        """`plan = freezer.schedule({0.25: "layer1", 0.5: "layer1 layer2".split()}, total=steps)`, and `plan.at(step)`
+        """`plan = freezer.schedule({0.25: "layer1", 0.5: ["layer1", "layer2"]}, total=steps)`, and `plan.at(step)`
         before each step: see `Timetable`."""
         return Timetable(self.units, self.freeze_only, when, total, order)
 
@@ -154,17 +151,14 @@ class Freezer:
         """
         names = tuple(unit.name for unit in self._select(units) if unit.name not in self._frozen)
         with self._pretending():
-            now = self._cost(example, loss)
-            self.freeze(names)
-            return Estimate(names, now, self._cost(example, loss))
+            return Estimate(names, self._cost(example, loss), self._cost(example, loss, names))
 
     def measure(self, example: Any, *, loss: Loss | None = None) -> dict[str, int]:
         """The bytes of a step that each unit saves if it alone freezes beside those that are frozen, by name."""
         with self._pretending():
             now = self._cost(example, loss, backward=False).bytes
             for name in [unit.name for unit in self.units if unit.name not in self._frozen]:
-                with self.temporarily_frozen(name):
-                    self.saved[name] = now - self._cost(example, loss, backward=False).bytes
+                self.saved[name] = now - self._cost(example, loss, [name], backward=False).bytes
         return self.saved
 
     def budget(self, limit: str | int, example: Any, *, loss: Loss | None = None) -> Estimate:
@@ -185,23 +179,19 @@ class Freezer:
             candidates = [unit.name for unit in self.units if unit.name not in self._frozen]
 
             def worth(name: str) -> float:
-                return saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3) if self.ratios else saved[name]
-
-            def cost(names: Sequence[str], *, backward: bool = False) -> CostEstimate:
-                with self.temporarily_frozen(names):
-                    return self._cost(example, loss, backward=backward)
+                return saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3)
 
             order = sorted(candidates, key=worth, reverse=True)
-            if (least := cost(order)).bytes > most:
+            if (least := self._cost(example, loss, order, backward=False)).bytes > most:
                 missing = f"{format_bytes(least.bytes)}, {format_bytes(least.bytes - most)} more than {limit}"
                 parts = f"of which {format_bytes(least.held_bytes)} are weights and buffers"
                 raise ValueError(f"with all units frozen a step takes {missing}, {parts}; take a smaller batch")
-            needed = _needed(order, lambda names: cost(names).bytes <= most)
+            needed = _needed(order, lambda names: self._cost(example, loss, names, backward=False).bytes <= most)
             names = tuple(unit.name for unit in self._select(needed))
             if len(names) == len(candidates):
                 fits = f"a step takes at most {limit} only with all {len(self.units)} units frozen"
                 logger.warning("%s: none of them would train; take a smaller batch", fits)
-            return Estimate(names, now, cost(names, backward=True))
+            return Estimate(names, now, self._cost(example, loss, names))
 
     def ddp(self, model: nn.Module | None = None, **options: Any) -> FreezeAwareDDP:
         """`model` (by default the module), which contains the module, as a DistributedDataParallel, which knows what
@@ -224,25 +214,19 @@ class Freezer:
 
     def __str__(self) -> str:
         """A line per unit."""
-        head = ["unit", "parameters", "norm", "frozen", "ratio", "saved"]
-        rows = [
-            [
+        rows = [["unit", "parameters", "norm", "frozen", "ratio", "saved"]]
+        for unit in self.units:
+            ratio, saved = self.ratios.get(unit.name), self.saved.get(unit.name)
+            rows.append([
                 unit.name,
                 f"{sum(parameter.numel() for parameter in unit.parameters()):,}",
                 ", ".join(dict.fromkeys(type(norm).__name__ for norm in unit.norms)) or "-",
                 "yes" if unit.name in self._frozen else "-",
-                f"{self.ratios[unit.name]:.3f}" if unit.name in self.ratios else "-",
-                format_bytes(self.saved[unit.name]) if unit.name in self.saved else "-",
-            ]
-            for unit in self.units
-        ]
-        widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-        numbers = (1, 4, 5)
-        cells = [
-            [row[i].rjust(widths[i]) if i in numbers else row[i].ljust(widths[i]) for i in range(len(head))]
-            for row in [head, *rows]
-        ]
-        lines = ["  ".join(row).rstrip() for row in cells]
+                "-" if ratio is None else f"{ratio:.3f}",
+                "-" if saved is None else format_bytes(saved),
+            ])  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([*lines, f"{len(self._frozen)} of {len(self.units)} units frozen"])
 
     def _select(self, units: Selector) -> list[Unit]:
@@ -250,11 +234,9 @@ class Freezer:
         return with_tied(self.units, select(self.units, units))
 
     def _check_unfrozen(self) -> None:
-        own = [record.mark for record in self._frozen.values()]
+        own = [None, *(record.mark for record in self._frozen.values())]
         for name, child in self.module.named_modules():
-            mark = child.__dict__.get(MARK)
-            patched = isinstance(replaced_forward(child), ForwardPatch) and child not in self._patched
-            if patched or (mark is not None and mark not in own):
+            if child.__dict__.get(MARK) not in own:
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
 
     def _freeze(self, unit: Unit) -> None:
@@ -266,7 +248,7 @@ class Freezer:
                 optimizer.state.pop(parameter, None)
         _touch(unit)
         unit.layer.__dict__[MARK] = record.mark
-        for parametrization in parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
+        for parametrization in _parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
             self._patch(record, parametrization, EvalMode)
         layer, norm = unit.layer, unit.norm
         patched = self.save_memory and kernels.is_plain_layer(layer)
@@ -295,7 +277,7 @@ class Freezer:
                 parameter.requires_grad_(True)
         _touch(unit)
         for optimizer in self.optimizers:
-            start_momentum(optimizer, unit.parameters())
+            _start_momentum(optimizer, unit.parameters())
         for norm in record.untracked:
             norm.track_running_stats = True  # type: ignore[assignment]
         still = {module for other in self._frozen.values() for module in other.patched}
@@ -338,10 +320,14 @@ class Freezer:
                 optimizer.state.clear()
                 optimizer.state.update(state)
 
-    def _cost(self, example: Any, loss: Loss | None, *, backward: bool = True) -> CostEstimate:
-        for patch in self._layers():  # not among fake tensors, which have no values
-            patch.refresh_if_stale()
-        return step_cost(self.module, self.optimizers, example, self.folded, loss, backward=backward)
+    def _cost(
+        self, example: Any, loss: Loss | None, names: Sequence[str] = (), *, backward: bool = True
+    ) -> CostEstimate:
+        """With the units of these names frozen too."""
+        with self.temporarily_frozen(names):
+            for patch in self._layers():  # not among fake tensors, which have no values
+                patch.refresh_if_stale()
+            return step_cost(self.module, self.optimizers, example, self.folded, loss, backward=backward)
 
     def frozen_norm_buffers(self) -> list[Tensor]:
         """The statistics of frozen norms, which no longer change."""
@@ -352,11 +338,8 @@ class Freezer:
 
 
 def _needed(order: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
-    """The shortest beginning of `order` that fits, without the units that it does not need. The whole of it fits.
-
-    What a unit saves depends on the others: once the first layers are frozen, a head that was chosen before them may
-    train after all.
-    """
+    """The shortest beginning of `order` that fits, without the units that it does not need: once the first layers are
+    frozen, a head that was chosen before them may train after all. The whole of `order` fits."""
     enough = 1 + bisect_left(range(1, len(order)), True, key=lambda count: fits(order[:count]))
     needed = list(order[:enough])
     for name in reversed(order[: enough - 1]):
@@ -366,17 +349,41 @@ def _needed(order: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list
     return needed
 
 
+def unwrapped_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    """The optimizers, out of wrappers such as those of Accelerate."""
+    found = []
+    for optimizer in [] if given is None else [given] if hasattr(given, "param_groups") else given:
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"a Freezer takes one torch.optim.Optimizer or several, not a {type(optimizer).__name__}")
+        found.append(optimizer)
+    return found
+
+
+def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Zero momentum for thawed parameters: the fused SGD of torch 2.13 fails if only some of a group have one.
+
+    With a rate on the device the training step does that itself, in the memory that it was captured with.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        held = [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in group["params"]]
+        if group["fused"] and not isinstance(group["lr"], Tensor) and any(buffer is not None for buffer in held):
+            for parameter in set(parameters) & set(group["params"]):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def _touch(unit: Unit) -> None:
     """Make compiled code check the unit's parameters again. Dynamo (torch 2.13 and before) looks at a parameter's
     requires_grad only if the dictionary that holds the parameter has changed since."""
-    held = [unit.layer, *([] if unit.norm is None else [unit.norm])]
-    for module in {*unit.extra.values(), *(part for owner in held for part in owner.modules())}:
+    norm = () if unit.norm is None else unit.norm.modules()
+    for module in {*unit.extra.values(), *unit.layer.modules(), *norm}:
         for name, parameter in list(module._parameters.items()):
             module._parameters[name] = None
             module._parameters[name] = parameter
 
 
-def parametrizations(layer: nn.Module) -> list[nn.Module]:
+def _parametrizations(layer: nn.Module) -> list[nn.Module]:
     """The modules that compute the layer's parametrized tensors, if any."""
     lists = layer.parametrizations.values() if parametrize.is_parametrized(layer) else ()  # type: ignore[union-attr, operator]
     return [part for parts in lists for part in parts]

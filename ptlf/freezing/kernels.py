@@ -26,9 +26,8 @@ STANDARD_FORWARDS: set[Callable[..., Any]] = {nn.BatchNorm2d.forward, nn.SyncBat
 class _FrozenConv2d(torch.autograd.Function):
     """conv2d that saves only the weight for backward.
 
-    The input gradient is computed as a transposed convolution of the output gradient. The alternative,
-    `convolution_backward` with a zero-stride dummy in place of the input, is slower: aten takes the dummy for NCHW, and
-    cuDNN then converts a channels-last gradient to that layout first.
+    `convolution_backward` with a zero-stride dummy in place of the input is slower than a transposed convolution: aten
+    takes the dummy for NCHW, and cuDNN then converts a channels-last gradient to that layout first.
     """
 
     @staticmethod
@@ -113,8 +112,8 @@ _GATHER = 0x0102040810204080
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Booleans of any shape, in memory order, to ceil(n / 8) bytes. Eager and compiled code order the bits differently:
-    `unpack` must run in the same mode as `pack`."""
+    """Booleans of any shape, in memory order, to ceil(n / 8) bytes. `unpack` must run in the same mode, eager or
+    compiled."""
     flat = (mask.permute(0, 2, 3, 1) if is_channels_last(mask) else mask).reshape(-1)
     if flat.numel() % 8:
         flat = F.pad(flat, (0, -flat.numel() % 8))
@@ -175,7 +174,7 @@ def fold(layer: PlainLayer, norm: nn.Module) -> tuple[Tensor, Tensor]:
 class ForwardPatch:
     """A callable that replaces `forward` in the `__dict__` of `module`.
 
-    An object rather than a closure, because copy.deepcopy and pickle must copy it with its module.
+    An object, not a closure: copy.deepcopy and pickle copy it with its module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -187,9 +186,8 @@ class ForwardPatch:
         self.module.__dict__["forward"] = self
 
     def detach(self) -> None:
-        if self.before is None:
-            del self.module.__dict__["forward"]
-        else:
+        del self.module.__dict__["forward"]
+        if self.before is not None:
             self.module.__dict__["forward"] = self.before
 
 
@@ -329,8 +327,7 @@ class MaskedReLU(ForwardPatch):
 
 def is_plain_layer(layer: nn.Module) -> bool:
     """Whether the layer is a standard Conv2d or Linear: no overridden forward, no computed weight."""
-    kind = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
-    inherited = type(layer).forward is kind.forward and replaced_forward(layer) is None
+    inherited = type(layer).forward in (nn.Linear.forward, nn.Conv2d.forward) and replaced_forward(layer) is None
     if isinstance(layer, nn.Conv2d):
         inherited = inherited and type(layer)._conv_forward is nn.Conv2d._conv_forward
     return inherited and layer._parameters.get("weight") is not None

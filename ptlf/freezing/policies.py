@@ -1,12 +1,71 @@
-"""The policies that ship with the library, by name."""
+"""Which units freeze next: the policies' contract, and those that ship with the library, by name."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
-from ptlf.freezing.policy import Context, Names, Policy, PolicyConfig, RatiosOf, at_least_zero, setting
-from ptlf.freezing.savings import BackwardSavings
+from ptlf.freezing.savings import BackwardSavings, Saving
+
+Names = list[str]
+RatiosOf = Callable[[Sequence[str]], dict[str, float]]  # computes the correlation ratios of units, by name
+
+
+@dataclass
+class Context:
+    """What a policy may look at. `ratios` and `savings` are given to policies that need them; ratios change by task."""
+
+    units: Names  # all, in data order
+    ratios: dict[str, float] | None = None  # of the units that the policy asked for
+    savings: dict[str, Saving] | None = None
+    generator: torch.Generator | None = None
+    remaining: int = 1  # how many more may freeze before the task ends
+
+    def ratio(self, name: str, default: float | None = None) -> float:
+        found = None if self.ratios is None else self.ratios.get(name, default)
+        if found is None:
+            raise ValueError(f"this policy needs the correlation ratio of unit {name!r}, and it was not given")
+        return found
+
+
+def setting(default: Any, about: str, **limits: Any) -> Any:
+    """A field of a `PolicyConfig` with its help text and limits."""
+    return field(default=default, metadata={"about": about, **limits})
+
+
+@dataclass
+class PolicyConfig:
+    """Settings of a policy. A field's metadata may hold its help text ("about") and limits ("choices", "ge", ...)."""
+
+    name: str = setting("none", "which units freeze next; `ptlf list policies` names them")
+
+
+C = TypeVar("C", bound=PolicyConfig)
+
+
+class Policy(Generic[C]):
+    """Subclass `Policy[YourConfig]`, set `Config = YourConfig`, and implement `choose`."""
+
+    Config: ClassVar[type[PolicyConfig]] = PolicyConfig
+    freezes: ClassVar[bool] = True
+    needs_ratios: ClassVar[bool] = False  # correlation ratios are computed at a task's start, for `context.ratios`
+    needs_savings: ClassVar[bool] = False  # savings are measured when the run begins, for `context.savings`
+
+    def __init__(self, config: C | None = None) -> None:
+        """`config` is an instance of `Config`; without it, its defaults."""
+        self.config: C = cast("C", self.Config()) if config is None else config
+
+    def ratios_needed(self, candidates: Names, frozen: Names, context: Context, ratios: RatiosOf) -> dict[str, float]:
+        """The ratios that the choice depends on, by unit name. A policy that can do without some saves their time."""
+        return ratios(candidates)
+
+    def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
+        """The next `count` units to freeze, or all candidates if there are fewer, in the order they freeze.
+
+        `candidates` are the units not frozen yet, in data order; `frozen` are those that are.
+        """
+        raise NotImplementedError
 
 
 class Correlation(Policy[PolicyConfig]):
@@ -16,14 +75,14 @@ class Correlation(Policy[PolicyConfig]):
 
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
         by_ratio = sorted(candidates, key=lambda name: -context.ratio(name))  # stable: ties stay in data order
-        return by_ratio[: at_least_zero(count)]
+        return by_ratio[:count]
 
 
 class Ascending(Policy[PolicyConfig]):
     """From the input upwards."""
 
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
-        return candidates[: at_least_zero(count)]
+        return candidates[:count]
 
 
 class Random(Policy[PolicyConfig]):
@@ -32,8 +91,6 @@ class Random(Policy[PolicyConfig]):
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
         if context.generator is None:
             raise ValueError("the random policy draws from the context's generator, and none was given")
-        if at_least_zero(count) == 0:
-            return []
         order = torch.randperm(len(candidates), generator=context.generator, device=context.generator.device)
         return [candidates[index] for index in order.tolist()[:count]]
 
@@ -51,7 +108,7 @@ class Never(Policy[PolicyConfig]):
 class CostAwareConfig(PolicyConfig):
     name: str = "cost_aware"
     sharpness: float = setting(8.0, "how much ratios count beside savings; 0 = not at all", ge=0)
-    savings: str = setting("flops", "what is saved: counted, or timed here", choices=("flops", "seconds"))
+    savings: str = setting("flops", "what is counted as saved", choices=("flops",))  # records name it
 
 
 class CostAware(Policy[CostAwareConfig]):
@@ -65,25 +122,18 @@ class CostAware(Policy[CostAwareConfig]):
     """
 
     Config = CostAwareConfig
-    needs_ratios = True
-
-    def __init__(self, config: CostAwareConfig | None = None) -> None:
-        super().__init__(config)
-        if not self.config.sharpness >= 0:
-            raise ValueError(f"sharpness must not be negative, and is {self.config.sharpness}")
-        self.savings_by = self.config.savings
+    needs_ratios = needs_savings = True
 
     def ratios_needed(self, candidates: Names, frozen: Names, context: Context, ratios: RatiosOf) -> dict[str, float]:
         """No ratio is above 1: a unit that is not among the next even so need not be looked at. Those left out are
         mostly the last and widest ones, whose ratios take the longest and which save the least."""
         known: dict[str, float] = {}
-        while True:
-            plan = self.choose(context.remaining, candidates, frozen, replace(context, ratios=known))
-            missing = [name for name in plan if name not in known]
-            if not missing:
-                return known
+        while plan := self.choose(context.remaining, candidates, frozen, replace(context, ratios=known)):
+            if not (missing := [name for name in plan if name not in known]):
+                break
             found = ratios(missing)
             known |= {name: found[name] for name in missing}
+        return known
 
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
         if context.savings is None:
@@ -96,18 +146,17 @@ class CostAware(Policy[CostAwareConfig]):
         )
         chosen: list[str] = []
         left = list(candidates)
-        for _ in range(min(at_least_zero(count), len(candidates))):
+        for _ in range(min(count, len(candidates))):
             # Equal but for rounding is a tie.
-            scores = [(round(weight[name] * (now.if_frozen(place[name]) - now.current), 12), name) for name in left]
-            together, total = now.copy(), 0.0
+            current, together, total = now.current, now, 0.0
+            scores = [(round(weight[name] * (now.if_frozen(place[name]).current - current), 12), name) for name in left]
             for number, name in enumerate(left[: max(count, context.remaining) - len(chosen)], start=1):
-                before = together.current
-                together.freeze(place[name])
+                before, together = together.current, together.if_frozen(place[name])
                 total += weight[name] * (together.current - before)
                 scores.append((round(total / number, 12), left[0]))
             # max keeps the first of equals, which is the one nearest to the input.
             best = max(scores, key=lambda scored: (scored[0], context.ratio(scored[1], 1.0)))[1]
-            now.freeze(place[best])
+            now = now.if_frozen(place[best])
             left.remove(best)
             chosen.append(best)
         return chosen

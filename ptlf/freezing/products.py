@@ -1,16 +1,17 @@
 """The matrix products of a unit's layer, and the input of each in a forward."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptlf.freezing.recording import Convolution, Layer, storage
+from ptlf.freezing.recording import Convolution, Layer
 from ptlf.freezing.units import Unit
 
 TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -63,13 +64,20 @@ def watched(
     """Puts the module in eval mode. Inside, `see(unit, inputs, output)` is called after every call of a unit's layer,
     with the input of each of its products."""
     attention = [unit.layer for unit in units if isinstance(unit.layer, nn.MultiheadAttention)]
-    products = OutputProjections(attention)
+    projected: dict[Tensor, Tensor] = {}  # by weight, the latest input of each attention's output projection
+    linear = F.linear
+
+    def watched_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """No hook sees an output projection: it is not called as a module."""
+        if any(weight is layer.out_proj.weight for layer in attention):
+            projected[weight] = input
+        return linear(input, weight, bias)
 
     def hook(unit: Unit, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(layer, nn.MultiheadAttention):
             names = ("query", "key", "value")
             given = [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names)]
-            see(unit, [*given, products.inputs.pop(layer)], output[0])
+            see(unit, [*given, projected.pop(layer.out_proj.weight)], output[0])
         else:
             see(unit, [args[0] if args else kwargs["input"]], output)
 
@@ -83,34 +91,5 @@ def watched(
         if attention:
             stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)  # it runs in one kernel, without the hooks' layers
-            torch.clear_autocast_cache()  # the mode must see the casts; those made here have no gradient
-            stack.callback(torch.clear_autocast_cache)
-            stack.enter_context(products)
+            stack.enter_context(patch.object(F, "linear", watched_linear))
         yield
-
-
-aten = torch.ops.aten
-# Position of the input among the arguments; the weight follows it.
-PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.linear.default: 0}
-
-
-class OutputProjections(TorchDispatchMode):
-    """Notes the latest input of every attention's output projection, which no hook sees: it is not called as a
-    module."""
-
-    def __init__(self, layers: Iterable[nn.MultiheadAttention]) -> None:
-        super().__init__()
-        self.owners = {storage(layer.out_proj.weight): layer for layer in layers}
-        self.copies: list[Tensor] = []  # of a weight in autocast's type, held so that storages are not reused
-        self.inputs: dict[nn.Module, Tensor] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        if function in PRODUCTS:
-            given, weight = args[PRODUCTS[function] :][:2]
-            if (layer := self.owners.get(storage(weight))) is not None:
-                self.inputs[layer] = given
-        elif function is aten._to_copy.default and storage(args[0]) in self.owners:
-            self.owners[storage(output)] = self.owners[storage(args[0])]
-            self.copies.append(output)
-        return output

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ptlf.freezing.freezer import Freezer
-from ptlf.freezing.policy import Context, Policy, RatiosOf
+from ptlf.freezing.policies import Context, Policy, RatiosOf
 from ptlf.freezing.savings import Saving
 from ptlf.freezing.schedule import FreezeSchedule
 
@@ -16,11 +16,10 @@ THAWS = ("all", "needed")
 
 
 class ProgressiveFreezing:
-    """Call `begin_task` and then `begin_epoch` before each epoch; it returns the units that froze just now.
+    """Call `begin_task` and then `begin_epoch` before each epoch.
 
     update: when ratios are computed: "one-shot" at a task's start, "per-epoch" also before units freeze later.
     thaw: at a task's start "all" units, or only those "needed": units that this task too would freeze stay frozen.
-    generator, savings: for policies that draw, or that look at savings.
 
     `log` has an entry per task with a past: ratios, order and events of freezing.
     """
@@ -44,11 +43,6 @@ class ProgressiveFreezing:
         self.active = False
         self.log: list[dict[str, Any]] = []
 
-    @property
-    def entry(self) -> dict[str, Any]:
-        """The log's last."""
-        return self.log[-1]
-
     def begin_task(self, index: int, past: bool | None = None) -> None:
         """Everything thaws; with `thaw="needed"` some of it freezes again in the task's first epoch, before a step. In
         a task without a past nothing freezes; by default that is the first one (index 0)."""
@@ -66,8 +60,8 @@ class ProgressiveFreezing:
         return self.active and self.policy.needs_ratios and (epoch == 0 or later)
 
     def begin_epoch(self, epoch: int, ratios: RatiosOf | None = None) -> list[str]:
-        """Freeze what the schedule allows by now. ratios: computes those of units not yet frozen, for the new task's
-        gradient; given where `needs_ratios` says so."""
+        """Freeze what the schedule allows by now; the units that froze just now. ratios: computes those of units not
+        yet frozen; given where `needs_ratios` says so."""
         if not self.active:
             return []
         units, frozen = self.context.units, list(self.freezer.frozen)
@@ -88,23 +82,22 @@ class ProgressiveFreezing:
                 self._compute_ratios(epoch, candidates, frozen, ratios)  # others may count now
         chosen = self.policy.choose(wanted, candidates, frozen, self.context) if wanted > 0 else []
         if new := stay + chosen:
-            tied = [name for name in self.freezer.freeze(new) if name not in new]
-            new += tied
-            self.entry["order"] += new
-            self.entry["events"].append({"epoch": epoch + 1, "frozen": new})
+            new += [name for name in self.freezer.freeze(new) if name not in new]  # tied to the chosen ones
+            self.log[-1]["order"] += new
+            self.log[-1]["events"].append({"epoch": epoch + 1, "frozen": new})
         return new
 
     def _compute_ratios(self, epoch: int, candidates: list[str], frozen: list[str], ratios: RatiosOf) -> None:
         found = self.policy.ratios_needed(candidates, frozen, self.context, ratios)
         self.context.ratios = (self.context.ratios or {}) | found
         if epoch == 0:
-            self.entry["ratios"] = dict(self.context.ratios)
+            self.log[-1]["ratios"] = dict(self.context.ratios)
         else:
-            self.entry.setdefault("ratios_by_epoch", {})[str(epoch + 1)] = dict(self.context.ratios)
+            self.log[-1].setdefault("ratios_by_epoch", {})[str(epoch + 1)] = dict(self.context.ratios)
 
     def log_directions(self, directions: Mapping[str, int]) -> None:
         """How many singular vectors the ratios were computed with, by unit. Those of the task's start stay."""
-        self.entry["directions"] = {**directions, **self.entry.get("directions", {})}
+        self.log[-1]["directions"] = {**directions, **self.log[-1].get("directions", {})}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values. The policies' randomness is in the generator, which whoever made it stores."""
@@ -117,5 +110,5 @@ class ProgressiveFreezing:
         self.freezer.load_state_dict(state)
         self.active, self.context.ratios, self.log = state["active"], state["ratios"], deepcopy(list(state["log"]))
         self.keep_frozen = list(state.get("stays", []))  # older states have none
-        if state["savings"]:  # as they were, should they have been timed
+        if state["savings"]:  # as they were: another machine may train in another precision
             self.context.savings = {name: Saving(**saving) for name, saving in state["savings"].items()}

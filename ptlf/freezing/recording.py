@@ -101,7 +101,9 @@ def record_forward(module: nn.Module, example: Any, *, train: bool = False) -> t
             if isinstance(part, (Layer, *NORMS)) or type(part) is nn.ReLU:
                 stack.callback(part.register_forward_pre_hook(record.enter, with_kwargs=True).remove)
                 stack.callback(part.register_forward_hook(record.leave, with_kwargs=True).remove)
-        args, kwargs = _arguments(example)
+        positional, named = arguments(example)
+        args = [_requiring_gradient(value) for value in positional]
+        kwargs = {key: _requiring_gradient(value) for key, value in named.items()}
         device = next(tensors_in([args, kwargs]), torch.empty(0)).device.type
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -113,25 +115,24 @@ def record_forward(module: nn.Module, example: Any, *, train: bool = False) -> t
         return record, module(*args, **kwargs)
 
 
-def _arguments(example: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Positional and keyword arguments. Float tensors require a gradient, so that every operation is in the graph."""
-
-    def prepare(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.detach().clone().requires_grad_()
-        return value
-
+def arguments(example: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Positional and keyword arguments of a module's call, from a tensor, a tuple or a dict."""
     if isinstance(example, Mapping):
-        return (), {key: prepare(value) for key, value in example.items()}
-    return [prepare(value) for value in (example if isinstance(example, tuple) else (example,))], {}
+        return (), example
+    return example if isinstance(example, tuple) else (example,), {}
+
+
+def _requiring_gradient(value: Any) -> Any:
+    """A float tensor requires a gradient, so that every operation is in the graph."""
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return value.detach().clone().requires_grad_() if floats else value
 
 
 @contextmanager
 def unchanged(*modules: nn.Module, values: bool = True) -> Iterator[None]:
     """Restore parameters, buffers, modes and torch's global random state on exit, even after an exception.
 
-    values: copy all values and put them back. False: for work among fake tensors, which compute single numbers only:
-    those that changed are put back, and other tensors are neither copied nor touched.
+    values: False for work among fake tensors, which change single numbers only: no others are copied and put back.
     """
     parts = list({part: None for module in modules for part in module.modules()})
     modes = [part.training for part in parts]

@@ -32,9 +32,6 @@ class Inputs:
         self.gram: Tensor | None = None
 
     def add(self, given: Tensor) -> None:
-        if self.gram is not None:
-            add_gram(self.gram, self.part, given)
-            return
         for block in columns(self.part, given.detach()):
             self.blocks.append(block)
             if self.gram is None and 2 * sum(kept.shape[-1] for kept in self.blocks) > fan_in(self.part):
@@ -107,16 +104,9 @@ def empty_gram(part: Part) -> Tensor:
     return torch.zeros(groups(part), m, m, dtype=torch.float64, device=part.weight.device)
 
 
-def add_gram(total: Tensor, part: Part, inputs: Tensor) -> Tensor:
-    """Add R R^T (groups, m, m) of one call of the layer. Each group of a convolution has its own inputs."""
-    # In float64: an error of 1e-7 of the energy, as in float32, can change the number of directions kept.
-    for block in columns(part, inputs.detach()):
-        total.baddbmm_(block, block.mT)
-    return total
-
-
 def columns(part: Part, inputs: Tensor) -> Iterator[Tensor]:
-    """R in blocks (groups, m, n) of float64, a few images at a time."""
+    """R in blocks (groups, m, n), a few images at a time; in float64, as an error of 1e-7 of the energy can change the
+    number of directions kept."""
     if not isinstance(part, Convolution):
         vectors = inputs.reshape(-1, fan_in(part))  # (n, m)
         for rows in vectors.split(max(1, COLUMN_BYTES // (8 * fan_in(part)))):
@@ -161,12 +151,6 @@ def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
     return vectors[..., :k] * wanted[..., None, :k]
 
 
-def ratio_of(gradients: Sequence[Tensor], inputs: Sequence[Inputs], threshold: float) -> tuple[Tensor, int]:
-    """The ratio, a tensor on the device, and the number of singular vectors kept."""
-    bases = [some.basis(threshold) for some in inputs]
-    return projection_ratio(gradients, bases), sum(basis.shape[-1] for basis in bases)
-
-
 def projection_ratio(gradients: Sequence[Tensor], bases: Sequence[Tensor]) -> Tensor:
     """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups and products together; a tensor on
     the device.
@@ -180,17 +164,15 @@ def projection_ratio(gradients: Sequence[Tensor], bases: Sequence[Tensor]) -> Te
     return (kept / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
 
 
-def fit_at_once(units: Sequence[Unit]) -> bool:
-    device = parts(units[0].layer)[0].weight.device if units else torch.device("cpu")
-    return device.type == "cuda" and 8 * 8 * sum(map(gram_size, units)) < torch.cuda.mem_get_info(device)[0]
-
-
 def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Groups of consecutive units whose Gram matrices together are no larger than the largest single one."""
-    largest = max(map(gram_size, units), default=0)
+    """Groups of consecutive units whose Gram matrices together take no more than the largest single one or, on a GPU,
+    an eighth of its free memory."""
+    room = max(map(gram_bytes, units), default=0)
+    if units and (device := units[0].weights[0].device).type == "cuda":
+        room = max(room, torch.cuda.mem_get_info(device)[0] // 8)
     group: list[Unit] = []
     for unit in units:
-        if group and sum(map(gram_size, [*group, unit])) > largest:
+        if group and sum(map(gram_bytes, [*group, unit])) > room:
             yield group
             group = []
         group.append(unit)
@@ -198,6 +180,5 @@ def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
         yield group
 
 
-def gram_size(unit: Unit) -> int:
-    """Elements of the Gram matrices."""
-    return sum(groups(part) * fan_in(part) ** 2 for part in parts(unit.layer))
+def gram_bytes(unit: Unit) -> int:
+    return sum(8 * groups(part) * fan_in(part) ** 2 for part in parts(unit.layer))

@@ -4,8 +4,11 @@ A unit is what freezes: a convolution, linear layer or `nn.MultiheadAttention`, 
 output, and parameters of no layer that belong to it: see `Ownership`.
 """
 
+import contextlib
 import dataclasses
-from collections import Counter, defaultdict
+import heapq
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ptlf.freezing.ownership import Ownership
-from ptlf.freezing.recording import ForwardRecord, Layer, record_forward, storage, tensors_in
+from ptlf.freezing.recording import ForwardRecord, Layer, LayerCall, record_forward, storage, tensors_in
 
 # Frozen, these save no input for backward; the other layers do, as in plain PyTorch.
 SPARING = (nn.Conv2d, nn.Linear, nn.MultiheadAttention)
@@ -110,15 +112,11 @@ def trace(module: nn.Module, example: Any = None) -> Trace:
             errors.append(f"{tuple(guess.shape)}: {error}".splitlines()[0])
             continue
         seen = _analyse(module, record, output)
-        try:
-            in_train = (
-                _analyse(module, *record_forward(module, guess, train=True)).foldable
-                if seen.foldable
-                else seen.foldable
-            )
-        except Exception:
-            in_train = frozenset()
-        return dataclasses.replace(seen, foldable=seen.foldable & in_train)
+        foldable: frozenset[str] = frozenset()
+        with contextlib.suppress(Exception):  # in train mode a forward may ask for more, such as targets
+            if seen.foldable:
+                foldable = seen.foldable & _analyse(module, *record_forward(module, guess, train=True)).foldable
+        return dataclasses.replace(seen, foldable=foldable)
     tried = "; ".join(errors) or "no convolution or linear layer to guess from"
     raise ValueError(f"found no input that {type(module).__name__} accepts; pass example=<a batch> ({tried})")
 
@@ -126,84 +124,55 @@ def trace(module: nn.Module, example: Any = None) -> Trace:
 def _guesses(module: nn.Module) -> Iterator[Tensor]:
     parameter = next(module.parameters(), torch.empty(0))
     if (conv := next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)) is not None:
-        sizes = [(size, size) for size in IMAGE_SIZES]
         declared = getattr(getattr(module, "config", module), "image_size", None)
-        if isinstance(declared, int):
-            sizes.insert(0, (declared, declared))
-        elif isinstance(declared, Sequence) and len(declared) == 2:
-            sizes.insert(0, (declared[0], declared[1]))
-        for height, width in sizes:
-            yield parameter.new_zeros(2, conv.in_channels, height, width)
+        if isinstance(declared, Sequence) and len(declared) == 2:
+            yield parameter.new_zeros(2, conv.in_channels, *declared)
+        for size in [*([declared] if isinstance(declared, int) else []), *IMAGE_SIZES]:
+            yield parameter.new_zeros(2, conv.in_channels, size, size)
     if (linear := next((m for m in module.modules() if isinstance(m, nn.Linear)), None)) is not None:
         yield parameter.new_zeros(2, linear.in_features)
 
 
 def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
-    names: dict[nn.Module | None, str] = {m: name for name, m in module.named_modules()}
+    names: dict[nn.Module | None, str] = {part: name for name, part in module.named_modules()}
     norm_of: dict[nn.Module, nn.Module] = {}
     for norm, calls in record.norms.items():
         if (first := calls[0][0]) is not None:
             norm_of.setdefault(first.layer, norm)
     units = [Unit(names[m], m, norm_of.get(m), names.get(norm_of.get(m))) for m in record.layers]
     unit_names: dict[nn.Module | None, str] = {unit.layer: unit.name for unit in units}
-    uses = _uses(output)
-    foldable = frozenset(unit.name for unit in units if _feeds_only_its_norm(unit, record, uses))
+    graph = Ownership(record, units, output)
+    foldable = frozenset(unit.name for unit in units if _feeds_only_its_norm(unit, record, graph))
     relus = []
     for relu, storages in record.relus.items():
         keepers = set().union(*(record.keepers.get(storage, set()) for storage in storages))
         if all(keeper in unit_names and isinstance(keeper, SPARING) for keeper in keepers):
             relus.append(Relu(names[relu], relu, frozenset(unit_names[keeper] for keeper in keepers)))
-    units, outside = _with_extras(
-        module, record, units, Ownership(record, {unit.name: unit.layer for unit in units}, output)
-    )
-    return Trace(units, foldable, relus, outside)
-
-
-def _with_extras(
-    module: nn.Module, record: ForwardRecord, units: list[Unit], graph: "Ownership"
-) -> tuple[list[Unit], dict[str, str]]:
-    """The units with the parameters and norms that belong to none of their layers, and the parameters left over."""
+    # The parameters and norms that belong to none of the layers, and the parameters left over.
     owned = {parameter for unit in units for parameter in unit.parameters()}
     extra: dict[int, dict[str, nn.Module]] = defaultdict(dict)
     others: dict[int, list[nn.Module]] = defaultdict(list)
     outside = {}
     for path, part in module.named_modules():
-        for key, parameter in part.named_parameters(recurse=False):
+        for key, parameter in part.named_parameters(path, recurse=False):
             if parameter in owned:
                 continue
-            name = f"{path}.{key}" if path else key
-            owner = graph.owner_of_parameter(parameter, path)
-            if owner is not None:
-                extra[owner][name] = part
+            if (owner := graph.owner_of_parameter(parameter, path)) is not None:
+                extra[owner][key] = part
             elif parameter not in graph.leaves:
-                outside[name] = "no output of the forward depends on it"
+                outside[key] = "no output of the forward depends on it"
             else:
-                outside[name] = "the forward has no convolution, linear layer or attention to freeze it with"
-    taken = {unit.norm for unit in units}
-    for path, part in module.named_modules():
-        if part in record.norms and part not in taken:
+                outside[key] = "the forward has no convolution, linear layer or attention to freeze it with"
+        if part in record.norms and part not in norm_of.values():
             node = record.norms[part][0][1]
             owner = None if node is None or node not in graph.consumers else graph.owner_of_result(node, path)
             if owner is not None:
                 others[owner].append(part)
-    changed = [dataclasses.replace(u, extra=extra[i], others=tuple(others[i])) for i, u in enumerate(units)]
-    return changed, outside
+    units = [dataclasses.replace(u, extra=extra[i], others=tuple(others[i])) for i, u in enumerate(units)]
+    return Trace(units, foldable, relus, outside)
 
 
-def _uses(output: Any) -> Counter[Node]:
-    """How often the result of each node is used, by other nodes or as an output of the module."""
-    waiting = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    uses: Counter[Node] = Counter(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None:
-                if node not in uses:
-                    waiting.append(node)
-                uses[node] += 1
-    return uses
-
-
-def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, uses: Mapping[Node, int]) -> bool:
+def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership") -> bool:
     if unit.norm is None:
         return False
     calls = record.layers[unit.layer]
@@ -211,8 +180,126 @@ def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, uses: Mapping[Node, 
     # On (B, L, features) the channels of a BatchNorm1d are L, not the layer's outputs, so it cannot be folded.
     if isinstance(unit.layer, nn.Linear) and any(call.output.ndim != 2 for call in calls):
         return False
-    norm_is_used = all(node is not None and uses[node] > 0 for _, node in record.norms[unit.norm])
-    used_once = all(call.node is not None and uses[call.node] == 1 for call in calls)
+    norm_is_used = all(graph.uses(node) > 0 for _, node in record.norms[unit.norm])
+    used_once = all(graph.uses(call.node) == 1 for call in calls)
     same_calls = len(calls) == len(consumed) and all(a is b for a, b in zip(calls, consumed, strict=True))
     read_by = set().union(*(record.readers[storage(call.output)] for call in calls))
     return norm_is_used and used_once and same_calls and read_by <= {unit.norm}
+
+
+class Ownership:
+    """The autograd graph of a forward, to find the unit that a parameter of no layer belongs to.
+
+    The parameter is followed to the first operation that joins it with data. If the result goes to layers only, and the
+    next layer is nearer in the module tree than the last one before, it belongs to the next layer; also if they are
+    equally near and the data go past the operation too, as a residual stream does. So a norm belongs to the layer that
+    it feeds. Otherwise the parameter belongs to the last layer that the result depends on: layer scale, position
+    embedding, relative position bias, a norm after a residual sum. A parameter used in several places goes to the first
+    of the units found, so that nothing trains before a frozen prefix.
+    """
+
+    def __init__(self, record: ForwardRecord, units: Sequence[Unit], output: Any) -> None:
+        self.paths = [unit.name.split(".") for unit in units]
+        self.outputs = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+        self.unit_at: dict[Node, int] = {}  # operations inside a layer
+        for index, unit in enumerate(units):
+            for call in record.layers[unit.layer]:
+                self._enter(call, index)
+        self.consumers: dict[Node, list[Node]] = {node: [] for node in self.outputs}
+        self.leaves: dict[Tensor, Node] = {}
+        waiting = list(self.outputs)
+        while waiting:
+            node = waiting.pop()
+            if is_leaf(node):
+                self.leaves[node.variable] = node  # type: ignore[attr-defined]
+            for before in node_inputs(node):
+                if before not in self.consumers:
+                    self.consumers[before] = []
+                    waiting.append(before)
+                self.consumers[before].append(node)
+        bare = {node for leaf, node in self.leaves.items() if isinstance(leaf, nn.Parameter)}
+        inner = sorted((node for node in self.consumers if not is_leaf(node)), key=age)
+        leaves = list(self.leaves.values())
+        self.has_data = {node: node not in bare for node in leaves}
+        self.last_before = dict.fromkeys(leaves, -1)  # greatest index of a unit that the result depends on
+        for node in inner:
+            given, own = node_inputs(node), self.unit_at.get(node, -1)
+            self.has_data[node] = own >= 0 or any(self.has_data[before] for before in given)
+            self.last_before[node] = max([own, *(self.last_before[before] for before in given)])
+        self.next_after: dict[Node, int] = {}  # least index of a unit that depends on the result
+        for node in [*reversed(inner), *leaves]:
+            after = (min(self.unit_at.get(user, len(units)), self.next_after[user]) for user in self.consumers[node])
+            self.next_after[node] = min(after, default=len(units))
+
+    def _enter(self, call: LayerCall, index: int) -> None:
+        waiting = [call.node] if call.node is not None and call.node not in call.inputs else []
+        while waiting:
+            node = waiting.pop()
+            if node not in self.unit_at and not is_leaf(node):
+                self.unit_at[node] = index
+                waiting += [before for before in node_inputs(node) if before not in call.inputs]
+
+    def uses(self, node: Node | None) -> int:
+        """How often the result of the node is used, by other nodes or as an output of the module."""
+        return 0 if node is None else len(self.consumers.get(node, ())) + (node in self.outputs)
+
+    def owner_of_parameter(self, parameter: Tensor, path: str) -> int | None:
+        """Index of the unit; `path` is that of the module that holds the parameter."""
+        waiting = [self.leaves[parameter]] if parameter in self.leaves else []
+        seen: set[Node] = set(waiting)
+        owners: set[int | None] = set()
+        while waiting:
+            for user in self.consumers[waiting.pop()]:
+                if user in self.unit_at:
+                    owners.add(self.unit_at[user])
+                elif self.has_data[user]:
+                    owners.add(self.owner_of_result(user, path))
+                elif user not in seen:
+                    seen.add(user)
+                    waiting.append(user)
+        return min((owner for owner in owners if owner is not None), default=None)
+
+    def owner_of_result(self, node: Node, path: str) -> int | None:
+        fed, before, after = self._feeds(node), self.last_before[node], self.next_after[node]
+        if before < 0:
+            return after if after < len(self.paths) else None
+        if not fed:
+            return before
+        near, nearer = self._nearness(path, before), self._nearness(path, min(fed))
+        beside = any(self.has_data[source] and len(self.consumers[source]) > 1 for source in node_inputs(node))
+        return min(fed) if nearer > near or (nearer == near and beside) else before
+
+    def _feeds(self, start: Node) -> set[int]:
+        """The units whose layers take the node's result, if nothing else does; otherwise none."""
+        waiting, followed, fed, seen = [(age(start), id(start), start)], set(), set(), {start}
+        while waiting:
+            *_, node = heapq.heappop(waiting)  # the oldest first, so that all its inputs were looked at
+            joins = any(self.has_data[before] and before not in followed for before in node_inputs(node))
+            if node in self.outputs or (joins and node is not start):
+                return set()
+            followed.add(node)
+            for user in self.consumers[node]:
+                if user in self.unit_at:
+                    fed.add(self.unit_at[user])
+                elif user not in seen:
+                    seen.add(user)
+                    heapq.heappush(waiting, (age(user), id(user), user))
+        return fed
+
+    def _nearness(self, path: str, index: int) -> int:
+        """How many levels of the module tree the path and the unit share."""
+        pairs = zip(path.split("."), self.paths[index], strict=False)
+        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def node_inputs(node: Node) -> list[Node]:
+    return [before for before, _ in node.next_functions if before is not None]
+
+
+def is_leaf(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def age(node: Node) -> int:
+    """Position in the forward: an operation comes after those it depends on."""
+    return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ptlf.integrations.plan import FreezingPlan
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerState, TrainingArguments
 
 try:
     from transformers import TrainerCallback
@@ -18,8 +18,7 @@ except ImportError:  # the class says so when it is made
     class TrainerCallback:  # type: ignore[no-redef]
         pass
 
-    class ExportableState:  # type: ignore[no-redef]
-        pass
+    ExportableState = object  # type: ignore[assignment, misc]
 
 
 class FreezingCallback(TrainerCallback, ExportableState):
@@ -31,17 +30,15 @@ class FreezingCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if TrainerCallback.__module__ == __name__:
+        if ExportableState is object:
             raise ImportError("FreezingCallback needs transformers: pip install transformers accelerate")
         self.plan = FreezingPlan(*args, **kwargs)
 
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **others: Any
-    ) -> None:
+    def on_train_begin(self, args: "TrainingArguments", state: "TrainerState", *control: Any, **others: Any) -> None:
         model: nn.Module = others["model"]
         states: Any = state.stateful_callbacks or {}
         if state.global_step > 0 and (kept := states.get(type(self).__name__)):
-            self.plan.load((kept[0] if isinstance(kept, list) else kept)["attributes"])
+            self.plan.loaded = (kept[0] if isinstance(kept, list) else kept)["attributes"]
         total = state.num_train_epochs if self.plan.by == "epoch" else state.max_steps
         device = next(model.parameters()).device
 
@@ -51,21 +48,15 @@ class FreezingCallback(TrainerCallback, ExportableState):
 
         self.plan.begin(model, [others["optimizer"]], int(total) or None, loss_fn, lambda: others["train_dataloader"])
 
-    def on_epoch_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **others: Any
-    ) -> None:
+    def on_epoch_begin(self, args: "TrainingArguments", state: "TrainerState", *control: Any, **others: Any) -> None:
         if self.plan.by == "epoch":
             self.plan.at(int(state.epoch or 0))
 
-    def on_step_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **others: Any
-    ) -> None:
+    def on_step_begin(self, args: "TrainingArguments", state: "TrainerState", *control: Any, **others: Any) -> None:
         if self.plan.by == "step":
             self.plan.at(state.global_step)
 
-    def on_train_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **others: Any
-    ) -> None:
+    def on_train_end(self, *call: Any, **others: Any) -> None:
         self.plan.end()
 
     def state(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A Lightning callback that freezes units during training, also after a resume."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -38,9 +38,7 @@ class FreezingCallback(Callback):
         if isinstance(wrapped, DistributedDataParallel) and not wrapped.find_unused_parameters:
             raise ValueError("units freeze under DDP only with Trainer(strategy='ddp_find_unused_parameters_true')")
         if not pl_module.automatic_optimization and self.plan.replay is not None:
-            raise ValueError(
-                "a training_step that optimizes by itself gives no loss to rank units with; leave replay out"
-            )
+            raise ValueError("a training_step that optimizes by itself gives no loss for ratios; leave replay out")
         total = trainer.max_epochs if self.plan.by == "epoch" else trainer.estimated_stepping_batches
 
         def loss_fn(batch: Any) -> Tensor:
@@ -51,19 +49,15 @@ class FreezingCallback(Callback):
                 result = pl_module.training_step(trainer.strategy.batch_to_device(batch), 0)
             return result["loss"] if isinstance(result, Mapping) else result
 
-        def new() -> Iterable[Any]:
-            return trainer.train_dataloader
-
         total = total if isinstance(total, int) and total > 0 else None
-        self.plan.begin(pl_module, trainer.optimizers, total, loss_fn, new, trainer.strategy.broadcast)
+        optimizers, broadcast = trainer.optimizers, trainer.strategy.broadcast
+        self.plan.begin(pl_module, optimizers, total, loss_fn, lambda: trainer.train_dataloader, broadcast)
 
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         if self.plan.by == "epoch":
             self.plan.at(trainer.current_epoch)
 
-    def on_train_batch_start(
-        self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: "Trainer", pl_module: "LightningModule", *batch: Any) -> None:
         if self.plan.by == "step":
             self.plan.at(trainer.global_step)
 
@@ -75,4 +69,4 @@ class FreezingCallback(Callback):
         return self.plan.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.plan.load(state_dict)
+        self.plan.loaded = state_dict

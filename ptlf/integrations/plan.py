@@ -1,14 +1,15 @@
 """What the callbacks share: a freezer made when training begins, a timetable, and a state that survives a resume."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ptlf.freezing import Freezer, FreezeSchedule, correlation_ratios
+from ptlf.freezing.schedule import Timetable
 from ptlf.freezing.select import Selector
-from ptlf.freezing.timetable import Timetable
 
 
 class FreezingPlan:
@@ -43,7 +44,7 @@ class FreezingPlan:
         self.freezer: Freezer | None = None
         self.timetable: Timetable | None = None
         self.order: list[str] | None = None
-        self.loaded: Mapping[str, Any] | None = None  # a state that waits for the model
+        self.loaded: Mapping[str, Any] | None = None  # a state that waits for `begin`
 
     def begin(
         self,
@@ -66,18 +67,18 @@ class FreezingPlan:
             self.order, self.freezer.ratios = state["order"], state["ratios"]
             self.freezer.load_state_dict(state)
         elif self.replay is not None:
-            batches = _endless(new)
-            ratios = self.freezer.ratios = agree(
-                correlation_ratios(
-                    module,
-                    [batch if isinstance(batch, Tensor) else batch[0] for batch in _batches(self.replay)],
-                    lambda: loss_fn(next(batches)),
-                    self.threshold,
-                    units=[unit for unit in self.freezer.units if all(w.requires_grad for w in unit.weights)],
-                    batches=self.batches,
-                    keep=[model],
-                )
+            batches = chain.from_iterable(new() for _ in repeat(None))  # without end
+            replay = [self.replay] if isinstance(self.replay, Tensor) else self.replay
+            found = correlation_ratios(
+                module,
+                [batch if isinstance(batch, Tensor) else batch[0] for batch in replay],
+                lambda: loss_fn(next(batches)),
+                self.threshold,
+                units=[unit for unit in self.freezer.units if all(w.requires_grad for w in unit.weights)],
+                batches=self.batches,
+                keep=[model],
             )
+            ratios = self.freezer.ratios = agree(found)
             self.order = sorted(ratios, key=lambda name: -ratios[name])
         total = None if isinstance(self.when, FreezeSchedule) else total  # it has epochs of its own
         self.timetable = self.freezer.schedule(self.when, total, self.order)
@@ -97,16 +98,3 @@ class FreezingPlan:
         if self.freezer is None:  # not begun yet: what was loaded
             return dict(self.loaded or {"frozen": [], "order": None, "ratios": {}})
         return {**self.freezer.state_dict(), "order": self.order, "ratios": dict(self.freezer.ratios)}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Waits for `begin`."""
-        self.loaded = state
-
-
-def _batches(replay: Tensor | Iterable[Any]) -> Iterable[Any]:
-    return [replay] if isinstance(replay, Tensor) else replay
-
-
-def _endless(new: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    while True:
-        yield from new()

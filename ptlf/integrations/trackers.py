@@ -116,7 +116,7 @@ TRACKERS: Registry[type[Tracker]] = Registry("tracker", "ptlf.trackers", Tracker
 
 
 class Trackers:
-    """Several of them. One that fails is left out from then on, with a warning: the run is worth more."""
+    """Several of them. One that fails is left out from then on, with a warning."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.members = {name: make_tracker(name) for name in names}
@@ -138,19 +138,11 @@ class Trackers:
             except (Exception, SystemExit) as error:  # the disk, the network, the package
                 del self.members[name]
                 why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                failed = f"tracker {name!r} failed {moment} and is left out; the run continues"
-                warn(f"{failed}, metrics.jsonl holds all epochs: {why}")
-
-
-def find_tracker(name: str) -> type[Tracker]:
-    if name == "mlflow" and name not in TRACKERS:
-        own = "register a Tracker of your own under that name, or give --log package.module:Class"
-        raise UserError(f"tracker 'mlflow' is no longer part of ptlf; {own}")
-    return TRACKERS.find(name)
+                warn(f"tracker {name!r} failed {moment} and is left out; metrics.jsonl holds all epochs: {why}")
 
 
 def make_tracker(name: str) -> Tracker:
-    kind = find_tracker(name)
+    kind = TRACKERS.find(name)
     try:
         return kind()
     except UserError:

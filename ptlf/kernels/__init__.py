@@ -4,6 +4,6 @@
 """
 
 from ptlf.kernels.parts import FastParts, module_variant
-from ptlf.kernels.resnet import folded_tensors, step_pieces
+from ptlf.kernels.resnet import can_fuse, folded_tensors
 
-__all__ = ["FastParts", "folded_tensors", "module_variant", "step_pieces"]
+__all__ = ["FastParts", "can_fuse", "folded_tensors", "module_variant"]

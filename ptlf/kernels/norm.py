@@ -26,7 +26,8 @@ from ptlf.kernels.triton_norm import (
     _statistics,
     _sums,
 )
-from ptlf.kernels.weight_gradients import Pair, wait_for_weight_gradients
+
+Pair = tuple[int, int]
 
 # How backward gets the ReLU mask: no ReLU; recomputed from the norm's input; from the ReLU's output; from packed bits.
 NONE, BY_INPUT, BY_OUTPUT, BY_BITS = 0, 1, 2, 3
@@ -139,7 +140,6 @@ class _Cast(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [grad for grad in grads if grad is not None]
-        wait_for_weight_gradients(given[0].device)
         cast = [torch.empty_like(grad, dtype=ctx.dtype) for grad in given]
         torch._foreach_copy_(cast, given)
         back = iter(cast)

@@ -1,4 +1,4 @@
-"""The parts of a training step in faster code: heads, losses, augmentation, and the encoder.
+"""The parts of a training step in faster code: heads, augmentation, and the encoder.
 
 On a GPU heads run in `heads` and our residual networks in `resnet`, where a freeze leaves nothing to compile. Losses
 run as they are: to compile them takes as long as it saves in a whole run.
@@ -11,7 +11,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -73,22 +72,9 @@ class FastParts(Accelerator):
             name = type(module).__name__
             raise UserError(f"{name} cannot be compiled ({why}); use --training.engine eager") from error
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        as_it_is = self.has_kernels and function is not apply_view
-        if as_it_is or len(first_tensor(arguments)) % self.batch:
-            return function(*arguments)
-        if isinstance(function, MethodType):  # compile the function, so that the object can be freed
-            return run_compiled(function.__func__, function.__self__, *arguments)
-        return run_compiled(function, *arguments)
-
-
-def first_tensor(arguments: tuple[Any, ...]) -> Tensor:
-    """The first tensor among the arguments, or in a list among them."""
-    for argument in arguments:
-        first = argument[0] if isinstance(argument, list | tuple) and argument else argument
-        if isinstance(first, Tensor):
-            return first
-    raise TypeError(f"none of the arguments is a tensor or a list of tensors: {[type(a).__name__ for a in arguments]}")
+    def augment(self, images: Tensor, *arguments: Any) -> Tensor:
+        full = len(images) % self.batch == 0
+        return run_compiled(apply_view, images, *arguments) if full else apply_view(images, *arguments)
 
 
 def repeated_blocks(encoder: nn.Module) -> list[nn.Module]:

@@ -3,13 +3,11 @@
 Compared with torch.compile it makes fewer passes over memory, and compiles nothing when a unit freezes or thaws.
 """
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ptlf.encoders.norm import ViewBatchNorm2d, is_usual
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
@@ -22,10 +20,9 @@ from ptlf.freezing.kernels import (
     frozen_conv2d,
     replaced_forward,
 )
-from ptlf.kernels import weight_gradients
-from ptlf.kernels.weight_gradients import Pair
 from ptlf.methods.pnn import Columns
 
+Pair = tuple[int, int]
 Twice = tuple[Tensor, Tensor]  # the same activations twice: for the next layer and for the shortcut
 Term = Tensor | None  # (N, C, H, W) or (C,), added before the ReLU
 Block = BasicBlock | Bottleneck
@@ -73,20 +70,6 @@ def conv_norm_pairs(encoder: ResNet) -> list[Layers]:
     return found
 
 
-def step_pieces(encoder: nn.Module) -> frozenset[Hashable] | None:
-    """What decides the kernels of each module in a step: whether it trains or is replaced, and the first module that
-    trains, because only after it a gradient flows. Upstream of a module is all that is listed before its block. None
-    for an encoder that is not fused."""
-    if not can_fuse(encoder):
-        return None
-    entries = [
-        (type(replaced_forward(m)), *(p.requires_grad for p in m._parameters.values() if p is not None))
-        for m in encoder.modules()
-    ]
-    first = next((index for index, entry in enumerate(entries) if any(entry[1:])), None)
-    return frozenset((index, entry, first) for index, entry in enumerate(entries))
-
-
 def residual_branch(block: Block) -> list[tuple[Layers, nn.ReLU]]:
     """The (convolution, norm) pairs and ReLUs of the block's residual branch, in order."""
     found = [((block.conv1, block.bn1), block.relu1), ((block.conv2, block.bn2), block.relu2)]
@@ -111,28 +94,12 @@ def fused_forward(encoder: nn.Module, images: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(images.device.type)
     with torch.autocast(images.device.type, enabled=False):
         if not isinstance(encoder, Columns):
-            return _MeanPool.apply(Forward(encoder, dtype).stages(images)[-1])  # type: ignore[arg-type]
+            return Forward(encoder, dtype).stages(images)[-1].mean((2, 3))  # type: ignore[arg-type]
         maps: list[list[Tensor]] = []  # by column, by stage
         for index, column in enumerate(used_columns(encoder)):
             with torch.set_grad_enabled(torch.is_grad_enabled() and index == encoder.current):
                 maps.append(Forward(column, dtype).stages(images, encoder.laterals[index], maps))  # type: ignore[arg-type]
-        return _MeanPool.apply(maps[-1][-1])
-
-
-class _MeanPool(torch.autograd.Function):
-    """The mean over the pixels, (N, C, H, W) to (N, C). Its gradient is made channels-last at once; autograd's is
-    divided after it was expanded, and then copied to that layout."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape = x.shape
-        return torch.mean(x, dim=(2, 3))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        each = grad / (ctx.shape[2] * ctx.shape[3])
-        return each[:, :, None, None].expand(ctx.shape).contiguous(memory_format=torch.channels_last)
+        return maps[-1][-1].mean((2, 3))
 
 
 class Forward:
@@ -230,8 +197,7 @@ class Forward:
         settings: tuple[Pair, Pair] = layer.stride, layer.padding  # type: ignore[assignment]
         if isinstance(replaced_forward(layer), FrozenLayer):
             return frozen_conv2d(x, weight, None, *settings)
-        overlapped = weight.requires_grad and weight.dtype is not layer.weight.dtype  # then `cast` waits for them
-        return weight_gradients.conv2d(x, weight, *settings) if overlapped else F.conv2d(x, weight, None, *settings)
+        return F.conv2d(x, weight, None, *settings)
 
     def norm_relu(
         self, x: Tensor, norm: ViewBatchNorm2d, residual: Term = None, extra: Term = None,

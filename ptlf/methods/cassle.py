@@ -1,6 +1,5 @@
 """CaSSLe and PFR: a predictor must find the previous model's vectors in the new ones."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from ptlf.core.settings import key
 from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
-from ptlf.objectives.heads import NegativeCosine, each_view, mlp
+from ptlf.objectives.heads import each_view, mlp, negative_cosine
 from ptlf.objectives.objective import mean_over_views
 from ptlf.objectives.teacher import PreviousModel
 
@@ -48,21 +47,15 @@ class Cassle(Method[CassleConfig]):
         losses = {"ssl": model.compare(projected, batch)}
         if self.task > 0:
             old = model.project(model.encode(batch.mixed, self.previous), self.previous)
-            losses["distill"] = self.config.weight * model.accelerator(self.distill, model, projected, old)
+            predicted = each_view(self.predictor, projected)
+            losses["distill"] = self.config.weight * model.objective.distill(predicted, old)
         return losses
-
-    def distill(self, model: Model, projected: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        return model.objective.distill(each_view(self.predictor, projected), old)
 
 
 class PFR(Cassle):
     """PFR: predicted features against the previous encoder's, by negative cosine, whatever the objective."""
 
     distills = False
-
-    def __init__(self, config: CassleConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
-        super().__init__(config, model, memory, generator)
-        self.negative_cosine = NegativeCosine()
 
     def width(self, model: Model) -> int:
         return model.objective.feature_dim
@@ -72,8 +65,6 @@ class PFR(Cassle):
         losses = {"ssl": model.loss(features, batch)}
         if self.task > 0:
             old = model.encode(batch.mixed, self.previous)
-            losses["distill"] = self.config.weight * model.accelerator(self.distill, model, features, old)
+            predicted = each_view(self.predictor, features)
+            losses["distill"] = self.config.weight * mean_over_views(negative_cosine, predicted, old)
         return losses
-
-    def distill(self, model: Model, projected: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        return mean_over_views(self.negative_cosine, each_view(self.predictor, projected), old)

@@ -10,7 +10,7 @@ from ptlf.core.batch import Batch
 from ptlf.core.memory import check_fits
 from ptlf.core.settings import key
 from ptlf.model import PLAIN, Accelerator
-from ptlf.views import UNIFORMS_PER_VIEW, View, apply_view
+from ptlf.views import UNIFORMS_PER_VIEW, View
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Memory(nn.Module):
 
     def fresh(self, picks: Tensor, uniforms: Tensor) -> Tensor:
         """A new augmentation of the picked images, (B, 3, S, S)."""
-        return self.accelerator(apply_view, self.images[picks], uniforms, self.view, self.view_size)
+        return self.accelerator.augment(self.images[picks], uniforms, self.view, self.view_size)
 
     def begin_task(self) -> None:
         """From here on, `past` is what the memory holds now."""

@@ -1,6 +1,6 @@
 """BYOL: each view predicts the other's projection by a momentum network."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.heads import NegativeCosine, each_view, mlp, negative_cosine
+from ptlf.objectives.heads import each_view, mlp, negative_cosine
 from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
 from ptlf.objectives.teacher import MomentumTeacher
 
@@ -35,21 +35,18 @@ class BYOL(Objective[BYOLConfig]):
         self.projection_dim = config.projection
         self.projector = mlp(feature_dim, config.hidden, config.projection)
         self.predictor = mlp(config.projection, config.hidden, config.projection)
-        self.negative_cosine = NegativeCosine()
         self.teacher = MomentumTeacher(encoder, self.projector, config.momentum_start, config.momentum_end)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         p1, p2 = each_view(self.predictor, projected)
         t1, t2 = batch.targets
-        return byol_loss(p1, p2, t1, t2, self.negative_cosine)
+        return byol_loss(p1, p2, t1, t2)
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        return mean_over_views(lambda p, z: 2 + 2 * self.negative_cosine(p, z), predicted, old)
+        return mean_over_views(lambda p, z: 2 + 2 * negative_cosine(p, z), predicted, old)
 
 
-def byol_loss(
-    p1: Tensor, p2: Tensor, t1: Tensor, t2: Tensor, cosine: Callable[[Tensor, Tensor], Tensor] = negative_cosine
-) -> Tensor:
+def byol_loss(p1: Tensor, p2: Tensor, t1: Tensor, t2: Tensor) -> Tensor:
     """Squared distances of unit vectors: predictions p of one view against the momentum network's projections t of the
     other, (B, D) each. `t` must come without gradient."""
-    return (2 + 2 * cosine(p1, t2)) + (2 + 2 * cosine(p2, t1))
+    return (2 + 2 * negative_cosine(p1, t2)) + (2 + 2 * negative_cosine(p2, t1))

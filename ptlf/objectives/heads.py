@@ -1,6 +1,6 @@
 """Heads on the encoder's vectors, and what losses of several objectives share. All of it is plain PyTorch.
 
-`ptlf.kernels` replaces `MLP` and `NegativeCosine` by modules of the same state that run on a GPU's own kernels.
+`ptlf.kernels` replaces `MLP` by a module of the same state that runs on a GPU's own kernels.
 """
 
 from collections.abc import Sequence
@@ -10,25 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core.memory import check_fits
-from ptlf.encoders.norm import SharedStatistics
 
 
 class MLP(nn.Sequential):
     """Layers of which each norm sees one view at a time."""
 
     def each_view(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """The output for every view. Compiled code takes the products of all views at once."""
-        if not torch.compiler.is_compiling():
-            return [self(view) for view in views]
-        x = torch.cat(list(views))
-        for layer in self:
-            if isinstance(layer, SharedStatistics) and layer.training:
-                x = torch.cat(layer.of_views(x.chunk(len(views))))
-            elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                x = torch.cat([layer(view) for view in x.chunk(len(views))])
-            else:
-                x = layer(x)
-        return list(x.chunk(len(views)))
+        """The output for every view."""
+        return [self(view) for view in views]
 
 
 def mlp(*widths: int, norm: bool = True, last_norm: bool = False) -> MLP:
@@ -54,10 +43,3 @@ def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
 def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
     """The mean of -cos(prediction, target) over the rows."""
     return -torch.cosine_similarity(prediction, target, dim=1).mean()
-
-
-class NegativeCosine(nn.Module):
-    """`negative_cosine` as a module."""
-
-    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
-        return negative_cosine(prediction, target)

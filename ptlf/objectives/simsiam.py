@@ -1,6 +1,6 @@
 """SimSiam: each view predicts the other's projection; the target passes no gradient."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.heads import NegativeCosine, each_view, mlp, negative_cosine
+from ptlf.objectives.heads import each_view, mlp, negative_cosine
 from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
 
 
@@ -34,19 +34,16 @@ class SimSiam(Objective[SimSiamConfig]):
         self.projection_dim = config.projection
         self.projector = mlp(feature_dim, config.projection, config.projection, last_norm=True)
         self.predictor = mlp(config.projection, config.bottleneck, config.projection)
-        self.negative_cosine = NegativeCosine()
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         z1, z2 = projected
         p1, p2 = each_view(self.predictor, projected)
-        return simsiam_loss(p1, p2, z1, z2, self.negative_cosine)
+        return simsiam_loss(p1, p2, z1, z2)
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-        return mean_over_views(self.negative_cosine, predicted, old)
+        return mean_over_views(negative_cosine, predicted, old)
 
 
-def simsiam_loss(
-    p1: Tensor, p2: Tensor, z1: Tensor, z2: Tensor, cosine: Callable[[Tensor, Tensor], Tensor] = negative_cosine
-) -> Tensor:
+def simsiam_loss(p1: Tensor, p2: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
     """Predictions p of one view against the projections z of the other, (B, D) each. Targets pass no gradient."""
-    return (cosine(p1, z2.detach()) + cosine(p2, z1.detach())) / 2
+    return (negative_cosine(p1, z2.detach()) + negative_cosine(p2, z1.detach())) / 2

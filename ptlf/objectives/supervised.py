@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import Presets
-from ptlf.objectives.heads import NegativeCosine
+from ptlf.objectives.heads import negative_cosine
 from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_views
 
 
@@ -27,7 +27,6 @@ class Supervised(Objective[ObjectiveConfig]):
     def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
         self.classifier = nn.Linear(feature_dim, classes)
-        self.negative_cosine = NegativeCosine()
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         logits = self.classifier(torch.cat(list(projected)))
@@ -35,4 +34,4 @@ class Supervised(Objective[ObjectiveConfig]):
 
     def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
         """Negative cosine between features: an earlier model's logits know nothing of the new classes."""
-        return mean_over_views(self.negative_cosine, predicted, old)
+        return mean_over_views(negative_cosine, predicted, old)

@@ -129,6 +129,11 @@ def frame(
     return canvas, axes
 
 
+def end_of(name: str, most: int) -> str:
+    """Long names of one family begin alike and end differently."""
+    return name if len(name) <= most else "…" + name[1 - most :]
+
+
 def run_keys(groups: Sequence[Group], colours: Colours) -> list[tuple[str, dict[str, Any]]]:
     return [(group.label, look(group, colours)) for group in groups]
 

@@ -121,12 +121,10 @@ COSTS = [
 ]
 MAIN_COSTS = [measure for measure in COSTS if measure.short]
 COMPILING = " without compiling"  # in titles, which are short: three runs stand beside them in 80 columns
-(WHOLE_PEAK,) = [measure for measure in COSTS if measure.path[-1] == "peak_memory_bytes"]
-HEADLINE_COSTS = [*MAIN_COSTS[:2], WHOLE_PEAK, MAIN_COSTS[-1]]
-# Beside figures of some epochs only.
-MEANS = "over the epochs after the first task, in which nothing freezes"
-LAST_EPOCH = "last epoch: the one with the most units frozen"
-FIRST_PEAK = "the peak of a whole run is that of its first epochs, with nothing frozen yet: freezing does not lower it"
+MEMORY = (
+    "mean after task 1: over the epochs in which units may freeze; the peak of a whole run is mostly that of its first "
+    "epochs, before any froze"
+)
 
 
 def main_measures(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:
@@ -134,27 +132,28 @@ def main_measures(comparison: Comparison, probes: Sequence[str]) -> list[Measure
     known = [probe for probe in comparison.known if probe in probes] or comparison.known[:1]
     measures = [measure for probe in probes for measure in probe_measures(probe)[:2]]
     measures += [measure for probe in known for measure in reference_measures(probe)[1:]]
-    return recorded(comparison, measures + steady(MAIN_COSTS, comparison.groups))
+    return recorded(comparison, measures + MAIN_COSTS)
+
+
+def all_measures(comparison: Comparison) -> list[Measure]:
+    """All that a run has of them, with the figures before training."""
+    measures = [measure for probe in comparison.probes for measure in probe_measures(probe, comparison.groups)]
+    measures += [measure for probe in comparison.known for measure in reference_measures(probe)]
+    return recorded(comparison, measures + COSTS)
 
 
 def recorded(comparison: Comparison, measures: Sequence[Measure]) -> list[Measure]:
-    """Those that a run has."""
-    return [m for m in measures if any(group.values(m.path) for group in comparison.groups)]
-
-
-def waited_for_compiler(groups: Sequence[Group]) -> bool:
-    """Whether these are several runs, and any of them waited for a compiler, or may have: older records do not say."""
-    engines = {run.results["environment"].get("engine") for group in groups for run in group.runs}
-    return len(groups) > 1 and engines != {"eager"}
+    """Those that a run has; seconds as they stand beside other runs'."""
+    found = [m for m in measures if any(group.values(m.path) for group in comparison.groups)]
+    return steady(found, comparison.groups)
 
 
 def steady(costs: Sequence[Measure], groups: Sequence[Group]) -> list[Measure]:
     """Where runs stand beside each other, seconds of training are without the wait for the compiler, as in ratios."""
-    if not waited_for_compiler(groups):
-        return list(costs)
+    engines = {run.results["environment"].get("engine") for group in groups for run in group.runs}
+    waited = len(groups) > 1 and engines != {"eager"}  # or may have: older records do not say
+    found = {m: STEADY_SECONDS.get(m.path) if waited else None for m in costs}
     return [
-        replace(m, title=m.title + COMPILING, path=STEADY_SECONDS[m.path], below=m.below and "no compiling, s")
-        if m.path in STEADY_SECONDS
-        else m
-        for m in costs
+        replace(m, title=m.title + COMPILING, path=path, below=m.below and "no compiling, s") if path else m
+        for m, path in found.items()
     ]

@@ -15,28 +15,14 @@ from ptlf import __version__
 from ptlf.core.files import write_whole
 from ptlf.report import paired
 from ptlf.report.drawing import FONT, Colours, coded, file_png, file_svg, page_svg, style, themed
-from ptlf.report.figures.gallery import MOMENTS, same_class, shown_gallery
 from ptlf.report.intervals import wilson
-from ptlf.report.measures import (
-    FIRST_PEAK,
-    HEADLINE_COSTS,
-    MEANS,
-    WHOLE_PEAK,
-    Measure,
-    main_measures,
-    probe_measures,
-    recorded,
-    steady,
-    waited_for_compiler,
-)
+from ptlf.report.measures import COMPILING, MAIN_COSTS, MEMORY, Measure, main_measures, probe_measures, recorded
 from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.sections import Figure, Picture, sections
 from ptlf.run.compat import arrived_tasks, identity_settings
 from ptlf.run.results import STEADY
 
 COLUMNS = 8  # of a table
-NOISE = 0.02  # share of a cost: a smaller difference is not told in the headline
-MANY = 3  # runs beside the baseline, from which on the page says who is best at what in place of a sentence per run
 
 
 def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
@@ -66,32 +52,25 @@ def page(comparison: Comparison) -> str:
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, **tidy)
     templates.filters["code"] = as_code
     groups, base, measures = comparison.groups, comparison.baseline, main_measures(comparison, comparison.probes)
-    others = paired.several_seeds(groups, base)
+    scores = probe_measures(comparison.probes[0])[:2] if comparison.probes else []
+    headline = recorded(comparison, [*scores, *MAIN_COSTS[:2]])
     return templates.get_template("page.html").render(
         comparison=comparison,
         groups=groups,
         base=base,
-        probes=comparison.probes,
         epochs=" or ".join(map(str, comparison.epochs)),
         title=title_of_page(comparison),
+        sentences=[(group, sentence(group, base, headline)) for group in groups],
         sections=[
             vars(section) | {"figures": drawn(section.figures, comparison.tasks)} for section in sections(comparison)
         ],
         measures=measures,
         columns=math.ceil(len(measures) / max(math.ceil(len(measures) / COLUMNS), 1)) or 1,  # of tables of like width
-        tested=any(group.interval(("probes", p, "accuracy")) for group in groups for p in comparison.probes),
-        older=OLDER if any("test_images" not in group.first for group in groups if group.first["probes"]) else "",
-        costs=steady(HEADLINE_COSTS, groups),
         later=[row for group in groups for row in later_rows(group)],
-        unlabelled=[unlabelled(group) for group in groups if not group.first["probes"]],
-        others=others,
-        compared=measures + recorded(comparison, [WHOLE_PEAK]) if others else [],
+        unlabelled=[features_table(group) for group in groups if not group.first["probes"]],
+        others=paired.several_seeds(groups, base),
         paired=paired,
-        relative=relative,
-        steady=STEADY if waited_for_compiler(groups) else "",
-        dagger=paired.DAGGER if paired.any_dagger(groups, base) else "",
-        means=MEANS if any(group.values(LATER_KEPT) for group in groups) else "",
-        first_peak=FIRST_PEAK if recorded(comparison, [WHOLE_PEAK]) else "",
+        caption=caption(comparison, measures),
         problems=list(problems(comparison)),
         settings=differing_values(comparison),
         commands=commands_to_repeat,
@@ -100,8 +79,25 @@ def page(comparison: Comparison) -> str:
         light=themed(False, comparison.tasks),
         dark=themed(True, comparison.tasks),
         font=Markup(FONT),
-        **headline(comparison),
     )
+
+
+def caption(comparison: Comparison, measures: Sequence[Measure]) -> str:
+    """How to read the table."""
+    groups, base = comparison.groups, comparison.baseline
+    tested = any(group.interval(("probes", p, "accuracy")) for group in groups for p in comparison.probes)
+    older = any("test_images" not in group.first for group in groups if group.first["probes"])
+    words = (
+        paired.OVER_SEEDS * comparison.seeds,
+        f"×: geometric mean over the seeds of the ratios to {base.label}" if base and comparison.seeds else "",
+        "in small print: the accuracy before training" * bool(comparison.probes)
+        + ", and the 95 % interval (Wilson) from the number of test images alone" * tested
+        + f" ({OLDER})" * (tested and older),
+        "activation memory: the bytes that autograd saves between forward and backward",
+        MEMORY * any(group.values(LATER_KEPT) for group in groups),
+        f"without compiling: {STEADY}" * any(COMPILING in measure.title for measure in measures),
+    )
+    return ". ".join(part[0].upper() + part[1:] for part in words if part) + "."
 
 
 def as_code(note: str) -> Markup:
@@ -125,69 +121,45 @@ def pictures_as_svg(figure: Figure, colours: Colours) -> list[tuple[Picture, Mar
 
 def title_of_page(comparison: Comparison) -> str:
     base, stream = comparison.baseline, comparison.groups[0].config["stream"]["name"]
-    others = [group.label for group in comparison.groups if group is not base]
+    others = [group.label for group in comparison.groups if group is not base or len(comparison.groups) == 1]
     if len(comparison.groups) == 1:
-        return comparison.groups[0].label
-    kind = "configurations" if any(len(group.runs) > 1 for group in comparison.groups) else "runs"
-    names = " and ".join(others) if len(others) < 3 else f"{len(others)} {kind}"
+        return others[0]
+    names = " and ".join(others) if len(others) < 3 else f"{len(others)} configurations"
     return f"{names} against {base.label} on {stream}" if base else f"{names} on {stream}"
 
 
-def headline(comparison: Comparison) -> dict[str, Any]:
-    """What came out: the runs with a sentence each, or who is best at what where there are many."""
-    base = comparison.baseline
-    found: dict[str, Any] = {"told": [], "best": [], "joint": []}
-    if not comparison.probes:
-        return found
-    accuracy, forgetting, before = probe_measures(comparison.probes[0])
-    others = [group for group in comparison.groups if group is not base] or comparison.groups
-    told = [group for group in others if group.values(accuracy.path)]
-    found |= {"accuracy": accuracy, "forgetting": forgetting, "before": before}
-    if len(told) < MANY:
-        lines = [(g, interval_in_words(g, base, accuracy), against(g, base, accuracy, forgetting)) for g in told]
-        return found | {"told": lines}
-    best, joint = [], [group for group in told if group.joint]
-    ranked = [group for group in comparison.groups if group not in joint] or comparison.groups
-    scores = [measure for measure in main_measures(comparison, comparison.probes[:1]) if not measure.cost]
-    for measure in scores + recorded(comparison, steady(HEADLINE_COSTS, comparison.groups)):
-        means = [(mean, group) for group in ranked if (mean := group.mean(measure.path)) is not None]
-        means.sort(key=lambda pair: pair[0], reverse=measure.rising)
-        if means and not (measure.cost and within_noise(means, base)):
-            best.append((measure, means[0][1], standing(means[0][1], base, measure)))
-    return found | {"best": best, "joint": joint}
+def sentence(group: Group, base: Group | None, measures: Sequence[Measure]) -> str:
+    """What came out of a run: its figures, and what the seeds in common with the baseline's say of them."""
+    said, single = [], False
+    for measure in measures:
+        if (mean := group.mean(measure.path)) is None:
+            continue
+        words = f"{measure.short} {measure.words(mean)}"
+        difference, ratio = paired.compared(group, base, measure), paired.ratio(group, base, measure)
+        single = single or bool(difference and difference.half is None)
+        if ratio:
+            words += f" ({ratio.mean:.2f}×" + (", 95 % {:.2f} to {:.2f})".format(*ratio.ends) if ratio.ends else ")")
+        elif difference and base:
+            words += f" ({paired.words(difference, measure)} against {base.label})"
+        said.append(words)
+    if not group.first["probes"]:
+        later = later_rows(group)
+        tested = [f"{row['accuracy']} % ({row['probe']}) on labels that came later" for row in later[:1]]
+        said = tested or ["no labelled test images: its accuracy is not known", *said]
+    joint = "; it learned all tasks at once: a bound for continual methods, not one of them" * group.joint
+    return ", ".join(said) + joint + "; one seed does not tell a difference" * single
 
 
-def within_noise(means: Sequence[tuple[float, Group]], base: Group | None) -> bool:
-    """Whether the least of these costs, which are sorted, is no less than the baseline's, but for noise; where it is
-    the baseline's own, or there is none, than the next one."""
-    least, *others = means
-    rival = next((mean for mean, group in others if group is base), others[0][0] if others else None)
-    return rival is not None and least[0] > (1 - NOISE) * rival
-
-
-def unlabelled(group: Group) -> dict[str, Any]:
-    """What is known of a run without labels: a row of its features per task, and in words what came out."""
+def features_table(group: Group) -> dict[str, Any]:
+    """Of a run without labels: a row of its features per task, and how labels that come later test it."""
     found = {title: group.feature(key) for key, title in FEATURES.items()}
     names, tasks = group.first["tasks"], sorted(found["spread"])
     rows = [
         (f"task {task}, {names[task - 1]}", [(title, *values[task]) for title, values in found.items()])
         for task in tasks
     ]
-    words = []
-    for title, values in found.items() if tasks else ():
-        before, after = values[tasks[-1]]
-        over = f"{values[tasks[0]][1]:.3g} after the first task, {after:.3g} after the last"
-        start = f" ({group.start} {before:.3g})" if before is not None else ""
-        words.append(f"{title} {over if len(tasks) > 1 else f'{after:.3g}'}{start}")
-    features = f"Of the features: {'; '.join(words)}." if words else ""
-    pictures, near = shown_gallery(group), ""
-    if pictures and len(names) > 1:
-        total = sum(map(len, pictures["looks"]["after"]["neighbours"]))
-        first, last = (same_class(pictures, moment) for moment in MOMENTS)
-        near = f"Of the nearest images below, {last} of {total} are of the same task; {group.start}: {first}."
-        near += " Fewer than before training." * (last < first)
     command = f"ptlf evaluate {shlex.quote(str(group.runs[0].folder))} --stream.labelled FOLDER"
-    return {"group": group, "rows": rows, "words": [features, near], "command": command, "test": later_rows(group)[:1]}
+    return {"group": group, "rows": rows, "command": command}
 
 
 def later_rows(group: Group) -> list[dict[str, Any]]:
@@ -208,57 +180,6 @@ def later_rows(group: Group) -> list[dict[str, Any]]:
     return rows
 
 
-def interval_in_words(group: Group, base: Group | None, accuracy: Measure) -> str:
-    """The 95 % interval of a run's accuracy and what it is computed from; empty beside a difference with one."""
-    difference = paired.compared(group, base, accuracy)
-    if difference and difference.half is not None:
-        return ""
-    found, bounds = paired.interval(group.values(accuracy.path)), group.interval(accuracy.path)
-    if found and found.half is not None:
-        return f"95 % over {found.count} seeds: {found.mean - found.half:.1f} to {found.mean + found.half:.1f}"
-    return "95 % from the number of test images: {:.1f} to {:.1f}".format(*bounds) if bounds else ""
-
-
-def against(group: Group, base: Group | None, accuracy: Measure, forgetting: Measure) -> str:
-    """The baseline's accuracy and forgetting, and the differences by seed."""
-    if base is None or base is group:
-        return ""
-    both = (accuracy, forgetting)
-    theirs = [f"{m.show(value)} {m.unit}" for m in both if (value := base.mean(m.path)) is not None]
-    if not theirs:
-        return f"{base.label} was not evaluated."
-    found, many = paired.compared(group, base, accuracy), len(base.runs)
-    if many > (found.count if found else 1):  # else by seed, or of one
-        theirs.append(f"means of {many} seeds")
-    named = f"{base.label} ({', '.join(theirs)})"
-    if found is None or found.half is None:
-        return f"One seed does not tell it from {named}." if found else f"No seed in common with {named}."
-    by_seed = [f"{m.short} {paired.words(one, m)}" for m in both if (one := paired.compared(group, base, m))]
-    return f"Against {named}, by seed: {', '.join(by_seed)} (95 %, {found.count} seeds)."
-
-
-def standing(group: Group, base: Group | None, measure: Measure) -> str:
-    """What seeds allow to say of an accuracy or of forgetting beside the baseline's; of costs `relative` says it."""
-    if base is None or base is group or measure.cost:
-        return ""
-    found = paired.compared(group, base, measure)
-    if found is None or found.half is None:
-        return f"; one seed does not tell it from {base.label}"
-    said = paired.verdict(found, measure.rising)
-    return f"; {said} than {base.label} by seed" if said else f"; {found.count} seeds do not tell it from {base.label}"
-
-
-def relative(group: Group, base: Group | None, measure: Measure) -> tuple[str, str] | None:
-    """A cost's ratio to the baseline's. Of seconds also how sure it is; other costs depend little on the seed."""
-    found = paired.ratio(group, base, measure)
-    if found is None:
-        return None
-    seeds = "one seed" if found.count else "no seed in common"
-    if found.ends is not None:
-        seeds = "95 %: {:.2f} to {:.2f}, {} seeds".format(*found.ends, found.count)
-    return paired.times(group, base, measure), seeds if measure.unit == "s" else ""
-
-
 def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """What is wrong, and of what."""
     groups = comparison.groups
@@ -272,7 +193,8 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
     if len(machines) > 1:
         named = ", ".join(sorted(map(str, machines)))
         yield "", f"The runs are of different machines ({named}): their seconds and peaks do not compare."
-    yield from ((g.label, f": {g.doubt}") for g in groups if g.doubt)
+    if len({run.results.get("commit") for group in groups for run in group.runs}) > 1:
+        yield "", "The runs are of different commits: compare their seconds with care."
 
 
 def differing_values(comparison: Comparison) -> dict[str, list[str]]:

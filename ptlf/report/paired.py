@@ -6,17 +6,15 @@ t interval of their logarithms, so that its ends are positive.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scipy.special import stdtrit
 
-from ptlf.report.measures import COSTS, Measure
+from ptlf.report.measures import Measure
 from ptlf.report.runs import Group, RunRecord
-from ptlf.run.results import Json
 
 OVER_SEEDS = "±: half the width of the 95 % t interval over the seeds"  # beside a mean
-DAGGER = "† runs of different commits; compare with care."
 HOW = "mean difference to {base} with the same seed, 95 % t interval; better or worse only where it excludes zero"
 
 
@@ -73,16 +71,12 @@ def by_seed(runs: Sequence[RunRecord], value: Callable[[RunRecord], float | None
     return {seed: float(value) for seed, value in found.items() if value is not None}
 
 
-def difference(mine: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
-    """Over the seeds that both have."""
-    return interval([mine[seed] - base[seed] for seed in sorted(mine) if seed in base])
-
-
 def compared(group: Group, base: Group | None, measure: Measure) -> Interval | None:
     """None for the baseline itself and where there is no seed in common."""
     if base is None or base is group:
         return None
-    return difference(*(by_seed(one.runs, lambda run: run.value(measure.path)) for one in (group, base)))
+    mine, theirs = (by_seed(one.runs, lambda run: run.value(measure.path)) for one in (group, base))
+    return interval([mine[seed] - theirs[seed] for seed in sorted(mine) if seed in theirs])
 
 
 def ratio(group: Group, base: Group | None, measure: Measure) -> Ratio | None:
@@ -93,9 +87,9 @@ def ratio(group: Group, base: Group | None, measure: Measure) -> Ratio | None:
 
 
 def times(group: Group, base: Group | None, measure: Measure) -> str:
-    """The ratio as in "0.71×", marked where the seconds are of different commits; empty where there is none."""
+    """The ratio as in "0.71×"; empty where there is none."""
     found = ratio(group, base, measure)
-    return f"{found.mean:.2f}×{dagger(group, base, measure)}" if found else ""
+    return f"{found.mean:.2f}×" if found else ""
 
 
 def cost_ratio(mine: Mapping[int, float], base: Mapping[int, float]) -> Ratio | None:
@@ -106,24 +100,6 @@ def cost_ratio(mine: Mapping[int, float], base: Mapping[int, float]) -> Ratio | 
     if not mine or not any(base.values()):
         return None
     return Ratio(statistics.fmean(mine.values()) / statistics.fmean(base.values()), None, 0)
-
-
-def mixed(pairs: Iterable[tuple[Json, Json]]) -> bool:
-    """Whether any run and its baseline are of different commits."""
-    return any(run.get("commit") != base.get("commit") for run, base in pairs)
-
-
-def dagger(group: Group, base: Group | None, measure: Measure) -> str:
-    """Stands beside seconds that are compared with those of runs of different commits; `DAGGER` explains it."""
-    if base is None or base is group or measure.unit != "s":
-        return ""
-    pairs = [(run.results, other.results) for run in group.runs for other in base.runs]
-    seeds = [(run, other) for run, other in pairs if run.get("seed") == other.get("seed")]
-    return "†" * mixed(seeds or pairs)
-
-
-def any_dagger(groups: Sequence[Group], base: Group | None) -> bool:
-    return any(dagger(group, base, COSTS[0]) for group in groups)
 
 
 def verdict(found: Interval | None, rising: bool) -> str:
@@ -141,12 +117,6 @@ def words(found: Interval | None, measure: Measure) -> str:
     if found.half is not None:
         shown += f" ± {measure.show(found.half, found.mean)}"
     return f"{shown} {verdict(found, measure.rising)}".rstrip()
-
-
-def by_seed_words(group: Group, base: Group | None, measure: Measure) -> str:
-    """As in "-30.8 ± 3.8 better", marked where the seconds are of different commits."""
-    found = compared(group, base, measure)
-    return words(found, measure) + (dagger(group, base, measure) if found else "")
 
 
 def unit(measure: Measure) -> str:

@@ -31,7 +31,6 @@ RECORDED_SECONDS = {steady: recorded for recorded, steady in STEADY_SECONDS.item
 FEATURES = {"effective_rank": "effective rank", "spread": "spread"}  # what is measured of them without labels
 OLDER = "records of older versions do not hold it"  # why a figure of some runs is missing
 FALLEN = 0.5  # times the best value: below that it is told
-UNSTEADY = 0.1  # from here on seconds are not to be trusted; runs that are alone on a machine have 0.01 to 0.05
 
 
 @dataclass
@@ -106,16 +105,6 @@ class Group:
         return len(self.first["tasks"]) == 1 and len(self.first["eval_splits"]) > 1
 
     @property
-    def freezes(self) -> bool:
-        """Whether any unit froze."""
-        return any(entry["events"] for run in self.runs for entry in run.results["freezing"])
-
-    @property
-    def freezes_later(self) -> bool:
-        """Whether units froze, and none in the first epoch: its peak is then the run's."""
-        return self.freezes and not any(run.epochs[0]["frozen"] for run in self.runs if run.epochs)
-
-    @property
     def first_row(self) -> str:
         """What the encoder before training is called beside the trained one."""
         return "as given" if self.first.get("encoder_weights") else "untrained"
@@ -172,24 +161,17 @@ class Group:
         )
         return {task: (before[task][0] if task in before else None, mean) for task, (mean, _) in after.items()}
 
-    def large_tasks(self) -> set[int]:
-        """Tasks whose features may be compared with each other's: those of few images have a low rank for that alone.
-        Older records do not say how many were measured, or hold no features at all."""
-        entries = [entry for run in self.runs for entry in run.results.get("features") or []]
-        counts = {entry["task"]: entry.get("images") for entry in entries}
-        most = max((count for count in counts.values() if count), default=0)
-        return {task for task, count in counts.items() if count is None or 2 * count >= most}
-
     def falling(self) -> Iterator[str]:
         """Signs of a collapse, with labels or without: an accuracy may hide it."""
-        large = self.large_tasks()
+        entries = [entry for run in self.runs for entry in run.results.get("features") or []]
+        counts = {entry["task"]: entry.get("images") or 0 for entry in entries}
         for key, title in FEATURES.items():
             by_task = self.feature(key)
-            if not by_task:
+            # Features of few images have a low rank for that alone. Older records do not say how many there were.
+            comparable = {t: after for t, (_, after) in by_task.items() if 2 * counts[t] >= max(counts.values())}
+            if not comparable:
                 continue
-            comparable = {task: after for task, (_, after) in by_task.items() if task in large}
-            last, best = max(comparable), max(comparable, key=lambda task: comparable[task])
-            newest = max(by_task)
+            last, best, newest = max(comparable), max(comparable, key=lambda task: comparable[task]), max(by_task)
             before, after = by_task[newest]
             if comparable[last] < FALLEN * comparable[best]:
                 fell = f"from {comparable[best]:.3g} after task {best} to {comparable[last]:.3g} after task {last}"
@@ -198,14 +180,6 @@ class Group:
             else:
                 continue
             yield f"the {title} of the features fell {fell}: a sign that they collapse"
-
-    @property
-    def doubt(self) -> str:
-        """What to say of seconds so unsteady that the machine must have been busy; empty where they are steady."""
-        share = max(map(unsteady, self.runs))
-        if share <= UNSTEADY:
-            return ""
-        return f"{share:.0%} of the steps' seconds lie above the median of like epochs; was the machine busy otherwise?"
 
 
 @dataclass
@@ -222,6 +196,11 @@ class Comparison:
     def known(self) -> list[str]:
         """Probes of what the encoders knew before the stream."""
         return list(dict.fromkeys(probe for group in self.groups for probe in known_probes(group.first)))
+
+    @property
+    def seeds(self) -> bool:
+        """Whether any configuration has several."""
+        return any(len(group.runs) > 1 for group in self.groups)
 
     @property
     def epochs(self) -> list[int]:
@@ -322,18 +301,6 @@ def means(pairs: Iterable[tuple[Key, float | None]]) -> dict[Key, tuple[float, f
             found.setdefault(key, []).append(value)
     spreads = {key: statistics.stdev(values) if len(values) > 1 else 0.0 for key, values in found.items()}
     return {key: (statistics.fmean(found[key]), spreads[key]) for key in sorted(found)}
-
-
-def unsteady(run: RunRecord) -> float:
-    """The share of the steps' seconds that lies above the median of like epochs: what others on the machine took. The
-    wait for the compiler in the first epoch is left out, as where seconds are compared."""
-    like: dict[tuple[int, int], list[float]] = {}
-    for number, line in enumerate(run.epochs):
-        seconds = line["seconds"] - (0.0 if number else compiling_seconds(run.results))
-        like.setdefault((line["task"], line["frozen"]), []).append(seconds)
-    medians = {key: statistics.median(values) for key, values in like.items()}
-    above = sum(max(0.0, value - medians[key]) for key, values in like.items() for value in values)
-    return above / max(sum(map(sum, like.values())), 1e-9)
 
 
 def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:

@@ -9,23 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ptlf.core.words import clipped
-from ptlf.report import measures, paired
+from ptlf.report import paired
 from ptlf.report.intervals import RANDOM, half_width, neighbours_used, start_of
-from ptlf.report.measures import (
-    COSTS,
-    MAIN_COSTS,
-    Measure,
-    main_measures,
-    probe_measures,
-    recorded,
-    reference_measures,
-    steady,
-)
+from ptlf.report.measures import COMPILING, MEMORY, Measure, all_measures, main_measures
 from ptlf.report.runs import FEATURES, LATER_KEPT, Comparison, Group, RunRecord, known_probes
 from ptlf.run.results import STEADY, Json
 
 RATIOS = "×: geometric mean of the ratios by seed"
 BRACKETS = "in brackets: 95 % interval from the number of test images"
+FEW = 3  # runs beside each other with all figures; more of them are a list with the main ones
 
 
 def percent(value: float | None) -> str:
@@ -78,103 +70,89 @@ def show_matrix(
 def show_runs(
     console: Console, runs: Mapping[str, Sequence[Json]], baseline: str | None = None, title: str = "Summary"
 ) -> None:
-    """Each run by name, as the results of its seeds. Up to three side by side with all figures; more of them as a list
-    with the main ones. Means over seeds, and the 95 % t interval of the probes'."""
+    """Each run by name, as the results of its seeds. Means over seeds, and the 95 % t interval of the probes'; costs
+    also relative to the baseline's."""
     groups = [Group([RunRecord(Path(), results) for results in seeds], name) for name, seeds in runs.items()]
-    comparison = Comparison(groups, {}, next((group for group in groups if group.label == baseline), None))
-    few, base = len(groups) <= 3, comparison.baseline
-    (show_side_by_side if few else show_as_list)(console, comparison, title)
-    tested = any(group.interval(("probes", probe, "accuracy")) for group in groups for probe in comparison.probes)
-    several = any(len(group.runs) > 1 for group in groups)
-    notes = [paired.OVER_SEEDS] * several + [RATIOS] * (several and base is not None) + [BRACKETS] * (few and tested)
-    froze = few and any(group.freezes for group in groups)
-    peaks = few and any(group.freezes_later and group.values(measures.WHOLE_PEAK.path) for group in groups)
-    kept = not few and any(group.values(LATER_KEPT) for group in groups)
+    base = next((group for group in groups if group.label == baseline), None)
+    comparison, (common, names) = Comparison(groups, {}, base), shortened([group.label for group in groups])
+    if len(groups) == 1:
+        common, names = "", [groups[0].label]
+    title = f"{title}: {common}" if common else title
+    if len(groups) <= FEW:
+        show_side_by_side(console, comparison, title, names)
+    else:
+        show_as_list(console, comparison, title, names)
+    show_differences(console, comparison, names)
+    measures = all_measures(comparison)
+    tested = any(group.interval(measure.path) for group in groups for measure in measures)
     for words in (
-        "; ".join(notes),
-        f"time without compiling: {STEADY}" * measures.waited_for_compiler(groups),
-        paired.DAGGER * paired.any_dagger(groups, base),
-        f"activations, GPU memory: means {measures.MEANS}" * kept,
-        measures.LAST_EPOCH * froze,
-        measures.FIRST_PEAK * peaks,
+        f"{paired.OVER_SEEDS}; {RATIOS}" * comparison.seeds,
+        BRACKETS * (tested and len(groups) <= FEW),
+        f"time without compiling: {STEADY}" * any(COMPILING in measure.title for measure in measures),
+        MEMORY * any(group.values(LATER_KEPT) for group in groups),
     ):
         if words:
             note(console, words)
     for group in groups:
         for warning in (*group.worse(), *group.falling()):
             console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
-        if group.doubt:
-            console.print(f"{group.label}: {group.doubt}", soft_wrap=True)
-    show_differences(console, comparison)
 
 
-def show_differences(console: Console, comparison: Comparison) -> None:
+def show_side_by_side(console: Console, comparison: Comparison, title: str, names: Sequence[str]) -> None:
+    """A row per figure, a column per run."""
+    groups, base, table = comparison.groups, comparison.baseline, new_table(title, [""], names)
+    for measure in all_measures(comparison):
+        if measure.cost or measure.path[0] == "cost":
+            cells = [f"{measure.words(g.mean(measure.path))}  {paired.times(g, base, measure)}" for g in groups]
+            table.add_row(measure.indent + measure.title, *[cell.rstrip() for cell in cells])
+        else:
+            table.add_row(row_name(measure, measure.unit), *[score(measure, group) for group in groups])
+    for key, name in FEATURES.items():
+        last = [[after for _, after in group.feature(key).values()][-1:] for group in groups]
+        if any(last):
+            cells = [percent(values[0] if values else None) for values in last]
+            table.add_row(f"{name} of the features, last task", *cells)
+    console.print(table)
+
+
+def show_as_list(console: Console, comparison: Comparison, title: str, names: Sequence[str]) -> None:
+    """A row per run with the main figures; costs relative to the baseline run, or as they are without one."""
+    base, measures = comparison.baseline, main_measures(comparison, comparison.probes[:2])
+    title += f"; costs relative to {base.label}" if base else ""
+    headings = [
+        m.short.replace(" ", "\n").replace("activations", "activ-\nations")
+        if m.cost
+        else f"{m.path[1]}, %".replace("_", "\n")
+        if m.rising
+        else "for-\ngets"
+        for m in measures
+    ]
+    table = new_table(title, ["run"], headings, padding=(0, 1 if console.width >= 100 else 0))
+    for name, group in zip(names, comparison.groups, strict=True):
+        cells = [
+            (paired.times(group, base, m) or m.words(group.mean(m.path))) if m.cost else score(m, group, interval=False)
+            for m in measures
+        ]
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def show_differences(console: Console, comparison: Comparison, names: Sequence[str]) -> None:
     """By seed, of every run with two seeds or more in common with the baseline."""
     groups, base = comparison.groups, comparison.baseline
     others = paired.several_seeds(groups, base)
     if base is None or not others:
         return
-    names = dict(zip([group.label for group in groups], shortened([g.label for g in groups])[1], strict=True))
-    table = new_table(f"By seed: {paired.HOW.format(base=names[base.label])}", [""], [names[g.label] for g in others])
+    headings = [names[groups.index(group)] for group in others]
+    table = new_table(f"By seed: {paired.HOW.format(base=names[groups.index(base)])}", [""], headings)
     for measure in main_measures(comparison, comparison.probes):
-        name = f"{measure.path[1]} {measure.short}" if measure.path[0] == "probes" else measure.title
-        cells = [paired.by_seed_words(group, base, measure) for group in others]
-        table.add_row(f"{name}, {paired.unit(measure)}", *cells)
+        cells = [paired.words(paired.compared(group, base, measure), measure) for group in others]
+        table.add_row(row_name(measure, paired.unit(measure)), *cells)
     console.print(table)
 
 
-def show_side_by_side(console: Console, comparison: Comparison, title: str) -> None:
-    """One column per run, one row per figure; costs also relative to the baseline run where there is one."""
-    groups = comparison.groups
-    names = [group.label for group in groups]
-    if len(names) > 1:  # in full they would not fit 80 columns
-        common, names = shortened(names)
-        title = f"{title}: {common}" if common else title
-    table = new_table(title, [""], names)
-    for probe in comparison.probes:
-        for measure in probe_measures(probe, groups):
-            table.add_row(f"{probe} {measure.short}, {measure.unit}", *[score(measure, group) for group in groups])
-        table.add_section()
-    for probe in comparison.known:
-        before, after, lost = reference_measures(probe)
-        cells = [f"{score(before, group)} → {score(after, group)}" for group in groups]
-        table.add_row(f"{probe} what it knew before, %", *cells)
-        table.add_row(f"{probe} lost of that, points", *[score(lost, group) for group in groups])
-        table.add_section()
-    for key, name in FEATURES.items():
-        last = [list(group.feature(key).values())[-1:] for group in groups]
-        if any(last):
-            cells = [percent(values[0][1] if values else None) for values in last]
-            table.add_row(f"{name} of the features, last task", *cells)
-    table.add_section()
-    for measure in steady(COSTS, groups):
-        cells = [
-            f"{measure.words(group.mean(measure.path))}  {paired.times(group, comparison.baseline, measure)}"
-            for group in groups
-        ]
-        if any(group.values(measure.path) for group in groups):
-            table.add_row(measure.indent + measure.title, *[cell.rstrip() for cell in cells])
-    console.print(table)
-
-
-def show_as_list(console: Console, comparison: Comparison, title: str) -> None:
-    """One row per run; costs relative to the baseline run, or as they are without one."""
-    groups, base, probes = comparison.groups, comparison.baseline, comparison.probes[:2]
-    common, names = shortened([group.label for group in groups])
-    title = f"{title}: {common}" + (f"; costs relative to {base.label}" if base else "")
-    scores = [measure for probe in probes for measure in probe_measures(probe)[:2]]
-    costs = recorded(comparison, steady(MAIN_COSTS, groups))
-    headings = [heading for probe in probes for heading in (probe.replace("_", "\n") + ", %", "for-\ngets")]
-    headings += [measure.short.replace(" ", "\n").replace("activations", "activ-\nations") for measure in costs]
-    table = new_table(title, ["run"], headings, padding=(0, 1 if console.width >= 100 else 0))
-    for name, group in zip(names, groups, strict=True):
-        cells = [paired.times(group, base, measure) or measure.words(group.mean(measure.path)) for measure in costs]
-        table.add_row(name, *[score(measure, group, interval=False) for measure in scores], *cells)
-    console.print(table)
-    for probe in probes:
-        found = [group.interval(("probes", probe, "accuracy")) for group in groups]
-        if widths := [(high - low) / 2 for low, high in filter(None, found)]:
-            console.print(f"{probe}: ±{max(widths):.2f} at 95 %, from the number of test images")
+def row_name(measure: Measure, unit: str) -> str:
+    return f"{measure.path[1]} {measure.short}, {unit}" if measure.path[0] == "probes" else f"{measure.title}, {unit}"
 
 
 def note(console: Console, words: str) -> None:

@@ -35,8 +35,7 @@ from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.pack import data_root
 from ptlf.training.engine import choose_dtype, choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
-from ptlf.training.rate import check_warmup, peak_rate
-from ptlf.training.trainer import Trainer, TrainingConfig, check_batch
+from ptlf.training.trainer import Trainer, TrainingConfig, check_batch, check_warmup
 from ptlf.views import View, named_views
 
 
@@ -79,7 +78,7 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
 
 def make_optimizer(config: TrainingConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     parameters = list(parameters)
-    rate: float | Tensor = peak_rate(config)
+    rate: float | Tensor = config.lr * config.batch / 256
     if parameters[0].is_cuda:  # a captured step reads the rate from the device
         rate = torch.tensor(rate, device=parameters[0].device)
     return OPTIMIZERS.find(config.optimizer.name).make(config.optimizer, parameters, rate)
@@ -102,15 +101,10 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
         lacking = f"encoder {config.encoder.name!r} has no convolution or linear layer that trains and could freeze"
         raise UserError(f"{lacking}; use --freezing.policy none")
     savings = None
-    if policy.savings_by:
-        if policy.savings_by == "seconds":  # which depend on the step's size, type and layout
-            layout = torch.channels_last if trainer.channels_last else torch.contiguous_format
-            rows = processes.share(config.training.batch) * len(trainer.view_specs)
-            example = example[:1].expand(rows, -1, -1, -1).contiguous(memory_format=layout)
+    if policy.needs_savings:
         low = trainer.model.dtype is torch.bfloat16
         with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
-            savings = measure_savings(encoder, freezer.units, example, by=policy.savings_by)
-        savings = processes.broadcast_object(savings)  # each process would time others, and choose others
+            savings = measure_savings(encoder, freezer.units, example)
     schedule = FreezeSchedule(settings.initial, settings.final, config.training.epochs, settings.shape)
     if policy.freezes and schedule.most(len(freezer.units)) == 0:
         share = f"freezing.final {settings.final} of {len(freezer.units)} units"
@@ -232,7 +226,7 @@ def make_checked_stream(config: Config, folder: Path | None, given: Stream | Non
     with refused:
         check_combination(config, stream)
     with refused:
-        check_warmup(config.training, config.training.epochs)
+        check_warmup(config.training)
     with refused:
         sizes = [len(task.train) for task in stream.tasks] if stream else expected_sizes(as_dict(config))
         check_batch(config.training, sizes, stream.arrived if stream else 0)

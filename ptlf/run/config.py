@@ -13,7 +13,7 @@ from ptlf.core.reading import read_yaml_file
 from ptlf.core.settings import as_dict, build, key, section
 from ptlf.encoders import ENCODERS, EncoderConfig
 from ptlf.evaluation import PROBES, EvaluationConfig, ProbeConfig
-from ptlf.integrations.trackers import find_tracker
+from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
 from ptlf.run.compat import upgrade_settings
@@ -50,7 +50,7 @@ class Config:
     def __post_init__(self) -> None:
         self.log = list(dict.fromkeys(self.log))
         for name in self.log:
-            find_tracker(name)
+            TRACKERS.find(name)
 
 
 def resume_command(folder: Path, config: Config, *, module: bool = False, arrived: bool = False) -> str:

@@ -13,7 +13,7 @@ from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, stored_encoder
-from ptlf.freezing.policy import PolicyConfig
+from ptlf.freezing import PolicyConfig
 from ptlf.methods import METHODS, Method
 from ptlf.objectives import OBJECTIVES, Objective
 from ptlf.run.config import Config, from_dict, read_yaml

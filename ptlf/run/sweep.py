@@ -3,10 +3,10 @@
 import gc
 import itertools
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ptlf.core.settings import as_dict
 from ptlf.run.build import make_stream
@@ -19,6 +19,7 @@ from ptlf.training.process import Stopped
 
 AGAIN = "the same command continues"
 Tell = Callable[[str], None]
+Value = TypeVar("Value", str, int)
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,17 @@ class Planned:
 Watch = Callable[[Planned], Watcher]
 
 
+def unique(values: Iterable[Value]) -> list[Value]:
+    """Each once, in order."""
+    return list(dict.fromkeys(values))
+
+
 def plan(
     recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str], tell: Tell = lambda line: None
 ) -> list[Planned]:
     """A run for every recipe and seed; one that is named twice is one. Runs that could not be compared are refused.
     tell: as for `resolve_config`."""
-    runs, recipes, seeds = [], list(dict.fromkeys(recipes)), list(dict.fromkeys(seeds))
+    runs, recipes, seeds = [], unique(recipes), unique(seeds)
     for recipe, seed in itertools.product(recipes, seeds):
         name = recipe if len(seeds) == 1 else f"{recipe} seed {seed}"
         config = resolve_config(recipe, None, [*overrides, f"--seed={seed}"], tell=tell)

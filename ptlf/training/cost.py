@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 import torch
 
-from ptlf.freezing.savings import wait_for
-
 
 def peak_memory_bytes(device: torch.device | str) -> int | None:
     """Peak bytes of tensors on a CUDA device since `reset_peak_memory`; None on other devices."""
@@ -57,3 +55,8 @@ class Stopwatch:
         if self._running:
             self.seconds[self._running[-1]] = self.seconds.get(self._running[-1], 0.0) + now - self._since
         self._since = now
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

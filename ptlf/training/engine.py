@@ -5,7 +5,7 @@ captured again, unless a graph of the same step with the same units frozen was k
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +23,6 @@ from ptlf.model import Accelerator
 
 Body = Callable[[Batch], dict[str, Tensor]]
 Addresses = tuple[int, ...]  # of every tensor that a step reads or writes besides its batch
-Pieces = frozenset[Hashable]  # the kernels of a step: two steps that have a piece in common use the same ones there
 ENGINES = ("auto", "eager", "compiled", "captured")
 WARM_UP = 3  # steps run uncaptured at first: they compile and pick algorithms
 KEPT = 64  # variants whose graphs are kept
@@ -35,8 +34,9 @@ def choose_engine(wanted: str, device: torch.device) -> str:
         raise UserError("training.engine captured needs a GPU; use eager or compiled here")
     if wanted == "captured" and processes.joined() and not dist.is_nccl_available():
         raise UserError("under torchrun training.engine captured needs a PyTorch with NCCL; use eager or auto")
-    fast = device.type == "cuda" and why_not_captured(wanted, device) is None
-    return wanted if wanted != "auto" else "captured" if fast else "eager"
+    if wanted != "auto":
+        return wanted
+    return "eager" if device.type != "cuda" or why_not_captured(wanted, device) else "captured"
 
 
 def why_not_captured(wanted: str, device: torch.device) -> str | None:
@@ -70,11 +70,8 @@ class Engine:
         with self.arithmetic():
             return self.body(batch.to(self.device))
 
-    def rebuild(self, variant: str, addresses: Addresses = (), pieces: Pieces | None = None) -> None:
-        """The body's operations have changed. A graph is reused only if variant and tensor addresses match.
-
-        pieces: what the new step consists of, None where unknown.
-        """
+    def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
+        """The body's operations have changed. A graph is reused only if variant and tensor addresses match."""
 
     def close(self) -> None:
         """Free all graphs: no step follows."""
@@ -116,11 +113,8 @@ class CapturedEngine(Engine):
         self.kept: dict[str, tuple[Addresses, dict[int, Captured]]] = {}  # by variant, the latest last
         self.captured: dict[int, Captured] = {}  # those of the variant at work, by batch size
         self.batches: dict[Layout, Batch] = {}  # what they read
-        self.pieces: Pieces | None = None
-        self.run_before: dict[int, set[Hashable]] = {}  # pieces of steps that ran uncaptured, by batch size
 
-    def rebuild(self, variant: str, addresses: Addresses = (), pieces: Pieces | None = None) -> None:
-        self.pieces = pieces
+    def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
         before, captured = self.kept.get(variant, (addresses, {}))
         # All processes capture at the same step.
         scarce, moved = processes.all_reduce_max([int(is_scarce(self.device)), int(before != addresses)])
@@ -158,9 +152,9 @@ class CapturedEngine(Engine):
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())
-        if mine.graph is None and mine.steps < self.warm_up(len(batch)):
+        # Compiles kernels and chooses algorithms, of which other graphs have used most.
+        if mine.graph is None and mine.steps < (1 if self.has_graphs() else WARM_UP):
             mine.steps += 1
-            self.run_before.setdefault(len(batch), set()).update(self.pieces or ())
             return self.uncaptured(batch.to(self.device))
         fixed = self.fixed(batch)
         if mine.graph is None:
@@ -170,12 +164,6 @@ class CapturedEngine(Engine):
         assert mine.graph is not None
         mine.graph.replay()
         return mine.losses
-
-    def warm_up(self, size: int) -> int:
-        """Steps to run uncaptured first, which compile kernels and choose algorithms: none if all were used before."""
-        if not self.has_graphs():
-            return WARM_UP
-        return int(self.pieces is None or not self.pieces <= self.run_before.get(size, set()))
 
     def fixed(self, batch: Batch) -> Batch:
         """The batch copied into the static input tensors that all graphs of its layout read."""

@@ -1,9 +1,9 @@
 """One task: epochs of steps over its images. `Trainer.step` is the whole of training, read from top to bottom."""
 
+import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,21 +18,24 @@ from ptlf.core.reading import recordable
 from ptlf.core.settings import key, section
 from ptlf.freezing.cost import backward_flops, kept_bytes
 from ptlf.freezing.recording import unchanged
-from ptlf.kernels import folded_tensors, module_variant, step_pieces
+from ptlf.kernels import can_fuse, folded_tensors, module_variant
 from ptlf.methods import Method
 from ptlf.model import Model
 from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
 from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import average_gradients, average_statistics
-from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, Pieces, choose_engine
+from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, choose_engine
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
-from ptlf.training.rate import RateConfig, learning_rate, set_rate
-from ptlf.views import View, apply_view, draw, make_views
+from ptlf.views import View, draw, make_views
 
 
 @dataclass
-class TrainingConfig(RateConfig):
+class TrainingConfig:
+    lr: float = key(0.03, "learning rate for a batch of 256; scaled with the batch", gt=0)
+    schedule: str = key("constant", "learning rate over a task's epochs", choices=("constant", "cosine"))
+    warmup: int = key(0, "epochs of linear warm-up at the start of each task", ge=0)
+    batch: int = key(256, "images per step, of all processes (each gives two views)", ge=2)
     optimizer: OptimizerConfig = section(OptimizerConfig, family=OPTIMIZERS)
     epochs: int = key(200, "passes over each task's images", ge=1)
     clip: float | None = key(None, "greatest norm of a step's gradient, of all parameters; null = any", gt=0)
@@ -117,7 +120,7 @@ class Trainer:
         self.kept_state: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter that ever trained, see prepare_state
         self.rebuilds = 0
         self.variant = ""  # the key of the step's operations
-        self.built: tuple[str, Addresses, Pieces | None] | None = None  # arguments of the last `engine.rebuild`
+        self.built: tuple[str, Addresses] | None = None  # arguments of the last `engine.rebuild`
         self.sent: dict[str, int] = {}  # bytes of gradients that a step exchanges, by variant
 
     @property
@@ -140,7 +143,8 @@ class Trainer:
         total(losses).backward()
         if processes.joined():
             self.sent[self.variant] = average_gradients(self.trained())
-        self.clip()
+        if self.config.clip is not None:  # without waiting for the device
+            nn.utils.clip_grad_norm_(self.trained(), self.config.clip, foreach=True)
         self.method.after_backward(self.model, self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.model.objective.after_step(self.model.encoder, batch)
@@ -160,11 +164,6 @@ class Trainer:
         trained = sum(p.nbytes for p in self.trained() if p.requires_grad)  # after a resume no step may have run yet
         return self.sent.get(self.variant, trained)
 
-    def clip(self) -> None:
-        """Scale the gradients to a norm of at most `training.clip`, without waiting for the device."""
-        if self.config.clip is not None:
-            nn.utils.clip_grad_norm_(self.trained(), self.config.clip, foreach=True)
-
     def begin_task(self, images: Images) -> None:
         """From here on, indices are those of these images."""
         self.images = images
@@ -181,14 +180,13 @@ class Trainer:
         rest = order[state.steps :]
         with self.source.batches([chosen[processes.shard(len(chosen))] for chosen in rest]) as loaded:
             for chosen, images in zip(rest, loaded, strict=True):
-                rate = learning_rate(self.config, epoch + state.steps / len(order), self.config.epochs)
-                set_rate(self.optimizer, rate)
+                set_rate(self.optimizer, learning_rate(self.config, epoch + state.steps / len(order)))
                 batch = self.load(chosen, self.random["views"], self.method.draw(len(chosen)), images)
                 state.add(self.engine(batch), len(chosen) * len(self.view_specs), of=len(order))
                 yield
 
     def views(self, batch: Batch) -> list[Tensor]:
-        augment, at_once = partial(self.model.accelerator, apply_view), self.engine_kind != "eager"
+        augment, at_once = self.model.accelerator.augment, self.engine_kind != "eager"
         views = make_views(batch.images, batch.uniforms, self.view_specs, self.view_size, augment, at_once=at_once)
         return [view.contiguous(memory_format=torch.channels_last) for view in views] if self.channels_last else views
 
@@ -200,20 +198,12 @@ class Trainer:
         complete = prepare_state(self.update_rule, self.optimizer, kept)
         name = f"{self.method.graph_key()} {module_variant(self.model)} {module_variant(self.method)}"
         addresses = tuple(tensor.data_ptr() for tensor in self.held())
-        if complete:
-            self.built = name, addresses, self.pieces()
-        else:  # the first step creates state: it must run uncaptured, and no earlier graph may be replayed
-            self.built = name, (*addresses, self.rebuilds), None
+        if not complete:  # the first step creates state: it must run uncaptured, and no earlier graph may be replayed
+            addresses += (self.rebuilds,)
+        self.built = name, addresses
         self.engine.rebuild(*self.built)
         self.variant = name
         return name
-
-    def pieces(self) -> Pieces | None:
-        """What decides the kernels of the step, part by part; None where an encoder is compiled for its whole set."""
-        self.model.train()
-        if (pieces := step_pieces(self.model.encoder)) is None:
-            return None
-        return pieces | {(self.method.graph_key(), module_variant(self.model.objective), module_variant(self.method))}
 
     def held(self) -> list[Tensor]:
         """All that a step reads or writes besides its batch."""
@@ -291,8 +281,9 @@ class Trainer:
     def sampling(self) -> Iterator[None]:
         """Inside, the engine runs `gradients`, for `sample_gradients`, and not the step."""
         self.sampled = []
+        self.model.train()
         addresses = tuple(tensor.data_ptr() for tensor in tensors_of(self.model))
-        self.engine.rebuild(f"gradients {module_variant(self.model)}", addresses, self.pieces())
+        self.engine.rebuild(f"gradients {module_variant(self.model)}", addresses)
         try:
             yield
         finally:
@@ -312,7 +303,7 @@ class Trainer:
         self.sampled = weights
         chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[: self.config.batch]]
         batch = self.load(chosen, generator, {})
-        found = self.body(batch.to(self.device)) if self.pieces() is None else self.engine(batch)
+        found = self.engine(batch) if can_fuse(self.model.encoder) else self.body(batch.to(self.device))
         return [found.get(str(number)) for number in range(len(weights))]
 
     def gradients(self, batch: Batch, weights: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -333,6 +324,31 @@ def total(losses: dict[str, Tensor]) -> Tensor:
             problem = f"the loss {name!r} has the shape {tuple(loss.shape)}"
             raise UserError(f"{problem}; it must be a single number, such as the mean over the images")
     return torch.stack(list(losses.values())).sum()
+
+
+def learning_rate(config: TrainingConfig, epoch: float) -> float:
+    """The rate at a (fractional) epoch of a task: linear warm-up, then constant or half a cosine down to zero."""
+    peak = config.lr * config.batch / 256
+    if epoch < config.warmup:
+        return peak * epoch / config.warmup
+    if config.schedule == "constant":
+        return peak
+    return peak * 0.5 * (1 + math.cos(math.pi * (epoch - config.warmup) / max(1, config.epochs - config.warmup)))
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """In place where the rate is a tensor: a captured step reads the one it saw."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def check_warmup(config: TrainingConfig) -> None:
+    if config.warmup >= config.epochs:
+        problem = f"training.warmup is {config.warmup} epochs, but a task has only {config.epochs}"
+        raise UserError(f"{problem}; it must be less")
 
 
 def check_batch(config: TrainingConfig, sizes: list[int], arrived: int = 0) -> None:

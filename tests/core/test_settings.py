@@ -26,21 +26,17 @@ def test_a_configuration_survives_yaml() -> None:
     ("dotted", "value", "message"),
     [
         ("training.epoch", 2, "unknown key 'training.epoch'; did you mean 'training.epochs'?"),
-        ("trainng", {}, "unknown key 'trainng'; did you mean 'training'?"),
         ("training", 3, "training must hold keys and values, not 3"),
         ("training.epochs", 0, "training.epochs must be at least 1, not 0"),
-        ("training.epochs", -3, "training.epochs must be at least 1, not -3"),
         ("training.epochs", "two", "training.epochs must be a whole number, not 'two'"),
         ("training.epochs", 1.5, "training.epochs must be a whole number, not 1.5"),
         ("training.epochs", True, "training.epochs must be a whole number, not True"),
         ("training.lr", 0, "training.lr must be more than 0, not 0.0"),
         ("training.lr", "fast", "training.lr must be a number, not 'fast'"),
         ("training.lr", float("nan"), "training.lr must be a finite number, not nan"),
-        ("training.batch", 1, "training.batch must be at least 2, not 1"),
         ("training.schedule", "cosin", "unknown value for training.schedule: 'cosin'; did you mean 'cosine'?"),
         ("training.channels_last", "maybe", "training.channels_last must be true or false or null, not 'maybe'"),
         ("freezing.final", 1.2, "freezing.final must be at most 1, not 1.2"),
-        ("objective.name", "simsam", "unknown objective 'simsam'; did you mean 'simsiam'?"),
         ("method.name", "fintune", "unknown method 'fintune'; did you mean 'finetune'?"),
         ("method.alpha", 0.4, "unknown key 'method.alpha'"),
         ("stream.groups", 3, "stream.groups must be a list of lists or null, not 3"),
@@ -48,8 +44,6 @@ def test_a_configuration_survives_yaml() -> None:
         ("probes.knn.k", 0, "unknown probe 'knn'; did you mean 'knn_task'?"),
         ("probes", 3, "probes must hold keys and values, not 3"),
         ("freezing.policy", "corelation", "unknown freezing policy 'corelation'; did you mean 'correlation'?"),
-        ("freezing.policy", 3, "freezing.policy must hold keys and values, not 3"),
-        ("seed", "x", "seed must be a whole number, not 'x'"),
     ],
 )
 def test_wrong_values_are_named(dotted: str, value: object, message: str) -> None:
@@ -77,9 +71,6 @@ def test_text_stays_text_where_a_setting_is_text_and_integers_are_decimal() -> N
     words = ["--seed", "+5", "--training.lr", "1.0e-05", "--training.channels_last", "Yes"]
     config = from_dict(parse_overrides(Config, words))
     assert (config.seed, config.training.lr, config.training.channels_last) == (5, 1e-5, True)
-
-
-def test_classes_by_number_stay_numbers() -> None:
     assert from_dict(nested("stream.groups", [[0, "bird"], [2]])).stream.groups == [[0, "bird"], [2]]
 
 
@@ -136,7 +127,3 @@ def test_every_key_has_a_help_text() -> None:
     rows = describe(Config)
     assert {"training.epochs", "method.alpha", "objective.redundancy", "probes.knn_class.k"} <= {r[0] for r in rows}
     assert [key for key, _, about in rows if not about] == []
-
-
-def test_as_dict_is_plain() -> None:
-    assert as_dict(from_dict({}))["training"]["epochs"] == 200

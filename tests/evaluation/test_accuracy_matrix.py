@@ -23,7 +23,7 @@ def test_forward_transfer_compares_with_the_untrained_encoder() -> None:
     assert e.forward_transfer([], []) is None
 
 
-def test_one_exam_and_one_row() -> None:
+def test_one_split_and_one_row() -> None:
     assert e.forgetting([[50], [60], [58]]) == pytest.approx(2)
     assert e.accuracy([[50], [60], [58]]) == 58
     assert e.accuracy([[50, 70]]) == 60

@@ -93,6 +93,7 @@ def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, pr
         expected = [by_hand(stream, task, k=after + 1) for task in range(after + 1)]
         row = prober.rows(nn.Flatten(), after)["knn_task"]
         assert row == pytest.approx([*expected, *[None] * (TASKS - after - 1)])
+    assert [prober.used(task)["knn_task"]["k"] for task in range(TASKS)] == [1, 2, 3]
     untrained = prober.rows(nn.Flatten(), TASKS)["knn_task"]
     assert untrained == pytest.approx([by_hand(stream, task, k=3) for task in range(TASKS)])
 
@@ -113,17 +114,6 @@ def test_tasks_without_test_images_were_seen_too(stream: Stream) -> None:
     assert make_prober(last).future(nn.Flatten(), 1)["knn_task"] == [pytest.approx(expected[-1])]
 
 
-def test_no_more_neighbours_than_the_bank_holds(stream: Stream, prober: Prober) -> None:
-    """However many tasks were seen."""
-    bank, labels = torch.randn(4, 3), torch.tensor([0, 0, 0, 0])
-    assert next(iter(prober.probes)).fit(bank, labels, seen_tasks=50)(torch.randn(2, 3), torch.tensor([0, 0])) == 100
-
-
-def test_a_number_of_neighbours_that_was_asked_for_holds_after_every_task(stream: Stream) -> None:
-    prober = make_prober(stream, knn_task=KnnTaskConfig(k=4))
-    assert prober.rows(nn.Flatten(), 0)["knn_task"][0] == pytest.approx(by_hand(stream, 0, k=4))
-
-
 def test_the_future_is_the_next_task_as_the_untrained_encoder_is_tested_on_it(stream: Stream, prober: Prober) -> None:
     expected = [by_hand(stream, task, k=task + 1) for task in range(TASKS)]
     assert len(set(expected)) == TASKS
@@ -135,7 +125,10 @@ def test_the_future_is_the_next_task_as_the_untrained_encoder_is_tested_on_it(st
 
 
 def test_no_more_neighbours_than_the_smallest_class_has_images(stream: Stream, capsys) -> None:
-    """12 images of each class, 24 of each task."""
+    """12 images of each class, 24 of each task. A smaller number that was asked for holds after every task."""
+    four = make_prober(stream, knn_task=KnnTaskConfig(k=4))
+    assert four.rows(nn.Flatten(), 0)["knn_task"][0] == pytest.approx(by_hand(stream, 0, k=4))
+    assert capsys.readouterr().err == ""
     prober = make_prober(stream, knn_task=KnnTaskConfig(k=25), knn_class=KnnClassConfig(k=200))
     told = capsys.readouterr().err.splitlines()
     small = "but the smallest class has 12 images to compare with: 12 is used"
@@ -145,12 +138,6 @@ def test_no_more_neighbours_than_the_smallest_class_has_images(stream: Stream, c
     ]
     assert prober.used(0) == {"knn_task": {"k": 12}, "knn_class": {"k": 12}}
     assert prober.rows(nn.Flatten(), 0)["knn_task"][0] == pytest.approx(by_hand(stream, 0, k=12))
-
-
-def test_the_neighbours_that_were_used_are_told(stream: Stream, prober: Prober, capsys) -> None:
-    assert [prober.used(task)["knn_task"]["k"] for task in range(TASKS)] == [1, 2, 3]
-    assert prober.used(0)["knn_class"] == {"k": 5}
-    assert capsys.readouterr().err == ""
 
 
 def test_a_small_class_sets_the_neighbours_once_it_is_seen(stream: Stream, capsys) -> None:

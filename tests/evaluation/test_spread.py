@@ -32,7 +32,7 @@ def test_spread() -> None:
     assert spread(directions) == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.parametrize("count", [1, 100, 511, 512, 513, 700, 1023, 1024, 1500, 60_000])
+@pytest.mark.parametrize("count", [1, 511, 512, 513, 1023, 60_000])
 def test_a_sample_is_spaced_over_all_images(count: int) -> None:
     """Of ten classes of about the same size, one after the other, it has about as many images each."""
     indices = np.arange(count) * 3

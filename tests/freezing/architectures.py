@@ -66,28 +66,6 @@ class TimmLike(nn.Module):
         return self.norm(self.blocks(x))[:, 0]
 
 
-class MixerBlock(nn.Module):
-    def __init__(self, tokens: int, dim: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.tokens = nn.Sequential(nn.Linear(tokens, 6), nn.GELU(), nn.Linear(6, tokens))
-        self.channels = nn.Sequential(nn.Linear(dim, 10), nn.GELU(), nn.Linear(10, dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.tokens(self.norm1(x).mT).mT
-        return x + self.channels(self.norm2(x))
-
-
-class Mixer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 4, stride=4)
-        self.blocks, self.norm = nn.Sequential(*(MixerBlock(4, 8) for _ in range(2))), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.blocks(self.stem(x).flatten(2).mT)).mean(1)
-
-
 class RootMeanSquare(nn.Module):
     """A norm that is written out, as in many language models."""
 
@@ -154,7 +132,6 @@ def own(name: str) -> tuple[nn.Module, Tensor]:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=name.endswith("pre"))
     made = {
         "timm-like": lambda: (TimmLike(), images),
-        "mixer": lambda: (Mixer(), images),
         "pre-activation": lambda: (PreActivation(), images),
         "words": lambda: (Words(), torch.randint(11, (3, 6))),
         "volumes": lambda: (Volumes(), images),
@@ -164,7 +141,7 @@ def own(name: str) -> tuple[nn.Module, Tensor]:
     return made[name]()
 
 
-OWN = ["timm-like", "mixer", "pre-activation", "words", "volumes", "encoder post", "encoder pre"]
+OWN = ["timm-like", "pre-activation", "words", "volumes", "encoder post", "encoder pre"]
 
 
 class Last(nn.Module):

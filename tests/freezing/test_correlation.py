@@ -16,8 +16,13 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from ptlf.freezing import subspace
 from ptlf.freezing.correlation import TaskCorrelation, correlation_ratios
-from ptlf.freezing.subspace import add_gram, empty_gram, fit_at_once, leading_eigenvectors, passes, projection_ratio
+from ptlf.freezing.subspace import columns, empty_gram, leading_eigenvectors, passes, projection_ratio
 from ptlf.freezing.units import Unit
+
+
+def gram(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return sum((block @ block.mT for block in columns(layer, x)), empty_gram(layer))
+
 
 NUMPY_PADDING = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
 
@@ -196,26 +201,15 @@ def test_grams_alive_never_exceed_the_largest(network, monkeypatch):
     assert 1 < len(list(passes(units))) < len(units)
 
 
-def test_at_once_gives_the_same_ratios_from_one_forward(network):
-    replay = torch.randn(20, 3, 8, 8)
-    units = units_of(network, NAMES)
-    network.drop.p = 0.0
-    seen = []
-    network.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])) if not module.training else None)
-
-    def ratios(at_once):
-        seen.clear()
-        return correlation_ratios(network, replay, task_loss(network), batches=2, units=units, at_once=at_once, chunk=8)
-
-    expected = ratios(False)
-    assert len(seen) == 3 * len(list(passes(units)))
-    assert ratios(None) == expected  # the default on a CPU
-    assert len(seen) == 3 * len(list(passes(units)))
-    found = ratios(True)
-    assert seen == [8, 8, 4]
-    assert found == pytest.approx(expected, abs=1e-9)
-    assert list(found) == NAMES
-    assert correlation_ratios(network, replay, task_loss(network), units=[], at_once=True) == {}
+def test_the_replay_is_forwarded_once_where_a_gpu_has_room(network, monkeypatch):
+    units, gpu = units_of(network, NAMES), [SimpleNamespace(device=torch.device("cuda", 0))]
+    assert len(list(passes(units))) > 1
+    grams = sum(empty_gram(unit.layer).nbytes for unit in units)
+    units = [SimpleNamespace(layer=unit.layer, weights=gpu) for unit in units]
+    for free, count in {grams * 7: 2, grams * 8: 1}.items():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**15))
+        assert len(list(passes(units))) == count
+    assert list(passes([])) == []
 
 
 def test_ratios_asked_for_one_by_one_are_those_of_all_at_once(network):
@@ -239,17 +233,6 @@ def test_ratios_asked_for_one_by_one_are_those_of_all_at_once(network):
     assert set(some.directions) == set(NAMES)
 
 
-def test_at_once_where_a_gpu_has_room(network, monkeypatch):
-    weight = SimpleNamespace(device=torch.device("cuda", 0), shape=torch.Size([7, 3, 2, 2]))
-    units = [SimpleNamespace(layer=SimpleNamespace(weight=weight))] * 5
-    grams = 5 * 12 * 12 * 8
-    for free, fit in {grams * 7: False, grams * 9: True}.items():
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**15))
-        assert fit_at_once(units) is fit
-    assert not fit_at_once(units_of(network, NAMES))
-    assert not fit_at_once([])
-
-
 def state(module: nn.Module) -> dict[str, object]:
     grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     return {
@@ -267,9 +250,8 @@ def state(module: nn.Module) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(("fails", "reached"), [("never", 3), ("in the loss", 2), ("in the replay", 3)])
-def test_everything_is_left_as_it_was(network, fails, reached, at_once):
+def test_everything_is_left_as_it_was(network, fails, reached):
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -294,9 +276,7 @@ def test_everything_is_left_as_it_was(network, fails, reached, at_once):
     before = state(network), state(head)
     replay = torch.randn(5, 3 if fails != "in the replay" else 4, 8, 8, generator=torch.Generator().manual_seed(0))
     with contextlib.nullcontext() if fails == "never" else pytest.raises((ArithmeticError, RuntimeError)):
-        correlation_ratios(
-            network, replay, loss, batches=3, units=units_of(network, NAMES), keep=[head], at_once=at_once
-        )
+        correlation_ratios(network, replay, loss, batches=3, units=units_of(network, NAMES), keep=[head])
     for old, new in zip(before, (state(network), state(head)), strict=True):
         tensors = [part.pop("tensors") for part in (old, new)]
         assert tensors[0].keys() == tensors[1].keys()
@@ -388,10 +368,10 @@ def test_low_precision_inputs_are_summed_in_float64_and_an_unbatched_image_is_on
     exact = naive_columns(layer, x) @ naive_columns(layer, x).T
     for enabled in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            found = add_gram(empty_gram(layer), layer, x)
+            found = gram(layer, x)
         assert found.dtype == torch.float64
         np.testing.assert_allclose(found[0].numpy(), exact, rtol=1e-10, atol=1e-9)
-    one = [add_gram(empty_gram(layer), layer, image) for image in (x[0], x[:1])]
+    one = [gram(layer, image) for image in (x[0], x[:1])]
     assert torch.equal(*one)
 
 

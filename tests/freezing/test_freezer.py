@@ -70,7 +70,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1, amsgrad=True),
     "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1),
     "adamw fused": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1, fused=True),
-    "lars": lambda p: LARS(p, 0.05, momentum=0.9, weight_decay=0.01, decay_vectors=True),
+    "lars": lambda p: LARS(p, 0.05, momentum=0.9, weight_decay=0.01),
 }
 
 
@@ -261,24 +261,6 @@ def test_weights_loaded_into_a_frozen_module_count_and_it_pickles():
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
 
 
-def test_a_deep_copy_is_independent_of_the_original():
-    model, x = small(), images()
-    freezer = Freezer(model)
-    freezer.freeze(SOME)
-    twin = copy.deepcopy(model).eval()
-    before = twin(x)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-    assert torch.equal(twin(x), before)
-    with torch.no_grad():  # as a momentum encoder does
-        for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-            mine.copy_(theirs)
-    torch.testing.assert_close(twin(x), model.eval()(x))
-    freezer.thaw()
-    assert not twin.stages[0][0].conv2.weight.requires_grad
-
-
 def test_channels_last_gives_the_same_gradients():
     model, x = small().double(), images(dtype=torch.float64)
     Freezer(model).freeze(SOME)
@@ -300,15 +282,6 @@ def test_autocast_is_as_near_the_exact_gradients_as_plain_freezing():
     for name, value in exact.items():
         assert found[name].dtype == torch.float32
         assert (found[name] - value).norm() <= 1.5 * (plain[name] - value).norm() + 1e-3 * value.norm(), name
-
-
-def test_moving_to_another_dtype_while_frozen():
-    model, x = small().eval(), images()
-    freezer = Freezer(model)
-    freezer.freeze(SOME)
-    frozen = model.double()(x.double())
-    freezer.thaw()
-    torch.testing.assert_close(frozen, model(x.double()))
 
 
 def against_plain(model: nn.Module, x: Tensor, names: list[str] | None = None) -> None:

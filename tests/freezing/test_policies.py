@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ptlf.freezing.cost import backward_flops
-from ptlf.freezing.policies import POLICIES, Ascending, Correlation, CostAware, CostAwareConfig, Never, Random
-from ptlf.freezing.policy import Context
+from ptlf.freezing.policies import POLICIES, Ascending, Context, Correlation, CostAware, CostAwareConfig, Never, Random
 from ptlf.freezing.savings import BackwardSavings, Saving, measure_savings
 from ptlf.freezing.units import Unit
 
@@ -59,9 +58,6 @@ def test_every_policy_chooses_candidates_once_and_no_more_than_asked(name):
         chosen = POLICIES[name]().choose(count, candidates, ["a"], context)
         assert len(chosen) == len(set(chosen)) == (0 if name == "none" else min(count, 3))
         assert set(chosen) <= set(candidates) == {"b", "c", "d"}
-    if name != "none":
-        with pytest.raises(ValueError, match="cannot freeze -1 units"):
-            POLICIES[name]().choose(-1, UNITS, [], context)
 
 
 def test_what_is_missing_is_named():
@@ -76,8 +72,6 @@ def test_what_is_missing_is_named():
             policy.choose(count, UNITS, [], Context(UNITS, **given))
     with pytest.raises(KeyError):  # asked for, and not given
         CostAware().ratios_needed(UNITS, [], Context(UNITS, savings=even()), lambda names: {})
-    with pytest.raises(ValueError, match="sharpness must not be negative"):
-        cost_aware(-1)
 
 
 def test_relief_by_hand():
@@ -268,8 +262,6 @@ def test_flops_agree_with_those_of_a_real_backward():
     assert sum(s.weight_cost + s.input_cost for s in savings.values()) == backward_flops(module(example).sum())
     assert savings["stem"] == Saving(2 * 5 * 64 * 8 * 27, 2 * 5 * 64 * 8 * 27, 5 * 3 * 64 * 4)
     assert savings["head"].bytes == 5 * 16 * 16 * 4
-    with pytest.raises(ValueError, match="did you mean 'flops'"):
-        measure_savings(module, units, example, by="flop")
     normed = [Unit("stem", module.stem, module.norm, "norm"), *units[1:]]  # a norm keeps what the layer gives it
     assert measure_savings(module, normed, example)["stem"].bytes == (5 * 3 * 64 + 5 * 8 * 64) * 4
 
@@ -283,21 +275,11 @@ def test_flops_of_a_grouped_convolution_and_of_a_layer_called_twice():
     assert twice["layer"] == Saving(2 * 2 * 36 * 3, 2 * 2 * 36 * 3, 2 * 3 * 6 * 4)
 
 
-def test_seconds_are_positive_and_grow_with_the_work():
-    wide = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 128, 3, padding=1), nn.Conv2d(128, 128, 3))
-    units = [Unit(str(index), wide[index], None, None) for index in range(3)]
-    seconds = measure_savings(wide, units, torch.randn(8, 4, 16, 16), by="seconds")
-    assert all(saving.weight_cost > 0 and saving.input_cost > 0 for saving in seconds.values())
-    assert seconds["2"].weight_cost > 3 * seconds["0"].weight_cost
-    assert seconds["2"].input_cost > 3 * seconds["0"].input_cost
-
-
-@pytest.mark.parametrize("by", ["flops", "seconds"])
-def test_measuring_leaves_everything_as_it_was(by):
+def test_measuring_leaves_everything_as_it_was():
     module, units, example = small()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     random = torch.get_rng_state()
-    measure_savings(module, units, example, by=by)
+    measure_savings(module, units, example)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert module.training and module.norm.training

@@ -68,14 +68,11 @@ def test_units_that_freeze_again_stay_frozen(thaw):
     assert [entry["order"] for entry in plan.log[1:]] == [["0", "2"], ["2", "3"]]
 
 
-def test_units_stay_beside_an_initial_share():
+def test_units_stay_beside_an_initial_share_and_as_the_share_grows():
     plan = freezing("correlation", initial=0.25, final=0.75, thaw="needed")
     assert frozen_by_epoch(plan, 1, RATIOS[0]) == ["0", "01", "013"]
     # Task 3 would freeze 0, 2 and 3: the last two of 0, 1 and 3 that stay are more than the one of the first epoch.
     assert frozen_by_epoch(plan, 2, RATIOS[1]) == ["03", "03", "023"]
-
-
-def test_the_order_from_the_input_stays_frozen_and_grows():
     plan = freezing("ascending", final=0.5, thaw="needed")
     assert [frozen_by_epoch(plan, task) for task in range(3)] == [["", "", ""], ["", "0", "01"], ["01", "01", "01"]]
     plan.schedule = FreezeSchedule(0, 1.0, EPOCHS, "linear")
@@ -95,25 +92,22 @@ def test_a_unit_that_stays_frozen_does_not_move():
     assert model[3].weight.grad is not None
 
 
-class Everything(CostAware):
-    """Looks at all ratios, whether they can matter or not."""
+def test_cost_aware_needs_no_other_ratios_where_units_stay():
+    class Everything(CostAware):
+        """Looks at all ratios, whether they can matter or not."""
 
-    def ratios_needed(self, candidates, frozen, context, ratios):
-        return ratios(candidates)
+        def ratios_needed(self, candidates, frozen, context, ratios):
+            return ratios(candidates)
 
-
-@pytest.mark.parametrize("seed", range(20))
-def test_cost_aware_needs_no_other_ratios_where_units_stay(seed):
-    generator = torch.Generator().manual_seed(seed)
-    savings = {
-        name: Saving(float(w), float(i), int(1000 * b))
-        for name, (w, i, b) in zip("0123", torch.rand(4, 3, generator=generator).tolist(), strict=True)
-    }
-    plans = [freezing(policy, savings, final=0.75, thaw="needed") for policy in (CostAware(), Everything())]
-    for task in range(4):
-        ratios = dict(zip("0123", (torch.rand(4, generator=generator, dtype=torch.float64)).tolist(), strict=True))
-        found = [frozen_by_epoch(plan, task, ratios) for plan in plans]
-        assert found[0] == found[1]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        costs = torch.rand(4, 3, generator=generator).tolist()
+        savings = {name: Saving(w, i, int(1000 * b)) for name, (w, i, b) in zip("0123", costs, strict=True)}
+        plans = [freezing(policy, savings, final=0.75, thaw="needed") for policy in (CostAware(), Everything())]
+        for task in range(4):
+            values = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
+            found = [frozen_by_epoch(plan, task, dict(zip("0123", values, strict=True))) for plan in plans]
+            assert found[0] == found[1]
 
 
 def test_going_on_in_the_middle_of_a_task_keeps_its_schedule():

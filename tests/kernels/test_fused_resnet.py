@@ -12,7 +12,7 @@ from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet
 from ptlf.freezing import Freezer
 from ptlf.freezing.cost import kept_bytes
 from ptlf.freezing.kernels import MaskedReLU
-from ptlf.kernels import FastParts, weight_gradients
+from ptlf.kernels import FastParts
 from ptlf.kernels import resnet as fused
 from ptlf.methods.pnn import Columns
 from ptlf.objectives.teacher import PreviousModel
@@ -62,22 +62,8 @@ def run(encoder: ResNet, views: list[torch.Tensor], *, as_one: bool) -> tuple[li
     return [f.detach() for f in features], gradients, {name: b.clone() for name, b in encoder.named_buffers()}
 
 
-SETS = [
-    (),
-    UNITS[:1],
-    UNITS[1:2],
-    UNITS[2:3],
-    UNITS[5:],
-    UNITS[4:5],
-    UNITS[3:4],
-    UNITS[:3],
-    UNITS[1:3],
-    UNITS[2:4],
-    UNITS[2:],
-    UNITS[4:],
-    (UNITS[2], UNITS[3], UNITS[5]),
-    UNITS,
-]
+SETS = [(), *((unit,) for unit in UNITS), UNITS[:3], UNITS[1:3], UNITS[2:4], UNITS[2:], UNITS[4:]]
+SETS += [(UNITS[2], UNITS[3], UNITS[5]), UNITS]
 
 
 @pytest.mark.parametrize("frozen", SETS, ids=lambda frozen: "+".join(name[-7:] for name in frozen) or "nothing")
@@ -132,17 +118,6 @@ def test_low_precision_follows_float32(frozen: tuple[str, ...], stem: str) -> No
         assert (found[1][name] - gradient).norm() < 0.25 * gradient.norm(), name
 
 
-@pytest.mark.parametrize("frozen", [UNITS[:1], UNITS[:3], UNITS[1:3]])
-@pytest.mark.parametrize("options", [{}, {"batch_statistics": True}, {"save_memory": False}])
-def test_a_stem_with_a_pool_frozen(frozen: tuple[str, ...], options: dict[str, bool]) -> None:
-    plain, fast = small(stem="imagenet"), small(stem="imagenet")
-    views = two_views(pixels=18)
-    for encoder in (plain, fast):
-        run(encoder, views, as_one=False)
-        Freezer(encoder, example=views[0], **options).freeze(frozen)
-    same(run(fast, views, as_one=True), run(plain, views, as_one=False))
-
-
 def test_a_stem_of_another_size() -> None:
     plain, fast = small(stem="imagenet"), small(stem="imagenet")
     for encoder in (plain, fast):
@@ -150,15 +125,6 @@ def test_a_stem_of_another_size() -> None:
         encoder.stem.conv = torch.nn.Conv2d(3, 8, 5, 2, 2, bias=False).to(DEVICE)
     views = two_views(pixels=16)
     same(run(fast, views, as_one=True), run(plain, views, as_one=False))
-
-
-@pytest.mark.parametrize(("dtype", "beside"), [(torch.float32, 0), (torch.bfloat16, 6)])
-def test_weight_gradients_run_beside_backward_only_after_a_cast(monkeypatch, dtype: torch.dtype, beside: int) -> None:
-    """The backward of the cast waits for them; without it they would be read before they are there."""
-    called, real = [], weight_gradients.conv2d
-    monkeypatch.setattr(weight_gradients, "conv2d", lambda *given: called.append(given) or real(*given))
-    fused.Forward(small(stem="imagenet"), dtype).stages(torch.cat(two_views(pixels=16)))
-    assert len(called) == beside
 
 
 def test_nothing_goes_back_into_a_frozen_beginning() -> None:
@@ -193,16 +159,19 @@ def test_a_mask_takes_one_bit(frozen: tuple[str, ...], masked: int) -> None:
     assert kept() - as_bits == 4 * masked - masked // 8
 
 
-@pytest.mark.parametrize(
-    "options", [{"batch_statistics": True}, {"save_memory": False}, {"batch_statistics": True, "save_memory": False}]
-)
-@pytest.mark.parametrize("frozen", [UNITS[:3], UNITS[2:4], UNITS[4:]])
-def test_other_ways_to_freeze(options: dict[str, bool], frozen: tuple[str, ...]) -> None:
-    plain, fast = small(), small()
-    views = two_views()
+PLAIN, STATISTICS, KEEPING = {}, {"batch_statistics": True}, {"save_memory": False}
+WAYS = [("cifar", how, UNITS[part]) for how in (STATISTICS, KEEPING) for part in (slice(3), slice(2, 4), slice(4, 6))]
+WAYS += [("cifar", STATISTICS | KEEPING, UNITS[:3]), ("imagenet", PLAIN, UNITS[:1]), ("imagenet", PLAIN, UNITS[1:3])]
+WAYS += [("imagenet", STATISTICS, UNITS[:3]), ("imagenet", KEEPING, UNITS[:3])]
+
+
+@pytest.mark.parametrize(("stem", "how", "frozen"), WAYS)
+def test_other_stems_and_ways_to_freeze(stem: str, how: dict[str, bool], frozen: tuple[str, ...]) -> None:
+    plain, fast = small(stem=stem), small(stem=stem)
+    views = two_views(pixels=18 if stem == "imagenet" else 8)
     for encoder in (plain, fast):
         run(encoder, views, as_one=False)
-        Freezer(encoder, example=views[0], **options).freeze(frozen)
+        Freezer(encoder, example=views[0], **how).freeze(frozen)
     assert fused.can_fuse(fast)
     same(run(fast, views, as_one=True), run(plain, views, as_one=False))
 

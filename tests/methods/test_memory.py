@@ -37,8 +37,7 @@ def test_reservoir_keeps_the_first_images_then_replaces_by_chance() -> None:
     fill(memory, 200, generator)
     kept = memory.images[: len(memory)][:, 0, 0, 0]
     assert (memory.views[:20, 0, 0, 0] == kept).all()
-    assert len(memory) == 20
-    assert int(memory.seen) == memory.count == 220
+    assert len(memory) == 20 and int(memory.seen) == memory.count == 220
 
 
 def test_reservoir_follows_the_sequential_algorithm() -> None:
@@ -49,9 +48,7 @@ def test_reservoir_follows_the_sequential_algorithm() -> None:
     for start in range(0, 120, 12):
         part = batch_of(list(range(start, start + 12)))
         memory.add(part, memory.slots(12, generator))
-        for number, chance in zip(
-            range(start, start + 12), torch.rand(12, generator=twin, dtype=torch.float64), strict=True
-        ):
+        for number, chance in enumerate(torch.rand(12, generator=twin, dtype=torch.float64), start):
             if len(reservoir) < 7:
                 reservoir.append(number)
             elif (slot := int(chance * (number + 1))) < 7:

@@ -102,14 +102,8 @@ def test_old_columns_stay_to_the_bit_and_new_ones_train(tiny) -> None:
 
 
 def test_exams_see_their_own_column_or_all(tiny) -> None:
-    run = Run(
-        tiny(
-            "digits/simsiam/finetune",
-            method__name="pnn",
-            encoder__name="conftest:tiny_resnet",
-            probes__knn_task__k=3,
-        )
-    )
+    own = {"method__name": "pnn", "encoder__name": "conftest:tiny_resnet", "probes__knn_task__k": 3}
+    run = Run(tiny("digits/simsiam/finetune", **own))
     results = run.train()
     encoder, prober = run.model.encoder.eval(), run.components.prober
     with torch.no_grad():

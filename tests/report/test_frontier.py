@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from benchmarks.frontier import main, plan_frontier, show_frontier
+from benchmarks.frontier_picture import COSTS, Point, front, frontier, leading, paths, points, relative_costs
 from ptlf.core.errors import UserError
 from ptlf.report.drawing import style, themed
-from ptlf.report.figures.frontier import COSTS, Point, front, frontier, leading, paths, points, relative_costs
 from ptlf.report.measures import probe_measures
 from ptlf.report.runs import Comparison, Group, read_comparison
 

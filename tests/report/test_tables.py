@@ -57,18 +57,6 @@ def test_seconds_and_ratios_leave_the_wait_for_the_compiler_out(names: tuple[str
     assert rows(show_runs, {"a/lump": runs["a/lump"]})["training time"] == ["2.7 min"]
 
 
-@pytest.mark.parametrize("names", [("a/lump", "a/ptlf"), ("a/lump", "a/ptlf", "a/third", "a/fourth")])
-def test_seconds_of_different_commits_are_marked(names: tuple[str, ...]) -> None:
-    lump, ptlf = made_up.pair()
-    for commit in ("c0ffee", "another"):
-        runs = {name: [lump if name == "a/lump" else ptlf | {"commit": commit}] for name in names}
-        console = Console(width=160, file=io.StringIO())
-        show_runs(console, runs, "a/lump")
-        text, mark = console.file.getvalue(), "†" * (commit == "another")
-        assert text.count(f"0.25×{mark} ") == len(names) - 1
-        assert ("† runs of different commits; compare with care." in text) == bool(mark)
-
-
 def test_seeds_are_shown_as_mean_and_interval() -> None:
     seeds = [made_up.results(seed=seed) for seed in (0, 1, 2)]
     for run, accuracy, seconds in zip(seeds, (80.0, 81.0, 85.0), (10.0, 20.0, 60.0), strict=True):
@@ -107,22 +95,6 @@ def test_costs_in_a_list_are_relative_to_the_baseline() -> None:
     found = rows(show_runs, runs, "a/lump")
     assert found["lump"][4:] == ["100.0 s", "80.0 MiB", "4.000 T"]
     assert found["ptlf"][4:] == ["0.25×", "0.60×", "0.50×"]
-
-
-@pytest.mark.parametrize("names", [("a/lump", "a/ptlf"), ("a/lump", "a/ptlf", "a/third", "a/fourth")])
-def test_it_is_said_of_which_epochs_bytes_are(names: tuple[str, ...]) -> None:
-    """Side by side and as a list; of the peak it is said why it does not fall."""
-    lump, ptlf = made_up.pair()
-    runs = {name: [lump if name == "a/lump" else made_up.on_gpu(ptlf, 100, 63)] for name in names}
-    console = Console(width=200, file=io.StringIO())
-    show_runs(console, runs, "a/lump")
-    few, text = len(names) == 2, console.file.getvalue()
-    assert ("last epoch: the one with the most units frozen" in text) == few
-    assert ("the peak of a whole run is that of its first epochs" in text) == few
-    assert ("activations, GPU memory: means over the epochs after the first task" in text) == (not few)
-    console = Console(width=200, file=io.StringIO())
-    show_runs(console, {"a/lump": [lump]})
-    assert "the most units frozen" not in console.file.getvalue()
 
 
 def test_a_list_names_its_runs_in_full(capsys) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ptlf.cli import main
 from ptlf.core.errors import UserError
-from ptlf.report.watch import read_snapshot, spark, view, watch
+from ptlf.report.watch import read_snapshot, view, watch
 from ptlf.run.results import epoch_lines
 
 
@@ -46,11 +46,9 @@ def test_once(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "task 2/3, epoch 2/6" in text
     assert "44%" in text
-    assert "-0.2500" in text
+    assert "ssl -0.25" in text
     assert "1,234" in text
     assert "1/4" in text
-    assert "□□■□" in text
-    assert "epoch 2: stages.2.conv froze" in text
     # 10 epochs left of 2 s each, and for every 12 s of training 6 s of everything else
     assert "30.0 s left" in text
 
@@ -104,14 +102,10 @@ def test_a_dead_process_is_named(running: Path) -> None:
     assert "exited without" not in shown(running)
 
 
-def test_a_machine_gone_silent_and_a_clock_that_differs(running: Path) -> None:
+def test_a_machine_gone_silent(running: Path) -> None:
     for name in ("metrics.jsonl", "results.json"):
         os.utime(running / name, (0, 0))  # in 1970
     assert re.search(r"no new line for \d{8}\.\d min: the run may have stopped", shown(running))
-    os.utime(running / "metrics.jsonl", (2**32 - 1, 2**32 - 1))  # in 2106
-    text = " ".join(shown(running).split())
-    assert re.search(r"\d{7,8}\.\d min newer than now: the clock of the machine that writes them differs", text)
-    assert "may have stopped" not in text
 
 
 def test_it_follows_until_the_end(running: Path) -> None:
@@ -131,12 +125,10 @@ def test_it_follows_until_the_end(running: Path) -> None:
 
 def test_a_finished_run_needs_its_results_alone(tmp_path: Path) -> None:
     results = made_up.results()
-    results["freezing"][-1]["events"] = [{"epoch": 4, "frozen": ["stages.1.conv", "stages.3.conv"]}]
     folder = made_up.write(tmp_path / "run", results)
     (folder / "metrics.jsonl").unlink()
     text = shown(folder)
     assert "task 3/3, epoch 6/6" in text
-    assert "□■□■  epoch 4: stages.1.conv, stages.3.conv froze" in text
 
 
 def test_a_folder_without_a_run(tmp_path: Path, running: Path) -> None:
@@ -159,11 +151,4 @@ def test_what_looks_like_markup_in_a_record_is_shown_as_it_is(
     (running / "metrics.jsonl").write_text(json.dumps({"task": 1, "epoch": 1, "loss": {"[/c]": 0.5}}) + "\n")
     assert main(["watch", str(running), "--once"]) == 0
     text = capsys.readouterr().out
-    assert all(words in text for words in ("[/a], seed 0", "on :smile: [bold]", "loss [/c]  0.5000"))
-
-
-def test_spark() -> None:
-    assert spark([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert spark([5, 5]) == "▁▁"
-    assert spark([]) == ""
-    assert len(spark(list(range(100)))) == 40
+    assert all(words in text for words in ("[/a], seed 0", "on :smile: [bold]", "[/c] 0.5"))

@@ -1,8 +1,7 @@
 """Training steps of tiny residual networks: `python fast_worker.py FOLDER`, as one of two processes.
 
 The first process runs all steps alone, eagerly and with the whole batch. Then both run their shares of them with the
-kernels of `ptlf.kernels.norm`, in Triton's interpreter, and compiled heads. At last both train with steps that
-are recorded and replayed.
+kernels of `ptlf.kernels.norm`, in Triton's interpreter. At last both train with steps that are recorded and replayed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from typing import Any
@@ -157,33 +156,6 @@ def test_means_of_tensors_of_any_layout(monkeypatch) -> None:
     assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
     assert [len(flat) for flat in sent] == [48 + 1 + 32 + 8, 3]
     assert torch.equal(sent[0][:48], tensors[0].permute(0, 2, 3, 1).flatten())  # in the order of memory
-
-
-def test_the_prediction_for_several_gpus() -> None:
-    """By hand: 4 GPUs send 1.5 times what is reduced and 3 times what is gathered."""
-    place = importlib.util.spec_from_file_location("several_gpus", HERE.parent.parent / "benchmarks/several_gpus.py")
-    script = importlib.util.module_from_spec(place)
-    sys.modules["several_gpus"] = script
-    place.loader.exec_module(script)
-    links = script.Links(bandwidth=1e9, latency=1e-5)
-    measured = {
-        1: {"step_ms": 6.0, "exchange": script.Exchange(4_000_000, 2_000_000, 100)},
-        4: {"step_ms": 2.0, "exchange": script.Exchange(4_000_000, 500_000, 100)},
-    }
-    one, four = script.predict(measured, links)
-    assert (one["step_ms"], one["sending_ms"], one["speed_up"]) == (6.0, 0.0, 1.0)
-    assert four["sending_ms"] == pytest.approx(6.0 + 1.5 + 1.0)
-    assert four["step_ms"] == pytest.approx(10.5)
-    assert four["whole_batch_each_ms"] == pytest.approx(6.0 + 6.0 + 6.0 + 1.0)
-    exchange = script.Exchange()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
-        patch.setattr(processes, "_gather", lambda rows, mine: None)
-        patch.setattr(processes, "_joined", True)
-        with script.counted(exchange):
-            processes.all_reduce_mean_([torch.zeros(5), torch.zeros(2)])
-            processes.all_gather_rows(torch.zeros(3, 2, dtype=torch.uint8))
-    assert (exchange.reduced_bytes, exchange.gathered_bytes, exchange.collectives) == (28, 6, 2)
 
 
 @pytest.mark.gpu(emulated=True)

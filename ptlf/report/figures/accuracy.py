@@ -3,21 +3,18 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure as Canvas
 
 from ptlf.core.words import clipped
 from ptlf.report import paired
-from ptlf.report.drawing import HALF, STEPS, THIRD, Colours, frame, look
+from ptlf.report.drawing import HALF, STEPS, THIRD, Colours, end_of, frame, look
 from ptlf.report.figures.lines import known_by_task
-from ptlf.report.intervals import half_width
 from ptlf.report.measures import Measure
 from ptlf.report.runs import Comparison, Group, means
 from ptlf.run.results import Json
 
 Cells = Mapping[tuple[int, int], float]  # by row and column
-Bounds = tuple[float, float]
 MAX_LABEL = 21  # characters of a run's name beside its dot
 
 
@@ -25,9 +22,8 @@ def answer(comparison: Comparison, measure: Measure, colours: Colours) -> Canvas
     """A row per run, its value or ratio beside it; the baseline's value is a line through all of them."""
     base, groups = comparison.baseline, [group for group in comparison.groups if group.values(measure.path)]
     left = 8.0 + 6.0 * min(max(len(group.label) for group in groups), MAX_LABEL)
-    title = f"{measure.short}, {measure.below}" if measure.below else measure.short
-    canvas, axes = frame(colours, 18.0 * len(groups) + 8, width=THIRD, left=left, bottom=4.0, title=title)
-    axes.set_title(title, x=-left / (THIRD - left - 8))
+    canvas, axes = frame(colours, 18.0 * len(groups) + 8, width=THIRD, left=left, bottom=4.0, title=" ")
+    axes.set_title(f"{measure.short}, {measure.below}".rstrip(", "), x=-left / (THIRD - left - 8))
     start = 0.0 if measure.cost else base.mean(measure.path) if base else None
     for row, group in enumerate(groups):
         mean, spread = group.mean(measure.path) or 0.0, group.spread(measure.path) or 0.0
@@ -40,7 +36,7 @@ def answer(comparison: Comparison, measure: Measure, colours: Colours) -> Canvas
     if base and base.values(measure.path):
         axes.axvline(base.mean(measure.path) or 0.0, color=colours["run0"], linestyle=":", linewidth=1)
     axes.set_ylim(len(groups) - 0.5, -0.5)
-    axes.set_yticks(range(len(groups)), [middle_cut(group.label) for group in groups], weight="bold")
+    axes.set_yticks(range(len(groups)), [end_of(group.label, MAX_LABEL) for group in groups], weight="bold")
     for label, group in zip(axes.get_yticklabels(), groups, strict=True):
         label.set_color(colours[f"run{group.colour}"])
     low, high = axes.get_xlim()
@@ -51,11 +47,6 @@ def answer(comparison: Comparison, measure: Measure, colours: Colours) -> Canvas
     return canvas
 
 
-def middle_cut(label: str, most: int = MAX_LABEL) -> str:
-    """Long labels of one family begin alike and end differently."""
-    return label if len(label) <= most else f"{label[:6]}…{label[7 - most :]}"
-
-
 def matrix_cells(group: Group, probe: str) -> Cells:
     """Mean over seeds by row and column. Row 0 is of the encoder before training, row n of the one after task n."""
     found = [run.results["probes"].get(probe, {}) for run in group.runs]
@@ -64,66 +55,46 @@ def matrix_cells(group: Group, probe: str) -> Cells:
     return {place: mean for place, (mean, _) in means(cells).items()}
 
 
-def matrix_bounds(groups: Sequence[Group], probe: str) -> Bounds:
+def matrix_bounds(groups: Sequence[Group], probe: str) -> tuple[float, float]:
     """One colour scale for all runs of a probe."""
     cells = [value for group in groups for value in matrix_cells(group, probe).values()]
     return (min(cells), max(cells)) if cells else (0.0, 100.0)
 
 
-def half_widths(groups: Sequence[Group], probe: str) -> list[float]:
-    """Of the intervals of all accuracies in the runs' matrices whose number of test images is known."""
-    tests = [(group, group.first.get("test_images") or []) for group in groups]
-    cells = [(v, known[place[1]]) for group, known in tests if known for place, v in matrix_cells(group, probe).items()]
-    return [half_width(value, count) for value, count in cells if count]
-
-
-def matrix(probe: str, bounds: Bounds, group: Group, colours: Colours) -> Canvas:
+def matrix(probe: str, bounds: tuple[float, float], group: Group, colours: Colours) -> Canvas:
     """Rows: after each task, the encoder before training on top; columns: the eval_splits, and what it knew before."""
-    cells, columns = dict(matrix_cells(group, probe)), [str(task) for task in tasks_of_splits(group.first)]
-    rows = sorted({row for row, _ in cells})
+    found, columns = dict(matrix_cells(group, probe)), [str(task) for task in tasks_of_splits(group.first)]
+    rows = sorted({row for row, _ in found})
     if known := known_by_task(group, probe):
-        cells |= {(row, len(columns)): mean for row, (mean, _) in known.items() if row in rows}
+        found |= {(row, len(columns)): mean for row, (mean, _) in known.items() if row in rows}
         columns.append("before")
     days = group.first["tasks"] if group.first.get("arrived") else []  # folders, each with a name
     names = {row: "all tasks" if group.joint else f"task {row}" for row in rows} | {0: group.first_row}
     names |= {row: clipped(f"{names[row]}, {days[row - 1]}", 20) for row in rows if 0 < row <= len(days)}
     left = 10.0 + 5.0 * max(len(names[row]) for row in rows)
-    placed = {(rows.index(row), column): value for (row, column), value in cells.items()}
-    return heat_map(placed, [names[row] for row in rows], columns, bounds, "task, tested on its classes", left, colours)
-
-
-def heat_map(
-    cells: Cells, rows: Sequence[str], columns: Sequence[str], bounds: Bounds, above: str, left: float, colours: Colours
-) -> Canvas:
-    """cells: by place in rows and columns."""
     wide = min((HALF - left - 8) / len(columns), 60.0)
     tall = min(max(wide * 0.6, 12.0), 22.0)
-    canvas, axes = frame(colours, tall * len(rows), width=left + 8 + wide * len(columns), left=left, bottom=30.0)
+    canvas, axes = frame(colours, tall * len(rows), width=left + 8 + wide * len(columns), left=left)
     low, high = bounds
-    steps = np.ma.masked_all((len(rows), len(columns)))
     fine = wide >= 26 and high - low < 100  # room for a decimal
-    for (row, column), value in cells.items():
-        share = min(max((value - low) / ((high - low) or 1), 0.0), 1.0)
-        steps[row, column] = step = round(share * (STEPS - 1))
-        words, size = f"{value:.{1 * fine}f}", min(9.0, wide * (0.34 if fine else 0.45))
+    steps = np.ma.masked_all((len(rows), len(columns)))
+    for (place, column), value in found.items():
+        row = rows.index(place)
+        steps[row, column] = step = round(min(max((value - low) / ((high - low) or 1), 0.0), 1.0) * (STEPS - 1))
         if wide >= 14:
-            ink = colours[f"on{step}"]
-            axes.text(column + 0.5, row + 0.5, words, color=ink, size=size, ha="center", va="center_baseline")
+            words, size = f"{value:.{1 * fine}f}", min(9.0, wide * (0.34 if fine else 0.45))
+            style: Json = {"color": colours[f"on{step}"], "ha": "center", "va": "center_baseline"}
+            axes.text(column + 0.5, row + 0.5, words, size=size, **style)
     scale = ListedColormap([colours[f"heat{step}"] for step in range(STEPS)])
     mesh = axes.pcolormesh(steps, cmap=scale, vmin=-0.5, vmax=STEPS - 0.5)
     mesh.set(edgecolor=colours["page"], linewidth=1)
-    ticks(axes, rows, columns, wide)
-    axes.set_xlabel(above)
-    return canvas
-
-
-def ticks(axes: Axes, rows: Sequence[str], columns: Sequence[str], wide: float) -> None:
-    """Names of rows from the top down; of narrow columns every second one."""
     axes.invert_yaxis()
-    axes.set_yticks([row + 0.5 for row in range(len(rows))], rows)
+    axes.set_yticks([row + 0.5 for row in range(len(rows))], [names[row] for row in rows])
     every = 1 if wide >= 15 else 2
     axes.set_xticks([column + 0.5 for column in range(0, len(columns), every)], columns[::every])
+    axes.set_xlabel("task, tested on its classes")
     axes.grid(False)
+    return canvas
 
 
 def tasks_of_splits(results: Json) -> list[int]:

@@ -36,10 +36,8 @@ def nearest_images(group: Group, colours: Colours) -> Canvas:
     """A row per query: itself, its nearest before, its nearest after. Another class (another task, for images without
     labels) is faded and underlined."""
     gallery = shown_gallery(group) or {}
-    labels, pixels = (
-        [label for _, label in gallery["tiles"]],
-        tile_pixels(gallery["sprite"], len(gallery["tiles"]), MAX_PIXELS),
-    )
+    labels = [label for _, label in gallery["tiles"]]
+    pixels = tile_pixels(gallery["sprite"], len(labels), MAX_PIXELS)
     queries, looks = gallery["queries"], [gallery["looks"][moment]["neighbours"] for moment in MOMENTS]
     count, total = len(looks[1][0]), len(queries) * len(looks[1][0])
     side, starts = (HALF - 20) / (2 * count + 1.6), (0.0, 1.3, count + 1.6)
@@ -70,22 +68,13 @@ def feature_map(group: Group, colours: Colours) -> Canvas:
     canvas, first = frame(colours, (HALF - 20) / 2, left=4.0, bottom=4.0, keys=keys, title=" ")
     box = first.get_position()
     canvas.delaxes(first)
+    points = {moment: np.reshape(gallery["looks"][moment]["points"], (-1, 2)) for moment in MOMENTS}
     for place, (moment, title) in enumerate(zip(MOMENTS, (group.first_row, "after the stream"), strict=True)):
         axes = canvas.add_axes((box.x0 + place * box.width * 0.51, box.y0, box.width * 0.49, box.height))
         for task in names:
-            mine = [
-                p
-                for t, p in zip(gallery["point_groups"], gallery["looks"][moment]["points"], strict=True)
-                if t == task - 1
-            ]
-            axes.plot(
-                *np.reshape(mine, (-1, 2)).T,
-                "o",
-                color=colours[f"task{task - 1}"],
-                markersize=2.6,
-                alpha=0.85,
-                markeredgewidth=0,
-            )
+            mine = points[moment][np.equal(gallery["point_groups"], task - 1)]
+            dots: Json = {"color": colours[f"task{task - 1}"], "markersize": 2.6, "alpha": 0.85, "markeredgewidth": 0}
+            axes.plot(*mine.T, "o", **dots)
         axes.set(xticks=[], yticks=[], title=title, facecolor=colours["card"])
         axes.invert_yaxis()
     return canvas

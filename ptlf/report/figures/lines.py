@@ -1,10 +1,7 @@
 """Lines: measures over the tasks, and losses and costs over all epochs with the freeze events."""
 
-import statistics
 from collections.abc import Callable, Sequence
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 
@@ -14,8 +11,6 @@ from ptlf.run.results import Json
 
 Series = dict[int, tuple[float, float]]  # by task or epoch: mean over seeds, standard deviation
 Lines = Sequence[tuple[Group, Series]]
-MAX_POINTS = 400  # of a line; more cannot be told apart
-MAX_EVENTS = 60  # freeze events of a run that are drawn as triangles; more become dots
 
 
 def by_task(group: Group, probe: str, what: str) -> Series:
@@ -35,52 +30,44 @@ def features_by_task(group: Group, key: str) -> Series:
     return means([(entry["task"], entry[key]) for run in group.runs for entry in run.results.get("features") or []])
 
 
-def over_tasks(lines: Lines, highest: float | None, colours: Colours, below: str = "after task") -> Canvas:
+def over_tasks(lines: Lines, highest: float | None, colours: Colours) -> Canvas:
     """A line per run, with a band of one standard deviation where there are seeds. highest: of the values, if any."""
     known = [(group, series) for group, series in lines if series]
     canvas, axes = frame(colours, 150.0, keys=run_keys([group for group, _ in known], colours))
     for group, series in known:
-        places, values = list(series), [mean for mean, _ in series.values()]
-        axes.plot(places, values, **look(group, colours))
+        axes.plot(list(series), [mean for mean, _ in series.values()], **look(group, colours))
         if any(spread for _, spread in series.values()):
-            upper = [
-                mean + spread if highest is None else min(mean + spread, highest) for mean, spread in series.values()
-            ]
+            upper = [min(mean + spread, highest or mean + spread) for mean, spread in series.values()]
             lower = [mean - spread for mean, spread in series.values()]
-            axes.fill_between(places, lower, upper, color=look(group, colours)["color"], alpha=0.15, linewidth=0)
+            axes.fill_between(list(series), lower, upper, color=look(group, colours)["color"], alpha=0.15, linewidth=0)
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
-    axes.set_xlabel(below)
+    axes.set_xlabel("after task")
     return canvas
 
 
 def over_epochs(
-    comparison: Comparison,
-    title: str,
-    value: Callable[[Json], float | None],
-    stepped: bool,
-    zero: bool,
-    colours: Colours,
+    comparison: Comparison, title: str, value: Callable[[Json], float | None], zero: bool, colours: Colours
 ) -> Canvas | None:
-    """The value of every epoch of the stream, with a triangle where units froze. stepped: it changes with what is
-    frozen alone; others are thinned to medians. zero: the axis begins there."""
+    """The value of every epoch of the stream, with a triangle where units froze. zero: the axis begins there."""
     epochs = comparison.epochs[-1]
-    lines = [(group, mean_line(group, value, epochs)) for group in with_epochs(comparison)]
-    lines = [(group, series) for group, series in lines if series]
-    if not any(mean for _, series in lines for mean in series.values()):
+    found = [(group, mean_line(group, value, epochs)) for group in with_epochs(comparison)]
+    lines = [(group, series) for group, series in found if series]
+    if not lines:
         return None
-    size = block_size(max(len(series) for _, series in lines))
-    title += f" (medians of {size} epochs)" if size > 1 and not stepped else ""
     canvas, axes = frame(colours, 100.0, title=title, keys=run_keys([group for group, _ in lines], colours))
     tasks = max(len(group.first["tasks"]) for group, _ in lines)
     shaded = [(start * epochs + 0.5, epochs) for start in range(0, tasks, 2)]
     axes.broken_barh(shaded, (0, 1), transform=axes.get_xaxis_transform(), color=colours["empty"], alpha=0.45)
     for group, series in lines:
-        draw_line(axes, group, series if stepped else thinned(series), epochs, stepped, colours)
+        style, froze = look(group, colours), freeze_events(group, epochs)
+        if len(series) > 1:  # a line of one epoch is not seen without its marker
+            style |= {"marker": "v", "markevery": [n for n, place in enumerate(series) if place in froze]}
+        axes.plot(list(series), list(series.values()), **style)
     axes.set_xlim(0.5, tasks * epochs + 0.5)
     axes.set_xticks([(task + 0.5) * epochs + 0.5 for task in range(tasks)], [str(task + 1) for task in range(tasks)])
     axes.set_xlabel("task")
     if zero:
-        axes.set_ylim(0.0, axes.dataLim.y1 * 1.08)
+        axes.set_ylim(0.0, axes.dataLim.y1 * 1.08 or 1.0)
     return canvas
 
 
@@ -90,45 +77,11 @@ def with_epochs(comparison: Comparison) -> list[Group]:
     return [group for group in known if not group.joint] or known
 
 
-def draw_line(axes: Axes, group: Group, series: dict[int, float], epochs: int, stepped: bool, colours: Colours) -> None:
-    """epochs: of a task, in `series`."""
-    style = look(group, colours)
-    if len(series) > 1:
-        style["marker"] = ""  # a line of one epoch is not seen
-    axes.plot(list(series), list(series.values()), drawstyle="steps-mid" if stepped else "default", **style)
-    events = freeze_events(group, epochs)
-    height = dict(series) if stepped else {place: interpolated(series, place) for place in events}
-    marked = [place for place in events if place in height]
-    shape: Json = {"marker": "v", "markersize": 5} if len(events) <= MAX_EVENTS else {"marker": "o", "markersize": 2}
-    axes.plot(
-        [place - 0.5 for place in marked],
-        [height[place] for place in marked],
-        linestyle="",
-        color=style["color"],
-        **shape,
-    )
-
-
 def mean_line(group: Group, value: Callable[[Json], float | None], epochs: int) -> dict[int, float]:
     """By epoch of the stream, the mean over seeds of finite values. `epochs` of a task are drawn, which may be more
     than the group has."""
     found = [((line["task"] - 1) * epochs + line["epoch"], value(line)) for run in group.runs for line in run.epochs]
     return {place: mean for place, (mean, _) in means([p for p in found if not isinstance(p[1], str)]).items()}
-
-
-def block_size(epochs: int) -> int:
-    return max(1, -(-epochs // MAX_POINTS))
-
-
-def thinned(series: dict[int, float]) -> dict[int, float]:
-    """Medians of equally many epochs each where there are too many to see."""
-    size, points = block_size(len(series)), list(series.items())
-    blocks = [points[start : start + size] for start in range(0, len(points), size)]
-    return {block[len(block) // 2][0]: statistics.median(value for _, value in block) for block in blocks}
-
-
-def interpolated(series: dict[int, float], place: float) -> float:
-    return float(np.interp(place - 0.5, list(series), list(series.values())))
 
 
 def freeze_events(group: Group, epochs: int) -> list[int]:

@@ -36,9 +36,9 @@ class LARS(Optimizer):
     """SGD with momentum whose step is scaled, per matrix or filter bank, by its trust ratio.
 
     trust = eta * |p| / (|g| + weight_decay * |p| + eps), and the gradient with its weight decay is multiplied by
-    min(trust / lr, 1) (`clip`, so that lr is the most it can be) or by trust. Parameters of one dimension (biases,
-    norms) are not adapted, and decayed only with `decay_vectors`. lr may be a tensor on the parameters' device, so that
-    a captured step can read it. Parameters without a gradient do not move.
+    min(trust / lr, 1), so that lr is the most it can be. Parameters of one dimension (biases, norms) are neither
+    adapted nor decayed. lr may be a tensor on the parameters' device, so that a captured step can read it. Parameters
+    without a gradient do not move.
     """
 
     def __init__(
@@ -50,14 +50,9 @@ class LARS(Optimizer):
         *,
         eta: float = 0.02,
         eps: float = 1e-8,
-        clip: bool = True,
-        decay_vectors: bool = False,
     ) -> None:
-        for name, value in {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta}.items():
-            if not isinstance(value, Tensor) and value < 0:
-                raise ValueError(f"LARS: {name} must not be negative, got {value}")
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "eps": eps}
-        super().__init__(params, {**defaults, "clip": clip, "decay_vectors": decay_vectors})
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -71,8 +66,7 @@ class LARS(Optimizer):
             if matrices:
                 self._move(matrices, self._adapted(matrices, group), group)
             if vectors:
-                decay = group["weight_decay"] if group["decay_vectors"] else 0.0
-                self._move(vectors, _decayed(vectors, decay), group)
+                self._move(vectors, _decayed(vectors, 0.0), group)
         return loss
 
     def _adapted(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
@@ -80,8 +74,7 @@ class LARS(Optimizer):
         weights = torch.stack(torch._foreach_norm(params))
         gradients = torch.stack(torch._foreach_norm([p.grad for p in params if p.grad is not None]))
         trust = group["eta"] * weights / (gradients + group["weight_decay"] * weights + group["eps"])
-        if group["clip"]:
-            trust = (trust / group["lr"]).clamp(max=1.0)
+        trust = (trust / group["lr"]).clamp(max=1.0)
         trust = torch.where((weights > 0) & (gradients > 0), trust, 1.0)
         direction = _decayed(params, group["weight_decay"])
         torch._foreach_mul_(direction, list(trust.unbind()))

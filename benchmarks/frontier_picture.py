@@ -3,11 +3,13 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from matplotlib.figure import Figure as Canvas
 
-from ptlf.report.drawing import Colours, frame, look, run_keys
-from ptlf.report.measures import Measure
+from ptlf.core.files import write_whole
+from ptlf.report.drawing import Colours, file_png, file_svg, frame, look, run_keys, style, themed
+from ptlf.report.measures import Measure, probe_measures
 from ptlf.report.paired import by_seed, cost_ratio
 from ptlf.report.runs import LATER_KEPT, Comparison, Group, RunRecord, later_seconds, policy_of
 from ptlf.run.compat import identity_key
@@ -79,8 +81,8 @@ def frontier(comparison: Comparison, cost: str, measure: Measure, colours: Colou
     for path in paths(found):
         axes.plot([point.cost for point in path], [point.value for point in path], color=colours["soft"], linewidth=0.6)
     for point in found:
-        style = look(point.group, colours) | {"linestyle": "-", "markersize": 6, "linewidth": 1}
-        axes.errorbar(point.cost, point.value, yerr=point.spread or None, **style)
+        how = look(point.group, colours) | {"linestyle": "-", "markersize": 6, "linewidth": 1}
+        axes.errorbar(point.cost, point.value, yerr=point.spread or None, **how)
     best, right = front(found, measure.rising), axes.get_xlim()[1]
     corners = [(best[0].cost, best[0].value)]
     for before, after in itertools.pairwise(best):  # until the next one is paid for, the last one holds
@@ -91,3 +93,14 @@ def frontier(comparison: Comparison, cost: str, measure: Measure, colours: Colou
     axes.xaxis.set_major_formatter("{x:g}×")
     axes.set_xlabel(cost)
     return canvas
+
+
+def write_frontier(comparison: Comparison, out: Path) -> None:
+    """Accuracy and forgetting against time and memory, each as SVG and PNG in the folder."""
+    with style(colours := themed(False, comparison.tasks)):
+        for measure in probe_measures(comparison.probes[0])[:2] if comparison.probes else []:
+            for name, cost in zip(("time", "memory"), COSTS, strict=True):
+                if canvas := frontier(comparison, cost, measure, colours):
+                    file = f"frontier-{measure.short}-{name}"
+                    write_whole(out / f"{file}.svg", file_svg(canvas, file))
+                    write_whole(out / f"{file}.png", file_png(canvas))
