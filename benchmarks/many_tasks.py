@@ -25,7 +25,6 @@ from ptlf import Learner
 from ptlf.run.environment import environment, source_commit
 from ptlf.run.results import write_json
 from ptlf.run.watcher import Watcher
-from ptlf.stream.arrivals import Arrays
 
 ROOT = Path(__file__).parent.parent
 FIGURES, PICTURE = ROOT / "results/bench/many-tasks-cpu.json", ROOT / "docs/pictures/many-tasks.png"
@@ -56,13 +55,12 @@ print(time.process_time() - started)
 """
 
 
-def images_of(task: int) -> Arrays:
+def images_of(task: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """64 training and 32 test images of two classes, 16 px."""
     random = np.random.default_rng(task)
     pixels = random.integers(0, 256, (96, 16, 16, 3), dtype=np.uint8)
-    labels = np.arange(96) % 2
-    names = [f"class {2 * task}", f"class {2 * task + 1}"]
-    return Arrays(pixels[:64], labels[:64], pixels[64:], labels[64:], names)
+    labels = np.array([f"class {2 * task + number % 2}" for number in range(96)])
+    return {"train": (pixels[:64], labels[:64]), "test": (pixels[64:], labels[64:])}
 
 
 def start_up(folder: Path) -> float:

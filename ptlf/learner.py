@@ -43,7 +43,6 @@ from ptlf.run.results import read_results
 from ptlf.run.start import without_start
 from ptlf.run.watcher import Watcher
 from ptlf.stream.arrivals import (
-    UnlearnedFiles,
     accept,
     arrivals,
     check_watched,
@@ -237,7 +236,6 @@ class Learner:
                 raise UserError(f"{word} must be a number of seconds from 0 to {MAX_SECONDS:g}, not {value:g}")
         folder = Path(folder)
         refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
-        unlearned = UnlearnedFiles(folder)
         check_watched(folder)
         check_new(self.folder)
         if not once and not subfolders(folder):
@@ -247,8 +245,6 @@ class Learner:
         while True:
             learnt, now = {pack.source: pack for pack in arrivals(self.folder)}, time.time()
             new = settled(folder, settle, now, learnt)
-            for line in unlearned.look(learnt, 0 if once else settle, now):
-                warn(line)
             waiting = [path for path in new if path not in refused or refused[path][0] != appearance(path)]
             if waiting:
                 path, looks = waiting[0], appearance(waiting[0])

@@ -306,7 +306,7 @@ def add_data_verbs(verb: Verb) -> None:
     get("--keep-archive", "keep the downloaded archive", bool)
     epilog = (
         "SOURCE is recognised by its form: a folder per class or per task, perhaps in train/ and test/; a Hugging\n"
-        "Face data set (a folder of `save_to_disk`, .parquet files); WebDataset shards (.tar files); .npz."
+        "Face data set (a folder of `save_to_disk`, .parquet files); .npz."
     )
     pack = verb("data pack", "data", "Pack images into memory-mapped files.", epilog=epilog)
     pack("source", "a folder or file, see below", folder, metavar="SOURCE")

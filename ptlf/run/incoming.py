@@ -14,7 +14,7 @@ from ptlf.run.build import check_grows
 from ptlf.run.config import Config
 from ptlf.run.folder import claim_folder
 from ptlf.stream import Stream, StreamConfig
-from ptlf.stream.arrivals import clear, known_images, pack_incoming, place, reduced, task_name, train_checksum
+from ptlf.stream.arrivals import clear, known_images, pack_incoming, place, reduced, task_name
 from ptlf.stream.decode import Fit
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.pack import Pack, data_root
@@ -83,7 +83,8 @@ def select_new(incoming: Pack, learnt: Sequence[Pack], unfinished: bool, again: 
     if again:
         return incoming
     hint = "give --again (again=True) to learn them once more"
-    same = [number for number, pack in enumerate(learnt) if train_checksum(pack) == train_checksum(incoming)]
+    checksum = incoming.split("train").sha256
+    same = [number for number, pack in enumerate(learnt) if pack.split("train").sha256 == checksum]
     if unfinished and same and same[-1] == len(learnt) - 1:
         return None
     if same and not new_only:

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.dataset_files import visible
 from ptlf.stream.datasets import packed
-from ptlf.stream.disk import disk_errors, files_below, images_below, natural, not_an_image
+from ptlf.stream.disk import disk_errors, files_below, natural, not_an_image
 from ptlf.stream.folders import subfolders
 from ptlf.stream.images import find_images, is_image_folder, own_side
 from ptlf.stream.pack import Chunk, Pack, open_pack, read_manifest, write_pack
@@ -69,8 +67,15 @@ def arrivals(folder: Path) -> list[Pack]:
 
 
 def arrival(folder: Path, name: str) -> Pack:
-    root = folder / TASKS
-    return manifest(root, name, identity(root / name / "pack.json"))
+    file = folder / TASKS / name / "pack.json"
+    stat = file.stat() if file.exists() else None
+    return manifest(folder / TASKS, name, (stat.st_ino, stat.st_mtime_ns) if stat else (0, 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def manifest(root: Path, name: str, identity: tuple[int, int]) -> Pack:
+    """identity: inode and date, of which another file has others."""
+    return read_manifest(root, name)
 
 
 def missing(folder: Path, number: int, name: str = "NAME") -> UserError:
@@ -92,25 +97,9 @@ def is_arrival(path: Path) -> bool:
     return path.name.startswith(".") or bool(NUMBERED.fullmatch(path.name) and (path / "pack.json").is_file())
 
 
-@functools.lru_cache(maxsize=4096)
-def manifest(root: Path, name: str, identity: tuple[int, int]) -> Pack:
-    return read_manifest(root, name)
-
-
-def identity(file: Path) -> tuple[int, int]:
-    """Inode and date: another file has others."""
-    stat = file.stat() if file.exists() else None
-    return (stat.st_ino, stat.st_mtime_ns) if stat else (0, 0)
-
-
 def task_name(pack: Pack) -> str:
     found = NUMBERED.fullmatch(pack.name)
     return found[2] if found else pack.name
-
-
-def train_checksum(pack: Pack) -> str:
-    """Of the training pixels."""
-    return pack.split("train").sha256
 
 
 def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> Stream:
@@ -183,7 +172,9 @@ def pack_incoming(
         word = path.stem if path.is_file() else path.resolve().name
         if (path / "pack.json").is_file():
             pack = open_pack(path.parent, path.name)
-            check_pack(pack, size)
+            if size not in (None, pack.size):
+                sizes = f"{pack.name} has images of {pack.size} px, not {size}"
+                raise UserError(f"{sizes}; pack it again with --size {size}")
             options["fit"] = pack.fit
         elif is_image_folder(path):
             with disk_errors(path):
@@ -283,68 +274,6 @@ def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()
     return [path for _, _, path in sorted(found)]
 
 
-class UnlearnedFiles:
-    """Images in a watched folder that will not be learnt: new ones in a subfolder that was learnt, and those in no
-    subfolder. Each place is reported once. The files of a learnt subfolder are looked at again only if one of its
-    folders has changed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.reported: set[Path] = set()
-        self.dates: dict[Path, dict[str, int]] = {}  # by subfolder, those of the folders in it
-
-    def look(self, learnt: Mapping[str, Pack], settle: float, now: float) -> Iterator[str]:
-        """A line for each place that has some since `settle` seconds. learnt: the tasks, by their images' path."""
-        for path in [self.folder, *(self.folder / name for name in subfolders(self.folder))]:
-            pack = learnt.get(str(path.resolve()))
-            if path in self.reported or (path != self.folder and pack is None):
-                continue
-            try:
-                found = self.new_files(path, pack) if pack else loose_images(path)
-                changed = max((max(stat.st_mtime, stat.st_ctime) for stat in map(Path.stat, found)), default=0.0)
-            except OSError:  # a file went away: somebody is at work
-                self.dates.pop(path, None)
-                continue
-            if not found:
-                continue
-            if settle > 0 and now - changed < settle:
-                self.dates.pop(path, None)  # look at them again
-                continue
-            self.reported.add(path)
-            count = f"{len(found)} image{'s' * (len(found) != 1)}"
-            where = f"{path} was learnt before; {count} in it came later and" if pack else f"{count} in {path} itself"
-            hint = f"put such images into a new folder in {self.folder}"
-            yield f"{where} {'is' if len(found) == 1 else 'are'} not learnt; {hint}"
-
-    def new_files(self, path: Path, pack: Pack) -> list[Path]:
-        """Of a subfolder that was learnt: as many of its newest images as it has more than were packed, if they are
-        younger than the pack."""
-        if (known := self.dates.get(path)) and known == {name: os.stat(name).st_mtime_ns for name in known}:
-            return []
-        files = images_below(path, [])
-        folders = {path, *(parent for file in files for parent in file.parents if path in parent.parents)}
-        self.dates[path] = {str(parent): os.stat(parent).st_mtime_ns for parent in folders}
-        more = len(files) - sum(split.count for split in pack.splits.values()) - len(pack.skipped)
-        if more <= 0:
-            return []
-        packed_at = (pack.path / "pack.json").stat().st_mtime
-        ages = {file: max(file.stat().st_mtime, file.stat().st_ctime) for file in files}
-        return sorted((file for file in files if ages[file] > packed_at), key=ages.__getitem__)[-more:]
-
-
-def loose_images(folder: Path) -> list[Path]:
-    """Image files in the folder itself."""
-    endings = Image.registered_extensions()
-    return [file for file in visible(folder)[0] if file.suffix.lower() in endings]
-
-
 def folder_name(name: str) -> str:
     """The name with what a folder cannot be called replaced."""
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "task"
-
-
-def check_pack(pack: Pack, size: int | None) -> None:
-    if size not in (None, pack.size):
-        raise UserError(f"{pack.name} has images of {pack.size} px, not {size}; pack it again with --size {size}")
-    if "train" not in pack.splits:
-        raise UserError(f"{pack.name} has no training images; pack it again with a train folder")

@@ -1,4 +1,4 @@
-"""Files that the `datasets` library reads: Parquet, Arrow (as `save_to_disk` leaves it) and WebDataset shards (.tar).
+"""Files that the `datasets` library reads: Parquet, and Arrow as `save_to_disk` leaves it.
 
 A column has the images: bytes, {"bytes", "path"}, paths or arrays (H, W[, 3]). Another may have the labels. Files are
 read row by row, and nothing is copied into the library's cache.
@@ -23,24 +23,18 @@ from ptlf.stream.rows import IMAGE_KEYS, LABEL_KEYS, ImageSplit, Row, plain_labe
 
 T = TypeVar("T")
 
-SHARDS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-BUILDERS = {".parquet": "parquet", ".arrow": "arrow", **dict.fromkeys(SHARDS, "webdataset")}
-SHARD = "a shard has KEY.jpg or KEY.png, and for labels KEY.cls (a number) or KEY.json"
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 SAVED = ("state.json", "dataset_dict.json")  # in a folder of `save_to_disk`
 TESTS = ("test", "val", "validation", "valid", "dev")
 FOLDERS = {"train", *TESTS, "data"}  # in which a set's files may lie
 BATCH = 64  # rows that are in memory at a time
 
 
-def builder_of(file: Path) -> str | None:
-    return next((kind for ending, kind in BUILDERS.items() if file.name.lower().endswith(ending)), None)
-
-
 def dataset_files(path: Path) -> list[Path]:
     """The files of a set: one file; or those in a folder, or in its folders `train`, `test`, `data` and the like. None
     if there are images or other folders beside them: then it is an image folder."""
     if not path.is_dir():
-        return [path] if path.is_file() and builder_of(path) else []
+        return [path] if path.is_file() and path.suffix.lower() in BUILDERS else []
     with disk_errors(path):
         if any((path / name).is_file() for name in SAVED):
             return sorted([*path.glob("*.arrow"), *path.glob("*/*.arrow")])
@@ -51,7 +45,8 @@ def dataset_files(path: Path) -> list[Path]:
             folders = [folder for _, found in inside for folder in found]
     if folders or any(file.suffix.lower() in Image.registered_extensions() for file in files):
         return []
-    return sorted(filter(builder_of, files), key=lambda file: natural(str(file)))
+    files = [file for file in files if file.suffix.lower() in BUILDERS]
+    return sorted(files, key=lambda file: natural(str(file)))
 
 
 def visible(path: Path) -> tuple[list[Path], list[Path]]:
@@ -103,12 +98,11 @@ class DatasetFile:
     """One file as the `datasets` library opens it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.kind = path, builder_of(path)
+        self.path, self.kind = path, BUILDERS[path.suffix.lower()]
         columns = self.guarded(lambda: self.open().features)
         self.image = self.image_column(columns)
-        labels = [name for key in LABEL_KEYS for name in columns if name.rpartition(".")[2] == key]
+        labels = [name for name in LABEL_KEYS if name in columns]
         labels += [name for name, feature in columns.items() if hasattr(feature, "names")]
-        labels += [name for name in columns if self.kind == "webdataset" and name.endswith("json")]
         self.label = labels[0] if labels else None
         names = getattr(columns.get(self.label), "names", None)
         self.names = [str(name) for name in names] if names else None
@@ -141,8 +135,7 @@ class DatasetFile:
             raise
         except Exception as error:
             why = " ".join((str(error) or type(error).__name__).split())[:200]
-            hint = f"; {SHARD}" if self.kind == "webdataset" else ""
-            raise UserError(f"{self.path} cannot be read as {self.kind}: {why}{hint}") from None
+            raise UserError(f"{self.path} cannot be read as {self.kind}: {why}") from None
         finally:
             log.setLevel(level)
 
@@ -153,25 +146,17 @@ class DatasetFile:
 
     def labels(self) -> list[Any]:
         only = {"columns": [self.label]} if self.kind == "parquet" and self.label else {}
-        return [self.label_of(row) for row in self.read(**only)]
-
-    def label_of(self, row: Mapping[str, Any]) -> Any:
-        value = row[self.label] if self.label else None
-        if isinstance(value, Mapping):  # of KEY.json
-            value = next((value[key] for key in LABEL_KEYS if value.get(key) is not None), None)
-        return plain_label(value)
+        return [plain_label(row[self.label]) if self.label else None for row in self.read(**only)]
 
     def rows(self) -> Iterator[Row]:
         for index, row in enumerate(self.read(), start=1):
-            name = f"{self.path.name}, row {index}"
-            if self.kind == "webdataset":
-                name = f"{self.path.name}/{row['__key__']}.{self.image}"
-            yield Row(name, self.pixels(row[self.image]), self.label_of(row))
+            label = plain_label(row[self.label]) if self.label else None
+            yield Row(f"{self.path.name}, row {index}", self.pixels(row[self.image]), label)
 
     def pixels(self, value: Any) -> Any:
         """An image as `decode.to_square` takes it; paths are relative to the file's folder."""
         if isinstance(value, Mapping):
-            value = value["bytes"] if self.kind == "webdataset" else value.get("bytes") or value.get("path")
+            value = value.get("bytes") or value.get("path")
         if isinstance(value, str):
             return self.path.parent / value
         if isinstance(value, list):

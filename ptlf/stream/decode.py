@@ -28,37 +28,11 @@ class BadImage(Exception):
     """Why an image cannot be used."""
 
 
-def decode_image(content: bytes, size: int, fit: Fit = "crop") -> np.ndarray:
-    """(S, S, 3) uint8, or BadImage."""
-    if not content:
-        raise BadImage("empty file, 0 bytes")
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            return from_picture(image, size, fit)
-    except BadImage:
-        raise
-    except MemoryError:
-        raise BadImage("too many pixels for the memory of this machine") from None
-    except UnidentifiedImageError:
-        if content[4:8] == b"ftyp" and (kind := BRANDS.get(content[8:12])):
-            raise not_read(kind) from None
-        raise BadImage("not an image in a known format") from None
-    except OSError as error:
-        raise BadImage(error.strerror or str(error)) from None
-    except Exception as error:  # Pillow can raise almost any exception on malformed bytes
-        raise BadImage(f"{type(error).__name__}: {error}") from None
-
-
 def not_read(kind: str) -> BadImage:
     return BadImage(f"{kind} is not read here, convert it to JPEG or PNG")
 
 
-def check_ending(name: str) -> None:
-    if name.lower().endswith(RAW):
-        raise not_read(f"a camera's RAW format ({Path(name).suffix})")
-
-
-def from_picture(image: Image.Image, size: int, fit: Fit = "crop") -> np.ndarray:
+def from_picture(image: Image.Image, size: int, fit: Fit) -> np.ndarray:
     """(S, S, 3) uint8 of an opened image, or BadImage."""
     frames = getattr(image, "n_frames", 1)
     # The further frames of a camera's MPO file are a preview or a gain map, not an animation.
@@ -82,7 +56,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def square(image: Image.Image, size: int, fit: Fit = "crop") -> Image.Image:
+def square(image: Image.Image, size: int, fit: Fit) -> Image.Image:
     """Crop: resize the short side to `size` and crop the centre, in one resampling. Squash: resize both sides. Pad:
     resize the long side, the image in the middle of a grey square."""
     if fit == "squash":
@@ -99,34 +73,41 @@ def square(image: Image.Image, size: int, fit: Fit = "crop") -> Image.Image:
 
 
 def to_square(image: Any, size: int, fit: Fit = "crop") -> np.ndarray:
-    """(S, S, 3) uint8 of a path, the bytes of a file, a PIL image, an array (H, W[, C]) or a tensor ([C, ]H, W)."""
-    if isinstance(image, str | os.PathLike):
-        try:
-            check_ending(str(image))
-            return decode_image(Path(image).read_bytes(), size, fit)
-        except (OSError, ValueError) as error:  # ValueError: a path with a null character
-            raise BadImage(getattr(error, "strerror", None) or str(error)) from None
-    if isinstance(image, bytes):
-        return decode_image(image, size, fit)
+    """(S, S, 3) uint8, or BadImage, of a path, the bytes of a file, a PIL image, an array (H, W[, C]) or a tensor
+    ([C, ]H, W)."""
     if isinstance(image, Mapping):  # a Hugging Face image that was not decoded
-        return to_square(image.get("bytes") or image.get("path"), size, fit)
-    if isinstance(image, torch.Tensor):
-        image = image.detach().cpu()
-        image = (image.permute(1, 2, 0) if image.ndim == 3 and image.shape[0] in CHANNELS else image).numpy()
-    if isinstance(image, np.ndarray):
-        image = as_uint8(image)
-        if image.dtype == np.uint8 and image.shape == (size, size, 3):
-            return image
-        try:
-            image = Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image)
-        except (TypeError, ValueError) as error:
-            raise BadImage(str(error)) from None
-    if not isinstance(image, Image.Image):
-        raise BadImage(f"a {type(image).__name__} is no image; give a path, a PIL image, an array or a tensor")
+        image = image.get("bytes") or image.get("path")
     try:
+        if isinstance(image, str | os.PathLike):
+            if str(image).lower().endswith(RAW):
+                raise not_read(f"a camera's RAW format ({Path(image).suffix})")
+            image = Path(image).read_bytes()
+        if isinstance(image, bytes):
+            if not image:
+                raise BadImage("empty file, 0 bytes")
+            with Image.open(io.BytesIO(image)) as opened:
+                return from_picture(opened, size, fit)
+        if isinstance(image, torch.Tensor):
+            image = image.detach().cpu()
+            image = (image.permute(1, 2, 0) if image.ndim == 3 and image.shape[0] in CHANNELS else image).numpy()
+        if isinstance(image, np.ndarray):
+            image = as_uint8(image)
+            if image.dtype == np.uint8 and image.shape == (size, size, 3):
+                return image
+            image = Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image)
+        if not isinstance(image, Image.Image):
+            raise BadImage(f"a {type(image).__name__} is no image; give a path, a PIL image, an array or a tensor")
         return from_picture(image, size, fit)
     except BadImage:
         raise
+    except MemoryError:
+        raise BadImage("too many pixels for the memory of this machine") from None
+    except UnidentifiedImageError:
+        if image[4:8] == b"ftyp" and (kind := BRANDS.get(image[8:12])):
+            raise not_read(kind) from None
+        raise BadImage("not an image in a known format") from None
+    except OSError as error:
+        raise BadImage(error.strerror or str(error)) from None
     except Exception as error:  # Pillow can raise almost any exception on malformed bytes
         raise BadImage(f"{type(error).__name__}: {error}") from None
 

@@ -1,11 +1,13 @@
 """One reader of images in whatever form people have them.
 
-A path (a folder, a packed set, an .npz or .npy file, Parquet, Arrow or WebDataset files), a uint8 array, a list of
-paths, pictures or arrays, a torch `Dataset` or a Hugging Face dataset.
+A path (a folder, a packed set, an .npz or .npy file, Parquet or Arrow files), a uint8 array, a list of paths, pictures
+or arrays, a torch `Dataset` or a Hugging Face dataset.
 """
 
 import itertools
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +18,9 @@ import torch
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.arrays import load_npy, open_npz
 from ptlf.stream.dataset_files import dataset_files, open_dataset_files
 from ptlf.stream.decode import CHANNELS
-from ptlf.stream.disk import image_files, not_an_image, note_passed
+from ptlf.stream.disk import image_files, not_an_image, note_passed, quote_names
 from ptlf.stream.pack import Pack, open_pack
 from ptlf.stream.rows import (
     IMAGE_KEYS,
@@ -33,10 +34,15 @@ from ptlf.stream.rows import (
     with_labels,
 )
 
-FORMS = (
-    "a folder of images, a packed set, an .npz or .npy file, a folder of a Hugging Face `save_to_disk`, .parquet files "
-    "or WebDataset shards (.tar)"
-)
+FORMS = "a folder of images, a packed set, an .npz or .npy file, a Hugging Face `save_to_disk` folder or .parquet files"
+SHARDS = 'ptlf.pack_images(datasets.load_dataset("webdataset", data_files=[...], split="train"), TARGET, SIZE)'
+# Arrays of an .npz file: (images, labels) by split, as numpy users, MedMNIST and Keras name them.
+# `names`, if it is there, has the classes that labels number.
+ARRAYS = {
+    "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("arr_0", "arr_1")),
+    "test": (("test_images", "test_labels"), ("x_test", "y_test")),
+}
+DAMAGED = (OSError, ValueError, TypeError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 def open_images(images: Any) -> dict[str, ImageSplit]:
@@ -53,6 +59,8 @@ def open_images(images: Any) -> dict[str, ImageSplit]:
         if images.ndim != 4 and (images.ndim != 3 or images.shape[2] in CHANNELS):
             shape = tuple(images.shape)
             raise UserError(f"an array of images must be (N, H, W, 3), not {shape}; for one image, give [image]")
+        if len(images) == 0:
+            raise UserError("the array holds no images")
         return {"train": array_split(images)}
     if not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
         kinds = "a path, an array (N, H, W, 3), a list or a data set with a length"
@@ -77,12 +85,47 @@ def open_path(path: Path) -> dict[str, ImageSplit]:
     if path.is_dir():
         return folder_splits(path)
     if path.suffix == ".npy":
-        return open_images(load_npy(path))
+        try:
+            return open_images(np.load(path, mmap_mode="r", allow_pickle=False))
+        except DAMAGED as error:
+            raise UserError(f"{path} is no readable .npy file: {error}") from None
     if path.suffix == ".npz":
-        return open_npz(path)
+        return npz_splits(path)
+    if ".tar" in path.suffixes:
+        raise UserError(f"{path} is not read here; for WebDataset shards, use {SHARDS}")
     if Image.registered_extensions().get(path.suffix.lower()):
         return {"train": list_split([Row(path.name, path)])}
     raise UserError(f"{path} holds no images that can be read; give {FORMS}")
+
+
+def npz_splits(path: Path) -> dict[str, ImageSplit]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            used = {name for pairs in ARRAYS.values() for pair in pairs for name in pair} | {"names"}
+            members, arrays = file.files, {name: file[name] for name in file.files if name in used}
+    except DAMAGED as error:
+        raise UserError(f"{path} is no readable .npz file: {error}") from None
+    splits: dict[str, ImageSplit] = {}
+    for split, choices in ARRAYS.items():
+        if pair := next((pair for pair in choices if pair[0] in arrays), None):
+            splits[split] = open_images(arrays[pair[0]])["train"]
+            if pair[1] in arrays:
+                labels = plain_labels(arrays[pair[1]])
+                if "names" in arrays:
+                    labels = named(labels, [str(name) for name in arrays["names"]], f"{path}: {pair[1]!r}")
+                splits[split] = with_labels(splits[split], labels)
+    if "train" not in splits:
+        wanted = quote_names(images for images, _ in ARRAYS["train"])
+        raise UserError(f"{path} has no array called {wanted}; it has: {quote_names(members)}")
+    return splits
+
+
+def named(labels: list[Any], names: list[str], array: str) -> list[Any]:
+    """The names that the labels number."""
+    try:
+        return [None if label is None else names[int(label)] for label in labels]
+    except (IndexError, ValueError):
+        raise UserError(f"{array} has labels that {len(names)} names do not name") from None
 
 
 def describe_source(images: Any) -> str:

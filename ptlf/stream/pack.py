@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -79,23 +79,31 @@ class Pack:
 
     def images(self, split: str) -> np.memmap:
         """(N, S, S, 3) uint8, memory-mapped, read-only."""
-        return self.load(self.split(split).images, "r")
+        part = self.split(split)
+        return self.load(part.images, (part.count, self.size, self.size, 3), np.uint8)
 
     def labels(self, split: str) -> np.ndarray:
         """(N,) int64: indices into `names`."""
-        file, labels = self.path / self.split(split).labels, self.load(self.split(split).labels)
-        if labels.shape != (self.split(split).count,) or labels.dtype != np.int64:
-            raise UserError(f"{file} holds {labels.dtype} {labels.shape}; {hint(self.name)}")
+        part = self.split(split)
+        labels = np.array(self.load(part.labels, (part.count,), np.int64))
         if labels.min() < 0 or labels.max() >= len(self.names):
-            raise UserError(f"{file} holds labels outside 0..{len(self.names) - 1}; {hint(self.name)}")
+            outside = f"{self.path / part.labels} holds labels outside 0..{len(self.names) - 1}"
+            raise UserError(f"{outside}; {hint(self.name)}")
         return labels
 
-    def load(self, name: str, mode: Literal["r"] | None = None) -> Any:
-        """The array in a file. mode: "r": memory-mapped."""
+    def load(self, name: str, shape: tuple[int, ...], dtype: type) -> Any:
+        """A file of the set, memory-mapped."""
+        file, wanted = self.path / name, f"{np.dtype(dtype)} {shape}"
+        if not file.is_file():
+            raise UserError(f"{file} is missing; {hint(self.name)}")
         try:
-            return np.load(self.path / name, mmap_mode=mode)
-        except Exception as error:  # numpy can raise almost any exception on a malformed header
-            raise UserError(f"{self.path / name} cannot be read ({explain(error)}); {hint(self.name)}") from None
+            array = np.load(file, mmap_mode="r")
+        except Exception as error:  # numpy can raise almost any exception on a malformed file
+            size = f"{file.stat().st_size} bytes where {wanted} is expected"
+            raise UserError(f"{file} cannot be read: {size} ({explain(error)}); {hint(self.name)}") from None
+        if (array.shape, array.dtype) != (shape, dtype):
+            raise UserError(f"{file} holds {array.dtype} {array.shape} where {wanted} is expected; {hint(self.name)}")
+        return array
 
 
 def data_root(option: str | None = None) -> Path:
@@ -104,9 +112,11 @@ def data_root(option: str | None = None) -> Path:
 
 
 def open_pack(root: Path, name: str) -> Pack:
+    """The set, with its files looked at but not read."""
     pack = read_manifest(Path(root), name)
-    for problem in file_problems(pack).values():
-        raise UserError(f"{problem}; {hint(name)}")
+    for split in pack.splits:
+        pack.images(split)
+        pack.labels(split)
     return pack
 
 
@@ -122,18 +132,20 @@ def pack_names(root: Path) -> list[str]:
 
 def verify_pack(root: Path, name: str, *, progress: bool = True) -> list[str]:
     """All problems of a packed set, with checksums compared; empty if there are none."""
-    pack = read_manifest(Path(root), name)
-    problems = file_problems(pack)
-    expected: dict[Path, str] = {}
-    for split in pack.splits.values():
-        expected |= {pack.path / split.images: split.sha256, pack.path / split.labels: split.labels_sha256}
-    files = [file for file in expected if file not in problems]
-    total = sum(file.stat().st_size for file in files)
+    pack, problems = read_manifest(Path(root), name), []
+    total = sum(part.bytes for part in pack.splits.values())
     with disk_errors(pack.path), progress_bar(f"verifying {name}", total, progress, unit="bytes") as advance:
-        for file in files:
-            if (actual := file_digest(file, "sha256", advance)) != expected[file]:
-                problems[file] = f"{file} has sha256 {actual}, pack.json says {expected[file]}"
-    return list(problems.values())
+        for split, part in pack.splits.items():
+            files = (pack.images, part.images, part.sha256), (pack.labels, part.labels, part.labels_sha256)
+            for read, file, expected in files:
+                try:
+                    read(split)
+                except UserError as error:
+                    problems.append(str(error))
+                    continue
+                if (actual := file_digest(pack.path / file, "sha256", advance)) != expected:
+                    problems.append(f"{pack.path / file} has sha256 {actual}, pack.json says {expected}")
+    return problems
 
 
 def read_manifest(root: Path, name: str) -> Pack:
@@ -151,44 +163,13 @@ def read_manifest(root: Path, name: str) -> Pack:
         files = [name for split in splits.values() for name in (split.images, split.labels)]
         if not splits or any(Path(name).name != name or not name.isascii() for name in files):
             raise ValueError("splits must name files beside pack.json")
-        if data["folders"] not in ("classes", "tasks"):
-            raise ValueError(f"folders is {data['folders']!r}")
         fit = data.get("fit") or FITS[0]
-        if fit not in FITS:
-            raise ValueError(f"fit is {fit!r}")
+        if data["folders"] not in get_args(Folders) or fit not in FITS:
+            raise ValueError(f"folders is {data['folders']!r}, fit is {fit!r}")
         names, skipped = tuple(data["names"]), list(data["skipped"])
         return Pack(file.parent, data["size"], data["folders"], names, splits, skipped, data["source"], fit)
     except (UserError, OSError, *DAMAGE) as error:
         raise UserError(f"{file} cannot be read ({explain(error)}); {hint(name)}") from error
-
-
-def file_problems(pack: Pack) -> dict[Path, str]:
-    """Problem by file, checked by presence, size and header only."""
-    found = {}
-    for split in pack.splits.values():
-        images, labels = pack.path / split.images, pack.path / split.labels
-        found[images] = npy_problem(images, (split.count, pack.size, pack.size, 3), np.uint8)
-        found[labels] = npy_problem(labels, (split.count,), np.int64)
-    return {file: problem for file, problem in found.items() if problem}
-
-
-def npy_problem(file: Path, shape: tuple[int, ...], dtype: type) -> str | None:
-    if not file.is_file():
-        return f"{file} is missing"
-    found = file.stat().st_size
-    try:
-        with open(file, "rb") as opened:
-            if (version := np.lib.format.read_magic(opened)) != (1, 0):
-                raise ValueError(f"its version is {version}")
-            actual, fortran, kind = np.lib.format.read_array_header_1_0(opened)
-            expected = opened.tell() + int(np.prod(shape)) * np.dtype(dtype).itemsize
-    except Exception as error:  # numpy can raise almost any exception on a malformed header
-        return f"{file} ({found} bytes) is no readable .npy file ({explain(error)})"
-    if found != expected:
-        return f"{file} has {found} bytes where {expected} are expected"
-    if (actual, fortran, kind) != (shape, False, np.dtype(dtype)):
-        return f"{file} holds {kind} {actual} where {np.dtype(dtype)} {shape} is expected"
-    return None
 
 
 def hint(name: str, overwrite: bool = True) -> str:
@@ -207,24 +188,27 @@ def write_pack(
 ) -> Pack:
     """Write a packed set: `pack` describes it, without splits; `chunks` are written as they come.
 
-    `pack.skipped`, and `pack.names` if it is a list, may grow while the chunks are read. The images written plus those
-    skipped must equal the announced.
+    `pack.skipped`, and `pack.names` if it is a list, may grow while the chunks are read. A split may have fewer images
+    than announced.
     renumber: called after the last chunk: the label to store for each label that the chunks have.
     """
-    names = pack.names
-    if len(set(names)) != len(names):
-        raise UserError(f"names repeat: {quote_names(sorted({name for name in names if names.count(name) > 1}))}")
+    if repeated := sorted({name for name in pack.names if pack.names.count(name) > 1}):
+        raise UserError(f"names repeat: {quote_names(repeated)}")
     with disk_errors(pack.path), staged(pack.path) as folder:
         check_writable_target(pack.path, overwrite)
         check_space(pack.path.parent, sum(count for count, _ in chunks.values()) * pack.size**2 * 3)
         labels, digests, splits = {}, {}, {}
         for split, announced in chunks.items():
             with progress_bar(f"packing {pack.name} {split}", announced[0], progress) as advance:
-                labels[split], digests[split] = write_images(pack, folder / f"{split}.npy", announced, advance)
-        stored = renumber() if renumber else None
+                labels[split], digests[split] = write_images(folder / f"{split}.npy", pack.size, announced, advance)
+        stored = renumber() if renumber else np.arange(len(pack.names))
         for split, digest in digests.items():
-            final = labels[split] if stored is None else stored[labels[split]]
-            splits[split] = write_labels(folder / f"{split}.npy", digest, final)
+            images, file = folder / f"{split}.npy", folder / f"{split}_labels.npy"
+            np.save(buffer := io.BytesIO(), stored[labels[split]])  # into a file, it drops the errno of a failed write
+            file.write_bytes(buffer.getvalue())
+            labels_digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+            size = images.stat().st_size
+            splits[split] = Split(len(labels[split]), images.name, size, digest, file.name, labels_digest)
         manifest = {"schema": SCHEMA, "name": pack.name, **asdict(replace(pack, splits=splits))}
         del manifest["path"]
         # ASCII: names of folders and files need not be UTF-8.
@@ -232,46 +216,26 @@ def write_pack(
     return open_pack(pack.path.parent, pack.name)
 
 
-def write_images(
-    pack: Pack, file: Path, announced: Announced, advance: Callable[[int], None]
-) -> tuple[np.ndarray, str]:
+def write_images(file: Path, size: int, announced: Announced, advance: Callable[[int], None]) -> tuple[np.ndarray, str]:
     """The images of a split, into FILE.npy; their labels, and the file's SHA-256."""
     count, chunks = announced
-    digest, labels, skipped_before = hashlib.sha256(), [np.zeros(0, np.int64)], len(pack.skipped)
+    labels = [np.zeros(0, np.int64)]
+    header = npy_header(count, size)
+    digest = hashlib.sha256(header)
     with open(file, "wb") as out:
-        out.write(header := npy_header(count, pack.size))
-        digest.update(header)
-        done = skipped_before
+        out.write(header)
         for images, part in chunks:
-            shape = (len(part), pack.size, pack.size, 3)
-            if images.dtype != np.uint8 or images.shape != shape:
-                raise ValueError(f"chunk is {images.dtype} {images.shape}, not uint8 {shape}")
-            if len(part) and not 0 <= np.min(part) <= np.max(part) < len(pack.names):
-                raise UserError(f"labels {np.min(part)}..{np.max(part)} do not fit {len(pack.names)} names")
             if len(part):
                 out.write(block := np.ascontiguousarray(images).data)
                 digest.update(block)
             labels.append(np.asarray(part, np.int64))
-            advance(len(part) + len(pack.skipped) - done)  # what is left out is done as well
-            done = len(pack.skipped)
-        written, left_out = sum(map(len, labels)), len(pack.skipped) - skipped_before
+            advance(len(part))
+        written = sum(map(len, labels))
         if not written:
             raise UserError(f"no readable image is left in {file.stem}")
-        if written + left_out != count:
-            raise UserError(f"{file.stem} announced {count} images, but {written} arrived and {left_out} were skipped")
         out.seek(0)
-        out.write(npy_header(written, pack.size))
+        out.write(npy_header(written, size))
     return np.concatenate(labels), digest.hexdigest() if written == count else file_digest(file, "sha256")
-
-
-def write_labels(images: Path, sha256: str, labels: np.ndarray) -> Split:
-    """SPLIT_labels.npy beside the file of the images."""
-    file = images.with_name(f"{images.stem}_labels.npy")
-    buffer = io.BytesIO()  # np.save into a file drops the errno of a failed write
-    np.save(buffer, labels)
-    file.write_bytes(buffer.getvalue())
-    digest = hashlib.sha256(buffer.getvalue()).hexdigest()
-    return Split(len(labels), images.name, images.stat().st_size, sha256, file.name, digest)
 
 
 def npy_header(count: int, size: int) -> bytes:

@@ -38,11 +38,9 @@ from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.run.snapshots import Snapshots
 from ptlf.run.watcher import Watcher
-from ptlf.stream import arrivals as arrivals_module
 from ptlf.stream import pack
-from ptlf.stream.arrivals import UnlearnedFiles, arrivals, settled
+from ptlf.stream.arrivals import arrivals, settled
 from ptlf.stream.folders import pack_folder
-from ptlf.stream.packing import pack_images
 from ptlf.training.checkpoint import HostCopy, read_checkpoint, write_checkpoint
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import Trainer
@@ -780,54 +778,6 @@ def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) ->
     assert watched(tmp_path / "run", inbox) == 2
     assert f"the folder to watch, {inbox}, is not there" in capsys.readouterr().err
     assert files_in(tmp_path / "run") == before
-
-
-def test_images_that_watching_does_not_learn_are_counted(root: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    """New ones in a folder that was learnt, and those in no folder; the others' files are not looked at again."""
-    inbox, run = tmp_path / "inbox", tmp_path / "run"
-    shutil.copytree(root / "plain" / "day1", inbox / "day1")
-    (inbox / "day1" / "notes.txt").write_text("sun")
-    assert watched(run, inbox, *WORDS) == 0
-    capsys.readouterr()
-    assert watched(run, inbox) == 0
-    assert capsys.readouterr().err == ""
-    for number in range(3):
-        shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", inbox / "day1" / "a" / f"new{number}.png")
-    shutil.copy(root / "plain" / "day2" / "c" / "05.png", inbox / "loose.png")
-    hint = f"not learnt; put such images into a new folder in {inbox}\n"
-    late = f"ptlf: warning: {inbox / 'day1'} was learnt before; 3 images in it came later and are {hint}"
-    assert watched(run, inbox) == 0
-    assert capsys.readouterr().err == f"ptlf: warning: 1 image in {inbox} itself is {hint}{late}"
-    assert [found.name for found in arrivals(run)] == ["0001-day1"]
-
-    looked, looks = [], iter(range(3))
-    below = arrivals_module.images_below
-    monkeypatch.setattr(arrivals_module, "images_below", lambda *words: looked.append(words) or below(*words))
-    monkeypatch.setattr(arrivals_module, "files_below", lambda folder: pytest.fail(f"{folder} was learnt"))
-
-    def sleep(seconds: float) -> None:
-        if next(looks) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", sleep)
-    with pytest.raises(KeyboardInterrupt):
-        next(ptlf.Learner.load(run, trust_code=True).watch(inbox, settle=0))
-    assert capsys.readouterr().err.count(late) == 1 and len(looked) == 1
-
-
-def test_images_that_come_while_a_folder_is_watched_are_counted_once_settled(tmp_path: Path) -> None:
-    paint(tmp_path / "inbox" / "day" / "morning", 4, 1)
-    day = pack_images(tmp_path / "inbox" / "day", tmp_path / "0001-day", SIZE, labelled=False, progress=False)
-    watching, learnt = UnlearnedFiles(tmp_path / "inbox"), {day.source: day}
-    manifest = day.path / "pack.json"
-    now = manifest.stat().st_mtime
-    os.utime(manifest, (now - 100, now - 100))
-    assert [*watching.look(learnt, 30, now)] == [] == [*watching.look(learnt, 30, now + 99)]
-    paint(tmp_path / "inbox" / "day" / "noon", 2, 2)
-    assert [*watching.look(learnt, 30, now)] == []
-    (line,) = watching.look(learnt, 30, now + 99)
-    assert "2 images in it came later" in line
-    assert [*watching.look(learnt, 30, now + 99)] == []
 
 
 def test_a_folder_is_as_old_as_its_oldest_image(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from pictures import encoded, picture
 from PIL import Image
 
-from ptlf.stream.decode import BadImage, decode_image
+from ptlf.stream.decode import BadImage, to_square
 from ptlf.stream.rows import Row, list_split
 from ptlf.stream.squares import decode_squares
 
@@ -15,17 +15,17 @@ from ptlf.stream.squares import decode_squares
 def test_resize_and_crop_agree_with_doing_both_in_turn() -> None:
     image = picture(60, 40)
     reference = np.asarray(image.resize((30, 20), Image.Resampling.BICUBIC).crop((5, 0, 25, 20)), int)
-    assert np.abs(decode_image(encoded(image, "PNG"), 20) - reference).max() <= 1
+    assert np.abs(to_square(encoded(image, "PNG"), 20) - reference).max() <= 1
 
 
 def test_image_of_the_right_size_is_untouched() -> None:
     image = picture(16, 16)
-    assert np.array_equal(decode_image(encoded(image, "PNG"), 16), np.asarray(image))
+    assert np.array_equal(to_square(encoded(image, "PNG"), 16), np.asarray(image))
 
 
 def test_small_and_extremely_long_images() -> None:
-    assert decode_image(encoded(picture(2, 3), "PNG"), 16).shape == (16, 16, 3)
-    assert decode_image(encoded(picture(1, 20000), "PNG"), 8).shape == (8, 8, 3)
+    assert to_square(encoded(picture(2, 3), "PNG"), 16).shape == (16, 16, 3)
+    assert to_square(encoded(picture(1, 20000), "PNG"), 8).shape == (8, 8, 3)
 
 
 def test_exif_orientation() -> None:
@@ -33,12 +33,12 @@ def test_exif_orientation() -> None:
     pixels[:, 20:] = 255  # left black, right white; turned clockwise: top black, bottom white
     exif = Image.Exif()
     exif[0x0112] = 6
-    result = decode_image(encoded(Image.fromarray(pixels), "JPEG", exif=exif), 20)
+    result = to_square(encoded(Image.fromarray(pixels), "JPEG", exif=exif), 20)
     assert result[:8].max() < 30 and result[12:].min() > 225
 
 
 def test_cmyk() -> None:
-    result = decode_image(encoded(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG"), 16)
+    result = to_square(encoded(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG"), 16)
     assert np.abs(result[8, 8].astype(int) - [0, 255, 255]).max() < 10
 
 
@@ -46,26 +46,26 @@ def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
     values = np.array([[0, 128, 129], [257, 32768, 65534], [65535, 400, 1000]], np.uint16)
     expected = (values.astype(int) * 2 + 257) // 514  # values / 257, rounded
     for result in (
-        decode_image(encoded(Image.fromarray(values), "PNG"), 3),
-        decode_image(encoded(Image.fromarray(values.astype(np.int32)), "TIFF"), 3),
+        to_square(encoded(Image.fromarray(values), "PNG"), 3),
+        to_square(encoded(Image.fromarray(values.astype(np.int32)), "TIFF"), 3),
     ):
         assert np.array_equal(result, np.repeat(expected[..., None], 3, axis=2))
 
 
 def test_transparency_becomes_white() -> None:
     for image in (Image.new("RGBA", (8, 8), (255, 0, 0, 0)), Image.new("LA", (8, 8), (0, 0))):
-        assert decode_image(encoded(image, "PNG"), 8).min() == 255
-    half = decode_image(encoded(Image.new("RGBA", (8, 8), (0, 0, 0, 128)), "PNG"), 8)
+        assert to_square(encoded(image, "PNG"), 8).min() == 255
+    half = to_square(encoded(Image.new("RGBA", (8, 8), (0, 0, 0, 128)), "PNG"), 8)
     assert np.all(half == 127)
     palette = Image.new("P", (8, 8), 1)
     palette.putpalette([0, 0, 0, 200, 10, 20])
-    assert np.all(decode_image(encoded(palette, "PNG"), 8)[0, 0] == [200, 10, 20])
-    assert decode_image(encoded(palette, "PNG", transparency=1), 8).min() == 255
+    assert np.all(to_square(encoded(palette, "PNG"), 8)[0, 0] == [200, 10, 20])
+    assert to_square(encoded(palette, "PNG", transparency=1), 8).min() == 255
 
 
 def test_grey_and_one_bit() -> None:
-    assert np.all(decode_image(encoded(Image.new("L", (8, 8), 77), "PNG"), 8) == 77)
-    assert np.all(decode_image(encoded(Image.new("1", (8, 8), 1), "PNG"), 8) == 255)
+    assert np.all(to_square(encoded(Image.new("L", (8, 8), 77), "PNG"), 8) == 77)
+    assert np.all(to_square(encoded(Image.new("1", (8, 8), 1), "PNG"), 8) == 255)
 
 
 def test_decompression_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,4 +77,4 @@ def test_decompression_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(batch.images) == 9 and warnings.filters[0][0] == "error"
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(BadImage, match="DecompressionBomb"):
-        decode_image(content, 8)
+        to_square(content, 8)

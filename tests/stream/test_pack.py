@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -8,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,12 +46,6 @@ def test_one_chunk_and_several_give_the_same_files(tmp_path: Path) -> None:
     assert list_packs(tmp_path) == [streamed, whole] and verify_pack(tmp_path, "whole", progress=False) == []
     with pytest.raises(UserError, match="no split 'test'"):
         whole.images("test")
-
-
-def test_count_must_be_kept(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="announced 9 images, but 6 arrived"):
-        write_pack(described(tmp_path / "s"), {"train": (9, iter([arrays()]))})
-    assert os.listdir(tmp_path) == []
 
 
 def test_overwriting_must_be_asked_for(tmp_path: Path) -> None:
@@ -171,7 +164,9 @@ def test_cut_short(tmp_path: Path, file: str) -> None:
     path = small_pack(tmp_path, "cifar10").path / file
     whole = path.stat().st_size
     os.truncate(path, whole - 1)
-    with pytest.raises(UserError, match=f"{file} has {whole - 1} bytes where {whole}.*ptlf data get cifar10 --overw"):
+    with pytest.raises(
+        UserError, match=f"{file} cannot be read: {whole - 1} bytes where.*ptlf data get cifar10 --overw"
+    ):
         open_pack(tmp_path, "cifar10")
     assert len(verify_pack(tmp_path, "cifar10", progress=False)) == 1
 
@@ -190,7 +185,7 @@ def test_missing_file_and_missing_set(tmp_path: Path) -> None:
 def test_verify_sees_a_flipped_byte(tmp_path: Path, file: str) -> None:
     path = small_pack(tmp_path / "with space").path / file
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[-8] ^= 1
     path.write_bytes(content)
     problems = verify_pack(tmp_path / "with space", "set", progress=False)
     assert len(problems) == 1 and file in problems[0] and "sha256" in problems[0]
@@ -223,24 +218,3 @@ def test_manifest_cannot_point_elsewhere(tmp_path: Path) -> None:
 def test_natural_order() -> None:
     names = ["b", "task10", "task2", "task", "10", "9", "a2b10", "a2b9", "01", "1"]
     assert sorted(names, key=natural) == ["01", "1", "9", "10", "a2b9", "a2b10", "b", "task", "task2", "task10"]
-
-
-def test_images_left_out_are_counted_as_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[int] = []
-
-    @contextlib.contextmanager
-    def bar(text: str, total: int, show: bool) -> Iterator[Callable[[int], None]]:
-        assert total == 5
-        yield done.append
-
-    monkeypatch.setattr(packing, "progress_bar", bar)
-    made = packing.Pack(tmp_path / "set", 4, "classes", ("a",))
-
-    def chunks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for number in range(3):
-            if number < 2:
-                made.skipped.append({"file": f"{number}.png", "why": "broken"})
-            yield np.zeros((1, 4, 4, 3), np.uint8), np.zeros(1, np.int64)
-
-    write_pack(made, {"train": (5, chunks())})
-    assert done == [2, 2, 1]
