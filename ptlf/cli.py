@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from ptlf.commands.parser import make_parser, parse_words
 from ptlf.core.errors import UserError
+from ptlf.core.imports import working_folder_on_path
 from ptlf.core.words import printable, short_repr
 from ptlf.training.process import Stopped
 
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, function = run.split(":")  # imported only now: torch takes seconds
         getattr(import_module(module), function)(**options)
 
-    return exit_code(work, "ptlf", words, several=verb == "sweep")
+    return exit_code(work, program(), words, several=verb == "sweep")
 
 
 def escape_surrogates() -> None:
@@ -61,7 +63,7 @@ def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *,
     debug = os.environ.get("PTLF_DEBUG", "") not in ("", "0") or "--debug" in words
     again = f"`{command} {shlex.join(words)}` continues from here"
     try:
-        with messages_on_stderr():
+        with working_folder_on_path(), messages_on_stderr():
             work()
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -106,6 +108,13 @@ def is_named(file: object, words: Sequence[str]) -> bool:
     named = [*words, *(word.partition("=")[2] for word in words), os.environ.get("PTLF_DATA") or "~/.cache/ptlf"]
     path = Path(os.path.abspath(os.fsdecode(file)))
     return any(path.is_relative_to(os.path.abspath(os.path.expanduser(word))) for word in named if word)
+
+
+def program() -> str:
+    """What the user calls this program by: its path where `ptlf` on PATH is another one."""
+    path, found = Path(sys.argv[0]), shutil.which("ptlf")
+    there = path.name == "ptlf" and path.exists() and not (found and os.path.samefile(found, path))
+    return shlex.quote(str(path)) if there else "ptlf"
 
 
 def process() -> int:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from ptlf.cli import MOVED, main
 from ptlf.commands.parser import make_parser, parse_words
+from ptlf.encoders import ENCODERS
 from ptlf.report.paired import interval
 from ptlf.run.recipes import VARIANTS, resolve_config
 from ptlf.run.sweep import plan
@@ -343,13 +344,18 @@ def encoder():
 }
 
 
-def test_a_module_of_the_working_folder_imports_more_from_there_later(tmp_path, monkeypatch) -> None:
+def test_the_working_folder_is_on_the_path_only_while_it_is_needed(tmp_path, monkeypatch) -> None:
     for name, text in LAZY.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = sys.path.copy()
+    entry = ENCODERS.find("lazy_encoder:encoder")
+    assert sys.path == before
+    with pytest.raises(ImportError, match="lazy_later"):
+        entry.make(entry.Config())
     words = ["train", "--out", "run", *QUICK, "--encoder.name", "lazy_encoder:encoder"]
     assert main(words) == 0  # and imports more later, also in another process
+    assert sys.path == before
 
 
 class TestData:

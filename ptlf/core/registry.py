@@ -1,9 +1,7 @@
 """A family's members by name: those of this package, of installed packages, and of any module on the path."""
 
 import importlib
-import os
 import re
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ptlf.core.errors import UserError, unknown
+from ptlf.core.imports import working_folder_on_path
 from ptlf.core.processes import warn
 from ptlf.core.words import short_repr
 
@@ -78,10 +77,9 @@ class Registry(MutableMapping[str, T], Generic[T]):
         if module in self.prefixes:
             return self.prefixes[module](attribute)
         check_trusted(self.noun, name)
-        if (here := os.getcwd()) not in sys.path:
-            sys.path.append(here)  # for good: the module may import more from there later, and in other processes
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            with working_folder_on_path():
+                found = getattr(importlib.import_module(module), attribute)
         except Exception as error:
             raise UserError(f"{self.noun} {short_repr(name)} cannot be imported: {error}") from error
         return self._checked(found, name)

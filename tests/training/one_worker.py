@@ -35,6 +35,7 @@ DEVICE = "cuda" if GPU else "cpu"
 CONFIG: dict[str, Any] = {
     "encoder__name": "resnet18" if GPU else "conftest:tiny_resnet",
     "stream__groups": [[0, 1], [2, 3]],
+    "stream__per_class": None if GPU else 48,
     "training__epochs": 3,
     "training__batch": 32,
     "training__lr": 0.01,

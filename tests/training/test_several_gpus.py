@@ -30,27 +30,26 @@ def found(tmp_path_factory) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", range(len(FROZEN)))
-@pytest.mark.parametrize("name", RUNS)
-def test_two_processes_take_the_step_of_one(found, name: str, frozen: int) -> None:
-    """Losses, gradients, weights, running statistics, queue and memory, by other code than the eager step's."""
-    alone, pair = found["alone"][name][frozen], found["pair0"][name][frozen]
-    torch.testing.assert_close(pair["losses"], alone["losses"], rtol=1e-4, atol=1e-5)
-    assert apart(alone["gradients"], pair["gradients"]) < 1e-4
-    assert pair["sent"] == sum(gradient.nbytes for gradient in alone["gradients"].values())
-    for part in ("model", "method"):
-        for key, value in alone[part].items():
-            rows = slice(-1 if key.startswith("memory.") else None)  # the memory's last row holds rejected images
-            one, other = (found[rows] if found.ndim else found for found in (value, pair[part][key]))
-            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_both_processes_hold_the_same_bits(found, name: str) -> None:
-    for first, second in zip(found["pair0"][name], found["pair1"][name], strict=True):
+def test_two_processes_take_the_step_of_one(found) -> None:
+    """Losses, gradients, weights, running statistics, queue and memory, by other code than the eager step's; and both
+    processes hold the same bits. One test: its workers run once."""
+    for name, frozen in itertools.product(RUNS, range(len(FROZEN))):
+        at = f"{name}, {FROZEN[frozen]}"
+        alone, pair, other = (found[kind][name][frozen] for kind in ("alone", "pair0", "pair1"))
+        torch.testing.assert_close(
+            pair["losses"], alone["losses"], rtol=1e-4, atol=1e-5, msg=lambda m, at=at: f"{at}: {m}"
+        )
+        assert apart(alone["gradients"], pair["gradients"]) < 1e-4, at
+        assert pair["sent"] == sum(gradient.nbytes for gradient in alone["gradients"].values()), at
+        for part in ("model", "method"):
+            for key, value in alone[part].items():
+                rows = slice(-1 if key.startswith("memory.") else None)  # the memory's last row holds rejected images
+                one, two = (held[rows] if held.ndim else held for held in (value, pair[part][key]))
+                torch.testing.assert_close(
+                    two, one, rtol=1e-4, atol=1e-5, msg=lambda m, key=key, at=at: f"{at}, {key}: {m}"
+                )
         for part in ("losses", "gradients", "model", "method"):
-            assert all(torch.equal(value, second[part][key]) for key, value in first[part].items())
+            assert all(torch.equal(value, other[part][key]) for key, value in pair[part].items()), f"{at}: {part}"
 
 
 class Both:
