@@ -145,7 +145,7 @@ def test_a_table_is_made_stopped_resumed_and_kept(monkeypatch, capsys, tmp_path:
     monkeypatch.setattr(Interrupted, "runs", 0)
     words = ["main", "--runs", str(tmp_path / "runs"), *QUICK]
     with monkeypatch.context() as patched:
-        patched.setattr("ptlf.commands.train.Live", Interrupted)
+        patched.setattr("reproduction.__main__.Live", Interrupted)
         assert main(words) == 128 + signal.SIGTERM
     shown = capsys.readouterr()
     assert trained(shown.out) == 1
