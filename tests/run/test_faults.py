@@ -567,3 +567,20 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> 
 
 def numbered(shown: str) -> list[str]:
     return [line for line in shown.splitlines() if re.match(r"\d+ runs?:|run \d", line)]
+
+
+def test_ctrl_c_between_the_runs_says_it_too(tmp_path, capsys, monkeypatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ptlf.run.sweep.plan", interrupted)
+    words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path)]
+    assert main(words) == 130
+    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` continues from here\n"
+
+
+def test_the_second_run_in_a_folder_is_refused(tmp_path, capsys) -> None:
+    with lock_of_run(tmp_path):
+        assert main(["train", "--out", str(tmp_path), *QUICK]) == 2
+    assert f"{tmp_path} is in use by process {os.getpid()} on " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ from ptlf.evaluation import EvaluationConfig
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.page import commands_to_repeat
-from ptlf.report.runs import read_run
+from ptlf.report.runs import read_comparison, read_run
 from ptlf.run import loop, snapshots
 from ptlf.run.config import Config
 from ptlf.run.evaluator import Evaluator
@@ -933,3 +933,30 @@ def test_an_argument_of_learn_given_to_the_run_is_told_its_place(tmp_path: Path)
     for name in ("name", "again", "new_only", "watcher", "test_fraction", "on_error", "workers", "fit"):
         with pytest.raises(UserError, match=rf"^{name} is no setting .*: learn\(images, {name}=\.\.\.\)"):
             ptlf.Learner(out=tmp_path / "run", **{name: "skip"})
+
+
+def test_the_only_task_is_gone(run: Path, capsys) -> None:
+    learner = ptlf.Learner.load(run, trust_code=True)
+    shutil.rmtree(run / "tasks")
+    assert main(["learn", "--trust-code", str(run), "day2"]) == 2
+    assert f"there is no {run / 'tasks' / '0001-day1'}; put it back" in capsys.readouterr().err
+
+
+def test_a_stream_that_waits_for_tasks_is_not_for_train(tmp_path: Path, capsys) -> None:
+    assert main(["train", "--recipe", "arriving/simsiam/ptlf", "--out", str(tmp_path / "run")]) == 2
+    assert "stream 'arriving' has no task yet; `ptlf learn RUN IMAGES` brings the first" in capsys.readouterr().err
+
+
+def test_a_stopped_run_says_so_from_python(run: Path, root: Path) -> None:
+    with pytest.raises(Stopped):
+        ptlf.Learner.load(run, trust_code=True).learn(root / "day2", watcher=StopsAt(1))
+    assert ptlf.Learner.load(run, trust_code=True).learn(watcher=QUIET)["status"] == "finished"
+
+
+def test_runs_that_learnt_other_images_are_not_compared(root: Path, tmp_path: Path) -> None:
+    for folder, seed, day in (("a", 0, "day1"), ("b", 1, "day1"), ("c", 0, "day2")):
+        learnt(tmp_path / folder, config(seed=seed), [day])
+    (both,) = read_comparison([tmp_path / "a", tmp_path / "b"]).groups
+    assert len(both.runs) == 2
+    with pytest.raises(UserError, match=r"number 1 of those that arrived: day2 and day1"):
+        read_comparison([tmp_path / "a", tmp_path / "c"])

@@ -380,3 +380,20 @@ def test_features_are_measured_on_images_of_all_of_a_task(tiny, monkeypatch: pyt
     gathered.clear()
     run.warn_of_collapse(indices[:200])  # of which 128 are used
     assert torch.cat(gathered).max() >= indices[197]
+
+
+def test_an_encoder_of_ones_own(tiny) -> None:
+    encoder = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 5))
+    results = Run(tiny(), encoder=encoder).train()
+    assert results["units"] == ["2"]
+
+
+def test_streamed_and_resident_images_give_the_same_run(tiny) -> None:
+    runs = [Run(tiny(stream__resident=resident)).train() for resident in (True, False)]
+    assert runs[0]["probes"] == runs[1]["probes"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path) -> None:
+    with pytest.raises(UserError, match=r"the loss became (nan|inf|-inf) in task 1, epoch \d"):
+        Run(tiny("digits/barlow_twins/finetune", training__lr=1e6), tmp_path / "run").train()
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
