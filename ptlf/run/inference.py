@@ -167,6 +167,8 @@ def read_card(file: Path) -> Card:
             raise UserError(f"{file} does not say what encoder it is of, as files before version 0.2; {hint}")
         card: Card = json.loads(text)
         check_shape(card, CARD)
+        if len(card["mean"]) != 3 or len(card["std"]) != 3:
+            raise ValueError("its metadata have no mean and std of three channels")
         return card
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None

@@ -115,7 +115,7 @@ def test_what_is_no_run(trained: Run, tmp_path: Path) -> None:
     for change in ({"mean": [1]}, {"view_size": 0}, {"image_size": "big"}):
         file.unlink()
         save_file(weights, file, {"ptlf": json.dumps(card | change)})
-        with pytest.raises(UserError, match=f"its metadata say {next(iter(change))}"):
+        with pytest.raises(UserError, match=f"cannot be read: .*{next(iter(change))}"):
             ptlf.load_encoder(tmp_path)
     file.unlink()
     save_file(weights, file)

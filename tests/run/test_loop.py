@@ -14,12 +14,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.freezing.savings import Saving
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.run import build, evaluator
+from ptlf.run import evaluator
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.folder import restore_encoder
@@ -131,20 +129,6 @@ def test_cost_aware_computes_only_the_ratios_it_needs(tiny) -> None:
     (entry,) = Run(config).train()["freezing"]
     assert set(entry["order"]) <= set(entry["ratios"]) < {"0", "3", "6"}
     assert entry["ratios"].keys() == entry["directions"].keys()
-
-
-def test_seconds_are_timed_on_the_rows_of_one_process(tiny, monkeypatch) -> None:
-    rows = []
-
-    def measured(encoder, units, example, **how) -> dict[str, Saving]:
-        rows.append(len(example))
-        return {unit.name: Saving(1, 1, 1) for unit in units}
-
-    monkeypatch.setattr(build, "measure_savings", measured)
-    monkeypatch.setattr(processes, "share", lambda batch: batch // 4)
-    config = tiny("digits/simsiam/ptlf-cost", freezing__policy__savings="seconds", training__batch=32)
-    Run(config)
-    assert rows == [16], "a quarter of the batch, two views"
 
 
 def test_layers_that_never_train_are_no_units(tiny) -> None:
