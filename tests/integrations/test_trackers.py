@@ -227,7 +227,7 @@ def test_names_are_checked(tmp_path, monkeypatch, capsys) -> None:
     for name, message in (
         ("tensorbord", r"unknown tracker 'tensorbord'.*tensorboard"),
         ("conftest:tiny_encoder", "must be a subclass of Tracker"),
-        ("mlflow", r"'mlflow' is no longer part of ptlf; register a Tracker of your own"),
+        ("mlflow", r"unknown tracker 'mlflow'. Known: tensorboard, wandb"),
     ):
         with pytest.raises(UserError, match=message):
             tiny_config(log=name)

@@ -936,7 +936,7 @@ def test_an_argument_of_learn_given_to_the_run_is_told_its_place(tmp_path: Path)
 
 
 def test_the_only_task_is_gone(run: Path, capsys) -> None:
-    learner = ptlf.Learner.load(run, trust_code=True)
+    ptlf.Learner.load(run, trust_code=True)
     shutil.rmtree(run / "tasks")
     assert main(["learn", "--trust-code", str(run), "day2"]) == 2
     assert f"there is no {run / 'tasks' / '0001-day1'}; put it back" in capsys.readouterr().err

@@ -208,8 +208,9 @@ def test_tables_and_page_show_it(known: Path, tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr().out
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     found = results["reference"]["probes"]["knn_class"]
-    line = next(line for line in said.splitlines() if "knn_class what it knew before" in line)
-    assert f"{found['before']:.2f} → {found['accuracy']:.2f}" in line
+    for moment, value in (("start", found["before"]), ("end", found["accuracy"])):
+        rows = [line for line in said.splitlines() if f"knew before, at the {moment}" in line]
+        assert any(f"{value:.2f}" in row for row in rows), rows
     last = [line for line in said.splitlines() if "│ task 2" in line][-1]
     assert f"{found['after'][1]:.2f}" in last
     page = (tmp_path / "run" / "report.html").read_text()
