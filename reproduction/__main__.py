@@ -102,7 +102,7 @@ def reproduce(
     if scale != "paper":
         tell(small)
     if failed:
-        raise UserError(f"{len(failed)} runs failed, as told above: {', '.join(failed)}; the same command tries again")
+        raise UserError(f"{len(failed)} runs failed (see above): {', '.join(failed)}; the same command tries again")
 
 
 def cannot_be_made(planned: found_runs.Plan) -> str:

@@ -119,6 +119,7 @@ VALUES: Settings = {
     "probes.linear.weight_decay": 0.1,
 }
 WITHOUT_EFFECT = {
+    "cost_aware freezing.policy.savings": "has one choice",
     "recipe": "names the origin of the other settings",
     "device": "the same run elsewhere; the machines that test this may have one device",
     "stream.resident": "the same images from another place",
