@@ -23,7 +23,6 @@ from conftest import StopsAt, run_cli
 from PIL import Image
 
 from ptlf.cli import main
-from ptlf.training.checkpoint import HostCopy, read_checkpoint, write_checkpoint
 
 QUICK = [
     "--recipe", "digits/simsiam/ptlf", "--stream.groups", "[[0, 1], [2, 3]]", "--training.epochs", "1",
@@ -66,22 +65,6 @@ def damaged(file: str, content: str | bytes, *words: str, run: str = "done") -> 
         return [word.replace("RUN", str(at / run)) for word in words]
 
     return made
-
-
-def sealed(*path: Any) -> Row:
-    """Resume from a checkpoint whose checksum is right: the last of `path` is put below the keys before it."""
-    *keys, last, value = path
-
-    def words(at: Path) -> list[str]:
-        file = max((at / "half" / "checkpoints").iterdir(), key=lambda path: "task02" in path.name)
-        part: Any = (state := read_checkpoint(file))
-        for key in keys:
-            part = part[key]
-        part[last] = value
-        write_checkpoint(file, HostCopy(state))
-        return ["train", "--resume", str(at / "half")]
-
-    return words
 
 
 def pack(at: Path, *words: str, classes: tuple[bytes, ...] = (b"a", b"b")) -> list[str]:
@@ -163,13 +146,6 @@ CONFIGS = {
     "null byte": "seed: \0", "too long": "# " + "x" * 300_000, "holds itself": "a: &a [*a]", "fifo": None,
     "bomb in epochs": f"{BOMB}\ntraining: {{epochs: *a11}}", "bomb in groups": f"{BOMB}\nstream: {{groups: *a11}}",
 }  # fmt: skip
-STATES: list[tuple[Any, ...]] = [
-    *(("position", "task", value) for value in (-1, 99, "x")), ("optimizer", []), ("optimizer", {"abc": {}}),
-    ("record", "per_epoch", [1]), ("record", "matrices", {"knn_task": [["x"]]}), ("looks", "x"), ("model", {}),
-    ("record", "future", {"knn_task": ["x"]}), ("freezing", "log", "x"), ("freezing", "frozen", ["nope"]),
-    ("looks", {"before": {"neighbours": [["x"]], "points": []}}), ("random", {"order": 3}),
-    ("looks", "before", "neighbours", [[999_999]]), ("clock", "training", "x"),
-]  # fmt: skip
 WEIGHTS: dict[str, Callable[[bytes], bytes]] = {
     "truncated": lambda data: data[:100],
     "empty": lambda data: b"",
@@ -192,7 +168,6 @@ ROWS: dict[str, Row] = {
         for number, (name, content) in enumerate(RECORDS.items())
         for command, words in [*READERS.items()][: 1 + number % 3]  # the reader is one function
     },
-    **{f"sealed: {path}": sealed(*path) for path in STATES},
     **{f"evaluate: encoder {name}": encoder_file(change) for name, change in WEIGHTS.items()},
     "evaluate: a flipped bit": encoder_file(lambda data: data[:-2] + bytes([data[-2] ^ 64, data[-1]]), known=True),
     "evaluate: config.yaml is junk": damaged("config.yaml", "[", "evaluate", "RUN"),
