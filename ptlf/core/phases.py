@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-Advance = Callable[[int], None]  # so many more are done
+Advance = Callable[[int], None]  # called with how many more are done
 Phase = Callable[..., AbstractContextManager[Advance]]  # called as `silent` is
 
 

@@ -11,7 +11,7 @@ COLLAPSED = 1e-3  # encoders that learn have 0.1 to 0.5, or 0.01 while running s
 
 
 def spaced(indices: np.ndarray, most: int) -> np.ndarray:
-    """At most so many of the indices, evenly spaced from the first on: images that are sorted by class count alike."""
+    """At most `most` indices, evenly spaced from the first: images sorted by class are all represented."""
     count = min(most, len(indices))
     return indices[np.arange(count) * len(indices) // max(1, count)]
 

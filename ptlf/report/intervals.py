@@ -9,7 +9,7 @@ RANDOM, GIVEN, BEFORE = "random encoder", "given encoder", "encoder before train
 
 
 def wilson(percent: float, images: float) -> tuple[float, float]:
-    """Wilson's interval at 95 % for a share of so many images, both in per cent."""
+    """Wilson's interval at 95 % for a share of `images` images, in per cent."""
     share = min(max(percent / 100, 0.0), 1.0)
     centre = (share + Z**2 / (2 * images)) / (1 + Z**2 / images)
     half = Z / (1 + Z**2 / images) * (share * (1 - share) / images + Z**2 / (4 * images**2)) ** 0.5

@@ -75,7 +75,7 @@ def decode_squares(
 
 
 def batches(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
-    """At most so many rows, or about `BYTES_HELD` of undecoded images."""
+    """Batches of at most `most` rows, or about `BYTES_HELD` of undecoded images."""
     batch: list[Row] = []
     held = 0
     for row in rows:

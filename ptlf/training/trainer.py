@@ -260,7 +260,7 @@ class Trainer:
         return full + (self.usable(rest) > 0)
 
     def cost_of_step(self, indices: np.ndarray) -> MeasuredStep:
-        """Bytes kept for backward and backward FLOPs of a step with the current frozen set. Changes no state.
+        """Bytes saved for backward and backward FLOPs of a step with the current frozen set. Changes no state.
 
         What is there anyway (parameters, buffers, folded weights) does not count, nor do forwards without a backward
         such as a frozen copy's.
