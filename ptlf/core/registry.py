@@ -1,7 +1,9 @@
 """A family's members by name: those of this package, of installed packages, and of any module on the path."""
 
 import importlib
+import os
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -10,9 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ptlf.core.errors import UserError, unknown
-from ptlf.core.imports import working_folder_on_path
-from ptlf.core.processes import warn
+from ptlf.core.errors import UserError, unknown, warn
 from ptlf.core.words import short_repr
 
 T = TypeVar("T")
@@ -39,6 +39,17 @@ def check_trusted(noun: str, name: str) -> None:
     if not re.search(rf"(?:(?<![\w.:])|(?<=--probes\.)){re.escape(name)}(?![\w:])", words):
         code = f"{noun} {short_repr(name)} in {file} names code, which would run here"
         raise UserError(f"{code}; if you trust whoever wrote that file, add --trust-code")
+
+
+@contextmanager
+def working_folder_on_path() -> Iterator[None]:
+    """Inside, modules are also found in the working folder, after installed packages."""
+    before = sys.path.copy()
+    sys.path.append(os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 class Registry(MutableMapping[str, T], Generic[T]):
