@@ -315,8 +315,8 @@ def test_options_settings_and_other_words_come_in_any_order() -> None:
         assert {key: options[key] for key in run} == run and not unexpected, words
     words = "sweep a/b/c --seeds 0 1 --training.epochs 2 d/e/f --out o --log wandb --device cpu"
     options, _ = parse_words(make_parser(), words.split())
-    assert (options["recipes"], options["seeds"], options["log"]) == (["a/b/c", "d/e/f"], [0, 1], ["wandb"])
-    assert options["overrides"] == ["--training.epochs", "2", "--device", "cpu"]
+    assert (options["recipes"], options["seeds"]) == (["a/b/c", "d/e/f"], [0, 1])
+    assert options["overrides"] == ["--training.epochs", "2", "--device", "cpu", "--log=[wandb]"]
 
 
 LAZY = {

@@ -73,6 +73,8 @@ def parse_options(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any],
     arguments, unexpected = parser.parse_known_intermixed_args(others)
     parsed = vars(arguments)
     parsed.pop("debug")
+    if log := parsed.pop("log", None):
+        settings.append(f"--log=[{', '.join(log)}]")
     if not parsed.pop("takes_overrides"):
         return parsed, [*settings, *unexpected]
     return parsed | {"overrides": [*unexpected, *settings]}, []  # refused later, where names of recipes are known
