@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -19,43 +18,26 @@ from ptlf.core.processes import info, warn
 from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
-from ptlf.evaluation.prober import eval_mode
 from ptlf.report.live import Live, tell
 from ptlf.run.build import check_grows, make_stream
-from ptlf.run.components import Components, build_components
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
+from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, check_arrived, check_new, has_finished, restore_encoder, save_encoder
-from ptlf.run.incoming import (
-    STREAM,
-    Packing,
-    appearance,
-    arriving_config,
-    claimed_for_learning,
-    pack_task,
-    select_new,
-)
-from ptlf.run.inference import LoadedEncoder, card_of
+from ptlf.run.incoming import STREAM, Packing, appearance, arriving_config, claimed_for_learning, select_new
+from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.run.loop import Run
 from ptlf.run.recipes import name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
-from ptlf.run.start import without_start
 from ptlf.run.watcher import Watcher
-from ptlf.stream.arrivals import (
-    accept,
-    arrivals,
-    check_watched,
-    clear,
-    settled,
-    task_name,
-)
+from ptlf.stream.arrivals import accept, arrivals, check_watched, clear, pack_incoming, settled, task_name
 from ptlf.stream.folders import subfolders
-from ptlf.stream.pack import Pack
+from ptlf.stream.pack import Pack, data_root
 from ptlf.stream.squares import OnError
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
 
+SIZE = 32  # pixels, where neither the images nor the settings say
 MAX_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
 ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "watcher", *Packing.__annotations__}
@@ -78,31 +60,30 @@ class Learner:
         size: int | None = None,
         config: Config | None = None,
         free: Collection[str] = (),
-        make_run: Callable[..., Run] = Run,
         **settings: Any,
     ) -> None:
         """A new run; nothing is written before the first task. For one that is there: `Learner.load`.
 
         encoder: a name (`ptlf list encoders`) or a module that maps images (B, 3, S, S) to vectors (B, dim). Copies of
-            it are trained; it stays as it is. None: one that fits the first task's images and the machine.
+            it are trained. None: one that fits the first task's images and the machine.
         method: a method, or one with freezing, as recipes name them: "lump", "ptlf", "ptlf-cost", ...
         size: side of the images in pixels; default: that of a packed set or array, else the views' or 32.
         settings: sections, as training={"epochs": 20}, or keys, as **{"training.epochs": 20}; also seed and device.
             Batch and epochs, where they are not given, are chosen with the first task. log="tensorboard" or a list
             names trackers.
         config: a complete configuration in place of names and settings, as `new` and `load` give it, with the settings
-            that are `free` until the first task. make_run: called as `Run`.
+            that are `free` until the first task.
         """
         if config is None:
             named = {"encoder.name": encoder if isinstance(encoder, str) else "given"} if encoder is not None else {}
             given = with_stored_encoder(nest_settings({**named, **settings}))
             values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
             config, free = arriving_config(from_dict(values), Path(out)), free_settings(given)
-        self.folder, self.size, self.config, self.make_run = Path(out), size, config, make_run
+        self.folder, self.size, self.config = Path(out), size, config
         self.free = frozenset(free) - {"stream.tasks"}
         self.module = encoder if isinstance(encoder, nn.Module) else None
         self.run: Run | None = None  # the latest
-        self._trained: Components | None = None  # with the encoder as the last task left it
+        self._encoder: LoadedEncoder | None = None  # as the last task left it, once it is asked for
 
     @classmethod
     def new(cls, config: Config, out: Path | str, size: int | None = None, free: Collection[str] = ()) -> Self:
@@ -148,7 +129,7 @@ class Learner:
     @property
     def encoder(self) -> nn.Module:
         """The encoder as the last task left it, in eval mode."""
-        return self._loaded().model.encoder.eval()
+        return self._loaded().module
 
     @property
     def exists(self) -> bool:
@@ -190,8 +171,7 @@ class Learner:
             accepted: Pack | None = None
             try:
                 if source is not None:
-                    known = make_stream(self.config, self.folder) if self.exists else None
-                    incoming = pack_task(self.folder, self.config, known, source, name, self.size, packing)
+                    incoming = self._pack(source, name, packing)
                     incoming = select_new(incoming, arrivals(self.folder), unfinished, again, new_only)
                 if unfinished:
                     run = self._train(watcher)
@@ -235,7 +215,7 @@ class Learner:
             if not 0 <= value <= MAX_SECONDS:
                 raise UserError(f"{word} must be a number of seconds from 0 to {MAX_SECONDS:g}, not {value:g}")
         folder = Path(folder)
-        refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
+        refused: dict[Path, Any] = {}  # how its files looked
         check_watched(folder)
         check_new(self.folder)
         if not once and not subfolders(folder):
@@ -243,18 +223,17 @@ class Learner:
         if self.exists and not has_finished(self.folder):
             yield self._one_of_many(None, folder, learning)
         while True:
-            learnt, now = {pack.source: pack for pack in arrivals(self.folder)}, time.time()
-            new = settled(folder, settle, now, learnt)
-            waiting = [path for path in new if path not in refused or refused[path][0] != appearance(path)]
-            if waiting:
-                path, looks = waiting[0], appearance(waiting[0])
+            new = settled(folder, settle, time.time(), {pack.source for pack in arrivals(self.folder)})
+            looks = ((path, appearance(path)) for path in new)
+            path, look = next(((path, look) for path, look in looks if refused.get(path) != look), (None, None))
+            if path is not None:
                 try:
                     results = self._one_of_many(path, folder, learning)
                 except UserError as error:
                     if self.exists and not has_finished(self.folder):  # not for what the folder holds
                         raise
                     warn(f"{path} is left out: {error}")
-                    refused[path] = looks, str(error)
+                    refused[path] = look
                 else:
                     yield results
             elif once:
@@ -296,16 +275,13 @@ class Learner:
         config = from_dict(merge(Config, as_dict(self.config), given))
         if labelled is None and "stream" in given:
             labelled = config.stream.labelled
-        if labelled is not None:
-            return evaluate_labelled(self.folder, config, str(labelled), probes, self._start(), on_error)[0]
-        return evaluate_run(self.folder, config, probes, self._start())[0]
+        images = None if labelled is None else str(labelled)
+        return evaluate_run(self.folder, config, probes, self._start(), images, on_error)[0]
 
     def embed(self, images: Any, batch: int = 256) -> np.ndarray:
         """Features (N, dim) float32 of images in any form that `learn` takes: a folder (files sorted by path), a packed
         set, an .npz, an array, a list, a data set. They are made square as the run's own images were."""
-        parts = self._loaded()
-        with eval_mode(parts.model.encoder):
-            return LoadedEncoder(parts.model.encoder, card_of(parts), parts.device).embed(images, batch)
+        return self._loaded().embed(images, batch)
 
     def _repr_html_(self) -> str:
         """The report page, for notebooks."""
@@ -330,6 +306,17 @@ class Learner:
             raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot continue without it")
         return finished
 
+    def _pack(self, source: Source, name: str | None, packing: Packing) -> Pack:
+        """The images of the next task, in size and shape as those of the run."""
+        known = make_stream(self.config, self.folder) if self.exists else None
+        fit = packing.get("fit")
+        if known and fit not in (None, known.fit):
+            raise UserError(f"the images of {self.folder} were packed with --fit {known.fit}; leave out --fit {fit}")
+        size, default = known.size if known else self.size, self.config.views.size or SIZE
+        options: dict[str, Any] = {**packing, "fit": known.fit if known else fit or "crop"}
+        root = data_root(self.config.data_root)
+        return pack_incoming(self.folder, source, name, size, root=root, default_size=default, **options)
+
     def _fit(self, first: Pack, report: Callable[[str], None] | None) -> None:
         """Choose the settings that are free for the images of the first task."""
         values, chosen = fit_settings(as_dict(self.config), self.free, [first.split("train").count], first.size)
@@ -348,10 +335,10 @@ class Learner:
 
     def _train(self, watcher: Watcher, accepted: Pack | None = None) -> Run:
         """What the run has left. accepted: its new task, which is given back if training does not begin."""
-        self._trained = self.run = None
+        self._encoder = self.run = None
         gc.collect()  # a run is in reference cycles: the last one's memory is needed now
         try:
-            self.run = run = self.make_run(self.config, self.folder, encoder=self._start())
+            self.run = run = Run(self.config, self.folder, encoder=self._start())
             if self.module is not None and not self.exists and run.components.weights is None:
                 save_encoder(self.folder, self.module, START)
             run.train(watcher, resume=True, claim=False)
@@ -359,16 +346,12 @@ class Learner:
             if accepted is not None and not (self.run and self.run.begun):
                 shutil.rmtree(accepted.path)
             raise
-        self._trained = run.components
         return run
 
-    def _loaded(self) -> Components:
-        if self._trained is None:
-            stream, quiet = make_stream(self.config, self.folder), replace(self.config.evaluation, enabled=False)
-            config = without_start(replace(self.config, evaluation=quiet))
-            self._trained = build_components(config, None, self._start(), stream)
-            restore_encoder(self.folder, self._trained.model.encoder)
-        return self._trained
+    def _loaded(self) -> LoadedEncoder:
+        if self._encoder is None:
+            self._encoder = load_encoder(self.folder, self._start(), self.config.device, trust_code=True)
+        return self._encoder
 
 
 def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 import gc
 import itertools
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ptlf.core.settings import as_dict
 from ptlf.run.build import make_stream
@@ -19,7 +19,6 @@ from ptlf.training.process import Stopped
 
 AGAIN = "the same command continues"
 Tell = Callable[[str], None]
-Value = TypeVar("Value", str, int)
 
 
 @dataclass(frozen=True)
@@ -36,19 +35,14 @@ class Planned:
 Watch = Callable[[Planned], Watcher]
 
 
-def unique(values: Iterable[Value]) -> list[Value]:
-    """Each once, in order."""
-    return list(dict.fromkeys(values))
-
-
 def plan(
     recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str], tell: Tell = lambda line: None
 ) -> list[Planned]:
     """A run for every recipe and seed; one that is named twice is one. Runs that could not be compared are refused.
     tell: as for `resolve_config`."""
-    runs, recipes, seeds = [], unique(recipes), unique(seeds)
-    for recipe, seed in itertools.product(recipes, seeds):
-        name = recipe if len(seeds) == 1 else f"{recipe} seed {seed}"
+    runs = []
+    for recipe, seed in itertools.product(dict.fromkeys(recipes), dict.fromkeys(seeds)):
+        name = recipe if len(set(seeds)) == 1 else f"{recipe} seed {seed}"
         config = resolve_config(recipe, None, [*overrides, f"--seed={seed}"], tell=tell)
         runs.append(Planned(name, config, out / f"{recipe.replace('/', '-')}-seed{seed}"))
     check_comparable([as_dict(run.config) for run in runs])
@@ -68,9 +62,8 @@ def announced(done: int, missing: Sequence[Planned], watch: Callable[[str], Watc
     numbers = {run.folder: done + place for place, run in enumerate(missing, 1)}
 
     def watcher(run: Planned) -> Watcher:
-        seed = run.config.seed
-        name = run.name.removesuffix(f" seed {seed}")
-        tell(f"run {numbers[run.folder]} of {done + len(missing)}: {name}, seed {seed}")
+        name = run.name.removesuffix(f" seed {run.config.seed}")
+        tell(f"run {numbers[run.folder]} of {done + len(missing)}: {name}, seed {run.config.seed}")
         return watch(run.name)
 
     return watcher

@@ -19,7 +19,7 @@ from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS
 from ptlf.run import fitting
 from ptlf.run.config import Config, from_dict
-from ptlf.run.fitting import EPOCHS, FLOPS_PER_PIXEL, Machine, batch, epochs, network
+from ptlf.run.fitting import EPOCHS, FLOPS_PER_PIXEL, Machine
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
 from ptlf.stream.arrivals import arrivals
@@ -137,14 +137,14 @@ def test_batch_and_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     for smallest, on_cores, on_gpu in (
         (2, 2, 2), (3, 2, 2), (17, 16, 16), (100, 16, 16), (130, 32, 32), (400, 64, 64), (9000, 64, 256)
     ):  # fmt: skip
-        assert (batch(CORES, smallest), batch(GPU, smallest)) == (on_cores, on_gpu), smallest
+        assert (CORES.batch(smallest), GPU.batch(smallest)) == (on_cores, on_gpu), smallest
     for machine, flops in itertools.product((CORES, GPU), (1e6, 1e8, 1e10, 1e13)):
-        found, seconds = epochs(machine, flops, 1000), 6 * flops * 1000 / machine.flops  # of one epoch
+        found, seconds = machine.epochs(flops, 1000), 6 * flops * 1000 / machine.flops  # of one epoch
         assert found in EPOCHS and (found * seconds <= machine.seconds or found == EPOCHS[0]), (machine, flops)
         longer = [number for number in EPOCHS if number > found]
         assert not longer or longer[0] * seconds > machine.seconds, (machine, flops)
     monkeypatch.setattr(fitting.processes, "world_size", lambda: 3)
-    assert (batch(GPU, 9000), batch(GPU, 4)) == (255, 6)
+    assert (GPU.batch(9000), GPU.batch(4)) == (255, 6)
 
 
 def test_flops_of_the_networks() -> None:
@@ -155,7 +155,7 @@ def test_flops_of_the_networks() -> None:
         with FlopCounterMode(display=False) as counter:
             encoder(images)
         assert expected == pytest.approx(counter.get_total_flops() / 128**2, rel=0.02), name
-    assert {network(machine, size) for machine in (CORES, GPU) for size in (8, 32, 64, 65, 224)} == set(FLOPS_PER_PIXEL)
+    assert {machine.network(size) for machine in (CORES, GPU) for size in (8, 32, 64, 65, 224)} == set(FLOPS_PER_PIXEL)
 
 
 def test_all_refusals_at_once(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
