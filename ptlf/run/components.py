@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, warn
 from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, Weights, as_encoder, load_weights, read_tensors
@@ -93,7 +93,7 @@ class Components:
             return
         if stream.untested:
             names = short_repr(list(stream.untested))
-            processes.warn(f"there are no test images of {names}: these tasks are learnt, but not tested")
+            warn(f"there are no test images of {names}: these tasks are learnt, but not tested")
         if stream.eval_splits:
             self.prober = Prober(stream, tests, config.probes, self.prepare, device, sources)
         if tests.reference is not None:

@@ -9,6 +9,7 @@ import numpy as np
 from torch import nn
 
 from ptlf.core import processes
+from ptlf.core.errors import warn
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
 from ptlf.evaluation.spread import COLLAPSED
@@ -125,7 +126,7 @@ class Run:
         if self.components.out:
             self.trackers.begin(self.components.out, as_dict(self.config), self.record.per_epoch)
         if why := why_not_captured(self.config.training.engine, self.device):
-            processes.warn(f"{why}: the step runs eagerly, not captured")
+            warn(f"{why}: the step runs eagerly, not captured")
         tasks, epochs, freezer = self.stream.tasks, self.config.training.epochs, self.freezing.freezer
         done = self.progress.task * epochs + self.progress.epoch
         self.watcher.begin(self.about(), len(tasks), epochs, len(freezer.units), len(freezer.frozen), done)
@@ -147,7 +148,7 @@ class Run:
     def train_stream(self) -> None:
         if self.progress.position == Position():
             if self.config.memory.images is not None and self.method.memory is None:
-                processes.warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
+                warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
             elif self.config.memory.images is not None:
                 self.record.memory_images = fill_memory(self.components)
             self.record.test_reference(self.evaluator.test_reference())
@@ -253,7 +254,7 @@ class Run:
             place = f"in task {self.progress.task + 1}, epoch {done}"
             differ = f"features of {images} images differ by {spread:.1e} (1 = spread evenly, 0 = all the same)"
             hint = "try a lower --training.lr or another objective"
-            processes.warn(f"the representation has collapsed {place}: normalised {differ}; {hint}")
+            warn(f"the representation has collapsed {place}: normalised {differ}; {hint}")
 
     def save_or_stop(self) -> None:
         """A moment at which the run can be left: it saves itself if it is time to, and stops if it was asked to."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ptlf
 from ptlf.core import processes
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, warn
 from ptlf.core.files import write_whole
 from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.settings import as_dict
@@ -162,7 +162,7 @@ class Snapshots:
         threads, now = state.get("threads"), torch.get_num_threads()
         if parts.device.type == "cpu" and threads not in (None, now):  # they share a sum among them
             differ = "results may differ in the last bits from those of a run that was not stopped"
-            processes.warn(
+            warn(
                 f"the checkpoint is of {threads} CPU threads, and now there are {now}: "
                 f"{differ}; set OMP_NUM_THREADS={threads} for the same bits"
             )
