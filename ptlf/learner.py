@@ -4,11 +4,11 @@ import gc
 import html
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import numpy as np
 from torch import nn
@@ -23,23 +23,23 @@ from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, check_arrived, check_new, has_finished, restore_encoder, save_encoder
-from ptlf.run.incoming import STREAM, Packing, appearance, arriving_config, claimed_for_learning, select_new
+from ptlf.run.incoming import STREAM, appearance, arriving_config, claimed_for_learning, select_new
 from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.run.loop import Run
 from ptlf.run.recipes import name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
 from ptlf.run.watcher import Watcher
 from ptlf.stream.arrivals import accept, arrivals, check_watched, clear, pack_incoming, settled, task_name
+from ptlf.stream.decode import Fit
 from ptlf.stream.folders import subfolders
 from ptlf.stream.pack import Pack, data_root
 from ptlf.stream.squares import OnError
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
 
-SIZE = 32  # pixels, where neither the images nor the settings say
 MAX_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
-ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "watcher", *Packing.__annotations__}
+ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "watcher", "test_fraction", "on_error", "workers", "fit"}
 Source = Any  # a path, an array, a list of images, a data set
 
 
@@ -142,7 +142,8 @@ class Learner:
         again: bool = False,
         new_only: bool = False,
         watcher: Watcher | None = None,
-        **packing: Unpack[Packing],
+        fit: Fit | None = None,
+        **packing: Any,
     ) -> dict[str, Any]:
         """Learn the images in `source` as the next task. Returns what results.json holds.
 
@@ -156,29 +157,32 @@ class Learner:
         new_only: leave out images that earlier tasks have from the same place, as a folder that has grown; if there
             are no others, nothing is learnt.
         watcher: gets what happens; default: a progress bar.
-        packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`; for a new run also `fit`.
+        packing: `test_fraction`, `on_error`, `workers` and, for a new run, `fit`, as for `ptlf data pack`.
         """
         if source is None and not self.exists:
             raise UserError(f"{self.folder} holds no run; give the images of its first task")
         if again and new_only:
             raise UserError("--again learns what --new-only leaves out (again=True, new_only=True); give one of them")
-        report = tell if watcher is None else None
-        watcher = watcher or Live(name_of(as_dict(self.config)))
+        tells, watcher = watcher is None, watcher or Live(name_of(as_dict(self.config)))
         with claimed_for_learning(self.folder):
             unfinished = self.exists and not self._check_continues()
             incoming: Pack | None = None
             accepted: Pack | None = None
             try:
                 if source is not None:
-                    incoming = self._pack(source, name, packing)
+                    incoming = self._pack(source, name, fit, packing)
                     incoming = select_new(incoming, arrivals(self.folder), unfinished, again, new_only)
                 if unfinished:
                     run = self._train(watcher)
                     if incoming is not None and run.stop_signal:  # in its last moments
                         raise Stopped(self.folder, run.stop_signal)
                 if incoming is not None:
-                    if not self.exists:
-                        self._fit(incoming, report)
+                    if not self.exists:  # choose the settings that are free
+                        counts, values = [incoming.split("train").count], as_dict(self.config)
+                        fitted, chosen = fit_settings(values, self.free, counts, incoming.size)
+                        self.config = from_dict(fitted)
+                        if chosen and tells:
+                            tell(f"{chosen}; they hold for all later tasks, and cannot be changed then")
                     accepted = accept(self.folder, incoming)
                     self._train(watcher, accepted)
             except Stopped as stopped:
@@ -191,20 +195,14 @@ class Learner:
         return self.results
 
     def watch(
-        self,
-        folder: Path | str,
-        *,
-        settle: float = 30.0,
-        every: float = 10.0,
-        once: bool = False,
-        **learning: Any,
+        self, folder: Path | str, *, settle: float = 30.0, every: float = 10.0, once: bool = False, **learning: Any
     ) -> Iterator[dict[str, Any]]:
         """Learn every subfolder as it appears, first the one with the oldest image file; yields the results after each.
         Never ends by itself.
 
         A subfolder is left for later while anything in it is younger than `settle` seconds, and is learnt once: the
         run's record says from where its tasks came. One that cannot be learnt is named on stderr, and tried again when
-        it changes. Images that come into a learnt subfolder, or lie in none, are not learnt, and counted on stderr.
+        it changes. Images that come into a learnt subfolder, or lie in none, are not learnt.
 
         every: seconds between looks. once: end when nothing is left to learn, with an error if a subfolder with images
             could not be learnt.
@@ -305,23 +303,14 @@ class Learner:
             raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot continue without it")
         return finished
 
-    def _pack(self, source: Source, name: str | None, packing: Packing) -> Pack:
+    def _pack(self, source: Source, name: str | None, fit: Fit | None, packing: dict[str, Any]) -> Pack:
         """The images of the next task, in size and shape as those of the run."""
         known = make_stream(self.config, self.folder) if self.exists else None
-        fit = packing.get("fit")
         if known and fit not in (None, known.fit):
             raise UserError(f"the images of {self.folder} were packed with --fit {known.fit}; leave out --fit {fit}")
-        size, default = known.size if known else self.size, self.config.views.size or SIZE
-        options: dict[str, Any] = {**packing, "fit": known.fit if known else fit or "crop"}
-        root = data_root(self.config.data_root)
-        return pack_incoming(self.folder, source, name, size, root=root, default_size=default, **options)
-
-    def _fit(self, first: Pack, report: Callable[[str], None] | None) -> None:
-        """Choose the settings that are free for the images of the first task."""
-        values, chosen = fit_settings(as_dict(self.config), self.free, [first.split("train").count], first.size)
-        self.config = from_dict(values)
-        if chosen and report:
-            report(f"{chosen}; they hold for all later tasks, and cannot be changed then")
+        size, fit = (known.size, known.fit) if known else (self.size, fit or "crop")
+        options = {"root": data_root(self.config.data_root), "default_size": self.config.views.size or 32, **packing}
+        return pack_incoming(self.folder, source, name, size, fit=fit, **options)
 
     def _start(self) -> nn.Module | None:
         """A copy of the module that was given, with the weights that training began with."""

@@ -37,11 +37,7 @@ class Components:
     """Where several processes share the run, every one of them builds the same; the first one writes."""
 
     def __init__(
-        self,
-        config: Config,
-        folder: Path | None = None,
-        encoder: nn.Module | None = None,
-        stream: Stream | None = None,
+        self, config: Config, folder: Path | None = None, encoder: nn.Module | None = None, stream: Stream | None = None
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
         self.config, self.folder = config, folder
@@ -70,13 +66,18 @@ class Components:
         self.method = build.make_method(config, stream, model, size, self.random["method"]).to(device)
         broadcast_and_sync_bn([model, self.method], config.distributed)
         parameters = [p for module in (model, self.method) for p in module.parameters() if p.requires_grad]
+        optimizer, images, views = (
+            build.make_optimizer(config.training, parameters),
+            stream.tasks[0].images,
+            self.view_specs,
+        )
         self.trainer = Trainer(
             model,
             self.method,
-            build.make_optimizer(config.training, parameters),
+            optimizer,
             sources,
-            stream.tasks[0].images,
-            self.view_specs,
+            images,
+            views,
             size,
             config.training,
             self.random,

@@ -27,16 +27,6 @@ SAMPLE = 512  # images of a task whose features are measured after it
 Rows = dict[str, Row]  # accuracies by probe
 
 
-@dataclass(frozen=True)
-class TaskTest:
-    """After a task: a row of each probe's accuracy matrix, accuracies on tasks yet to come, and the settings of each
-    row that depend on the images seen by now."""
-
-    rows: Rows
-    future: Rows
-    used: dict[str, dict[str, Any]]
-
-
 class Evaluator:
     """None of its methods changes what is trained. Each is charged to its own purpose on the clock.
 
@@ -100,14 +90,15 @@ class Evaluator:
                 self.step_costs[variant] = self.components.trainer.cost_of_step(indices)
         return self.step_costs[variant]
 
-    def test_task(self, task: int) -> TaskTest:
-        """The encoder after task number `task` (from 0)."""
+    def test_task(self, task: int) -> tuple[Rows, Rows, dict[str, dict[str, Any]]]:
+        """The encoder after task number `task` (from 0): a row of each probe's accuracy matrix, accuracies on tasks yet
+        to come, and the settings of each row that depend on the images seen by now."""
         prober = self.components.prober
         if not prober:
-            return TaskTest({}, {}, {})
+            return {}, {}, {}
         with self.testing(f"testing after task {task + 1} of {len(self.stream.tasks)}") as phase:
             rows = prober.rows(self.encoder, task, phase)
-            return TaskTest(rows, prober.future(self.encoder, task, phase), prober.used(task))
+            return rows, prober.future(self.encoder, task, phase), prober.used(task)
 
     def test_next(self, task: int) -> Rows:
         """The encoder as it is on task number `task`, before that is learnt."""

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 
@@ -14,22 +13,11 @@ from ptlf.run.config import Config
 from ptlf.run.folder import claim_folder
 from ptlf.stream import StreamConfig
 from ptlf.stream.arrivals import clear, known_images, place, reduced, task_name
-from ptlf.stream.decode import Fit
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.pack import Pack
-from ptlf.stream.squares import OnError
 
 STREAM = "arriving"
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
-
-
-class Packing(TypedDict, total=False):
-    """How images are packed, see `pack_folder`."""
-
-    test_fraction: float
-    on_error: OnError
-    workers: int | None
-    fit: Fit | None  # of a new run
 
 
 def arriving_config(config: Config, out: Path) -> Config:

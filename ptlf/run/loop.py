@@ -128,14 +128,8 @@ class Run:
         if why := why_not_captured(self.config.training.engine, self.device):
             warn(f"{why}: the step runs eagerly, not captured")
         tasks, epochs, freezer = self.stream.tasks, self.config.training.epochs, self.freezing.freezer
-        done = self.progress.task * epochs + self.progress.epoch
-        self.watcher.begin(self.about(), len(tasks), epochs, len(freezer.units), len(freezer.frozen), done)
-
-    def about(self) -> list[str]:
-        """Sentences on the run and its start."""
-        tasks, epochs, at = self.stream.tasks, self.config.training.epochs, self.progress.position
-        images = sum(len(task.train) for task in tasks)
-        many, each, units = "s" * (len(tasks) != 1), "s" * (epochs != 1), len(self.freezing.freezer.units)
+        at, images, units = self.progress.position, sum(len(task.train) for task in tasks), len(freezer.units)
+        many, each = "s" * (len(tasks) != 1), "s" * (epochs != 1)
         data = f"{len(tasks)} task{many}, {images} images of {self.stream.size} px, {epochs} epoch{each} each"
         about = [f"{data}, {self.config.encoder.name} with {units} units, on {self.device}"]
         if self.components.weights and at == Position():
@@ -143,7 +137,7 @@ class Run:
         if at != Position():
             place = str(at) if at.epoch < epochs else f"testing after task {at.task + 1}"
             about.append(f"continuing with {place}" if at.task < len(tasks) else "all tasks are learnt")
-        return about
+        self.watcher.begin(about, len(tasks), epochs, units, len(freezer.frozen), at.task * epochs + at.epoch)
 
     def train_stream(self) -> None:
         if self.progress.position == Position():
@@ -194,9 +188,9 @@ class Run:
         """Nothing is recorded before all of it is there: if the run is stopped here, the test begins anew."""
         task = self.progress.task
         reference, features = self.evaluator.test_reference(), self.evaluator.measure_features(task)
-        found = self.evaluator.test_task(task)
-        self.record.end_task(task, found.rows, found.future, found.used)
-        self.watcher.end_task(task, found.rows)
+        rows, future, used = self.evaluator.test_task(task)
+        self.record.end_task(task, rows, future, used)
+        self.watcher.end_task(task, rows)
         self.record.test_reference(reference)
         self.record.features += features
 

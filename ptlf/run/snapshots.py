@@ -34,13 +34,7 @@ from ptlf.run.record import Progress, Record
 from ptlf.run.results import SCHEMA, Json, write_json
 from ptlf.stream import Stream
 from ptlf.stream.task import digest
-from ptlf.training.checkpoint import (
-    Checkpoints,
-    group_state,
-    load_group_state,
-    load_optimizer_state,
-    optimizer_state,
-)
+from ptlf.training.checkpoint import Checkpoints, group_state, load_group_state, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
 from ptlf.training.trainer import EpochState
 

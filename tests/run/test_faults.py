@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Done, StopsIn, run_cli, tiny_config
+from conftest import Done, StopsIn, StopsInItsLastMoments, run_cli, tiny_config
 from faults import lasting
 from PIL import Image
 from torch import nn
@@ -503,16 +503,12 @@ class TestResumeImages:
         resume(run)
 
 
-class AtTheEnd(Watcher):
-    """Sends this process a signal when a run has nothing left to train."""
-
-    def end(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path) -> None:
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
-    assert f"stopped; `ptlf {shlex.join(words)}` continues from here" in watched(AtTheEnd(), *words, code=130).err
+    assert (
+        f"stopped; `ptlf {shlex.join(words)}` continues from here"
+        in watched(StopsInItsLastMoments(), *words, code=143).err
+    )
     assert [folder.name for folder in tmp_path.iterdir()] == ["digits-simsiam-lump-seed0"]
     assert read_results(tmp_path / "digits-simsiam-lump-seed0")["status"] == "finished"
 

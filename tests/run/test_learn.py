@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Done, StopsAt, StopsIn, run_cli, tiny_config, tiny_encoder
+from conftest import Done, StopsAt, StopsIn, StopsInItsLastMoments, paint, run_cli, tiny_config, tiny_encoder
 from faults import before_call, lasting, same
 from PIL import Image
 from safetensors.torch import load_file
@@ -64,14 +64,6 @@ WORDS = [
     "--device", "cpu", "--training.epochs", "2", "--training.batch", "8", "--memory.size", "12",
     "--probes.knn_class.k", "5", "--evaluation.gallery", "false", "--freezing.final", "0.67",
 ]  # fmt: skip
-
-
-def paint(folder: Path, count: int, seed: int) -> None:
-    folder.mkdir(parents=True)
-    random = np.random.default_rng(seed)
-    for number in range(count):
-        pixels = random.integers(0, 90, (SIZE, SIZE, 3)) + random.integers(0, 160, 3)
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:02}.png")
 
 
 @pytest.fixture(scope="module")
@@ -413,23 +405,13 @@ def npz(folder: Path, **arrays: Any) -> Path:
     return folder / "images.npz"
 
 
-def empty(folder: Path) -> Path:
-    (folder / "below").mkdir(parents=True)
-    return folder
-
-
-def single(folder: Path) -> Path:
-    paint(folder, 1, seed=7)
-    return folder
-
-
 BAD = [
-    (empty, [], "holds no images"),
+    (lambda folder: paint(folder / "below", 0).parent, [], "holds no images"),
     (lambda folder: folder, [], "there is no folder or file"),
     (broken, [], "05.png cannot be used: not an image in a known format; repair or remove it, or"),
     (other_size, [], "large has images of 16 px, not 8"),
     (lambda folder: npz(folder, images=np.full((4, 8, 8, 3), 9.0)), [], "floating-point pixels lie in 9..9"),
-    (single, [], "task 2 has 1 image; a batch needs at least 2"),
+    (lambda folder: paint(folder, 1), [], "task 2 has 1 image; a batch needs at least 2"),
     (broken, ["--training.epochs", "5"], "epochs and batch were chosen with its first task and hold for all"),
     (broken, ["--size", "16"], "leave out --size"),
     (broken, ["--evaluation.tasks", "some"], "evaluation.tasks must be all, last:N or sample:N"),
@@ -541,11 +523,6 @@ def test_an_error_before_the_first_step_leaves_no_run(root: Path, tmp_path: Path
     assert learner.learn("day2", watcher=QUIET)["tasks"] == ["day1", "day2"]  # the run that was there still is
 
 
-class StopsInItsLastMoments(Watcher):
-    def end(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_a_stop_while_a_task_is_finished_first_names_the_next_and_holds_for_it(root: Path, run: Path) -> None:
     day2, day3 = (root / "pictures" / day for day in ("day2", "day3"))
     learn(run, day2, code=143, watcher=StopsAt(4))
@@ -635,7 +612,7 @@ def test_a_folder_that_has_grown(root: Path, tmp_path: Path) -> None:
     for words, told in (
         ([day], f"23 of the 23 images of day were learnt before: {tasks}; give --again"),
         ([day, "--again", "--new-only"], "give one of them"),
-        (["--watch", tmp_path, "--new-only"], f"`ptlf learn {run} FOLDER --new-only`"),
+        (["--watch", tmp_path, "--new-only"], "leave out --new-only"),
     ):
         assert told in learn(run, *words, code=2).err
     assert files_in(run) == before

@@ -27,17 +27,12 @@ def settings_of(name: str) -> dict[str, Any]:
     return as_dict(from_dict(recipe(name)))
 
 
+SGD = {"name": "sgd", "momentum": 0.9, "weight_decay": 5e-4}
+LARS = {"name": "lars", "momentum": 0.9, "weight_decay": 1e-4, "eta": 0.02}
 # The public code of LUMP (Madaan et al. 2022), but for what docs/paper-notes.md says.
 LUMP = {
     "encoder": {"name": "resnet18", "width": None},
-    "training": {
-        "lr": 0.03,
-        "schedule": "constant",
-        "warmup": 0,
-        "batch": 256,
-        "optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 5e-4},
-        "epochs": 200,
-    },
+    "training": {"lr": 0.03, "schedule": "constant", "warmup": 0, "batch": 256, "optimizer": SGD, "epochs": 200},
     "memory": {"size": 256},
     "method": {"name": "lump", "alpha": 0.4, "mix_first_task": True},
     "probes": {"knn_task": {"enabled": True, "k": None, "temperature": 0.1}, "linear": {"enabled": False}},
@@ -47,14 +42,7 @@ CASSLE = {
     "stream": {"name": "imagenet100", "class_order": "seeded"},
     "views": {"name": "cassle-barlow", "memory": "cassle-moco", "size": 224},
     "encoder": {"name": "resnet18-imagenet", "width": None},
-    "training": {
-        "lr": 0.4,
-        "schedule": "cosine",
-        "warmup": 10,
-        "batch": 256,
-        "optimizer": {"name": "lars", "momentum": 0.9, "weight_decay": 1e-4, "eta": 0.02},
-        "epochs": 400,
-    },
+    "training": {"lr": 0.4, "schedule": "cosine", "warmup": 10, "batch": 256, "optimizer": LARS, "epochs": 400},
     "objective": {"name": "barlow_twins", "projection": 2048, "scale": 0.1},
     "probes": {"linear": {"enabled": True, "epochs": 100, "lr": 0.1, "standardise": False}},
 }
