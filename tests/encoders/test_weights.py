@@ -132,7 +132,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"no")
     (tmp_path / "b.pt").write_bytes(b"no")
     torch.save([1, 2], tmp_path / "c.pt")
-    messages = {"a.safetensors": "no readable safetensors", "b.pt": "cannot be read", "c.pt": "holds no tensors"}
+    messages = {"a.safetensors": "cannot be read", "b.pt": "cannot be read", "c.pt": "holds no tensors"}
     for name, message in messages.items():
         with pytest.raises(UserError, match=message):
             load_weights(tiny_encoder(), tmp_path / name)

@@ -129,6 +129,7 @@ def test_fold_keeps_the_weights_dtype_and_layout():
 def test_folded_layer_follows_its_sources_and_keeps_its_memory():
     layer, norm = frozen(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4).eval()
     override, x = FrozenLayer(layer, norm), torch.randn(2, 3, 8, 8)
+    override.refresh()
     address = override.weight.data_ptr()
     for change in (
         lambda: layer.load_state_dict(nn.Conv2d(3, 4, 3).state_dict()),

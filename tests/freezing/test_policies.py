@@ -64,7 +64,6 @@ def test_what_is_missing_is_named():
     for policy, count, given, message in (
         (Correlation(), 2, {"ratios": {"a": 1.0}}, "ratio of unit 'b'"),
         (Correlation(), 1, {}, "ratio of unit 'a'"),
-        (Random(), 1, {}, "generator"),
         (CostAware(), 1, {"ratios": RATIOS}, "measure_savings"),
         (CostAware(), 1, {"savings": even()}, "ratio of unit 'a'"),
     ):

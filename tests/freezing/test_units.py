@@ -25,15 +25,17 @@ def test_resnet18_has_twenty_units_in_data_order():
 
 
 def test_all_resnet_norms_fold_and_all_relus_are_kept_by_units_alone():
-    seen = trace(ResNet(BasicBlock, (1, 1), width=8))
+    model = ResNet(BasicBlock, (1, 1), width=8)
+    seen = trace(model)
     assert seen.foldable == {unit.name for unit in seen.units}
-    keepers = {relu.name: relu.keepers for relu in seen.relus}
+    names = {module: name for name, module in model.named_modules()}
+    keepers = {names[relu]: units for relu, units in seen.relus.items()}
     assert keepers["stem.relu"] == {"stages.0.0.conv1"}
     assert keepers["stages.0.0.relu1"] == {"stages.0.0.conv2"}
     assert keepers["stages.0.0.relu2"] == {"stages.1.0.conv1", "stages.1.0.shortcut.0"}
     assert keepers["stages.1.0.relu2"] == set()  # the average pool saves nothing
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.ReLU())
-    assert [relu.name for relu in trace(model).relus] == ["4"]  # the first one's output is kept by the pool
+    assert list(trace(model).relus) == [model[4]]  # the first one's output is kept by the pool
 
 
 def test_order_is_that_of_the_data_not_of_definition():
