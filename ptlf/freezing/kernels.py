@@ -39,7 +39,7 @@ class _FrozenConv2d(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, _, *ctx.settings = inputs
         ctx.save_for_backward(weight)
-        ctx.size = x.shape[2:]
+        ctx.size = x.shape[-2:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -70,8 +70,6 @@ def frozen_conv2d(
     groups: int = 1,
 ) -> Tensor:
     """conv2d on (B, C, H, W) or (C, H, W) without gradients for weight and bias; saves only the weight for backward."""
-    if x.ndim == 3:
-        return frozen_conv2d(x[None], weight, bias, stride, padding, dilation, groups)[0]
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
