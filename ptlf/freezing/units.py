@@ -264,7 +264,7 @@ class Ownership:
 
     def _nearness(self, path: str, index: int) -> int:
         """How many levels of the module tree the path and the unit share."""
-        return len(commonprefix([path.split("."), self.paths[index]]))
+        return len(commonprefix([path.split("."), self.paths[index]]))  # noqa: RUF071 (of lists, not of characters)
 
 
 def node_inputs(node: Node) -> list[Node]:
