@@ -32,7 +32,8 @@ from ptlf.kernels import FastParts, can_fuse, parts
 from ptlf.model import Model, gradient
 from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import Teacher
-from ptlf.run import build, components
+from ptlf.run import build
+from ptlf.run.components import Components
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.run.watcher import Watcher
@@ -49,7 +50,7 @@ COMMON: dict[str, Any] = {
     "freezing__batches": 1,
     "probes__linear__enabled": False,
 }
-prepare_images, measure_savings = components.prepare_images, build.measure_savings
+prepare, measure_savings = Components.prepare, build.measure_savings
 ONE_EPOCH = {"training__epochs": 1}
 # Every objective with its distillation, and every method; the last run with batch norms that are not synchronised.
 RUNS: dict[str, dict[str, Any]] = {
@@ -116,6 +117,10 @@ def mortal_encoder() -> nn.Module:
 
     network[0].register_forward_pre_hook(die)
     return network
+
+
+def prepare_double(self: Components, images: Tensor) -> Tensor:
+    return prepare(self, images).double()
 
 
 def different_savings(*arguments: Any) -> dict[str, Any]:
@@ -248,7 +253,7 @@ if __name__ == "__main__":
     rank = int(os.environ.get("RANK", "0"))
     if mode == "double":
         Model.encode = encode_double  # type: ignore[method-assign]
-        components.prepare_images = lambda images, **how: prepare_images(images, **how).double()
+        Components.prepare = prepare_double  # type: ignore[method-assign]
         build.measure_savings = different_savings
         count_sent_bytes()
         torch.save({name: train(name) for name in list(RUNS)[rank::2]}, f"{folder}/alone{rank}.pt")
