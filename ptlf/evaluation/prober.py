@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, warn
 from ptlf.core.phases import Advance, Phase, silent
 from ptlf.core.registry import Registry
 from ptlf.core.settings import key
@@ -87,7 +87,7 @@ class Prober:
                 asked = getattr(probe.config, setting, None)
                 if asked is not None and asked != value:
                     small = f"the smallest class has {value} images to compare with"
-                    processes.warn(f"probes.{name}.{setting} is {asked}, but {small}: {value} is used")
+                    warn(f"probes.{name}.{setting} is {asked}, but {small}: {value} is used")
 
     def used(self, task: int) -> dict[str, dict[str, Any]]:
         """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""

@@ -136,7 +136,7 @@ class Group:
         return {task: (before[task][0] if task in before else None, mean) for task, (mean, _) in after.items()}
 
     def warnings(self) -> Iterator[str]:
-        """Probes by which the encoder was better before training, and signs of a collapse, which an accuracy may hide."""
+        """Probes by which the encoder was better before training; signs of a collapse, which an accuracy may hide."""
         for probe in self.first["probes"]:
             values = {key: self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy")}
             if words := worsened(probe, values, self.start, images_behind(self.first, probe, "accuracy")):

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from ptlf.core.errors import UserError, import_optional
-from ptlf.core.processes import info
+from ptlf.core.errors import UserError, import_optional, info
 from ptlf.stream.disk import disk_errors, natural, quote_names
 from ptlf.stream.rows import IMAGE_KEYS, LABEL_KEYS, ImageSplit, Row, plain_label
 

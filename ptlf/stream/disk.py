@@ -19,10 +19,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, info
 from ptlf.core.files import locked, sync_folder
 from ptlf.core.phases import cannot_move
-from ptlf.core.processes import info
 from ptlf.freezing import format_bytes
 
 # What people and programs keep beside images: notes, labels, tables, pages, settings, edits, previews, sound and film.

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from ptlf.core.errors import UserError, unknown
-from ptlf.core.processes import info
+from ptlf.core.errors import UserError, info, unknown
 from ptlf.stream.disk import disk_errors, images_below, natural, note_passed, quote_names
 from ptlf.stream.pack import Folders, Pack, check_name, check_writable_target
 from ptlf.stream.rows import Classes, ImageSplit, Row, hold_out, list_split

@@ -154,7 +154,7 @@ def test_images_of_no_task_are_tested_among_all_classes(world: Path, tmp_path: P
         said = capsys.readouterr()
         assert re.findall(r"^(\w+): accuracy in %", said.out, re.M) == rows
         assert ("probes.knn_class.k is 200" in said.err) == (rows == ["knn_class"])
-    assert "k = 2 (number of tasks seen so far" in said.out
+    assert ", k = 2, bank" in said.out
 
 
 @pytest.mark.parametrize("text", ["[", '[{"date": "", "tasks": 1, "images": "", "sha256": ""}]'])
