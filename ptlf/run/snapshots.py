@@ -216,7 +216,7 @@ class Snapshots:
             "status": "running" if self.progress.status == "new" else self.progress.status,
             "config": config,
             "environment": here,
-            "encoder_weights": parts.weights.as_dict() if parts.weights else None,
+            "encoder_weights": as_dict(parts.weights) if parts.weights else None,
             "seed": parts.config.seed,
             "class_order": list(stream.class_order),
             "tasks": [task.name for task in stream.tasks],

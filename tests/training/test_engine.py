@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ptlf.core import processes
 from ptlf.core.batch import Batch, from_bytes, to_bytes
 from ptlf.core.errors import UserError
-from ptlf.encoders.norm import is_rowwise, takes_views_in_one_pass
+from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import Freezer, correlation, kernels
 from ptlf.kernels import FastParts, module_variant, parts
@@ -279,16 +279,6 @@ def test_a_block_that_branches_on_its_values_names_the_way_out(light_compiler) -
     with pytest.raises(UserError, match=r"Branches cannot be compiled .*; use --training.engine eager"):
         FastParts(4, CPU).encode(encoder, torch.randn(4, 3, 2, 2))
     assert all(block._compiled_call_impl is None for block in encoder[1:])
-
-
-@pytest.mark.parametrize(("layer", "rowwise"), [(nn.Identity(), True), (nn.Softmax(0), False), (nn.Dropout(0.5), True)])
-def test_whether_images_are_encoded_apart_is_found_by_trying(layer: nn.Module, rowwise: bool) -> None:
-    encoder = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), layer)
-    state = torch.get_rng_state()
-    assert is_rowwise(encoder.eval(), torch.empty(1, 3, 2, 2)) is rowwise
-    assert not encoder.training
-    assert not is_rowwise(nn.Sequential(encoder, nn.BatchNorm1d(4)), torch.empty(1, 3, 2, 2))
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_auto_takes_bf16_where_the_gpu_has_it(monkeypatch) -> None:
