@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +53,9 @@ def embed_images(
         writer = WRITERS[out.suffix](file, encoder.feature_dim)
         for split in splits:
             for squares, features in encoder.embedded(split, batch, on_problem):
-                writer.write(squares.names, [class_name(split, label) for label in squares.labels], features)
+                writer.write(
+                    squares.names, [None if label is None else str(label) for label in squares.labels], features
+                )
                 total += len(features)
                 advance(len(features))
         if not total:
@@ -79,10 +80,6 @@ def prefixed(split: ImageSplit, path: str) -> ImageSplit:
         return (row._replace(name=f"{path.rstrip('/')}/{row.name}") for row in split.read())
 
     return replace(split, read=read)
-
-
-def class_name(split: ImageSplit, label: Any) -> str | None:
-    return None if label is None else str(label) if split.names is None else split.names[label]
 
 
 class NpzWriter:

@@ -165,7 +165,7 @@ def test_cut_short(tmp_path: Path, file: str) -> None:
     whole = path.stat().st_size
     os.truncate(path, whole - 1)
     with pytest.raises(
-        UserError, match=f"{file} cannot be read: {whole - 1} bytes where.*ptlf data get cifar10 --overw"
+        UserError, match=f"{file} cannot be read: it has {whole - 1} bytes .*where.*ptlf data get cifar10 --ov"
     ):
         open_pack(tmp_path, "cifar10")
     assert len(verify_pack(tmp_path, "cifar10", progress=False)) == 1
