@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ptlf.cli import escape_surrogates, exit_code
+from ptlf.cli import exit_code
 from ptlf.commands.parser import DEBUG, Parser, add_option, new_file, parse_options, pixels, positive
 
 Add = Callable[..., None]  # adds an option
@@ -35,7 +35,6 @@ def run_script(
     parser: Parser, work: Callable[..., object], argv: Sequence[str] | None, *, several: bool = False
 ) -> int:
     """Call `work` with the options. several: it trains several runs, and the same command continues."""
-    escape_surrogates()
     words = list(sys.argv[1:] if argv is None else argv)
     options, unexpected = parse_options(parser, [word for word in words if word != "--debug"])
     if unexpected:

@@ -1,5 +1,6 @@
 """Self-supervised continual learning, made cheap by progressive task-correlated layer freezing."""
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.2.0"
@@ -15,18 +16,7 @@ _LAZY = {
     "load_encoder": "ptlf.run.inference",
     "pack_images": "ptlf.stream.packing",
 }
-__all__ = [
-    "Config",
-    "FreezeSchedule",
-    "Freezer",
-    "Learner",
-    "Run",
-    "__version__",
-    "correlation_ratios",
-    "find_units",
-    "load_encoder",
-    "pack_images",
-]
+__all__ = ["__version__", *_LAZY]
 
 
 def __dir__() -> list[str]:
@@ -37,6 +27,4 @@ def __getattr__(name: str) -> Any:
     """The public names load their module on first use, so that `ptlf --help` does not wait for torch."""
     if name not in _LAZY:
         raise AttributeError(f"module 'ptlf' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(import_module(_LAZY[name]), name)

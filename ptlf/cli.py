@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import shlex
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,23 +14,13 @@ from pathlib import Path
 
 from ptlf.commands.parser import make_parser, parse_words
 from ptlf.core.errors import UserError
-from ptlf.core.imports import working_folder_on_path
+from ptlf.core.registry import working_folder_on_path
 from ptlf.core.words import printable, short_repr
 from ptlf.training.process import Stopped
 
-MOVED = {  # commands of version 0.2 that are scripts in a clone of the repository now
-    "reproduce": "`python -m reproduction TABLE`",
-    "bench": "`python benchmarks/step.py`, freezing.py, methods.py or run.py",
-    "frontier": "`python benchmarks/frontier.py RECIPE --out DIR`",
-}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    escape_surrogates()
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in MOVED:
-        say(f"`ptlf {words[0]}` is now {MOVED[words[0]]}, in a clone of the repository")
-        return 2
     parser = make_parser()
     options, unexpected = parse_words(parser, [word for word in words if word != "--debug"])
     if "run" not in options:
@@ -45,14 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, function = run.split(":")  # imported only now: torch takes seconds
         getattr(import_module(module), function)(**options)
 
-    return exit_code(work, program(), words, several=verb == "sweep")
-
-
-def escape_surrogates() -> None:
-    """On stdout and stderr: names of files need not be UTF-8."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    return exit_code(work, "ptlf", words, several=verb == "sweep")
 
 
 def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *, several: bool = False) -> int:
@@ -62,6 +44,9 @@ def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *,
     """
     debug = os.environ.get("PTLF_DEBUG", "") not in ("", "0") or "--debug" in words
     again = f"`{command} {shlex.join(words)}` continues from here"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     try:
         with working_folder_on_path(), messages_on_stderr():
             work()
@@ -103,18 +88,11 @@ def users_mistake(error: Exception, words: Sequence[str]) -> str | None:
 
 def is_named(file: object, words: Sequence[str]) -> bool:
     """Whether the file is one that these words of a command name, or lies below one; or in the folder of data sets."""
-    if not isinstance(file, str | bytes | os.PathLike):
+    if not isinstance(file, str):
         return False
     named = [*words, *(word.partition("=")[2] for word in words), os.environ.get("PTLF_DATA") or "~/.cache/ptlf"]
-    path = Path(os.path.abspath(os.fsdecode(file)))
+    path = Path(os.path.abspath(file))
     return any(path.is_relative_to(os.path.abspath(os.path.expanduser(word))) for word in named if word)
-
-
-def program() -> str:
-    """What the user calls this program by: its path where `ptlf` on PATH is another one."""
-    path, found = Path(sys.argv[0]), shutil.which("ptlf")
-    there = path.name == "ptlf" and path.exists() and not (found and os.path.samefile(found, path))
-    return shlex.quote(str(path)) if there else "ptlf"
 
 
 def process() -> int:
@@ -128,13 +106,12 @@ def say(trouble: str) -> None:
 
 
 class MessageHandler(logging.Handler):
-    """Lines on stderr, which rich's progress bars let through above them; of the first process only."""
+    """Lines on stderr, which rich's progress bars let through above them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if process() == 0:
-            kind = "ptlf: warning" if record.levelno >= logging.WARNING else "note"
-            message = "\n".join(printable(line) for line in record.getMessage().splitlines())
-            print(f"{kind}: {message}", file=sys.stderr)
+        kind = "ptlf: warning" if record.levelno >= logging.WARNING else "note"
+        message = "\n".join(printable(line) for line in record.getMessage().splitlines())
+        print(f"{kind}: {message}", file=sys.stderr)
 
 
 @contextmanager

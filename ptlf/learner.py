@@ -14,8 +14,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 from torch import nn
 
-from ptlf.core.errors import UserError
-from ptlf.core.processes import info, warn
+from ptlf.core.errors import UserError, info, warn
 from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,7 @@ import yaml
 from conftest import run_cli
 from PIL import Image
 
-from ptlf.cli import MOVED, main
+from ptlf.cli import main
 from ptlf.commands.parser import make_parser, parse_words
 from ptlf.encoders import ENCODERS
 from ptlf.report.paired import interval
@@ -122,13 +121,6 @@ def test_what_cannot_work_is_refused_before_the_work(tmp_path, monkeypatch) -> N
     for value in ("nan", "1.5", "-0.1", "much"):
         told = refused("data", "pack", ".", "--name", "x", "--size", "8", "--test-fraction", value)
         assert "argument --test-fraction: must be a number" in told
-
-
-@pytest.mark.parametrize(("verb", "script"), MOVED.items())
-def test_a_command_that_is_a_script_now_names_it(verb: str, script: str) -> None:
-    assert script in refused(verb, "main", "--plan")
-    for path in re.findall(r"benchmarks/\w+\.py", script):
-        assert (Path(__file__).parent.parent / path).is_file()
 
 
 def test_sweep_refuses_what_it_would_ignore(tmp_path) -> None:
@@ -323,8 +315,8 @@ def test_options_settings_and_other_words_come_in_any_order() -> None:
         assert {key: options[key] for key in run} == run and not unexpected, words
     words = "sweep a/b/c --seeds 0 1 --training.epochs 2 d/e/f --out o --log wandb --device cpu"
     options, _ = parse_words(make_parser(), words.split())
-    assert (options["recipes"], options["seeds"], options["log"]) == (["a/b/c", "d/e/f"], [0, 1], ["wandb"])
-    assert options["overrides"] == ["--training.epochs", "2", "--device", "cpu"]
+    assert (options["recipes"], options["seeds"]) == (["a/b/c", "d/e/f"], [0, 1])
+    assert options["overrides"] == ["--training.epochs", "2", "--device", "cpu", "--log=[wandb]"]
 
 
 LAZY = {

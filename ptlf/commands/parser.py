@@ -1,6 +1,7 @@
 """The commands of `ptlf` and their options. Importing this file is quick: it imports no torch."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,9 +39,7 @@ def keys_help() -> str:
     from ptlf.run.recipes import DEFAULT
 
     lines = [f"default recipe: {DEFAULT}\n\nsettings (default before the recipe):"]
-    for key, default, about in describe(Config):
-        if key != "recipe":
-            lines.append(f"  --{key if '.' in key else key.replace('_', '-')} {default}\n      {about}")
+    lines += [f"  --{key} {default}\n      {about}" for key, default, about in describe(Config) if key != "recipe"]
     return "\n".join(lines)
 
 
@@ -54,46 +53,31 @@ def parse_words(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], l
 
 
 def parse_options(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Of one command, in any order: its options by name, and words that have no place."""
-    options, positionals, settings = sort_words(parser, words)
-    arguments, rest = parser.parse_known_args([*options, *["--"] * bool(positionals), *positionals])
-    parsed, unexpected = vars(arguments), [word for word in rest if word != "--"]
-    parsed.pop("debug")
-    if not parsed.pop("takes_overrides"):
-        return parsed, [*settings, *unexpected]
-    parsed["overrides"] = [*unexpected, *settings]  # refused with the settings, where the names of recipes are known
-    return parsed, []
-
-
-def sort_words(parser: Parser, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """A command's options with their values, its other words, and settings with their values, which are options that
-    the parser does not know. On a command line they come in any order."""
-    options: list[str] = []
-    positionals: list[str] = []
+    """Of one command, in any order: its options by name, and words that have no place. What looks like an option and
+    is none of the parser's is a setting."""
     settings: list[str] = []
+    others: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if word == "--":
-            positionals += rest
+            others += [word, *rest]
             break
-        if not is_option(word):
-            positionals.append(word)
+        if not word.startswith("--") or word.partition("=")[0] in parser._option_string_actions:
+            others.append(word)
             continue
-        name, equals, _ = word.partition("=")
-        option = parser._option_string_actions.get(name)
-        place = settings if option is None and word.startswith("--") else options
-        place.append(word)
-        nargs = None if option is None else option.nargs  # None: one value; 0: none; "+": all that follow
-        while rest and not equals and nargs != 0 and not is_option(rest[0]):
-            place.append(rest.pop(0))
-            if nargs is None:
-                break
-    return options, positionals, settings
-
-
-def is_option(word: str) -> bool:
-    return word.startswith("-") and word != "-" and not word[1:2].isdigit() and not word.startswith("-.")
+        settings.append(word)
+        if "=" not in word and rest and not re.match("-(?![0-9.]|$)", rest[0]):
+            settings.append(rest.pop(0))
+        others.append("--debug")  # in the setting's place: ends the values of an option before it
+    arguments, unexpected = parser.parse_known_intermixed_args(others)
+    parsed = vars(arguments)
+    parsed.pop("debug")
+    if log := parsed.pop("log", None):
+        settings.append(f"--log=[{', '.join(log)}]")
+    if not parsed.pop("takes_overrides"):
+        return parsed, [*settings, *unexpected]
+    return parsed | {"overrides": [*unexpected, *settings]}, []  # refused later, where names of recipes are known
 
 
 def add_option(parser: Parser, names: str, about: str, kind: Callable[[str], Any] = str, **more: Any) -> None:
@@ -153,12 +137,11 @@ FITS = ("crop", "squash", "pad")
 def make_parser() -> Parser:
     parser = Parser(prog="ptlf", description="Self-supervised continual learning with progressive layer freezing.")
     parser.add_argument("--version", action="version", version=f"ptlf {__version__}")
-    look: dict[str, Any] = {"title": "commands", "metavar": "COMMAND", "parser_class": Parser}
-    families = {"": parser.add_subparsers(**look)}
+    commands: dict[str, Any] = {"title": "commands", "metavar": "COMMAND"}
+    families = {"": parser.add_subparsers(**commands)}
     about = "Get, pack, check and list data sets."
-    families["data"] = (
-        families[""].add_parser("data", help=about, description=about).add_subparsers(required=True, **look)
-    )
+    data = families[""].add_parser("data", help=about, description=about)
+    families["data"] = data.add_subparsers(required=True, **commands)
 
     def verb(name: str, file: str, about: str, *, overrides: bool = False, **texts: Any) -> Callable[..., None]:
         """Declare a command. file: of `ptlf.commands`, with a function of the command's name; or MODULE:FUNCTION.
@@ -172,8 +155,10 @@ def make_parser() -> Parser:
         parser.verbs[name] = made
         return partial(add_option, made)
 
-    for add_verbs in (add_training_verbs, add_encoder_verbs, add_showing_verbs, add_data_verbs):
-        add_verbs(verb)
+    add_training_verbs(verb)
+    add_encoder_verbs(verb)
+    add_showing_verbs(verb)
+    add_data_verbs(verb)
     return parser
 
 

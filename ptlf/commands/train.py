@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from ptlf.core.settings import as_dict, merge, parse_overrides
 from ptlf.core.words import short_repr
 from ptlf.learner import Learner
 from ptlf.report.live import Live, console, tell
-from ptlf.report.runs import read_comparison
 from ptlf.report.tables import show_results, show_runs
 from ptlf.run import sweep as sweeps
 from ptlf.run.cluster import train_as_jobs
@@ -37,39 +35,34 @@ def train(
     config: Path | None,
     out: Path | None,
     resume: Path | None,
-    log: Words | None,
     trust_code: bool,
     overrides: Words,
 ) -> None:
-    overrides = with_log(overrides, log)
+    folder = resume or out
+    if folder is None:
+        raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, a run to continue")
+    if resume:
+        named = [name for name, value in {"--out": out, "--recipe": recipe, "-c": config}.items() if value]
+        named += [word.partition("=")[0] for word in overrides if word.startswith("--")]
+        for word in named:
+            if word not in ("--device", "--log"):  # these may change: the machine, and who tracks the run
+                raise UserError(f"--resume takes the settings of {resume / 'config.yaml'}; leave out {word}")
+        recipe, config = "", resume / "config.yaml"
     with processes.process_group():
-        if resume:
-            named = [name for name, value in {"--out": out, "--recipe": recipe, "-c": config}.items() if value]
-            named += [word.partition("=")[0] for word in overrides if word.startswith("--")]
-            for word in named:
-                if word not in ("--device", "--log"):  # these may change: the machine, and who tracks the run
-                    raise UserError(f"--resume takes the settings of {resume / 'config.yaml'}; leave out {word}")
-            # Where several machines share the run, only the first has its folder.
-            settings: Any = None
-            if processes.is_first():
-                if not (resume / "config.yaml").exists():
-                    refuse_folder_of_runs(resume)
-                settings = resolve_config("", resume / "config.yaml", overrides, trust_code=trust_code)
-            train_in(resume, processes.broadcast_object(settings), resume=True, strict=False)
-        elif out:
-            # After a restart by torchrun the command is the same, and the run is there already.
-            new = processes.is_first() and not (out / "config.yaml").exists()
-            said: dict[str, Any] = {"tell": tell} if new else {}
-            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code, **said)
-            train_in(out, processes.broadcast_object(chosen), resume=processes.restarts() > 0)
-        else:
-            raise UserError("`ptlf train` needs --out DIR, the folder for the run, or --resume DIR, a run to continue")
+        chosen: Any = None
+        if processes.is_first():  # of several machines that share the run, only the first has its folder
+            if resume and not (resume / "config.yaml").exists():
+                refuse_folder_of_runs(resume)
+            chosen = resolve_config(recipe, config, overrides, trust_code=trust_code, tell=tell)
+        train_in(folder, processes.broadcast_object(chosen), resumes=resume is not None)
 
 
-def train_in(folder: Path, config: Config, *, resume: bool, strict: bool = True) -> None:
-    """Train, show and draw. A run to resume must have these very settings, if `strict`."""
+def train_in(folder: Path, config: Config, *, resumes: bool) -> None:
+    """Train, show and draw. resumes: the settings are those of the folder, which else must be new."""
     first = processes.is_first()
-    finished = resume and first and (has_finished_as(folder, config) if strict else has_finished(folder))
+    # After a restart by torchrun the command is the same, and the run is there already.
+    resume = resumes or processes.restarts() > 0
+    finished = resume and first and (has_finished(folder) if resumes else has_finished_as(folder, config))
     if processes.broadcast_object(finished):
         return tell(f"{folder}: already finished")
     if first and not resume:
@@ -92,7 +85,6 @@ def learn(
     settle: float,
     every: float,
     once: bool,
-    log: Words | None,
     trust_code: bool,
     overrides: Words,
     **how: Any,
@@ -102,14 +94,12 @@ def learn(
     if source and overrides and not overrides[0].startswith("-"):
         one = f"`ptlf learn` takes one folder of images per call, and {short_repr(overrides[0])} is a second one"
         raise UserError(f"{one}; call it once for each, or give --watch DIR to learn every subfolder of DIR")
-    if watch and (source or name):
-        raise UserError(f"--watch takes its tasks from {watch}; leave out {'SOURCE' if source else '--name'}")
-    if watch and how["new_only"]:
-        one = f"`ptlf learn {folder} FOLDER --new-only`"
-        raise UserError(f"--watch learns a folder once; for one that has grown call {one}")
+    for word, value in {"SOURCE": source, "--name": name, "--new-only": how["new_only"]}.items():
+        if watch and value:
+            raise UserError(f"--watch takes its tasks from {watch}, every folder once; leave out {word}")
     if not watch and once:
         raise UserError("--once is for --watch DIR")
-    learner = open_learner(folder, recipe, config, size, trust_code, with_log(overrides, log))
+    learner = open_learner(folder, recipe, config, size, trust_code, overrides)
     if watch:
         results = None
         for results in learner.watch(watch, settle=settle, every=every, once=once, **how):
@@ -134,25 +124,19 @@ def open_learner(
 ) -> Learner:
     """The run in the folder, or a new one with these settings."""
     if not (folder / "config.yaml").exists():
-        words = [word.partition("=")[0] for word in overrides if word.startswith("--stream.")]
-        for word in words:
-            if word not in ("--stream.labelled", "--stream.resident"):
+        for word in (word.partition("=")[0] for word in overrides):
+            if word.startswith("--stream.") and word not in ("--stream.labelled", "--stream.resident"):
                 raise UserError(f"`ptlf learn` takes tasks as they arrive; leave out {word}")
         values = read_yaml(config) if config else {}
         recipe = recipe or (None if values.get("recipe") else LEARN)  # None: the one that the file names
         chosen = resolve_config(recipe, config, overrides, trust_code=trust_code)
-        given = merge(Config, values, parse_overrides(Config, overrides))
+        explicit = merge(Config, values, parse_overrides(Config, overrides))
         own = STREAMS.find(chosen.recipe.partition("/")[0]).own
-        return Learner.new(chosen, folder, size, free_settings(given) if own else ())
-    given = {"--recipe": recipe, "-c": config, "--size": size}
-    for word in [word for word, value in given.items() if value]:
-        raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {word}")
+        return Learner.new(chosen, folder, size, free_settings(explicit) if own else ())
+    for word, value in {"--recipe": recipe, "-c": config, "--size": size}.items():
+        if value:
+            raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {word}")
     return Learner.load(folder, trust_code=trust_code, **parse_overrides(Config, overrides))
-
-
-def with_log(overrides: Words, log: Words | None) -> list[str]:
-    """The settings, with the trackers of --log."""
-    return [*overrides, f"--log=[{', '.join(log)}]"] if log else [*overrides]
 
 
 def sweep(
@@ -160,12 +144,10 @@ def sweep(
     seeds: list[int],
     out: Path,
     baseline: str | None,
-    log: Words | None,
     overrides: Words,
     **jobs: Any,
 ) -> None:
     """jobs: `cluster`, `jobs` and `job_options`, for `cluster.train_as_jobs`."""
-    overrides = with_log(overrides, log)
     if any(word.partition("=")[0] == "--seed" for word in overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
     if baseline:
@@ -188,23 +170,13 @@ def sweep(
     else:
         for run, results in sweeps.train_all(missing, sweeps.announced(done, missing, Live, tell)):
             show_results(console, results, run.folder, brief=True)
-    several = f", means of {len(set(seeds))} seeds" if len(set(seeds)) > 1 else ""
     groups: dict[str, list[dict[str, Any]]] = {}  # by recipe
     for run in runs:
         groups.setdefault(run.config.recipe, []).append(read_results(run.folder))
     base = baseline or next((name for name, some in groups.items() if some[0].get("baseline")), None)
+    several = f", means of {len(set(seeds))} seeds" if len(set(seeds)) > 1 else ""
     show_runs(console, groups, base, f"Summary{several}")
-    write_page(with_others([run.folder for run in runs], out), out / "report.html", baseline)
-
-
-def with_others(folders: list[Path], out: Path) -> list[Path]:
-    """The runs of a sweep, and those that earlier ones finished in the same folder, if they can be compared."""
-    found = [*folders]
-    for folder in sorted({path.parent for path in out.glob("*/results.json")} - {*folders}):
-        with suppress(UserError):
-            if has_finished(folder) and read_comparison([folders[0], folder]):
-                found.append(folder)
-    return found
+    write_page([out], out / "report.html", baseline)  # with what earlier sweeps left there
 
 
 def check_alone(command: str) -> None:

@@ -1,11 +1,17 @@
-"""UserError: the user can fix this, and the message says how."""
+"""UserError: the user can fix this, and the message says how. Warnings and notes are logged."""
 
 import difflib
 import importlib
+import logging
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ptlf.core.words import clipped
+
+logger = logging.getLogger("ptlf")
+logger.addFilter(lambda record: os.environ.get("RANK", "0") == "0")  # one of the processes that torchrun started
+warn, info = logger.warning, logger.info
 
 
 class UserError(Exception):

@@ -1,6 +1,5 @@
 """Memory: what a machine has, whether something fits, and a sentence for an allocation that failed."""
 
-import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,10 +8,8 @@ import torch
 from ptlf.core.errors import UserError
 from ptlf.freezing import format_bytes
 
-# What libraries say where memory, or the size of a number, does not suffice.
-PHRASES = ("allocate memory", "out of memory", "Unable to allocate", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-OVERFLOWS = ("Overflow when unpacking", "Maximum allowed dimension", "too large to convert", "Storage size calculation")
-CGROUP = Path("/sys/fs/cgroup")
+# What libraries say in a RuntimeError where memory does not suffice.
+PHRASES = ("allocate memory", "out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def free_bytes(device: torch.device | str = "cpu") -> int | None:
@@ -25,7 +22,8 @@ def free_bytes(device: torch.device | str = "cpu") -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         known += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     with suppress(OSError, ValueError):  # a container with a limit, by cgroup version 2
-        known.append(int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text()))
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        known.append(limit - used)
     return min(known, default=None)
 
 
@@ -39,16 +37,9 @@ def check_fits(what: str, needed: float, device: torch.device | str = "cpu", hin
 
 
 def too_large(error: BaseException) -> str | None:
-    """What could not be allocated and what there is, if that is what the error says; None for other errors."""
+    """What could not be allocated, if that is what the error says; None for other errors."""
     words = " ".join(str(error).split())
-    if any(phrase in words for phrase in OVERFLOWS):
-        return f"a number is too large for this machine ({words[:100]})"
     failed = isinstance(error, RuntimeError) and any(phrase in words for phrase in PHRASES)
-    if not failed and not isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return None
-    on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in words
-    asked = re.search(r"(?:allocate|allocate:|tried to allocate) ([\d.]+ ?(?:bytes|[KMGTP]i?B))", words)
-    free = free_bytes("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
-    has = f", which has {format_bytes(free)} free" if free is not None else ""
-    tried = f" ({asked[1]} at once)" if asked else ""
-    return f"this needs more memory{tried} than this {'GPU' if on_gpu else 'machine'} can give{has}"
+    if failed or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return f"out of memory: {words[:150] or 'an allocation failed'}"
+    return None

@@ -5,7 +5,6 @@ CUDA tensors with NCCL. Collectives of a training step have fixed shapes and nev
 graph can record them. A group of one process does all its collectives too; they change no value.
 """
 
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from torch import distributed as dist
 from ptlf.core.errors import UserError
 
 T = TypeVar("T")
-logger = logging.getLogger("ptlf")
 TIMEOUT = timedelta(minutes=30)  # of one collective: the other ranks wait while rank 0 writes files
 
 _rank, _world_size, _joined = 0, 1, False
@@ -37,10 +35,6 @@ def joined() -> bool:
 def is_first() -> bool:
     """Whether this is rank 0, which writes files and prints."""
     return _rank == 0
-
-
-logger.addFilter(lambda record: is_first())
-warn, info = logger.warning, logger.info
 
 
 @contextmanager

@@ -4,9 +4,8 @@ Whatever is wrong becomes a UserError that names the file, the place and the way
 """
 
 import json
-import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,12 @@ DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """The UTF-8 text of a regular file of at most `most` bytes. A missing file raises FileNotFoundError."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block an ordinary open
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise UserError(f"{path} cannot be read: it is no regular file")
-            if status.st_size > most:
-                raise UserError(f"{path} cannot be read: it has more than {format_bytes(most)}")
-            return file.read(status.st_size).decode()  # what is appended meanwhile is for the next time
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} cannot be read: it is no regular file")
+        if status.st_size > most:
+            raise UserError(f"{path} cannot be read: it has more than {format_bytes(most)}")
+        return path.read_bytes().decode()
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -56,12 +54,8 @@ def read_json(path: Path, hint: str = "") -> Any:
 
 def parse_json(text: str) -> Any:
     """The value of a JSON text, with hidden characters escaped. Raises a ValueError."""
-
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is no number of JSON")
-
     try:
-        return clean(json.loads(text, parse_constant=refuse))
+        return clean(json.loads(text))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -113,14 +107,12 @@ def check_shape(value: Any, shape: Any, where: str = "") -> None:
         check_type(value, (list,), place)
         for index, item in enumerate(value):
             check_shape(item, shape[0], f"{where}[{index}]")
-    elif isinstance(shape, tuple) and shape and not isinstance(shape[0], type):
-        low, high = shape
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError(f"{place} is {short_repr(value)}, not a whole number from {low} to {high}")
-    elif isinstance(shape, type | tuple):
-        check_type(value, shape if isinstance(shape, tuple) else (shape,), place)
-    else:
+    elif callable(shape) and not isinstance(shape, type):
         shape(value, place)
+    elif isinstance(shape, type) or isinstance(shape[0], type):
+        check_type(value, shape if isinstance(shape, tuple) else (shape,), place)
+    elif type(value) is not int or not shape[0] <= value <= shape[1]:
+        raise ValueError(f"{place} is {short_repr(value)}, not a whole number from {shape[0]} to {shape[1]}")
 
 
 def check_type(value: Any, kinds: tuple[type, ...], place: str) -> None:
@@ -140,37 +132,30 @@ class Loader(yaml.SafeLoader):
     """YAML's plain values, but text stays as it was typed unless it is a number or a truth value in the one way that
     Python and JSON write it: 010, 12:30, 1_000, 1e-3, yes and dates are text. Settings read their numbers from text."""
 
-
-def plain_scalar(make: Callable[[str], Any]) -> Callable[[Any, yaml.ScalarNode], Any]:
-    def construct(loader: Any, node: yaml.ScalarNode) -> Any:
-        with suppress(ValueError):
-            value = make(node.value)
-            if str(value) in (node.value, node.value.capitalize()):
-                return value
+    def construct_plain(self, node: yaml.ScalarNode) -> Any:
+        for make in (int, float, {"true": True, "false": False}.__getitem__):
+            with suppress(ValueError, KeyError):
+                value = make(node.value)
+                if str(value) in (node.value, node.value.capitalize()):
+                    return value
         return node.value
 
-    return construct
 
-
-TRUTHS = {"true": True, "false": False}
-for tag, make in {"int": int, "float": float, "bool": TRUTHS.get, "timestamp": str}.items():
-    Loader.add_constructor(f"tag:yaml.org,2002:{tag}", plain_scalar(make))  # type: ignore[arg-type]
+for tag in ("int", "float", "bool", "timestamp"):
+    Loader.add_constructor(f"tag:yaml.org,2002:{tag}", Loader.construct_plain)
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises a YAMLError, also for what is nested too deeply or may grow without bound."""
+    """The value of a YAML text. Raises a YAMLError, also for aliases, which let few lines grow without bound."""
     if len(text) > MAX_YAML:
         raise yaml.YAMLError(f"it has {len(text)} characters; at most {MAX_YAML} are read")
-    anchored: list[bool] = []  # of the collections around an event, whether one of them has a name
+    depth = 0
     for event in yaml.parse(text, Loader=Loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            anchored.append(event.anchor is not None or any(anchored[-1:]))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchored.pop()
-        elif isinstance(event, yaml.AliasEvent) and any(anchored[-1:]):
-            raise yaml.YAMLError("an alias stands inside what another may repeat")
-        if len(anchored) > MAX_DEPTH:
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
             raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep")
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"write out what *{event.anchor} stands for")
     try:
         return yaml.load(text, Loader)
     except (ValueError, TypeError) as error:  # such as a list as a key, or characters that are no YAML

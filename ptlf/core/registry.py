@@ -1,7 +1,9 @@
 """A family's members by name: those of this package, of installed packages, and of any module on the path."""
 
 import importlib
+import os
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -10,9 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ptlf.core.errors import UserError, unknown
-from ptlf.core.imports import working_folder_on_path
-from ptlf.core.processes import warn
+from ptlf.core.errors import UserError, unknown, warn
 from ptlf.core.words import short_repr
 
 T = TypeVar("T")
@@ -33,12 +33,21 @@ def settings_from(file: Path, words: Iterable[str] = ()) -> Iterator[None]:
 
 
 def check_trusted(noun: str, name: str) -> None:
-    if (reading := _reading.get()) is None:
-        return
-    file, words = reading
-    if not re.search(rf"(?:(?<![\w.:])|(?<=--probes\.)){re.escape(name)}(?![\w:])", words):
+    file, words = _reading.get() or (None, "")
+    if file and not re.search(rf"(?:(?<![\w.:])|(?<=--probes\.)){re.escape(name)}(?![\w:])", words):
         code = f"{noun} {short_repr(name)} in {file} names code, which would run here"
         raise UserError(f"{code}; if you trust whoever wrote that file, add --trust-code")
+
+
+@contextmanager
+def working_folder_on_path() -> Iterator[None]:
+    """Inside, modules are also found in the working folder, after installed packages."""
+    before = sys.path.copy()
+    sys.path.append(os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 class Registry(MutableMapping[str, T], Generic[T]):
@@ -49,7 +58,6 @@ class Registry(MutableMapping[str, T], Generic[T]):
     listed. `find` also takes "package.module:attribute", unless it stands in a file, see `settings_from`.
 
     noun: what one member is called in messages.
-    members: kept, not copied, so that members added to that dict are found too.
     wrap: makes a member of a function, such as one that returns an encoder.
     prefixes: for names such as "timm:vit_tiny", what makes a member of the text behind the colon.
     """
@@ -80,7 +88,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
         try:
             with working_folder_on_path():
                 found = getattr(importlib.import_module(module), attribute)
-        except Exception as error:
+        except Exception as error:  # the user's module may raise anything; --debug shows where
             raise UserError(f"{self.noun} {short_repr(name)} cannot be imported: {error}") from error
         return self._checked(found, name)
 
@@ -107,21 +115,22 @@ class Registry(MutableMapping[str, T], Generic[T]):
         if not self._complete:
             self._complete = True  # first: a plugin may look into the registry while it is imported
             for point in entry_points(group=self.group):
+                package = point.dist.name if point.dist else point.value
+                named = f"{self.noun} {point.name!r} of package {package} is left out"
+                if point.name in self._members:
+                    warn(f"{named}: there is another {self.noun} of that name")
+                    continue
                 try:
-                    if point.name in self._members:
-                        raise UserError(f"there is another {self.noun} of that name")
                     self[point.name] = point.load()
-                except Exception as error:
-                    package = point.dist.name if point.dist else point.value
-                    why = " ".join(f"{type(error).__name__}: {error}".removeprefix("UserError: ").split())
-                    warn(f"{self.noun} {point.name!r} of package {package} is left out: {why}")
+                except Exception as error:  # a broken plugin must not stop runs that do not use it
+                    why = f"{type(error).__name__}: {error}".removeprefix("UserError: ")
+                    warn(f"{named}: {' '.join(why.split())}")
         return self._members
 
     def _checked(self, found: Any, name: str) -> T:
-        kind = self.kind
-        if isinstance(found, kind) if self.wrap else isinstance(found, type) and issubclass(found, kind):
+        if isinstance(found, self.kind) if self.wrap else isinstance(found, type) and issubclass(found, self.kind):
             return found
-        if self.wrap and callable(found) and not isinstance(found, types.BuiltinFunctionType):  # such as os.abort
+        if self.wrap and isinstance(found, types.FunctionType | type):
             return self.wrap(found)
         wanted = "an instance of {} or a function in Python" if self.wrap else "a subclass of {}"
-        raise UserError(f"{self.noun} {name!r} must be {wanted.format(kind.__name__)}, not {found!r}")
+        raise UserError(f"{self.noun} {name!r} must be {wanted.format(self.kind.__name__)}, not {found!r}")

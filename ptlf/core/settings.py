@@ -1,7 +1,6 @@
 """Settings as plain dataclasses, built strictly from nested dicts: an unknown key, a wrong type or a value out of range
 is one sentence that names it. Recipes, YAML files and the command line all come through `build`."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -10,12 +9,13 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import yaml
 
 from ptlf.core.errors import Refusals, UserError, unknown
-from ptlf.core.reading import load_yaml
+from ptlf.core.reading import TYPE_NAMES, load_yaml
 from ptlf.core.registry import Registry
 from ptlf.core.words import short_repr
 
@@ -25,6 +25,7 @@ Kind = type | Registry[Any]  # of a section: a dataclass, or a registry for the 
 Limit = float | None
 DECIMAL = re.compile("[-+]?(0|[1-9][0-9]{0,18})")  # an octal of YAML 1.1, such as 010, is no number here
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+NAMES = {**TYPE_NAMES, int: "a whole number"}
 MAX = 1_000_000  # a number without a bound of its own
 LIMITS = {"gt": (operator.gt, "more than"), "ge": (operator.ge, "at least"), "le": (operator.le, "at most")}
 
@@ -32,8 +33,8 @@ LIMITS = {"gt": (operator.gt, "more than"), "ge": (operator.ge, "at least"), "le
 def key(default: Any, about: str, *, choices: tuple = (), gt: Limit = None, ge: Limit = None, le: float = MAX) -> Any:
     """A dataclass field with its help text and the values it accepts."""
     meta = {"about": about, "choices": choices, "gt": gt, "ge": ge, "le": le}
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=meta)
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=meta)
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -83,30 +84,27 @@ def _kind(meta: Mapping[str, Any], value: Any) -> Kind:
 
 def build(kind: Kind, values: Mapping[str, Any], path: str = "") -> Any:
     """An instance of the dataclass `kind` from a nested dict. Keys left out keep their defaults. All that is wrong is
-    told at once."""
+    reported at once."""
     if not isinstance(values, Mapping):
         raise UserError(f"{path or 'the configuration'} must hold keys and values, not {short_repr(values)}")
     prefix = f"{path}." if path else ""
     made: dict[str, Any] = {}
     refused = Refusals()
     for name, value in values.items():
+        where = f"{prefix}{name}"
         with refused:
-            made[name] = _value(kind, name, value, prefix)
+            if meta := _section(kind, name):
+                named = _named(meta, value)
+                made[name] = build(_kind(meta, named), named, where)
+                continue
+            fields = _fields(typing.cast("type", kind))
+            if name not in fields:
+                raise unknown("key", where, [f"{prefix}{known}" for known in fields])
+            hint, limits = fields[name]
+            made[name] = _cast(hint, value, where)
+            _check(made[name], limits, where)
     refused.end()
     return {**_default(kind, None), **made} if isinstance(kind, Registry) else kind(**made)
-
-
-def _value(kind: Kind, name: str, value: Any, prefix: str) -> Any:
-    """Of a key or section of `kind`, checked."""
-    where = f"{prefix}{name}"
-    if meta := _section(kind, name):
-        value = _named(meta, value)
-        return build(_kind(meta, value), value, where)
-    fields = _fields(typing.cast("type", kind))
-    if name not in fields:
-        raise unknown("key", where, [f"{prefix}{known}" for known in fields])
-    hint, limits = fields[name]
-    return _checked(_cast(hint, value, where), limits, where)
 
 
 def _cast(hint: Any, value: Any, where: str) -> Any:
@@ -114,15 +112,13 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in sorted(arguments, key=lambda option: option is not type(value)):  # the value's own type first
-            with contextlib.suppress(UserError):
+            with suppress(UserError):
                 return _cast(option, value, where)
-        wanted = " or ".join(_spoken(option) for option in arguments)
-        raise UserError(f"{where} must be {wanted}, not {short_repr(value)}")
-    if origin is list:
-        if isinstance(value, (list, tuple)):
-            return [_cast(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
+    elif origin is list:
         if isinstance(value, str) and arguments[0] is str:  # one name
             return [value]
+        if isinstance(value, list | tuple):
+            return [_cast(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
     elif hint is bool and isinstance(value, str) and value.lower() in TRUTHS:
         return TRUTHS[value.lower()]
     elif isinstance(value, bool):  # which Python counts as an int
@@ -130,35 +126,33 @@ def _cast(hint: Any, value: Any, where: str) -> Any:
             return value
     elif hint is int and isinstance(value, str) and DECIMAL.fullmatch(value):
         return int(value)
-    elif hint is float and isinstance(value, (int, float, str)):
-        with contextlib.suppress(ValueError, OverflowError):
+    elif hint is float and isinstance(value, int | float | str):
+        with suppress(ValueError, OverflowError):
             return float(value)
-    elif hint is str and isinstance(value, (int, float)):
-        with contextlib.suppress(ValueError):  # of integers with thousands of digits
-            return str(value)
+    elif hint is str and isinstance(value, int | float):
+        return str(value)
     elif isinstance(value, hint):
         return value
-    raise UserError(f"{where} must be {_spoken(hint)}, not {short_repr(value)}")
+    raise UserError(f"{where} must be {_type_name(hint)}, not {short_repr(value)}")
 
 
-def _spoken(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+def _type_name(hint: Any) -> str:
+    arguments = typing.get_args(hint)
     if typing.get_origin(hint) is list:
-        return "a list of lists" if typing.get_origin(typing.get_args(hint)[0]) is list else "a list"
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
+        return "a list of lists" if typing.get_origin(arguments[0]) is list else "a list"
+    return " or ".join(map(_type_name, arguments)) or NAMES.get(hint, str(hint))
 
 
-def _checked(value: Any, limits: Mapping[str, Any], where: str) -> Any:
+def _check(value: Any, limits: Mapping[str, Any], where: str) -> None:
     choices = limits.get("choices")
     if choices and isinstance(value, str) and value not in choices:
         raise unknown(f"value for {where}:", value, choices)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{where} must be a finite number, not {value}")
         for name, (holds, phrase) in LIMITS.items():
             if (limit := limits.get(name)) is not None and not holds(value, limit):
                 raise UserError(f"{where} must be {phrase} {limit}, not {short_repr(value)}")
-    return value
 
 
 def merge(kind: Kind, base: Mapping[str, Any], *layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,31 +160,25 @@ def merge(kind: Kind, base: Mapping[str, Any], *layers: Mapping[str, Any]) -> di
     afresh where its `name` changes: the old member's keys are not the new one's."""
     merged = dict(base)
     for layer in layers:
-        for name, value in layer.items():
-            meta = _section(kind, name) if name in merged else None
-            merged[name] = value if meta is None else _merge_section(meta, merged[name], value)
+        for name, new in layer.items():
+            if name in merged and (meta := _section(kind, name)):
+                old, new = _named(meta, merged[name]), _named(meta, new)
+                if isinstance(old, Mapping) and isinstance(new, Mapping):
+                    both_named = meta["family"] is not None and "name" in old and "name" in new
+                    renamed = both_named and old["name"] != new["name"]
+                    new = dict(new) if renamed else merge(_kind(meta, {**old, **new}), old, new)
+            merged[name] = new
     return merged
-
-
-def _merge_section(meta: Mapping[str, Any], old: Any, new: Any) -> Any:
-    old, new = _named(meta, old), _named(meta, new)
-    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
-        return new
-    if meta["family"] is not None and "name" in old and "name" in new and old["name"] != new["name"]:
-        return dict(new)
-    return merge(_kind(meta, {**old, **new}), old, new)
 
 
 def nested(dotted: str, value: Any) -> dict[str, Any]:
     """`nested("a.b", 1)` -> {"a": {"b": 1}}. A member such as "package.module:Name" is one name."""
-    section, dot, module = dotted.partition(":")[0].partition(".")
-    names = dotted.split(".")
-    if ":" in dotted and dot:
-        member, *rest = dotted.removeprefix(f"{section}.{module}:").split(".")
-        names = [section, f"{module}:{member}", *rest]
-    for name in reversed(names):
-        value = {name: value}
-    return typing.cast("dict[str, Any]", value)
+    head, colon, tail = dotted.partition(":")
+    names = head.split(".", 1 if colon else -1)
+    if colon:
+        member, *rest = tail.split(".")
+        names = [*names[:-1], f"{names[-1]}:{member}", *rest]
+    return functools.reduce(lambda inner, name: {name: inner}, reversed(names), value)
 
 
 def parse(text: str) -> Any:
@@ -204,46 +192,40 @@ def parse(text: str) -> Any:
 def parse_overrides(kind: type, words: Sequence[str]) -> dict[str, Any]:
     """`--training.epochs 2 --device=cpu` as a nested dict of values for the dataclass `kind`."""
     values: dict[str, Any] = {}
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
+    remaining = iter(words)
+    for word in remaining:
         if not word.startswith("--"):
             example = f"--recipe {word}" if word.count("/") == 2 else "--training.epochs 2"
-            raise UserError(
-                f"unexpected argument {short_repr(word)}: settings are given as --key value, such as {example}"
-            )
+            what = f"unexpected argument {short_repr(word)}"
+            raise UserError(f"{what}: settings are given as --key value, such as {example}")
         name, equals, text = word[2:].partition("=")
-        if not equals:
-            if not remaining:
-                raise UserError(f"{word} needs a value, such as {word} 2")
-            text = remaining.pop(0)
-        values = merge(kind, values, nested(name.replace("-", "_"), parse(text)))
+        value = text if equals else next(remaining, None)
+        if value is None:
+            raise UserError(f"{word} needs a value, such as {word} 2")
+        values = merge(kind, values, nested(name.replace("-", "_"), parse(value)))
     return values
 
 
 def describe(kind: Kind, path: str = "") -> list[tuple[str, str, str]]:
     """(dotted key, default, help) for every key below the dataclass, for `--help`. The help of a key that only some
-    members of a family have begins with their names."""
-    prefix = f"{path}." if path else ""
+    members of a family have begins with their names; members with the same key, default and help have one row."""
     if isinstance(kind, Registry):
-        return [row for name, member in kind.items() for row in describe(member.Config, f"{prefix}{name}")]
+        return [row for name, member in kind.items() for row in describe(member.Config, f"{path}.{name}")]
     rows = []
     for name, (_, meta) in _fields(kind).items():
-        if "section" in meta:
-            shared = describe(meta["section"], f"{prefix}{name}")
-            rows += shared + _describe_members(meta["family"], f"{prefix}{name}", {key for key, _, _ in shared})
+        where = f"{path}.{name}" if path else name
+        if "section" not in meta:
+            default, choices = getattr(kind(), name), meta.get("choices")
+            about = meta.get("about", "") + (f" [{', '.join(choices)}]" if choices else "")
+            rows.append((where, "" if default is None else str(default), about))
             continue
-        default, about = getattr(kind(), name), meta.get("about", "")
-        about += f" [{', '.join(meta['choices'])}]" if meta.get("choices") else ""
-        rows.append((f"{prefix}{name}", "" if default is None else str(default), about))
+        shared = describe(meta["section"], where)
+        keys = {key for key, _, _ in shared}
+        owners: dict[tuple[str, str, str], list[str]] = {}
+        for member, entry in (meta["family"] or {}).items():
+            for row in describe(entry.Config, where):
+                if row[0] not in keys:
+                    owners.setdefault(row, []).append(member)
+        rows += shared
+        rows += [(key, default, f"{', '.join(names)}: {about}") for (key, default, about), names in owners.items()]
     return rows
-
-
-def _describe_members(family: Registry[Any] | None, where: str, shared: set[str]) -> list[tuple[str, str, str]]:
-    """The keys that are not `shared` by all. Members with the same key, default and help have one row."""
-    owners: dict[tuple[str, str, str], list[str]] = {}
-    for name, member in (family or {}).items():
-        for row in describe(member.Config, where):
-            if row[0] not in shared:
-                owners.setdefault(row, []).append(name)
-    return [(key, default, f"{', '.join(names)}: {about}") for (key, default, about), names in owners.items()]

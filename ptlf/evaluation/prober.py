@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, warn
 from ptlf.core.phases import Advance, Phase, silent
 from ptlf.core.settings import key
 from ptlf.evaluation.probe import OWN, Probe, ProbeConfig
@@ -86,7 +86,7 @@ class Prober:
                 if asked is not None and asked != value:
                     small = f"the smallest class has {value} images to compare with"
                     warning = f"probes.{name}.{setting} is {asked}, but {small}: {value} is used"
-                    processes.warn(warning)
+                    warn(warning)
 
     def used(self, task: int) -> dict[str, dict[str, Any]]:
         """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""

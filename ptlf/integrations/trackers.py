@@ -15,9 +15,8 @@ from typing import Any
 
 import yaml
 
-from ptlf.core.errors import UserError, import_optional
+from ptlf.core.errors import UserError, import_optional, warn
 from ptlf.core.files import write_whole
-from ptlf.core.processes import warn
 from ptlf.core.registry import Registry
 from ptlf.core.words import short_repr
 

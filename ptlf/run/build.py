@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import Refusals, UserError
+from ptlf.core.errors import Refusals, UserError, warn
 from ptlf.core.memory import check_fits
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
@@ -108,7 +108,7 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
     schedule = FreezeSchedule(settings.initial, settings.final, config.training.epochs, settings.shape)
     if policy.freezes and schedule.most(len(freezer.units)) == 0:
         share = f"freezing.final {settings.final} of {len(freezer.units)} units"
-        processes.warn(f"{share} is less than one: nothing will freeze")
+        warn(f"{share} is less than one: nothing will freeze")
     also = {"update": settings.update, "thaw": settings.thaw}
     return ProgressiveFreezing(freezer, policy, schedule, generator=generator, savings=savings, **also)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
+from ptlf.core.errors import warn
 from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, Weights
@@ -105,7 +106,7 @@ def build_components(
     prepare = partial(prepare_images, view=view_specs[0], size=view_size, channels_last=channels_last)
     if tests.enabled and stream.untested:
         names = short_repr(list(stream.untested))
-        processes.warn(f"there are no test images of {names}: these tasks are learnt, but not tested")
+        warn(f"there are no test images of {names}: these tasks are learnt, but not tested")
     if tests.enabled and stream.eval_splits:
         prober = Prober(stream, tests, config.probes, prepare, device, sources)
     if tests.enabled and tests.gallery and out:

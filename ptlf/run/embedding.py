@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ptlf.core.errors import UserError, import_optional
+from ptlf.core.errors import UserError, import_optional, warn
 from ptlf.core.files import whole_file
-from ptlf.core.processes import warn
 from ptlf.run.inference import load_encoder
 from ptlf.stream.disk import progress_bar
 from ptlf.stream.images import find_images, open_images

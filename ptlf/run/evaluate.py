@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from ptlf import evaluation
-from ptlf.core import processes
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, warn
 from ptlf.evaluation import PROBES, Prober
 from ptlf.evaluation.probe import OWN, ProbeConfig
 from ptlf.run.build import make_stream
@@ -99,7 +98,7 @@ def evaluate_labelled(
         try:
             add_evaluation(folder, test)  # for the run's page
         except UserError as error:
-            processes.warn(f"the test is not kept for the report: {error}")
+            warn(f"the test is not kept for the report: {error}")
     return rows, [path.name]
 
 

@@ -8,8 +8,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from ptlf.core.errors import UserError
-from ptlf.core.processes import info
+from ptlf.core.errors import UserError, info
 from ptlf.run.build import check_grows
 from ptlf.run.config import Config
 from ptlf.run.folder import claim_folder

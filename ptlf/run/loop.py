@@ -9,6 +9,7 @@ import numpy as np
 from torch import nn
 
 from ptlf.core import processes
+from ptlf.core.errors import warn
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
 from ptlf.evaluation.spread import COLLAPSED
@@ -132,7 +133,7 @@ class Run:
         if self.components.out:
             self.trackers.begin(self.components.out, as_dict(self.config), self.record.per_epoch)
         if why := why_not_captured(self.config.training.engine, self.device):
-            processes.warn(f"{why}: the step runs eagerly, not captured")
+            warn(f"{why}: the step runs eagerly, not captured")
         tasks, epochs, freezer = self.stream.tasks, self.config.training.epochs, self.freezing.freezer
         done = self.progress.task * epochs + self.progress.epoch
         self.watcher.begin(self.about(), len(tasks), epochs, len(freezer.units), len(freezer.frozen), done)
@@ -160,7 +161,7 @@ class Run:
                 if self.method.memory is not None:
                     self.record.memory_images = fill_memory(self.components, self.method.memory)
                 else:
-                    processes.warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
+                    warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
             self.record.test_reference(self.evaluator.test_reference())
             self.record.begin(*self.evaluator.test_untrained())
             self.record.untrained_features += self.evaluator.measure_untrained()
@@ -262,7 +263,7 @@ class Run:
         spread, images = self.evaluator.spread(indices)
         self.record.warned = spread < COLLAPSED
         if self.record.warned:
-            processes.warn(
+            warn(
                 f"the representation has collapsed in task {self.progress.task + 1}, epoch {done}: "
                 f"normalised features of {images} images differ by {spread:.1e} (1 = spread evenly, 0 = all the "
                 "same); try a lower --training.lr or another objective"

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptlf.core import processes
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, warn
 from ptlf.core.settings import as_dict
 from ptlf.core.words import short_repr
 from ptlf.run.compat import describe_changes
@@ -64,7 +63,7 @@ def check_threads(before: int | None, device: torch.device) -> None:
     now = torch.get_num_threads()
     if device.type == "cpu" and before not in (None, now):
         differ = "results may differ in the last bits from those of a run that was not stopped"
-        processes.warn(
+        warn(
             f"the checkpoint is of {before} CPU threads, and now there are {now}: "
             f"{differ}; set OMP_NUM_THREADS={before} for the same bits"
         )

@@ -11,10 +11,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, info
 from ptlf.core.files import locked, sync_folder
 from ptlf.core.phases import cannot_move
-from ptlf.core.processes import info
 from ptlf.freezing import format_bytes
 
 # What people and programs keep beside images: notes, labels, tables, pages, settings, edits, previews, sound and film.

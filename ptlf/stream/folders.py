@@ -5,8 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptlf.core.errors import UserError
-from ptlf.core.processes import info
+from ptlf.core.errors import UserError, info
 from ptlf.stream.disk import disk_errors, images_below, natural, note_passed, quote_names
 from ptlf.stream.pack import Folders, Pack, check_name, check_target
 from ptlf.stream.rows import Row, hold_out, list_split, number_classes

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ptlf.core.errors import UserError, unknown
-from ptlf.core.processes import warn
+from ptlf.core.errors import UserError, unknown, warn
 from ptlf.stream.decode import FITS, BadImage, Fit, to_square
 from ptlf.stream.pack import Numbering, Pack, write_pack
 from ptlf.stream.rows import ImageSplit, Row

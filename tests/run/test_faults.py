@@ -223,16 +223,6 @@ def test_ctrl_c_while_a_run_is_built_says_that_the_sweep_goes_on(tmp_path, capsy
     words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "a b"), *QUICK]
     assert main(words) == 130
     assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` continues from here\n"
-    # As `make run` starts it: by its path, which the shell would not find by its name.
-    program = tmp_path / "bin" / "ptlf"
-    program.parent.mkdir()
-    program.touch(0o755)
-    monkeypatch.setattr(sys, "argv", [str(program), *words])
-    assert main() == 130
-    assert capsys.readouterr().err == f"ptlf: stopped; `{program} {shlex.join(words)}` continues from here\n"
-    monkeypatch.setenv("PATH", str(program.parent))
-    assert main() == 130
-    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` continues from here\n"
 
 
 def test_a_run_that_is_finished_goes_on_with_no_task(tmp_path) -> None:
