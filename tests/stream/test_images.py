@@ -17,7 +17,6 @@ from ptlf.stream import squares
 from ptlf.stream.images import find_images, open_images
 from ptlf.stream.pack import Pack, open_pack
 from ptlf.stream.packing import labelled_dataset, pack_images, sample_images
-from ptlf.stream.rows import Row
 from ptlf.stream.squares import decode_squares
 
 RNG = np.random.default_rng(1)
