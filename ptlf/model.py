@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
 from ptlf.encoders.norm import views_in_one_pass
-from ptlf.objectives import Objective
-from ptlf.objectives.heads import each_view
-from ptlf.objectives.teacher import Teacher
+from ptlf.objectives import Objective, each_view
+from ptlf.objectives.objective import Teacher
 from ptlf.views import apply_view
 
 

@@ -3,8 +3,6 @@
 Any module that does so is an encoder; `feature_dim` is read from its attribute of that name or found by one forward.
 Attributes that it may have:
 
-segmented: it takes a second argument, `call`, and runs its segments through it, `call(module, x)`: they are then
-    compiled one by one, with few variants each, however units freeze.
 rowwise: no image's vector depends on the other images of the batch, so that all views may be one batch.
 normalisation: mean and standard deviation of its inputs, three numbers each, in place of the views' own.
 """
@@ -19,8 +17,6 @@ from torch import Tensor, nn
 
 from ptlf.core.errors import UserError
 from ptlf.core.settings import Presets, key
-
-Call = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core.settings import key
-from ptlf.encoders.encoder import Call, EncoderConfig, EncoderEntry
+from ptlf.encoders.encoder import EncoderConfig, EncoderEntry
 from ptlf.encoders.norm import ViewBatchNorm2d
 
 
@@ -86,8 +86,6 @@ Block = type[BasicBlock] | type[Bottleneck]
 class ResNet(nn.Module):
     """Images (B, 3, H, W) to vectors (B, feature_dim): stem, stages of residual blocks, average pool, no classifier."""
 
-    segmented = True
-
     def __init__(self, block: Block, blocks: Sequence[int], *, width: int = 64, stem: str = "cifar") -> None:
         super().__init__()
         self.shape: dict[str, Any] = {"block": block, "blocks": tuple(blocks), "width": width, "stem": stem}
@@ -106,18 +104,8 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def forward(self, images: Tensor, call: Call | None = None) -> Tensor:
-        if call is None:
-            x = self.stages(self.stem(images))
-        else:
-            x = images
-            for segment in self.segments():
-                x = call(segment, x)
-        return torch.mean(x, dim=(2, 3))
-
-    def segments(self) -> list[nn.Module]:
-        """The stem and the residual blocks, in order."""
-        return [self.stem, *(block for stage in self.stages.children() for block in stage.children())]
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.mean(self.stages(self.stem(images)), dim=(2, 3))
 
 
 def resnet(about: str, block: Block, blocks: Sequence[int], *, width: int = 64, stem: str = "cifar") -> EncoderEntry:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptlf.core.settings import Presets, key
-from ptlf.encoders.encoder import Call, EncoderEntry, SizedConfig
+from ptlf.encoders.encoder import EncoderEntry, SizedConfig
 
 
 @dataclass
@@ -62,7 +62,6 @@ class Pool(nn.Module):
 class ViT(nn.Module):
     """Images (B, 3, image_size, image_size) to vectors (B, feature_dim)."""
 
-    segmented = True
     rowwise = True
 
     def __init__(
@@ -77,17 +76,14 @@ class ViT(nn.Module):
             raise ValueError(f"patches of {patch} px do not divide images of {image_size} px; set encoder.patch")
         self.feature_dim, self.image_size = width, image_size
         self.embedding, self.pool = Embedding(image_size, patch, width), Pool(width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
 
-    def forward(self, images: Tensor, call: Call = lambda module, x: module(x)) -> Tensor:
-        x = images
-        for segment in (self.embedding, *self.blocks, self.pool):
-            x = call(segment, x)
-        return x
+    def forward(self, images: Tensor) -> Tensor:
+        return self.pool(self.blocks(self.embedding(images)))
 
 
 def patch_for(image_size: int) -> int:

@@ -3,7 +3,8 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from ptlf.core.files import file_digest
 KEY = "ptlf"  # of the card in the metadata of a run's or an exported file
 FILES = ("encoder.safetensors", "model.safetensors")  # of a run's folder, of an exported one
 WRAPPERS = ("state_dict", "model", "model_state_dict", "encoder")  # under which training scripts save a state_dict
-PREFIXES = ("", "module.", "encoder.", "backbone.", "module.encoder.", "module.backbone.")
 # Names of torchvision's and timm's residual networks, and ours.
 RESNET = ((r"^conv1\.", "stem.conv."), (r"^bn1\.", "stem.bn."), (r"\.downsample\.", ".shortcut."))
 COUNTER = "num_batches_tracked"  # of a BatchNorm; many files leave it out
@@ -36,16 +36,12 @@ class Weights:
     unexpected: list[str]
     other_shape: list[str]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def lines(self) -> list[str]:
         """A table for the terminal."""
         head = f"encoder.weights {self.path}" + (f", names without {self.prefix!r}" if self.prefix else "")
-        rows = {"matched": [], "missing": self.missing, "unexpected": self.unexpected, "other shape": self.other_shape}
-        shown = [f"  {what:<12}{len(names):>5}  {some(names)}".rstrip() for what, names in rows.items()]
-        shown[0] = f"  {'matched':<12}{self.matched:>5}"
-        return [head, *shown]
+        rows = {"missing": self.missing, "unexpected": self.unexpected, "other shape": self.other_shape}
+        table = [f"  {what:<12}{len(names):>5}  {some(names)}".rstrip() for what, names in rows.items()]
+        return [head, f"  {'matched':<12}{self.matched:>5}", *table]
 
 
 def load_weights(encoder: nn.Module, path: Path) -> Weights:
@@ -54,8 +50,12 @@ def load_weights(encoder: nn.Module, path: Path) -> Weights:
     file = find_file(path)
     read = read_tensors(file)
     own = {name: value for name, value in encoder.state_dict().items() if isinstance(value, Tensor)}
-    firsts = dict.fromkeys(f"{name.partition('.')[0]}." for name in read if "." in name)
-    ways = [(prefix, stripped(read, prefix)) for prefix in dict.fromkeys((*PREFIXES, *firsts))]
+    # Of a model that held the encoder, or of DataParallel.
+    prefixes = ["", *(prefix for name in read for prefix in accumulate(f"{part}." for part in name.split(".")[:-1]))]
+    ways = [
+        (prefix, {name.removeprefix(prefix): value for name, value in read.items() if name.startswith(prefix)})
+        for prefix in dict.fromkeys(prefixes)
+    ]
     shared = {name.partition(".")[0] for name in own}
     if len(shared) == 1:  # a wrapper, which adds a name of its own
         ways += [(prefix, {f"{min(shared)}.{name}": value for name, value in state.items()}) for prefix, state in ways]
@@ -71,21 +71,19 @@ def load_weights(encoder: nn.Module, path: Path) -> Weights:
     parts = {name.partition(".")[0] for name in own}
     surplus = [name for name in unexpected if name.partition(".")[0] in parts and name in state]
     if lacking or surplus or not found:
+        differing = [name for name in lacking if name in state]
         problems = {
-            "it lacks": [name for name in missing if name in lacking],
+            "it lacks": [name for name in lacking if name not in state],
             "of another shape are": [
-                f"{name} {tuple(state[name].shape)} where {tuple(own[name].shape)} is needed"
-                for name in shapes
-                if name in lacking
+                f"{name} {tuple(state[name].shape)} where {tuple(own[name].shape)} is needed" for name in differing
             ],
             "it also has": surplus,
         }
         why = "; ".join(f"{what} {some(names)}" for what, names in problems.items() if names)
-        count = f"{len(found)} of {len(own)} tensors match"
-        if stored := stored_encoder(file):
-            why = f"they are of --encoder.name {stored['name']}; {why}"
-        kind = type(encoder).__name__
-        raise UserError(f"{file} has the weights of another architecture than this {kind}: {count}; {why}")
+        stored = stored_encoder(file)
+        whose = f"they are of --encoder.name {stored['name']}; " if stored else ""
+        kind, count = type(encoder).__name__, f"{len(found)} of {len(own)} tensors match"
+        raise UserError(f"{file} has the weights of another architecture than this {kind}: {count}; {whose}{why}")
     encoder.load_state_dict(encoder.state_dict() | {name: state[name] for name in found})
     return Weights(str(path), file_digest(file, "sha256"), prefix, len(found), missing, unexpected, shapes)
 
@@ -116,11 +114,7 @@ def stored_encoder(path: Path) -> dict[str, Any] | None:
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """Tensors by name. Nothing in the file is executed."""
     try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        value = torch.load(file, map_location="cpu", weights_only=True)
-    except SafetensorError as error:
-        raise UserError(f"{file} is no readable safetensors file: {error}") from None
+        value = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except Exception as error:  # a malformed file can raise almost any exception
         why = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
         advice = "save a state_dict: torch.save(model.state_dict(), FILE), or safetensors"
@@ -131,10 +125,6 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     if not tensors:
         raise UserError(f"{file} holds no tensors by name; save a state_dict: torch.save(model.state_dict(), FILE)")
     return tensors
-
-
-def stripped(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def as_ours(name: str) -> str:

@@ -27,23 +27,11 @@ def correlation_ratios(
     replay: Tensor | Iterable[Tensor],
     loss_fn: Callable[[], Tensor],
     threshold: float = 0.99,
-    *,
-    units: Sequence[Unit] | None = None,
-    example: Any = None,
     **options: Any,
 ) -> dict[str, float]:
-    """Ratio by unit name, at the module's current weights.
-
-    units: trainable units; by default all trainable units of the module, found by a forward of `example`, or of the
-    first replay inputs. The other arguments and `options` are those of `TaskCorrelation`.
-    """
-    replay = list(replay) if isinstance(replay, Iterator) else replay
-    if units is None:
-        if example is None:
-            device = next(module.parameters()).device
-            example = next((inputs[:2].to(device) for inputs in inputs_of(replay)), None)
-        units = trained_units(module, example)
-    return TaskCorrelation(module, replay, loss_fn, threshold, units=units, **options)([unit.name for unit in units])
+    """Ratio by unit name, at the module's current weights. Arguments and `options` are those of `TaskCorrelation`."""
+    ratios = TaskCorrelation(module, replay, loss_fn, threshold, **options)
+    return ratios(list(ratios.units))
 
 
 class TaskCorrelation:
@@ -52,8 +40,9 @@ class TaskCorrelation:
     replay: inputs (N, ...) of past tasks, one tensor or several; forwarded in eval mode, `chunk` images at a time.
     loss_fn: returns the loss on a batch of the new task. The constructor calls it `batches` times, in the module's
         current mode, and averages the weight gradients.
-    gradient_fn: in place of loss_fn, is given the units' weights and returns their gradients on a batch of the task.
     threshold: fraction of the inputs' energy that the kept singular vectors must reach.
+    units: trainable units; by default all of the module, found by a forward of `example`, or of the first inputs.
+    gradient_fn: in place of loss_fn, is given the units' weights and returns their gradients on a batch of the task.
     keep: further modules that `loss_fn` changes, such as heads with batch norm, a momentum encoder or a queue.
     combine: changes the averaged gradients in place, for example to average them over processes.
 
@@ -76,7 +65,8 @@ class TaskCorrelation:
         loss_fn: Callable[[], Tensor] | None,
         threshold: float = 0.99,
         *,
-        units: Sequence[Unit],
+        units: Sequence[Unit] | None = None,
+        example: Any = None,
         gradient_fn: GradientFn | None = None,
         batches: int = 8,
         chunk: int = 64,
@@ -87,14 +77,15 @@ class TaskCorrelation:
             raise ValueError(f"threshold must lie in (0, 1], not {threshold}")
         if batches < 1 or chunk < 1:
             raise ValueError(f"batches and chunk must be at least 1, not {batches} and {chunk}")
-        if gradient_fn is None:
-            if not callable(loss_fn):
-                raise TypeError(f"loss_fn must be a function that returns the loss, not a {type(loss_fn).__name__}")
-            gradient_fn = partial(gradients_of, loss_fn)
-        if not isinstance(replay, Iterable):
-            raise TypeError(f"replay must be a tensor of inputs, or several, not a {type(replay).__name__}")
         if isinstance(replay, Tensor | Iterator):
             replay = [replay] if isinstance(replay, Tensor) else list(replay)  # forwarded more than once
+        if units is None:
+            device = next(module.parameters()).device
+            first = (inputs[:2].to(device) for inputs in inputs_of(replay))
+            units = trained_units(module, next(first, None) if example is None else example)
+        if gradient_fn is None:
+            assert loss_fn is not None
+            gradient_fn = partial(gradients_of, loss_fn)
         self.module, self.replay, self.threshold = module, replay, threshold
         self.units, self.chunk = {unit.name: unit for unit in units}, chunk
         self.known: dict[str, float] = {}  # the ratios computed so far

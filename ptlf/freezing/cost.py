@@ -18,17 +18,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ptlf.freezing.recording import arguments, tensors_in, unchanged
+from ptlf.freezing.recording import arguments, storage, tensors_in, unchanged
 
 Loss = Callable[[Any], Tensor]  # of the module's output
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-class _Saved:
-    """A tensor saved for backward; freed with its graph."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
 
 
 def kept_bytes(function: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> int:
@@ -36,49 +29,39 @@ def kept_bytes(function: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> i
 
     exclude: tensors that exist anyway, such as parameters, buffers and a freezer's folded weights.
     """
-    saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+    saved: list[weakref.ref[Tensor]] = []  # what the graph lets go of before the end does not count
 
-    def pack(tensor: Tensor) -> _Saved:
-        saved.add(item := _Saved(tensor))
-        return item
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(weakref.ref(tensor := tensor.detach()))
+        return tensor
 
-    with saved_tensors_hooks(pack, lambda item: item.tensor):
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = function()  # holds the graph
-    storages = {item.tensor.untyped_storage()._cdata: item.tensor.untyped_storage().nbytes() for item in saved}
+    alive = [tensor for reference in saved if (tensor := reference()) is not None]
+    storages = {storage(tensor): tensor.untyped_storage().nbytes() for tensor in alive}
     for tensor in exclude:
-        storages.pop(tensor.untyped_storage()._cdata, None)
+        storages.pop(storage(tensor), None)
     del result
     return sum(storages.values())
 
 
-def backward_flops(loss: Tensor) -> int:
-    """Run `loss.backward()` and count its FLOPs."""
-    return count_flops(loss.backward)
-
-
-def count_flops(work: Callable[[], Any]) -> int:
-    """Run `work` and count the FLOPs (two per multiply-add) of its convolutions, matrix products and attention."""
+def backward_flops(loss: Tensor, inputs: Sequence[Tensor] | None = None) -> int:
+    """FLOPs (two per multiply-add) of convolutions, matrix products and attention in a backward, which is run: to all
+    leaves or, without accumulating a gradient, to `inputs`."""
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        work()
+        if inputs is None:
+            loss.backward()
+        else:
+            torch.autograd.grad(loss, inputs, allow_unused=True)
     return counter.get_total_flops()
 
 
 def _convolution_backward_flops(
-    gradient: Sequence[int],
-    images: Sequence[int],
-    weight: Sequence[int],
-    bias: object,
-    stride: object,
-    padding: object,
-    dilation: object,
-    transposed: bool,
-    output_padding: object,
-    groups: int,
-    wanted: Sequence[bool],  # the gradients of input, weight and bias
-    **_: object,
+    gradient: Sequence[int], images: Sequence[int], weight: Sequence[int], *settings: Any, **_: Any
 ) -> int:
     """From shapes. The gradients of input and weight each multiply every weight once per image and output position (of
     a transposed convolution, input position). `weight` has a group's channels only, so groups need no factor."""
+    transposed, wanted = settings[-4], settings[-1]  # wanted: the gradients of input, weight and bias
     batch, _channels, *positions = images if transposed else gradient
     return 2 * prod(weight) * batch * prod(positions) * sum(wanted[:2])
 
@@ -152,6 +135,7 @@ def step_cost(
     loss: by default the sum of all outputs. backward: whether to count its FLOPs.
     """
     held = [*module.parameters(), *module.buffers(), *folded]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def on_device(tensor: Tensor) -> Tensor:
@@ -159,17 +143,37 @@ def step_cost(
             return tensor
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=held[0].device)
 
+    def run(example: Any, exclude: Sequence[Tensor]) -> tuple[int, int]:
+        """Bytes kept and FLOPs of backward."""
+        total = torch.zeros(())
+
+        def forward() -> Tensor:
+            nonlocal total
+            args, kwargs = arguments(example)
+            output = module(*args, **kwargs)
+            if loss is not None:
+                total = loss(output)
+            elif results := [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]:
+                total = torch.stack(results).sum()
+            return total
+
+        torch.clear_autocast_cache()  # it must hold no real cast for the fakes, nor a fake one afterwards
+        try:
+            with torch.enable_grad():
+                kept = kept_bytes(forward, exclude)
+            return kept, backward_flops(total, trained) if backward and total.requires_grad and trained else 0
+        finally:
+            torch.clear_autocast_cache()
+
     try:
         with unchanged(module, values=False), mode:
             # Views of a parameter alias its fake.
-            exclude = [*held, *(mode.from_tensor(tensor) for tensor in held)]
-            kept, flops = _run_step(module, tree_map_only(Tensor, on_device, example), exclude, loss, backward)
-    except Exception:
+            kept, flops = run(tree_map_only(Tensor, on_device, example), [*held, *map(mode.from_tensor, held)])
+    except Exception:  # fakes may raise anything; what is not their fault the real step raises again
         if any(tensor.is_meta for tensor in tensors_in(example)):
             raise
         with unchanged(module):
-            kept, flops = _run_step(module, example, held, loss, backward)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            kept, flops = run(example, held)
     return CostEstimate(
         kept_bytes=kept,
         backward_flops=flops,
@@ -179,62 +183,28 @@ def step_cost(
     )
 
 
-def _run_step(
-    module: nn.Module, example: Any, exclude: Sequence[Tensor], loss: Loss | None, backward: bool
-) -> tuple[int, int]:
-    """Bytes kept and FLOPs of backward. No gradient is accumulated."""
-    total = torch.zeros(())
-
-    def forward() -> Tensor:
-        nonlocal total
-        args, kwargs = arguments(example)
-        output = module(*args, **kwargs)
-        if loss is not None:
-            total = loss(output)
-        elif results := [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]:
-            total = torch.stack(results).sum()
-        return total
-
-    torch.clear_autocast_cache()  # it must hold no real cast for the fakes, nor a fake one afterwards
-    try:
-        with torch.enable_grad():
-            kept = kept_bytes(forward, exclude)
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not (backward and total.requires_grad and trained):
-            return kept, 0
-        return kept, count_flops(lambda: torch.autograd.grad(total, trained, allow_unused=True))
-    finally:
-        torch.clear_autocast_cache()
-
-
 def state_bytes(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
-    """Bytes of the optimizer's state for these parameters; where it has none yet, of what its first step will make."""
-    wanted, made, total = set(parameters), {}, 0
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in wanted.intersection(group["params"]):
-            kind = index, parameter.ndim, parameter.dtype, parameter.device
-            if known := optimizer.state.get(parameter):
-                total += sum(tensor.nbytes for tensor in tensors_in(known))
-                continue
-            if kind not in made:
-                made[kind] = _first_state(optimizer, group, parameter)
-            alike, rest = made[kind]
-            total += alike * parameter.numel() + rest
+    """Bytes of the optimizer's state for these parameters. Where it has none yet, those that the first step of a copy
+    makes for a small stand-in, in proportion if they have its shape."""
+    wanted = set(parameters)
+    total = sum(tensor.nbytes for parameter in wanted for tensor in tensors_in(optimizer.state.get(parameter, {})))
+    for group in optimizer.param_groups:
+        new = [parameter for parameter in group["params"] if parameter in wanted and not optimizer.state.get(parameter)]
+        if not new:
+            continue
+        stand_ins = [
+            nn.Parameter(torch.ones([min(2, n) for n in p.shape], dtype=p.dtype, device=p.device)) for p in new
+        ]
+        for stand_in in stand_ins:
+            stand_in.grad = torch.ones_like(stand_in)
+        twin = copy.copy(optimizer)
+        twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": stand_ins}]
+        twin.step()
+        for parameter, stand_in in zip(new, stand_ins, strict=True):
+            for tensor in tensors_in(twin.state[stand_in]):
+                alike = tensor.shape == stand_in.shape
+                total += tensor.element_size() * parameter.numel() if alike else tensor.nbytes
     return total
-
-
-def _first_state(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> tuple[int, int]:
-    """Bytes per element and bytes per parameter, from a step of a copy of the optimizer on a small stand-in."""
-    stand_in = nn.Parameter(
-        torch.ones([min(2, side) for side in parameter.shape], dtype=parameter.dtype).to(parameter.device)
-    )
-    stand_in.grad = torch.ones_like(stand_in)
-    twin = copy.copy(optimizer)
-    twin.state, twin.param_groups = defaultdict(dict), [{**group, "params": [stand_in]}]
-    twin.step()
-    tensors = list(tensors_in(twin.state[stand_in]))
-    alike = [tensor for tensor in tensors if tensor.shape == stand_in.shape]
-    return sum(tensor.element_size() for tensor in alike), sum(t.nbytes for t in tensors) - sum(t.nbytes for t in alike)
 
 
 def parse_bytes(text: str | int) -> int:

@@ -1,8 +1,8 @@
 """Freeze and thaw the units of a module: weights, norms, optimizer state, and tensors saved for backward."""
 
+import itertools
 import logging
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,14 +25,13 @@ logger = logging.getLogger("ptlf.freezing")
 MARK = "_frozen_by"  # of a frozen unit's layer, patched or not: see `Freezer._check_unfrozen`
 
 
-@dataclass
+@dataclass(eq=False)
 class _Frozen:
-    """What freezing a unit changed."""
+    """What freezing a unit changed. It is in the layer's `__dict__`; a copy of the layer has another one."""
 
     trained: list[bool]  # for each parameter of the unit: whether it required a gradient
     patched: list[nn.Module] = field(default_factory=list)
     untracked: list[nn.Module] = field(default_factory=list)  # norms whose track_running_stats was switched off
-    mark: object = field(default_factory=object)  # in the layer's `__dict__`; a copy of the layer has another one
 
 
 class Freezer:
@@ -77,7 +76,7 @@ class Freezer:
         self._patched: dict[nn.Module, ForwardPatch] = {}
         self._frozen: dict[str, _Frozen] = {}
         self._check_unfrozen()
-        seen = trace(module, example) if units is None or save_memory else Trace([], frozenset(), [])
+        seen = trace(module, example) if units is None or save_memory else Trace([])
         self.units = list(seen.units if units is None else units)
         self.ratios: Mapping[str, float] = {}
         self.saved: dict[str, int] = {}
@@ -165,10 +164,9 @@ class Freezer:
         """The units to freeze so that a step on `example` takes at most `limit` bytes ("12GiB"): `names` of what is
         returned. Nothing changes.
 
-        First come the units that save the most bytes or, with `ratios`, the most bytes for what is lost: 1 - ratio, the
-        share of the new gradient that the past's inputs do not span. Of these, units without which the step fits as
-        well are left out, those that save the least first. `CostEstimate` says which bytes count. A warning says if no
-        unit would train.
+        Of all units, those without which the step fits as well are left out one by one. First go those that save the
+        least bytes or, with `ratios`, the least bytes for what is lost: 1 - ratio, the share of the new gradient that
+        the past's inputs do not span. `CostEstimate` says which bytes count. A warning says if no unit would train.
         """
         most = parse_bytes(limit)
         with self._pretending():
@@ -177,16 +175,16 @@ class Freezer:
                 return Estimate((), now, now)
             saved = self.measure(example, loss=loss)
             candidates = [unit.name for unit in self.units if unit.name not in self._frozen]
-
-            def worth(name: str) -> float:
-                return saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3)
-
-            order = sorted(candidates, key=worth, reverse=True)
-            if (least := self._cost(example, loss, order, backward=False)).bytes > most:
+            worth = {name: saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3) for name in candidates}
+            needed = sorted(candidates, key=worth.__getitem__, reverse=True)
+            if (least := self._cost(example, loss, needed, backward=False)).bytes > most:
                 missing = f"{format_bytes(least.bytes)}, {format_bytes(least.bytes - most)} more than {limit}"
                 parts = f"of which {format_bytes(least.held_bytes)} are weights and buffers"
                 raise ValueError(f"with all units frozen a step takes {missing}, {parts}; take a smaller batch")
-            needed = _needed(order, lambda names: self._cost(example, loss, names, backward=False).bytes <= most)
+            for name in needed[::-1]:
+                rest = [other for other in needed if other != name]
+                if self._cost(example, loss, rest, backward=False).bytes <= most:
+                    needed = rest
             names = tuple(unit.name for unit in self._select(needed))
             if len(names) == len(candidates):
                 fits = f"a step takes at most {limit} only with all {len(self.units)} units frozen"
@@ -234,7 +232,7 @@ class Freezer:
         return with_tied(self.units, select(self.units, units))
 
     def _check_unfrozen(self) -> None:
-        own = [None, *(record.mark for record in self._frozen.values())]
+        own = [None, *self._frozen.values()]
         for name, child in self.module.named_modules():
             if child.__dict__.get(MARK) not in own:
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
@@ -247,10 +245,11 @@ class Freezer:
             for optimizer in self.optimizers:
                 optimizer.state.pop(parameter, None)
         _touch(unit)
-        unit.layer.__dict__[MARK] = record.mark
-        for parametrization in _parametrizations(unit.layer):  # in train mode spectral_norm updates its buffers
-            self._patch(record, parametrization, EvalMode)
         layer, norm = unit.layer, unit.norm
+        layer.__dict__[MARK] = record
+        computed = layer.parametrizations.values() if parametrize.is_parametrized(layer) else ()  # type: ignore[union-attr, operator]
+        for parametrization in itertools.chain(*computed):  # in train mode spectral_norm updates its buffers
+            self._patch(record, parametrization, EvalMode)
         patched = self.save_memory and kernels.is_plain_layer(layer)
         fold = patched and not self.batch_statistics and unit.name in self._foldable
         # A shard (of fully_shard) holds only a part of the weight between forwards.
@@ -287,12 +286,12 @@ class Freezer:
 
     def _mask(self) -> None:
         """Masked ReLUs are those whose output no trainable layer saves: it would keep the output beside the mask."""
-        for relu in self._relus if self.save_memory else ():
-            masked = bool(self._frozen) and relu.keepers <= self._frozen.keys()
-            if masked and replaced_forward(relu.module) is None:
-                self._patch(None, relu.module, MaskedReLU)
-            elif not masked and relu.module in self._patched:
-                self._patched.pop(relu.module).detach()
+        for relu, keepers in self._relus.items() if self.save_memory else ():
+            masked = bool(self._frozen) and keepers <= self._frozen.keys()
+            if masked and replaced_forward(relu) is None:
+                self._patch(None, relu, MaskedReLU)
+            elif not masked and relu in self._patched:
+                self._patched.pop(relu).detach()
 
     def _patch(self, record: _Frozen | None, module: nn.Module, kind: type[ForwardPatch], *arguments: Any) -> None:
         if record is not None:
@@ -337,18 +336,6 @@ class Freezer:
         return [patch for patch in self._patched.values() if isinstance(patch, FrozenLayer)]
 
 
-def _needed(order: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
-    """The shortest beginning of `order` that fits, without the units that it does not need: once the first layers are
-    frozen, a head that was chosen before them may train after all. The whole of `order` fits."""
-    enough = 1 + bisect_left(range(1, len(order)), True, key=lambda count: fits(order[:count]))
-    needed = list(order[:enough])
-    for name in reversed(order[: enough - 1]):
-        rest = [other for other in needed if other != name]
-        if fits(rest):
-            needed = rest
-    return needed
-
-
 def unwrapped_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
     """The optimizers, out of wrappers such as those of Accelerate."""
     found = []
@@ -381,9 +368,3 @@ def _touch(unit: Unit) -> None:
         for name, parameter in list(module._parameters.items()):
             module._parameters[name] = None
             module._parameters[name] = parameter
-
-
-def _parametrizations(layer: nn.Module) -> list[nn.Module]:
-    """The modules that compute the layer's parametrized tensors, if any."""
-    lists = layer.parametrizations.values() if parametrize.is_parametrized(layer) else ()  # type: ignore[union-attr, operator]
-    return [part for parts in lists for part in parts]

@@ -7,7 +7,7 @@ is folded into the layer before it. A ReLU needs one bit per element if nothing 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from ptlf.freezing.recording import BATCH_NORMS, Convolution
 
 Pair = tuple[int, int]
-NormClass = TypeVar("NormClass", bound=type[nn.Module])
 PlainLayer = nn.Conv2d | nn.Linear  # the layers with a forward here
-# Forwards of BatchNorms that compute what PyTorch's does in eval mode: see `standard_in_eval`.
+# Of BatchNorms that compute in eval mode what PyTorch's does, and so may be folded into their layer once frozen.
 STANDARD_FORWARDS: set[Callable[..., Any]] = {nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward}
 
 
@@ -40,7 +39,7 @@ class _FrozenConv2d(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, _, *ctx.settings = inputs
         ctx.save_for_backward(weight)
-        ctx.size = x.shape[2:]
+        ctx.size = x.shape[-2:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -71,8 +70,6 @@ def frozen_conv2d(
     groups: int = 1,
 ) -> Tensor:
     """conv2d on (B, C, H, W) or (C, H, W) without gradients for weight and bias; saves only the weight for backward."""
-    if x.ndim == 3:
-        return frozen_conv2d(x[None], weight, bias, stride, padding, dilation, groups)[0]
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -105,54 +102,25 @@ def is_channels_last(x: Tensor) -> bool:
     return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
-# Eager code packs with two operations: eight booleans, one byte each, are read as one little-endian 64-bit word, whose
-# product with _GATHER has boolean i in bit 56 + i. In compiled code bit i of the bytes holds the i-th eighth of the
-# elements: elementwise operations, which the compiler can fuse.
-_GATHER = 0x0102040810204080
-
-
 def pack(mask: Tensor) -> Tensor:
-    """Booleans of any shape, in memory order, to ceil(n / 8) bytes. `unpack` must run in the same mode, eager or
-    compiled."""
+    """Booleans of any shape, in memory order, to ceil(n / 8) bytes: bit i of them holds the i-th eighth. Elementwise
+    operations alone, which a compiler can fuse."""
     flat = (mask.permute(0, 2, 3, 1) if is_channels_last(mask) else mask).reshape(-1)
-    if flat.numel() % 8:
-        flat = F.pad(flat, (0, -flat.numel() % 8))
-    if not torch.compiler.is_compiling():
-        return (flat.view(torch.int64) * _GATHER >> 56).to(torch.uint8)
-    planes = flat.view(8, -1).to(torch.uint8)
+    planes = F.pad(flat, (0, -flat.numel() % 8)).view(8, -1).to(torch.uint8)
     bits = planes[0]
     for i in range(1, 8):
-        bits = bits | (planes[i] << i)
+        bits = bits | planes[i] << i
     return bits
 
 
 def unpack(bits: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
     """Inverse of `pack`: booleans of `shape`, in the original layout."""
-    if torch.compiler.is_compiling():
-        shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)[:, None]
-        flat = ((bits >> shifts) & 1).to(torch.bool).view(-1)
-    else:
-        flat = _words(bits.device).index_select(0, bits.to(torch.int32)).view(torch.bool)
-    flat = flat[: math.prod(shape)]
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)[:, None]
+    flat = (bits >> shifts & 1).to(torch.bool).view(-1)[: math.prod(shape)]
     if channels_last:
         batch, channels, height, width = shape
         return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
     return flat.view(shape)
-
-
-_WORDS: dict[torch.device, Tensor] = {}
-
-
-def _words(device: torch.device) -> Tensor:
-    """(256,) int64: for each byte value, its eight bits as eight booleans of one byte each."""
-    if device in _WORDS:
-        return _WORDS[device]
-    with torch.inference_mode(False):
-        bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
-        words = bits.to(torch.bool).view(torch.int64).view(-1).to(device)
-    if type(words) is Tensor:  # not a fake one
-        _WORDS[device] = words
-    return words
 
 
 def fold(layer: PlainLayer, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -203,12 +171,11 @@ class FrozenLayer(ForwardPatch):
 
     def __init__(self, layer: PlainLayer, norm: nn.Module | None = None) -> None:
         super().__init__(layer)
-        self.norm = norm
+        self.norm, self.sources = norm, [] if norm is None else [layer, norm]  # of the folded tensors
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.versions: list[tuple[int, int]] = []
         self.handles: list[RemovableHandle] = []
-        self.refresh()
 
     def __call__(self, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
@@ -223,8 +190,7 @@ class FrozenLayer(ForwardPatch):
         return frozen_conv2d(input, weight, bias, layer.stride, padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
 
     def refresh_if_stale(self) -> None:
-        """Fold again if a source tensor was changed in place or replaced."""
-        if self.norm is not None and self.versions != self._versions():
+        if self.versions != self._versions():
             self.refresh()
 
     @torch.inference_mode(False)
@@ -234,7 +200,7 @@ class FrozenLayer(ForwardPatch):
         if self.norm is None:
             return
         weight, bias = fold(self.module, self.norm)
-        if self.weight is not None and self.bias is not None and _layout(self.weight) == _layout(weight):
+        if self.weight is not None and self.bias is not None and layout(self.weight) == layout(weight):
             self.weight.copy_(weight)
             self.bias.copy_(bias)
         else:
@@ -244,14 +210,12 @@ class FrozenLayer(ForwardPatch):
     def attach(self) -> None:
         super().attach()
         # On both: whichever is loaded last folds what the other one has loaded.
-        sources = [] if self.norm is None else [self.module, self.norm]
-        self.handles = [source.register_load_state_dict_post_hook(self._loaded) for source in sources]
+        self.handles = [source.register_load_state_dict_post_hook(self._loaded) for source in self.sources]
         self.refresh()
 
     def detach(self) -> None:
         for handle in self.handles:
             handle.remove()
-        self.handles.clear()
         super().detach()
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
@@ -262,9 +226,8 @@ class FrozenLayer(ForwardPatch):
 
     def _versions(self) -> list[tuple[int, int]]:
         """Address and version of every source tensor: detects in-place changes and replaced data."""
-        modules = [self.module] if self.norm is None else [self.module, self.norm]
-        sources = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
-        return [(source.data_ptr(), source._version) for source in sources]
+        tensors = (t for s in self.sources for t in (*s._parameters.values(), *s._buffers.values()) if t is not None)
+        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -273,7 +236,7 @@ def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
     return module.__dict__.get("forward")
 
 
-def _layout(tensor: Tensor) -> object:
+def layout(tensor: Tensor) -> object:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -338,10 +301,3 @@ def is_plain_batch_norm(norm: nn.Module | None) -> bool:
     if not isinstance(norm, BATCH_NORMS) or norm.running_mean is None:
         return False
     return type(norm).forward in STANDARD_FORWARDS and replaced_forward(norm) is None
-
-
-def standard_in_eval(kind: NormClass) -> NormClass:
-    """Class decorator for a BatchNorm with a forward of its own: in eval mode it computes what PyTorch's does, so that
-    it may be folded into its layer once it is frozen."""
-    STANDARD_FORWARDS.add(kind.forward)
-    return kind

@@ -29,16 +29,11 @@ class Context:
         return found
 
 
-def setting(default: Any, about: str, **limits: Any) -> Any:
-    """A field of a `PolicyConfig` with its help text and limits."""
-    return field(default=default, metadata={"about": about, **limits})
-
-
 @dataclass
 class PolicyConfig:
     """Settings of a policy. A field's metadata may hold its help text ("about") and limits ("choices", "ge", ...)."""
 
-    name: str = setting("none", "which units freeze next; `ptlf list policies` names them")
+    name: str = field(default="none", metadata={"about": "which units freeze next; `ptlf list policies` names them"})
 
 
 C = TypeVar("C", bound=PolicyConfig)
@@ -86,12 +81,10 @@ class Ascending(Policy[PolicyConfig]):
 
 
 class Random(Policy[PolicyConfig]):
-    """Any unit, each as likely as the other, drawn from the context's generator."""
+    """Any unit, each as likely as the other."""
 
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
-        if context.generator is None:
-            raise ValueError("the random policy draws from the context's generator, and none was given")
-        order = torch.randperm(len(candidates), generator=context.generator, device=context.generator.device)
+        order = torch.randperm(len(candidates), generator=context.generator)
         return [candidates[index] for index in order.tolist()[:count]]
 
 
@@ -107,8 +100,10 @@ class Never(Policy[PolicyConfig]):
 @dataclass
 class CostAwareConfig(PolicyConfig):
     name: str = "cost_aware"
-    sharpness: float = setting(8.0, "how much ratios count beside savings; 0 = not at all", ge=0)
-    savings: str = setting("flops", "what is counted as saved", choices=("flops",))  # records name it
+    sharpness: float = field(
+        default=8.0, metadata={"about": "how much ratios count beside savings; 0 = not at all", "ge": 0}
+    )
+    savings: str = field(default="flops", metadata={"about": "what is counted as saved", "choices": ("flops",)})
 
 
 class CostAware(Policy[CostAwareConfig]):
@@ -140,10 +135,8 @@ class CostAware(Policy[CostAwareConfig]):
             raise ValueError("the cost_aware policy needs the savings of measure_savings, and none were given")
         place = {name: number for number, name in enumerate(context.units)}
         weight = {name: context.ratio(name, 1.0) ** self.config.sharpness for name in candidates}
-        already = set(frozen)
-        now = BackwardSavings(
-            [context.savings[name] for name in context.units], [name in already for name in context.units]
-        )
+        savings = [context.savings[name] for name in context.units]
+        now = BackwardSavings(savings, [name in frozen for name in context.units])
         chosen: list[str] = []
         left = list(candidates)
         for _ in range(min(count, len(candidates))):

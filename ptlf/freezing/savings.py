@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.freezing.products import TRANSPOSED, Part, Projection, parts, watched
-from ptlf.freezing.recording import storage, unchanged
+from ptlf.freezing.recording import Convolution, storage, unchanged
 from ptlf.freezing.units import Unit
 
 
@@ -75,11 +75,8 @@ def measure_savings(module: nn.Module, units: Sequence[Unit], example: Tensor) -
 def product_flops(part: Part, given: Tensor, output: Tensor) -> int:
     """Of the gradient of the weight, and as many of that of the input: both multiply every weight once per image and
     position (of the output; of a transposed convolution, of the input)."""
-    if isinstance(part, Projection):
-        return 2 * part.rows * given.numel()
-    if isinstance(part, nn.Linear):
-        return 2 * part.out_features * given.numel()
-    positions = (
-        given.numel() // part.in_channels if isinstance(part, TRANSPOSED) else output.numel() // part.out_channels
-    )
-    return 2 * part.weight.numel() * positions
+    if isinstance(part, Convolution) and not isinstance(part, TRANSPOSED):
+        return 2 * part.weight.numel() * (output.numel() // part.out_channels)
+    if isinstance(part, TRANSPOSED):
+        return 2 * part.weight.numel() * (given.numel() // part.in_channels)
+    return 2 * given.numel() * (part.rows if isinstance(part, Projection) else part.out_features)

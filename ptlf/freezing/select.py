@@ -21,14 +21,17 @@ def select(units: Sequence[Unit], wanted: Selector) -> list[Unit]:
     names = [unit.name for unit in units]
     if isinstance(wanted, Unit):
         wanted = wanted.name
-    if isinstance(wanted, int) and not isinstance(wanted, bool):
+    if isinstance(wanted, int):
         if not 0 <= wanted <= len(names):
             raise ValueError(f"there are {len(names)} units, so the first {wanted} cannot be chosen")
         return list(units[:wanted])
     if isinstance(wanted, str):
         found = [unit for unit in units if unit.name == wanted]
         found = found or [unit for unit in units if unit.name.startswith(f"{wanted}.")]
-        missing = "" if found else _no_unit(units, wanted)
+        missing = unknown_name("unit", wanted, names)
+        for unit in units:
+            if any(f"{name}.".startswith(f"{wanted}.") for name in (unit.norm_name or "", *unit.extra)):
+                missing = f"{wanted!r} is not a unit of its own: it freezes with {unit.name!r}"
     elif isinstance(wanted, re.Pattern):
         found = [unit for unit in units if wanted.search(unit.name)]
         missing = f"the expression {wanted.pattern!r} is found in no name of a unit: {', '.join(names)}"
@@ -38,12 +41,9 @@ def select(units: Sequence[Unit], wanted: Selector) -> list[Unit]:
         missing = f"no unit lies in this {type(wanted).__name__}; the units are {', '.join(names)}"
     elif callable(wanted):
         return [unit for unit in units if wanted(unit)]
-    elif isinstance(wanted, Iterable):
+    else:
         chosen = {unit.name for item in wanted for unit in select(units, item)}
         return [unit for unit in units if unit.name in chosen]
-    else:
-        kinds = "a name, a prefix, a module, a compiled expression, a number, a function, or several of these"
-        raise TypeError(f"units are chosen by {kinds}, not by a {type(wanted).__name__}")
     if not found:
         raise ValueError(missing)
     return found
@@ -56,13 +56,6 @@ def with_tied(units: Sequence[Unit], chosen: Sequence[Unit]) -> list[Unit]:
         names |= {unit.name for unit in tied}
         parameters |= {parameter for unit in tied for parameter in unit.parameters()}
     return [unit for unit in units if unit.name in names]
-
-
-def _no_unit(units: Sequence[Unit], wanted: str) -> str:
-    for unit in units:
-        if any(f"{name}.".startswith(f"{wanted}.") for name in (unit.norm_name or "", *unit.extra)):
-            return f"{wanted!r} is not a unit of its own: it freezes with {unit.name!r}"
-    return unknown_name("unit", wanted, [unit.name for unit in units])
 
 
 def unknown_name(kind: str, value: str, known: Iterable[str]) -> str:

@@ -81,8 +81,8 @@ def replay_inputs(
     return seen
 
 
-def inputs_of(replay: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
-    for inputs in [replay] if isinstance(replay, Tensor) else replay:
+def inputs_of(replay: Iterable[Tensor]) -> Iterator[Tensor]:
+    for inputs in replay:
         if not isinstance(inputs, Tensor):
             raise TypeError(
                 f"the replay must hold tensors of inputs, and holds a {type(inputs).__name__}; if a loader yields "

@@ -5,26 +5,24 @@ output, and parameters of no layer that belong to it: see `Ownership`.
 """
 
 import contextlib
-import dataclasses
 import heapq
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ptlf.freezing.recording import ForwardRecord, Layer, LayerCall, record_forward, storage, tensors_in
+from ptlf.freezing.recording import ForwardRecord, Layer, record_forward, storage, tensors_in
 
 # Frozen, these save no input for backward; the other layers do, as in plain PyTorch.
 SPARING = (nn.Conv2d, nn.Linear, nn.MultiheadAttention)
 IMAGE_SIZES = (32, 64, 96, 128, 224)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Unit:
     """A layer, its norm and what else freezes with it. `name` is the layer's module path.
 
@@ -38,8 +36,8 @@ class Unit:
     layer: Layer
     norm: nn.Module | None = None
     norm_name: str | None = None
-    extra: Mapping[str, nn.Module] = field(default_factory=dict)
-    others: tuple[nn.Module, ...] = ()
+    extra: dict[str, nn.Module] = field(default_factory=dict)
+    others: list[nn.Module] = field(default_factory=list)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -60,29 +58,20 @@ class Unit:
         return [*([self.norm] if self.norm is not None else []), *self.others]
 
 
-@dataclass(frozen=True, eq=False)
-class Relu:
-    """A ReLU whose output autograd saves only for the ReLU itself and for the units named in `keepers`."""
-
-    name: str
-    module: nn.ReLU
-    keepers: frozenset[str]
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass
 class Trace:
     """The result of tracing a forward.
 
     units: in order of first execution.
     foldable: names of the units whose layer's output is used only by its norm, and whose norm has no other input. In
         train mode too, where for example a dropout between them is active.
-    relus: those whose output is not saved for backward by any operation outside the units.
+    relus: those whose output no operation outside the units saves for backward; with the names of the units that do.
     outside: the parameters in no unit, by name, each with the reason.
     """
 
     units: list[Unit]
-    foldable: frozenset[str]
-    relus: list[Relu]
+    foldable: set[str] = field(default_factory=set)
+    relus: dict[nn.ReLU, set[str]] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
 
 
@@ -106,17 +95,16 @@ def trace(module: nn.Module, example: Any = None) -> Trace:
     for guess in _guesses(module) if example is None else [example]:
         try:
             record, output = record_forward(module, guess)
-        except Exception as error:
+        except Exception as error:  # a forward may raise anything
             if example is not None:
                 raise
             errors.append(f"{tuple(guess.shape)}: {error}".splitlines()[0])
             continue
-        seen = _analyse(module, record, output)
-        foldable: frozenset[str] = frozenset()
-        with contextlib.suppress(Exception):  # in train mode a forward may ask for more, such as targets
-            if seen.foldable:
-                foldable = seen.foldable & _analyse(module, *record_forward(module, guess, train=True)).foldable
-        return dataclasses.replace(seen, foldable=foldable)
+        seen, in_train_mode = _analyse(module, record, output), None
+        with contextlib.suppress(Exception):  # in train mode it may ask for more, such as targets
+            in_train_mode = record_forward(module, guess, train=True) if seen.foldable else None
+        seen.foldable &= set() if in_train_mode is None else _analyse(module, *in_train_mode).foldable
+        return seen
     tried = "; ".join(errors) or "no convolution or linear layer to guess from"
     raise ValueError(f"found no input that {type(module).__name__} accepts; pass example=<a batch> ({tried})")
 
@@ -125,8 +113,6 @@ def _guesses(module: nn.Module) -> Iterator[Tensor]:
     parameter = next(module.parameters(), torch.empty(0))
     if (conv := next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)) is not None:
         declared = getattr(getattr(module, "config", module), "image_size", None)
-        if isinstance(declared, Sequence) and len(declared) == 2:
-            yield parameter.new_zeros(2, conv.in_channels, *declared)
         for size in [*([declared] if isinstance(declared, int) else []), *IMAGE_SIZES]:
             yield parameter.new_zeros(2, conv.in_channels, size, size)
     if (linear := next((m for m in module.modules() if isinstance(m, nn.Linear)), None)) is not None:
@@ -140,36 +126,30 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
         if (first := calls[0][0]) is not None:
             norm_of.setdefault(first.layer, norm)
     units = [Unit(names[m], m, norm_of.get(m), names.get(norm_of.get(m))) for m in record.layers]
-    unit_names: dict[nn.Module | None, str] = {unit.layer: unit.name for unit in units}
     graph = Ownership(record, units, output)
-    foldable = frozenset(unit.name for unit in units if _feeds_only_its_norm(unit, record, graph))
-    relus = []
+    seen = Trace(units, {unit.name for unit in units if _feeds_only_its_norm(unit, record, graph)})
     for relu, storages in record.relus.items():
         keepers = set().union(*(record.keepers.get(storage, set()) for storage in storages))
-        if all(keeper in unit_names and isinstance(keeper, SPARING) for keeper in keepers):
-            relus.append(Relu(names[relu], relu, frozenset(unit_names[keeper] for keeper in keepers)))
+        if all(keeper in record.layers and isinstance(keeper, SPARING) for keeper in keepers):
+            seen.relus[relu] = {names[keeper] for keeper in keepers}
     # The parameters and norms that belong to none of the layers, and the parameters left over.
     owned = {parameter for unit in units for parameter in unit.parameters()}
-    extra: dict[int, dict[str, nn.Module]] = defaultdict(dict)
-    others: dict[int, list[nn.Module]] = defaultdict(list)
-    outside = {}
     for path, part in module.named_modules():
         for key, parameter in part.named_parameters(path, recurse=False):
             if parameter in owned:
                 continue
             if (owner := graph.owner_of_parameter(parameter, path)) is not None:
-                extra[owner][key] = part
+                units[owner].extra[key] = part
             elif parameter not in graph.leaves:
-                outside[key] = "no output of the forward depends on it"
+                seen.outside[key] = "no output of the forward depends on it"
             else:
-                outside[key] = "the forward has no convolution, linear layer or attention to freeze it with"
+                seen.outside[key] = "the forward has no convolution, linear layer or attention to freeze it with"
         if part in record.norms and part not in norm_of.values():
             node = record.norms[part][0][1]
             owner = None if node is None or node not in graph.consumers else graph.owner_of_result(node, path)
             if owner is not None:
-                others[owner].append(part)
-    units = [dataclasses.replace(u, extra=extra[i], others=tuple(others[i])) for i, u in enumerate(units)]
-    return Trace(units, foldable, relus, outside)
+                units[owner].others.append(part)
+    return seen
 
 
 def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership") -> bool:
@@ -182,9 +162,8 @@ def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership") 
         return False
     norm_is_used = all(graph.uses(node) > 0 for _, node in record.norms[unit.norm])
     used_once = all(graph.uses(call.node) == 1 for call in calls)
-    same_calls = len(calls) == len(consumed) and all(a is b for a, b in zip(calls, consumed, strict=True))
     read_by = set().union(*(record.readers[storage(call.output)] for call in calls))
-    return norm_is_used and used_once and same_calls and read_by <= {unit.norm}
+    return norm_is_used and used_once and calls == consumed and read_by <= {unit.norm}
 
 
 class Ownership:
@@ -204,7 +183,12 @@ class Ownership:
         self.unit_at: dict[Node, int] = {}  # operations inside a layer
         for index, unit in enumerate(units):
             for call in record.layers[unit.layer]:
-                self._enter(call, index)
+                waiting = [call.node] if call.node is not None and call.node not in call.inputs else []
+                while waiting:
+                    node = waiting.pop()
+                    if node not in self.unit_at and not is_leaf(node):
+                        self.unit_at[node] = index
+                        waiting += [before for before in node_inputs(node) if before not in call.inputs]
         self.consumers: dict[Node, list[Node]] = {node: [] for node in self.outputs}
         self.leaves: dict[Tensor, Node] = {}
         waiting = list(self.outputs)
@@ -230,14 +214,6 @@ class Ownership:
         for node in [*reversed(inner), *leaves]:
             after = (min(self.unit_at.get(user, len(units)), self.next_after[user]) for user in self.consumers[node])
             self.next_after[node] = min(after, default=len(units))
-
-    def _enter(self, call: LayerCall, index: int) -> None:
-        waiting = [call.node] if call.node is not None and call.node not in call.inputs else []
-        while waiting:
-            node = waiting.pop()
-            if node not in self.unit_at and not is_leaf(node):
-                self.unit_at[node] = index
-                waiting += [before for before in node_inputs(node) if before not in call.inputs]
 
     def uses(self, node: Node | None) -> int:
         """How often the result of the node is used, by other nodes or as an output of the module."""
@@ -288,8 +264,7 @@ class Ownership:
 
     def _nearness(self, path: str, index: int) -> int:
         """How many levels of the module tree the path and the unit share."""
-        pairs = zip(path.split("."), self.paths[index], strict=False)
-        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return len(commonprefix([path.split("."), self.paths[index]]))  # noqa: RUF071 (of lists, not of characters)
 
 
 def node_inputs(node: Node) -> list[Node]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ptlf.encoders.norm import SharedBatchNorm1d, is_usual
 from ptlf.freezing import replaced_forward
 from ptlf.kernels.norm import norm_relu
-from ptlf.objectives.heads import MLP
+from ptlf.objectives import MLP
 
 
 def fuse_heads(module: nn.Module) -> None:

@@ -54,15 +54,10 @@ class FastParts(Accelerator):
     def encode(self, encoder: nn.Module, images: Tensor) -> Tensor:
         if self.has_kernels and resnet.can_fuse(encoder):
             return resnet.fused_forward(encoder, images)
-        if getattr(encoder, "segmented", False):
-            return encoder(images, self.segment)
-        if not (blocks := repeated_blocks(encoder)) or len(images) % self.batch:
-            return self.segment(encoder, images)
-        with redirect_calls(self.block, blocks):
+        if len(images) % self.batch:
             return encoder(images)
-
-    def segment(self, module: nn.Module, x: Tensor) -> Tensor:
-        return self.block(module, x) if len(x) % self.batch == 0 else module(x)
+        with redirect_calls(self.block, repeated_blocks(encoder) or [encoder]):
+            return encoder(images)
 
     def block(self, module: nn.Module, *arguments: Any, **named: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Training forward of our ResNets with the kernels of `norm` and `stem`.
+"""Training forward of our ResNets with the kernels of `norm`.
 
 Compared with torch.compile it makes fewer passes over memory, and compiles nothing when a unit freezes or thaws.
 """
@@ -41,15 +41,14 @@ def used_columns(encoder: Columns) -> list[nn.Module]:
 
 
 def is_plain(network: nn.Module, *, training: bool) -> bool:
-    if type(network) is not ResNet or not all(
-        type(block) in (BasicBlock, Bottleneck) for block in residual_blocks(network)
-    ):
+    known = type(network) is ResNet and all(type(b) in (BasicBlock, Bottleneck) for b in residual_blocks(network))
+    return known and all(is_standard(layer, norm, training) for layer, norm in conv_norm_pairs(network))  # type: ignore[arg-type]
+
+
+def is_standard(layer: nn.Conv2d, norm: nn.Module, training: bool) -> bool:
+    if not isinstance(norm, ViewBatchNorm2d) or norm.training is not training:
         return False
-    return all(norm.training is training and is_standard(layer, norm) for layer, norm in conv_norm_pairs(network))
-
-
-def is_standard(layer: nn.Conv2d, norm: nn.Module) -> bool:
-    if not isinstance(norm, ViewBatchNorm2d) or layer.bias is not None or layer.weight.dtype is not torch.float32:
+    if layer.bias is not None or layer.weight.dtype is not torch.float32:
         return False
     if (layer.dilation, layer.groups, layer.padding_mode) != ((1, 1), 1, "zeros"):
         return False
@@ -58,7 +57,7 @@ def is_standard(layer: nn.Conv2d, norm: nn.Module) -> bool:
 
 
 def residual_blocks(encoder: ResNet) -> list[Block]:
-    return encoder.segments()[1:]  # type: ignore[return-value]
+    return [block for stage in encoder.stages.children() for block in stage.children()]  # type: ignore[misc]
 
 
 def conv_norm_pairs(encoder: ResNet) -> list[Layers]:
@@ -110,10 +109,9 @@ class Forward:
     """
 
     def __init__(self, encoder: ResNet, dtype: torch.dtype) -> None:
-        from ptlf.kernels import norm, stem  # need Triton
+        from ptlf.kernels import norm  # needs Triton
 
-        self.encoder, self.dtype = encoder, dtype
-        self.kernels, self.patches = norm, stem.patches
+        self.encoder, self.dtype, self.kernels = encoder, dtype, norm
         weights: dict[nn.Conv2d, Tensor] = {}
         self.biases: dict[nn.Conv2d, Tensor] = {}  # float32
         for layer, bn in conv_norm_pairs(encoder):
@@ -159,9 +157,8 @@ class Forward:
         return pooled, pooled
 
     def small_stem(self, stem: Stem, images: Tensor) -> Twice:
-        """A 3x3 convolution is computed as a matrix product: with three input channels it takes half cuDNN's time."""
         n, _, height, width = images.shape
-        rows, bias = self.patches(images, self.dtype), self.cast_biases.get(stem.conv)
+        rows, bias = self.kernels.patches(images, self.dtype), self.cast_biases.get(stem.conv)
         weight = F.pad(self.weights[stem.conv].flatten(1), (0, rows.shape[1] - 27))
         # _addmm_activation is rows @ weight.T + bias with a ReLU in one kernel.
         x = F.linear(rows, weight) if bias is None else torch._addmm_activation(bias, rows, weight.T)

@@ -1,4 +1,4 @@
-"""Triton kernels for batch norm, residual sum and ReLU in training; `norm` launches them.
+"""Triton kernels for batch norm, residual sum and ReLU in training, and for the CIFAR stem; `norm` launches them.
 
 Tensors are channels-last: memory holds one row of C channels per (image, height, width). The batch consists of `views`
 equal parts, each normalised by its own statistics. Reductions start at the end of a tensor, because the convolution
@@ -274,3 +274,18 @@ def _mask(grad, other, source, out, size, MASK: tl.constexpr, OTHER: tl.constexp
         gradient += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.where(_relu_mask(source, at, inside, MASK), gradient, 0.0)
     tl.store(out + at, gradient.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _patches(x, out, size, height, width, by_image, by_channel, by_row, by_column, BLOCK: tl.constexpr):
+    """32 values per pixel: the 27 of its 3 x 3 neighbourhood, in the order of a conv weight, and five zeros."""
+    pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.arange(0, 32)
+    channel, dy, dx = place // 9, place % 9 // 3 - 1, place % 3 - 1
+    image, row, column = pixel // (height * width), pixel // width % height, pixel % width
+    y, z = row[:, None] + dy[None, :], column[:, None] + dx[None, :]
+    inside = (y >= 0) & (y < height) & (z >= 0) & (z < width) & (place < 27)[None, :] & (pixel < size)[:, None]
+    at = (image * by_image)[:, None] + (channel * by_channel)[None, :] + y * by_row + z * by_column
+    value = tl.load(x + at, mask=inside, other=0.0)
+    to = pixel.to(tl.int64)[:, None] * 32 + place[None, :]
+    tl.store(out + to, value.to(out.dtype.element_ty), mask=(pixel < size)[:, None])

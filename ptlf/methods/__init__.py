@@ -5,10 +5,9 @@ from typing import Any
 from ptlf.core.registry import Registry
 from ptlf.methods.cassle import PFR, Cassle
 from ptlf.methods.der import DER
-from ptlf.methods.finetune import Finetune, Multitask
 from ptlf.methods.lump import Lump
 from ptlf.methods.memory import Memory, MemoryConfig
-from ptlf.methods.method import Method, MethodConfig
+from ptlf.methods.method import Finetune, Method, MethodConfig, Multitask
 from ptlf.methods.pnn import PNN
 from ptlf.methods.si import SI
 

@@ -3,16 +3,25 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import key
 from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
-from ptlf.objectives.heads import each_view, mlp, negative_cosine
-from ptlf.objectives.objective import mean_over_views
-from ptlf.objectives.teacher import PreviousModel
+from ptlf.objectives.objective import Teacher, each_view, mean_over_views, mlp, negative_cosine
+
+
+class PreviousModel(Teacher):
+    """Encoder and projector as the last task left them. Norms use batch statistics and do not update their running
+    ones; weights never move. Other buffers that a forward in train mode changes, as those of a spectral norm, do."""
+
+    def __init__(self, encoder: nn.Module, projector: nn.Module) -> None:
+        super().__init__(encoder, projector)
+        for module in self.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.track_running_stats = False
 
 
 @dataclass
@@ -40,7 +49,8 @@ class Cassle(Method[CassleConfig]):
 
     def begin_task(self, index: int, model: Model) -> None:
         super().begin_task(index, model)
-        self.previous.copy(model.encoder, model.objective.projector)
+        self.previous.encoder.load_state_dict(model.encoder.state_dict())
+        self.previous.projector.load_state_dict(model.objective.projector.state_dict())
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         projected = model.project(model.encode(batch.mixed))

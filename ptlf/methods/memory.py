@@ -26,13 +26,6 @@ class Memory(nn.Module):
     where whatever is not kept goes, so that the copy has a fixed shape.
     """
 
-    images: Tensor
-    views: Tensor
-    outputs: Tensor
-    seen: Tensor
-    old_images: Tensor
-    old_seen: Tensor
-
     def __init__(
         self, size: int, image_size: int, view_size: int, view: View, outputs: int = 0, accelerator: Accelerator = PLAIN
     ) -> None:
@@ -41,12 +34,11 @@ class Memory(nn.Module):
         needed = (size + 1) * (2 * 3 * image_size**2 + 4 * 3 * view_size**2 + 4 * outputs)
         check_fits(f"memory.size {size}", needed)
         self.size, self.view, self.view_size, self.accelerator = size, view, view_size, accelerator
-        self.register_buffer("images", torch.zeros(size + 1, image_size, image_size, 3, dtype=torch.uint8))
-        self.register_buffer("views", torch.zeros(size + 1, 3, view_size, view_size))
-        self.register_buffer("outputs", torch.zeros(size + 1, outputs))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("old_images", torch.zeros_like(self.images))
-        self.register_buffer("old_seen", torch.zeros_like(self.seen))
+        self.images = nn.Buffer(torch.zeros(size + 1, image_size, image_size, 3, dtype=torch.uint8))
+        self.views = nn.Buffer(torch.zeros(size + 1, 3, view_size, view_size))
+        self.outputs = nn.Buffer(torch.zeros(size + 1, outputs))
+        self.seen = nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self.old_images, self.old_seen = nn.Buffer(torch.zeros_like(self.images)), nn.Buffer(self.seen.clone())
         self.count = 0  # `seen` on the host: asking the device would make it wait
         self.old_count = 0  # `old_seen` on the host
         self.register_load_state_dict_post_hook(lambda memory, _: memory.count_again())
@@ -63,18 +55,13 @@ class Memory(nn.Module):
         self.count += batch
         return torch.where(last[slots] > number, self.size, slots)
 
-    def picks(self, batch: int, generator: torch.Generator) -> Tensor:
-        """`batch` memory images drawn without replacement, (B,) int64; in several rounds where it holds fewer."""
-        filled = len(self)
-        if filled == 0:
-            return torch.full((batch,), self.size, dtype=torch.int64)
-        rounds = -(-batch // filled)
-        return torch.cat([torch.randperm(filled, generator=generator) for _ in range(rounds)])[:batch]
-
     def draw(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """What `fresh` needs for `batch` images: which ones, and the randomness of their augmentation."""
-        picks = self.picks(batch, generator)
-        return {"picks": picks, "memory_uniforms": torch.rand(batch, UNIFORMS_PER_VIEW, generator=generator)}
+        """What `fresh` needs for `batch` images: which ones, drawn without replacement, in several rounds where the
+        memory holds fewer (the spare row while it is empty); and the randomness of their augmentation."""
+        rounds = -(-batch // len(self)) if len(self) else 0
+        picks = [torch.randperm(len(self), generator=generator) for _ in range(rounds)]
+        drawn = torch.cat(picks)[:batch] if picks else torch.full((batch,), self.size)
+        return {"picks": drawn, "memory_uniforms": torch.rand(batch, UNIFORMS_PER_VIEW, generator=generator)}
 
     def add(self, batch: Batch, slots: Tensor, outputs: Tensor | None = None) -> None:
         """Every process keeps the same memory, so all get the rows of the whole batch: the shape is fixed."""
@@ -84,7 +71,7 @@ class Memory(nn.Module):
         self.views.index_copy_(0, slots, views)
         if outputs is not None:
             self.outputs.index_copy_(0, slots, processes.all_gather_rows(outputs))
-        self.seen += len(batch) * processes.world_size()
+        self.seen.add_(len(batch) * processes.world_size())
 
     def count_again(self) -> None:
         self.count, self.old_count = int(self.seen), int(self.old_seen)

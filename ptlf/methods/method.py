@@ -101,3 +101,15 @@ class Method(nn.Module, Generic[C]):
 
     def set_extra_state(self, state: Tensor) -> None:
         self.task = int(state)
+
+
+class Finetune(Method[MethodConfig]):
+    """Only the objective, task after task."""
+
+    recapture = "never"
+
+
+class Multitask(Finetune):
+    """Only the objective, on all tasks at once: an upper bound without forgetting."""
+
+    joint = True

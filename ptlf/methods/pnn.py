@@ -11,7 +11,6 @@ from ptlf.core.errors import UserError
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import Presets, key
 from ptlf.encoders import ResNet
-from ptlf.encoders.encoder import Call
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
 
@@ -60,9 +59,6 @@ class Columns(nn.Module):
     The initial weights of a column follow from torch's seed and its number, however many there are.
     """
 
-    segmented = True
-    newest: Tensor
-
     def __init__(self, template: ResNet, width: float, tasks: int) -> None:
         super().__init__()
         shape = {**template.shape, "width": max(1, round(width * template.shape["width"]))}
@@ -74,7 +70,7 @@ class Columns(nn.Module):
                 self.laterals.append(nn.ModuleList([Lateral(number, c) for c in channels[:-1] if number]))
         self.feature_dim = channels[-1]
         self.current = 0
-        self.register_buffer("newest", torch.zeros((), dtype=torch.int64))  # `current`, for the state
+        self.newest = nn.Buffer(torch.zeros((), dtype=torch.int64))  # `current`, for the state
         self.register_load_state_dict_post_hook(lambda columns, _: columns.begin(int(columns.newest)))
 
     def begin(self, index: int) -> None:
@@ -91,25 +87,24 @@ class Columns(nn.Module):
             column.eval()
         return self
 
-    def forward(self, images: Tensor, call: Call = nn.Module.__call__) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         maps: list[list[Tensor]] = []  # by column, by stage
         for index in range(self.current + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and index == self.current):
-                maps.append(self.run(index, images, maps, call))
+                maps.append(self.run(index, images, maps))
         vectors = [torch.mean(stages[-1], dim=(2, 3)) for stages in maps]
         return vectors[-1] if self.training else torch.cat(vectors, dim=1)
 
-    def run(self, index: int, images: Tensor, older: list[list[Tensor]], call: Call) -> list[Tensor]:
+    def run(self, index: int, images: Tensor, older: list[list[Tensor]]) -> list[Tensor]:
         """Feature maps after each stage of one column."""
         column = self.columns[index]
         assert isinstance(column, ResNet)
         given: list[Tensor] = []
-        x = call(column.stem, images)
+        x = column.stem(images)
         for number, stage in enumerate(column.stages.children()):
             if number > 0 and older:
                 x = x + self.laterals[index][number - 1]([maps[number - 1] for maps in older])  # type: ignore[index]
-            for block in stage.children():
-                x = call(block, x)
+            x = stage(x)
             given.append(x)
         return given
 

@@ -6,16 +6,10 @@ To add an objective: a file with a subclass of `Objective`, and a line here.
 from typing import Any
 
 from ptlf.core.registry import Registry
-from ptlf.objectives.barlow_twins import BarlowTwins, barlow_twins_loss
-from ptlf.objectives.byol import BYOL, byol_loss
-from ptlf.objectives.heads import MLP, each_view, mlp, negative_cosine
-from ptlf.objectives.mocov2plus import MoCoV2Plus, moco_loss
-from ptlf.objectives.objective import Objective, ObjectiveConfig
-from ptlf.objectives.simclr import SimCLR, simclr_loss
-from ptlf.objectives.simsiam import SimSiam, simsiam_loss
-from ptlf.objectives.supervised import Supervised
-from ptlf.objectives.teacher import MomentumTeacher
-from ptlf.objectives.vicreg import VICReg, vicreg_loss
+from ptlf.objectives.contrastive import MoCoV2Plus, SimCLR, moco_loss, simclr_loss
+from ptlf.objectives.objective import MLP, MomentumTeacher, Objective, ObjectiveConfig, each_view, mlp, negative_cosine
+from ptlf.objectives.predictive import BYOL, SimSiam, Supervised, byol_loss, simsiam_loss
+from ptlf.objectives.redundancy import BarlowTwins, VICReg, barlow_twins_loss, vicreg_loss
 
 MEMBERS = {
     "simsiam": SimSiam,

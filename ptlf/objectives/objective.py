@@ -9,19 +9,85 @@ Where several processes share a run, each has its share of the batch. A loss tha
 nothing of it; one that compares images, or takes statistics over them, takes `all_gather_rows` of its vectors first.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
-from ptlf.core.processes import all_gather_rows
+from ptlf.core.memory import check_fits
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.heads import each_view
-from ptlf.objectives.teacher import Teacher
+
+
+class MLP(nn.Sequential):
+    """Layers of which each norm sees one view at a time. On a GPU `ptlf.kernels` replaces it by a faster module of the
+    same state."""
+
+    def each_view(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """The output for every view."""
+        return [self(view) for view in views]
+
+
+def mlp(*widths: int, norm: bool = True, last_norm: bool = False) -> MLP:
+    """Linear layers from each width to the next, ReLU between them.
+
+    norm: a BatchNorm before each ReLU. last_norm: one after the last layer too, as in the projectors of SimSiam and
+    Barlow Twins in the LUMP protocol.
+    """
+    layers: list[nn.Module] = []
+    weights = sum(inputs * outputs for inputs, outputs in pairwise(widths))
+    # Weights, gradients and momentum, 4 bytes each.
+    check_fits(f"a head of widths {' x '.join(map(str, widths))}", 12 * weights, hint="choose narrower ones")
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), *([nn.BatchNorm1d(outputs)] if norm else []), nn.ReLU()]
+    return MLP(*layers[: -1 if last_norm or not norm else -2])
+
+
+def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
+    """The head's output for every view, each with its own batch statistics."""
+    return head.each_view(views) if isinstance(head, MLP) else [head(view) for view in views]
+
+
+class Teacher(nn.Module):
+    """A copy of encoder and projector that takes no gradient. `Model.encode` and `Model.project` run it."""
+
+    def __init__(self, encoder: nn.Module, projector: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.projector = deepcopy(encoder), deepcopy(projector)
+        self.requires_grad_(False)
+
+
+class MomentumTeacher(Teacher):
+    """A moving average of the trained weights; its norms keep running statistics of their own.
+
+    At each step the teacher keeps a share of itself that rises from `start` to `end` by half a cosine over the steps of
+    a task, and starts again with the next task (as in CaSSLe's code). It is computed on the device from a step counter.
+    """
+
+    def __init__(self, encoder: nn.Module, projector: nn.Module, start: float, end: float) -> None:
+        super().__init__(encoder, projector)
+        self.start, self.end = start, end
+        self.step, self.steps = nn.Buffer(torch.zeros(())), nn.Buffer(torch.ones(()))
+
+    def begin_task(self, steps: int) -> None:
+        """Called before the first of a task's `steps` steps."""
+        self.step.zero_()
+        self.steps.fill_(steps)
+
+    @torch.no_grad()
+    def follow(self, encoder: nn.Module, projector: nn.Module) -> None:
+        """teacher <- kept * teacher + (1 - kept) * student, for every parameter."""
+        teacher: list[Tensor] = list(self.parameters())
+        student: list[Tensor] = [*encoder.parameters(), *projector.parameters()]
+        kept = self.end - (self.end - self.start) * (torch.cos(math.pi * self.step / self.steps) + 1) / 2
+        torch._foreach_mul_(teacher, kept)
+        torch._foreach_add_(teacher, list(torch._foreach_mul(student, 1 - kept)))
+        self.step.add_(1)
 
 
 @dataclass
@@ -38,8 +104,7 @@ class Objective(nn.Module, Generic[C]):
     presets: ClassVar[Presets] = {}
 
     projector: nn.Module
-    projection_dim: int
-    teacher: Teacher | None  # a copy whose projections of the mixed views are `batch.targets`
+    teacher: MomentumTeacher | None  # a copy whose projections of the mixed views are `batch.targets`
 
     def __init__(self, config: C, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         """`encoder` is there for objectives that keep a copy of it; `classes` for those that use labels."""
@@ -47,7 +112,7 @@ class Objective(nn.Module, Generic[C]):
         self.config = config
         self.feature_dim = feature_dim
         self.projector = nn.Identity()
-        self.projection_dim = feature_dim
+        self.projection_dim: int = getattr(config, "projection", feature_dim)
         self.teacher = None
 
     @classmethod
@@ -78,17 +143,11 @@ class Objective(nn.Module, Generic[C]):
             self.teacher.follow(encoder, self.projector)
 
 
+def negative_cosine(prediction: Tensor, target: Tensor) -> Tensor:
+    """The mean of -cos(prediction, target) over the rows."""
+    return -torch.cosine_similarity(prediction, target, dim=1).mean()
+
+
 def mean_over_views(loss: Callable[..., Tensor], first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
     """The mean of loss(a, b) over the pairs of the two sequences."""
     return torch.stack([loss(a, b) for a, b in zip(first, second, strict=True)]).mean()
-
-
-def contrastive_distillation(predicted: Sequence[Tensor], old: Sequence[Tensor], temperature: float) -> Tensor:
-    """Each prediction must find its own old projection among all of them, and each old projection its prediction.
-
-    All views are pooled: V views of B images give V * B candidates.
-    """
-    p, z = (F.normalize(torch.cat([all_gather_rows(v) for v in vectors]), dim=1) for vectors in (predicted, old))
-    logits = p @ z.T / temperature
-    own = torch.arange(len(logits), device=logits.device)
-    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2

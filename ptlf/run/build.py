@@ -18,7 +18,6 @@ from ptlf.core.settings import as_dict
 from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim
 from ptlf.encoders.encoder import SizedConfig
-from ptlf.encoders.norm import is_rowwise
 from ptlf.freezing import Freezer, FreezeSchedule, ProgressiveFreezing
 from ptlf.freezing.cost import kept_bytes
 from ptlf.freezing.savings import measure_savings
@@ -145,10 +144,7 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
     kind = choose_engine(config.training.engine, device)
     accelerator = make_accelerator(kind, processes.share(config.training.batch), device)
     accelerator.prepare(heads)
-    model = Model(encoder, heads, choose_dtype(config.training.precision, device), accelerator).to(device)
-    if kind != "eager" and not hasattr(encoder, "rowwise"):
-        encoder.rowwise = is_rowwise(encoder, torch.empty(1, 3, size, size, device=device))  # type: ignore[assignment]
-    return model
+    return Model(encoder, heads, choose_dtype(config.training.precision, device), accelerator).to(device)
 
 
 def check_memory(config: Config, encoder: nn.Module, views: int, view_size: int, device: torch.device) -> None:

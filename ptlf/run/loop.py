@@ -116,10 +116,9 @@ class Run:
             self.evaluator.look("before")
         elif gallery and gallery.sha256 != state.get("looks_sha256"):  # its looks are of other images
             self.evaluator.look("before")
-        spent, looked = dict(self.clock.seconds), bool(gallery and gallery.looks)
+        looked = bool(gallery and gallery.looks)
         self.snapshots.load_state_dict(state)
         self.trainer.rebuild()
-        self.clock.add(spent)
         if untrained is not None:
             self.record.begin(*untrained)
             self.record.untrained_features += features
@@ -132,7 +131,8 @@ class Run:
     def begin(self) -> None:
         if self.components.out:
             self.trackers.begin(self.components.out, as_dict(self.config), self.record.per_epoch)
-        if why := why_not_captured(self.config.training.engine, self.device):
+        why = why_not_captured(self.device)
+        if why and self.config.training.engine == "auto" and self.device.type == "cuda":
             warn(f"{why}: the step runs eagerly, not captured")
         tasks, epochs, freezer = self.stream.tasks, self.config.training.epochs, self.freezing.freezer
         done = self.progress.task * epochs + self.progress.epoch

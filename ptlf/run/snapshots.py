@@ -28,13 +28,7 @@ from ptlf.run.record import Progress, Record
 from ptlf.run.results import SCHEMA, Json, append_line, write_json
 from ptlf.run.resume import Images, check_same_run, check_threads, images_of_task
 from ptlf.run.start import save_start
-from ptlf.training.checkpoint import (
-    Checkpoints,
-    group_state,
-    load_group_state,
-    load_optimizer_state,
-    optimizer_state,
-)
+from ptlf.training.checkpoint import Checkpoints, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
 from ptlf.training.trainer import EpochState
 
@@ -104,13 +98,12 @@ class Snapshots:
             "tasks": len(parts.stream.tasks),
             "model": parts.model.state_dict(),
             "method": parts.method.state_dict(),
-            "optimizer": optimizer_state(parts.trainer.optimizer, self.parameter_names()),
-            "optimizer_groups": group_state(parts.trainer.optimizer),
+            **optimizer_state(parts.trainer.optimizer, self.parameter_names()),
             "freezing": parts.freezing.state_dict(),
             "random": parts.random.state_dict(),
             "torch_random": global_state(parts.device),
             "epoch_state": vars(progress.epoch_state) if progress.epoch_state else None,
-            "clock": self.clock.state_dict(),
+            "clock": dict(self.clock.seconds),
             "looks": parts.gallery.looks if parts.gallery else {},
             "looks_sha256": parts.gallery.sha256 if parts.gallery else None,
             "record": vars(self.record),
@@ -125,8 +118,7 @@ class Snapshots:
         parts, progress, epoch = self.components, self.progress, state.get("epoch_state")
         parts.model.load_state_dict(state["model"], strict=False)  # methods that grow lack what comes later
         parts.method.load_state_dict(state["method"])
-        load_optimizer_state(parts.trainer.optimizer, state["optimizer"], self.parameter_names())
-        load_group_state(parts.trainer.optimizer, state.get("optimizer_groups") or [])
+        load_optimizer_state(parts.trainer.optimizer, state, self.parameter_names())
         freezing = {key: value for key, value in state["freezing"].items() if value is not None}
         parts.freezing.load_state_dict({"ratios": None, **freezing})
         parts.random.load_state_dict(state["random"])
@@ -136,7 +128,7 @@ class Snapshots:
             progress.epoch_state = EpochState(epoch["order"], epoch["steps"], epoch["views"], losses)
         progress.task, progress.epoch = state["position"]["task"], state["position"]["epoch"]
         progress.ended = state.get("ended") or False
-        self.clock.load_state_dict(state["clock"])
+        self.clock.add(state["clock"])
         if parts.gallery:
             parts.gallery.restore(state["looks"])
         self.record.load_state_dict(state["record"])
@@ -224,7 +216,7 @@ class Snapshots:
             "status": "running" if self.progress.status == "new" else self.progress.status,
             "config": config,
             "environment": here,
-            "encoder_weights": parts.weights.as_dict() if parts.weights else None,
+            "encoder_weights": as_dict(parts.weights) if parts.weights else None,
             "seed": parts.config.seed,
             "class_order": list(stream.class_order),
             "tasks": [task.name for task in stream.tasks],

@@ -7,22 +7,20 @@ as JSON in the metadata. Training waits for a copy of the state in host memory; 
 import hashlib
 import json
 import re
-import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ptlf.core.errors import UserError, warn
-from ptlf.core.files import sync_folder, write_error, write_whole
+from ptlf.core.files import sync_folder, write_whole
 from ptlf.core.settings import key
 
 KIND = b"ptlf checkpoint "
@@ -79,8 +77,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: CheckpointConfig, resume_command: str = "") -> None:
         """resume_command: what to type to continue the run."""
-        self.resume_command = resume_command or f"ptlf train --resume {shlex.quote(str(folder))}"
-        self.run, self.folder, self.config = folder, folder / "checkpoints", config
+        self.folder, self.config, self.resume_command = folder / "checkpoints", config, resume_command
         self.last: Path | None = None  # that was written, or loaded
         self._saved_at = time.monotonic()
         self._writing: Future[None] | None = None
@@ -110,30 +107,20 @@ class Checkpoints:
 
     def _write(self, path: Path, copy: "HostCopy") -> None:
         """In the thread. It calls nothing of CUDA: meanwhile the training thread may be capturing a graph."""
+        self.folder.mkdir(exist_ok=True)
+        sync_folder(self.folder.parent)
         try:
-            try:
-                self.folder.mkdir(exist_ok=True)
-                sync_folder(self.run)
-            except OSError as error:
-                raise write_error(path, error) from error
             write_checkpoint(path, copy)
-            self.last = path
-            self._remove_old()
         except UserError as error:
             hint = "nothing of this run is saved yet"
             if self.last is not None:
                 hint = f"put that right, and `{self.resume_command}` continues from {self.last.name}"
             raise UserError(f"{str(error).partition(';')[0]}; {hint}") from error
-
-    def _remove_old(self) -> None:
-        files = self._find()
+        self.last, files = path, self.files()
         after_tasks = [path for path in files if path.name.startswith("after-")]
         within_tasks = [path for path in files if path not in after_tasks]
         for old in within_tasks[: -self.config.keep] + after_tasks[: -(self.config.keep_tasks or len(files))]:
-            try:
-                old.unlink(missing_ok=True)
-            except OSError as error:
-                raise UserError(f"cannot remove {old}: {error.strerror or error}") from error
+            old.unlink()
 
     def load(self) -> dict[str, Any] | None:
         """The newest intact state. A damaged file is logged and renamed to *.damaged."""
@@ -143,7 +130,7 @@ class Checkpoints:
         for path in reversed(self.files()):
             try:
                 state = read_checkpoint(path)
-            except DamagedCheckpoint as reason:
+            except (DamagedCheckpoint, OSError) as reason:
                 path.rename(path.with_name(path.name + ".damaged"))
                 warn(f"{path} is damaged ({reason}); trying the one before it")
                 continue
@@ -159,10 +146,6 @@ class Checkpoints:
 
     def files(self) -> list[Path]:
         """Oldest first."""
-        self.finish()
-        return self._find()
-
-    def _find(self) -> list[Path]:
         found = [(Position.of_file(path.name), path) for path in self.folder.glob("*.ckpt")]
         return [path for position, path in sorted((p, path) for p, path in found if p is not None)]
 
@@ -195,47 +178,32 @@ class HostCopy:
         return value
 
 
-def encode(state: HostCopy) -> bytes:
-    """As a safetensors file: the tensors by their path in the state, and the rest as JSON."""
-    return save(state.tensors, {"state": json.dumps(state.plain)})
-
-
-def decode(data: bytes) -> dict[str, Any]:
-    def restored(value: Any) -> Any:
-        if isinstance(value, dict):
-            return tensors[value["$tensor"]] if "$tensor" in value else {name: restored(v) for name, v in value.items()}
-        return [restored(part) for part in value] if isinstance(value, list) else value
-
-    try:
-        tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return restored(json.loads(header["__metadata__"]["state"]))
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"its content is no checkpoint: {error}") from None
-
-
 def first_line(data: bytes) -> bytes:
     return MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
 
 
 def write_checkpoint(path: Path, state: HostCopy) -> None:
-    data = encode(state)
+    """As a safetensors file: the tensors by their path in the state, and the rest as JSON."""
+    data = save(state.tensors, {"state": json.dumps(state.plain)})
     write_whole(path, [first_line(data), data])
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The state. Raises `DamagedCheckpoint` if the file is not as it was written."""
-    try:
-        with open(path, "rb") as file:
-            head, data = file.read(len(MAGIC) + 65), file.read()
-    except OSError as error:
-        raise DamagedCheckpoint(error.strerror or str(error)) from None
+
+    def restored(value: Any) -> Any:
+        if isinstance(value, dict):
+            return tensors[value["$tensor"]] if "$tensor" in value else {name: restored(v) for name, v in value.items()}
+        return [restored(part) for part in value] if isinstance(value, list) else value
+
+    with open(path, "rb") as file:
+        head, data = file.read(len(MAGIC) + 65), file.read()
     check_magic(path, head)
-    if not head.startswith(MAGIC):
-        raise DamagedCheckpoint("its first line is not that of a checkpoint of this version")
     if head != first_line(data):
         raise DamagedCheckpoint("its checksum is wrong")
-    return decode(data)
+    tensors = load(data)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return restored(json.loads(header["__metadata__"]["state"]))
 
 
 def check_magic(path: Path, head: bytes) -> None:
@@ -243,45 +211,31 @@ def check_magic(path: Path, head: bytes) -> None:
         raise UserError(f"{path} is a checkpoint of another version of ptlf; resume with that version")
 
 
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-SHAPED = {"momentum_buffer", "exp_avg", "exp_avg_sq"}  # state that has its parameter's shape
-
-
-def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
-    """State by parameter name. Hyperparameters such as learning rates come from the settings and are left out; what the
-    optimizer makes of them is in `group_state`."""
-    return {names[p]: dict(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
-
-
-def load_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]], names: Mapping[Tensor, str]
-) -> None:
-    """State by name, or by parameter number as checkpoints once had it."""
-    parameters = parameters_of(optimizer)
-    known = {names[parameter]: parameter for parameter in parameters}
-    optimizer.state.clear()
-    for given, values in state.items():
-        parameter = parameters[int(given)] if given.isdecimal() else known[given]
-        optimizer.state[parameter] = {name: like(parameter, value) for name, value in values.items()}
-
-
-def group_state(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """By parameter group, what the optimizer itself counts or adapts there: tensors, and plain values other than those
-    it was made with. The rate is set before every step."""
+def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """optimizer: state by parameter name. optimizer_groups: by parameter group, what the optimizer itself counts or
+    adapts there, tensors and plain values other than those it was made with. Hyperparameters come from the settings,
+    and the rate is set before every step: they are left out."""
 
     def changed(name: str, value: Any) -> bool:
-        return isinstance(value, Tensor) or (type(value) in SCALARS and value != optimizer.defaults.get(name))
+        own = isinstance(value, Tensor) or (type(value) in SCALARS and value != optimizer.defaults.get(name))
+        return own and name != "lr"
 
-    groups = [{name: value for name, value in group.items() if name != "lr"} for group in optimizer.param_groups]
-    return [{name: value for name, value in group.items() if changed(name, value)} for group in groups]
+    return {
+        "optimizer": {names[p]: dict(values) for p, values in optimizer.state.items() if p in names},
+        "optimizer_groups": [
+            {name: value for name, value in group.items() if changed(name, value)} for group in optimizer.param_groups
+        ],
+    }
 
 
-def load_group_state(optimizer: Optimizer, state: Sequence[Mapping[str, Any]]) -> None:
-    """Into an optimizer as it was made. Older checkpoints have none."""
-    for group, values in zip(optimizer.param_groups, state, strict=bool(state)):
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
+    """Into an optimizer as it was made. Older checkpoints have numbers for names, and no groups."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = {str(number): p for number, p in enumerate(parameters)} | {names[p]: p for p in parameters}
+    optimizer.state.clear()
+    for name, values in state["optimizer"].items():
+        optimizer.state[known[name]] = {part: like(known[name], value) for part, value in values.items()}
+    for group, values in zip(optimizer.param_groups, state.get("optimizer_groups") or (), strict=False):
         for name, value in values.items():
             if isinstance(old := group.get(name), Tensor):
                 old.copy_(value)  # in place: a captured step reads the tensor it saw

@@ -1,6 +1,7 @@
 """Cost of training: bytes saved for backward, backward FLOPs, seconds by purpose, peak memory."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -24,7 +25,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
         self._running: list[str] = []
         self._since = 0.0
 
@@ -38,22 +39,16 @@ class Stopwatch:
             self._charge()
             self._running.pop()
 
-    def state_dict(self) -> dict[str, float]:
-        return dict(self.seconds)
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.seconds = dict(state)
-
     def add(self, seconds: Mapping[str, float]) -> None:
         for purpose, value in seconds.items():
-            self.seconds[purpose] = self.seconds.get(purpose, 0.0) + value
+            self.seconds[purpose] += value
 
     def _charge(self) -> None:
         """Add the time since the last call to the innermost running purpose."""
         wait_for(self.device)
         now = time.perf_counter()
         if self._running:
-            self.seconds[self._running[-1]] = self.seconds.get(self._running[-1], 0.0) + now - self._since
+            self.seconds[self._running[-1]] += now - self._since
         self._since = now
 
 

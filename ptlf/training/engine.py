@@ -29,20 +29,17 @@ KEPT = 64  # variants whose graphs are kept
 
 
 def choose_engine(wanted: str, device: torch.device) -> str:
-    """`auto` means captured on GPUs with a Triton compiler (and NCCL where processes share a run), eager otherwise."""
-    if wanted == "captured" and device.type != "cuda":
-        raise UserError("training.engine captured needs a GPU; use eager or compiled here")
-    if wanted == "captured" and processes.joined() and not dist.is_nccl_available():
-        raise UserError("under torchrun training.engine captured needs a PyTorch with NCCL; use eager or auto")
-    if wanted != "auto":
-        return wanted
-    return "eager" if device.type != "cuda" or why_not_captured(wanted, device) else "captured"
+    """`auto` means captured where that is possible, eager elsewhere."""
+    why = why_not_captured(device)
+    if wanted == "captured" and why:
+        raise UserError(f"training.engine is captured, but {why}; use eager or auto")
+    return wanted if wanted != "auto" else "eager" if why else "captured"
 
 
-def why_not_captured(wanted: str, device: torch.device) -> str | None:
-    """Why `auto` runs eagerly on this GPU, or None."""
-    if wanted != "auto" or device.type != "cuda":
-        return None
+def why_not_captured(device: torch.device) -> str | None:
+    """Why steps cannot be captured on this device, or None."""
+    if device.type != "cuda":
+        return "that needs a GPU"
     if processes.joined() and not dist.is_nccl_available():
         return "this PyTorch has no NCCL, which captured steps of several processes need"
     return None if has_triton() else "there is no Triton compiler for this GPU"
@@ -112,7 +109,7 @@ class CapturedEngine(Engine):
         self.pool: Any = None
         self.kept: dict[str, tuple[Addresses, dict[int, Captured]]] = {}  # by variant, the latest last
         self.captured: dict[int, Captured] = {}  # those of the variant at work, by batch size
-        self.batches: dict[Layout, Batch] = {}  # what they read
+        self.batches: dict[Layout, Batch] = {}  # the static tensors that all graphs of a layout read
 
     def rebuild(self, variant: str, addresses: Addresses = ()) -> None:
         before, captured = self.kept.get(variant, (addresses, {}))
@@ -126,14 +123,12 @@ class CapturedEngine(Engine):
 
     def close(self) -> None:
         """NCCL leaves a process group only when no graph holds its collectives."""
-        for _, sizes in self.kept.values():
-            for captured in sizes.values():
-                if captured.graph is not None:
-                    captured.graph.reset()
+        for graph in self.graphs():
+            graph.reset()
         self.kept, self.captured = {}, {}
 
-    def has_graphs(self) -> bool:
-        return any(captured.graph for _, sizes in self.kept.values() for captured in sizes.values())
+    def graphs(self) -> list[torch.cuda.CUDAGraph]:
+        return [captured.graph for _, sizes in self.kept.values() for captured in sizes.values() if captured.graph]
 
     @contextmanager
     def arithmetic(self, batch: Batch | None = None) -> Iterator[None]:
@@ -153,10 +148,14 @@ class CapturedEngine(Engine):
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         mine = self.captured.setdefault(len(batch), Captured())
         # Compiles kernels and chooses algorithms, of which other graphs have used most.
-        if mine.graph is None and mine.steps < (1 if self.has_graphs() else WARM_UP):
+        if mine.graph is None and mine.steps < (1 if self.graphs() else WARM_UP):
             mine.steps += 1
             return self.uncaptured(batch.to(self.device))
-        fixed = self.fixed(batch)
+        if (layout := batch.layout()) in self.batches:
+            self.batches[layout].fill(batch)
+        else:
+            self.batches[layout] = batch.to(self.device)
+        fixed = self.batches[layout]
         if mine.graph is None:
             self.capture(mine, fixed)
         elif mine.batch is not fixed:
@@ -164,14 +163,6 @@ class CapturedEngine(Engine):
         assert mine.graph is not None
         mine.graph.replay()
         return mine.losses
-
-    def fixed(self, batch: Batch) -> Batch:
-        """The batch copied into the static input tensors that all graphs of its layout read."""
-        if (layout := batch.layout()) in self.batches:
-            self.batches[layout].fill(batch)
-        else:
-            self.batches[layout] = batch.to(self.device)
-        return self.batches[layout]
 
     def uncaptured(self, batch: Batch) -> dict[str, Tensor]:
         """Warm-up on the capture stream, so that the allocator has blocks for it."""
@@ -188,7 +179,7 @@ class CapturedEngine(Engine):
         needed only for the first.
         """
         torch.cuda.synchronize()
-        if not self.has_graphs():
+        if not self.graphs():
             self.pool = torch.cuda.graph_pool_handle()  # one that lost all its graphs cannot be used again
             torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

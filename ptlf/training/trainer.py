@@ -175,7 +175,9 @@ class Trainer:
         """One pass over the images with these indices, or the rest of one. Yields after every step."""
         self.model.train()
         self.random["order"].set_state(state.order)
-        order = list(self.batches(indices, self.random["order"]))
+        shuffled = torch.from_numpy(indices)[torch.randperm(len(indices), generator=self.random["order"])]
+        order = [part[: self.usable(len(part))] for part in shuffled.split(self.config.batch)]
+        order = [part for part in order if len(part)]
         state.resize(len(order))
         rest = order[state.steps :]
         with self.source.batches([chosen[processes.shard(len(chosen))] for chosen in rest]) as loaded:
@@ -214,17 +216,6 @@ class Trainer:
             tensors += [value for value in found if isinstance(value, Tensor)]
         return tensors
 
-    @contextmanager
-    def dry_step(self, indices: np.ndarray) -> Iterator[Batch]:
-        """A batch with views, ready for `losses`. On exit all tensors and generators are restored."""
-        chosen = torch.from_numpy(indices[: self.config.batch])
-        self.model.train()
-        with self.method.rehearsal(), unchanged(self.model, self.method), self.engine.arithmetic():
-            batch = self.load(chosen, torch.Generator().manual_seed(0), self.method.draw(len(chosen))).to(self.device)
-            batch.views = self.views(batch)
-            batch.mixed = self.method.mix(batch)
-            yield batch
-
     def load(
         self, chosen: Tensor, generator: torch.Generator, draws: Mapping[str, Tensor], images: Tensor | None = None
     ) -> Batch:
@@ -241,15 +232,8 @@ class Trainer:
         shared = {name: value[mine] if value.ndim else value for name, value in draws.items()}
         return Batch(images, source.labels[chosen[mine]], uniforms, shared)
 
-    def batches(self, indices: np.ndarray, generator: torch.Generator) -> Iterator[Tensor]:
-        """Shuffled batches of indices. The last one is cut to what the processes can share equally."""
-        shuffled = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)]
-        for part in shuffled.split(self.config.batch):
-            if size := self.usable(len(part)):
-                yield part[:size]
-
     def usable(self, images: int) -> int:
-        """How many of a batch's images are trained on. One image per process would have no batch statistics."""
+        """How many of a batch's images are trained on: equal shares. One image per process has no batch statistics."""
         if images == self.config.batch:
             return images
         each = images // processes.world_size()
@@ -266,8 +250,12 @@ class Trainer:
         such as a frozen copy's.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        with self.dry_step(indices) as batch:
-            losses: list[Tensor] = []
+        self.model.train()
+        chosen, losses = torch.from_numpy(indices[: self.config.batch]), list[Tensor]()
+        with self.method.rehearsal(), unchanged(self.model, self.method), self.engine.arithmetic():
+            batch = self.load(chosen, torch.Generator().manual_seed(0), self.method.draw(len(chosen))).to(self.device)
+            batch.views = self.views(batch)
+            batch.mixed = self.method.mix(batch)
             reset_peak_memory(self.device)
             kept = kept_bytes(lambda: losses.append(total(self.method.losses(self.model, batch))), exclude=self.held())
             flops = backward_flops(losses.pop())

@@ -37,71 +37,49 @@ def check_encoder(encoder: nn.Module, size: int) -> None:
     with torch.no_grad():
         assert encoder.eval()(images).shape == (2, feature_dim(encoder, size))
     seen = trace(encoder, images)
-    names = {parameter: name for name, parameter in encoder.named_parameters()}
-    held = [names[parameter] for unit in seen.units for parameter in unit.parameters()]
-    assert len(held) == len(set(held))
-    assert {*held, *seen.outside} == set(names.values())
+    held = [parameter for unit in seen.units for parameter in unit.parameters()]
+    assert len(held) == len(set(held)) == len(list(encoder.parameters())) - len(seen.outside)
     freezer = Freezer(encoder, example=images)
     freezer.freeze([unit.name for unit in freezer.units])
     assert {name for name, p in encoder.named_parameters() if p.requires_grad} == set(seen.outside)
     assert set(seen.outside) <= {name for name in seen.outside if "mask_token" in name}, seen.outside
 
 
-TIMM = {
-    "resnet50": (64, 2048),
-    "vit_small_patch16_224": (64, 384),
-    "deit_small_patch16_224": (64, 384),
-    "swin_tiny_patch4_window7_224": (224, 768),
-    "convnext_tiny": (64, 768),
-    "mixer_s16_224": (224, 512),
-    "efficientnet_b0": (64, 1280),
-    "regnety_002": (64, 368),
+SIZES = {  # of the images, and of the vectors
+    "timm:resnet50": (64, 2048),
+    "timm:vit_small_patch16_224": (64, 384),
+    "timm:deit_small_patch16_224": (64, 384),
+    "timm:swin_tiny_patch4_window7_224": (224, 768),
+    "timm:convnext_tiny": (64, 768),
+    "timm:mixer_s16_224": (224, 512),
+    "timm:efficientnet_b0": (64, 1280),
+    "timm:regnety_002": (64, 368),
+    "torchvision:resnet18": (64, 512),
+    "torchvision:convnext_tiny": (64, 768),
+    "torchvision:vit_b_16": (64, 768),
+    "torchvision:swin_t": (64, 768),
+    "torchvision:efficientnet_b0": (64, 1280),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TIMM)
-def test_timm(name: str) -> None:
-    imported("timm")
-    size, dim = TIMM[name]
-    encoder = make(f"timm:{name}", size)
+@pytest.mark.parametrize("name", SIZES)
+def test_models_of_timm_and_torchvision(name: str) -> None:
+    imported(name.partition(":")[0])
+    size, dim = SIZES[name]
+    encoder = make(name, size)
     assert feature_dim(encoder, size) == dim
-    assert encoder.normalisation == (encoder.pretrained_cfg["mean"], encoder.pretrained_cfg["std"])
+    described = getattr(encoder, "pretrained_cfg", {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)})
+    assert encoder.normalisation == (described["mean"], described["std"])
     check_encoder(encoder, size)
 
 
 @pytest.mark.slow
-def test_timm_names() -> None:
-    imported("timm")
-    with pytest.raises(UserError, match="timm has no model 'vit_enormous'"):
-        make("timm:vit_enormous", 32)
-
-
-TORCHVISION = {
-    "resnet18": (64, 512),
-    "convnext_tiny": (64, 768),
-    "vit_b_16": (64, 768),
-    "swin_t": (64, 768),
-    "efficientnet_b0": (64, 1280),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TORCHVISION)
-def test_torchvision(name: str) -> None:
-    imported("torchvision")
-    size, dim = TORCHVISION[name]
-    encoder = make(f"torchvision:{name}", size)
-    assert feature_dim(encoder, size) == dim
-    assert encoder.normalisation == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    check_encoder(encoder, size)
-
-
-@pytest.mark.slow
-def test_torchvision_names() -> None:
-    imported("torchvision")
-    with pytest.raises(UserError, match="torchvision has no classifier 'resnet19'"):
-        make("torchvision:resnet19", 32)
+@pytest.mark.parametrize("package", ["timm", "torchvision"])
+def test_unknown_names(package: str) -> None:
+    imported(package)
+    with pytest.raises(UserError, match=rf"{package} has no (model|classifier) 'vit_enormous'"):
+        make(f"{package}:vit_enormous", 32)
 
 
 def tiny_hugging(kind: str) -> nn.Module:

@@ -29,23 +29,16 @@ def test_it_is_a_pre_norm_transformer() -> None:
             layer.get_submodule(theirs).load_state_dict(block.get_submodule(ours).state_dict())
         layer.self_attn.in_proj_weight.data.copy_(block.qkv.weight)
         layer.self_attn.in_proj_bias.data.copy_(block.qkv.bias)
-    tokens = [
-        model.embedding.patches.weight.flatten(1) @ images[:, :, i : i + 4, j : j + 4].flatten(1).T
-        for i in range(0, 16, 4)
-        for j in range(0, 16, 4)
-    ]
-    x = torch.stack(tokens).permute(2, 0, 1) + model.embedding.patches.bias + model.embedding.position
+    patches = nn.functional.unfold(images, 4, stride=4).mT  # (B, 16, 48)
+    x = patches @ model.embedding.patches.weight.flatten(1).T + model.embedding.patches.bias + model.embedding.position
     expected = nn.functional.layer_norm(layers(x), (64,)).mean(1)
     torch.testing.assert_close(model(images), expected)
 
 
-@pytest.mark.parametrize(("size", "patch"), [(8, 1), (16, 2), (28, 2), (32, 4), (64, 8), (96, 8), (128, 16), (224, 16)])
-def test_the_patch_follows_from_the_image_size(size: int, patch: int) -> None:
-    assert patch_for(size) == patch
-
-
-def test_sizes_are_those_of_the_paper() -> None:
+def test_sizes_are_those_of_the_paper_and_the_patch_follows_from_the_image_size() -> None:
     """DeiT-Ti and DeiT-S at 224 px without classifier, less their class token and its position."""
+    patches = {8: 1, 16: 2, 28: 2, 32: 4, 64: 8, 96: 8, 128: 16, 224: 16}
+    assert {size: patch_for(size) for size in patches} == patches
     counts = {}
     for name in ("vit-tiny", "vit-small"):
         encoder = make_encoder(ENCODERS[name].Config(name), 0, 224)
@@ -58,11 +51,8 @@ def test_every_parameter_freezes_with_a_layer_and_views_may_be_one_batch() -> No
     seen = trace(model)
     assert seen.outside == {}
     assert sum(len(unit.parameters()) for unit in seen.units) == len(list(model.parameters()))
-    assert [list(unit.extra) for unit in seen.units[:3]] == [
-        ["embedding.position"],
-        ["blocks.0.norm1.weight", "blocks.0.norm1.bias"],
-        [],
-    ]
+    norm = ["blocks.0.norm1.weight", "blocks.0.norm1.bias"]
+    assert [list(unit.extra) for unit in seen.units[:3]] == [["embedding.position"], norm, []]
     assert takes_views_in_one_pass(model)
     both = torch.randn(4, 3, 16, 16)
     torch.testing.assert_close(model(both), torch.cat([model(both[:2]), model(both[2:])]))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from architectures import HUGGING, OWN, hugging, own
 from test_correlation import reference_ratio, svd_ratio
-from test_freezer import plainly_frozen
+from test_freezer import gradients, plainly_frozen
 from torch import Tensor, nn
 
 from ptlf.freezing.correlation import correlation_ratios
@@ -66,11 +66,8 @@ def test_norms_belong_to_the_layers_they_feed_and_the_rest_to_the_layer_before()
     found = extras("timm-like")
     assert found["patch"] == ["cls_token", "pos_embed"]
     for block in ("blocks.0", "blocks.1"):
-        assert found[f"{block}.attn.qkv"] == [
-            *norm(f"{block}.norm1"),
-            f"{block}.attn.table",
-            *norm(f"{block}.attn.q_norm"),
-        ]
+        attention = [*norm(f"{block}.norm1"), f"{block}.attn.table", *norm(f"{block}.attn.q_norm")]
+        assert found[f"{block}.attn.qkv"] == attention
         assert found[f"{block}.attn.proj"] == [f"{block}.ls1.gamma"]
         assert found[f"{block}.mlp.0"] == norm(f"{block}.norm2")
         assert found[f"{block}.mlp.2"] == [f"{block}.ls2.gamma"]
@@ -92,33 +89,30 @@ def test_extra_parameters_belong_to_the_layer_they_feed_or_the_one_before():
         assert extras(name)[unit] == expected, (name, unit)
 
 
-def gradients(model: nn.Module, example: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    output = model(example)
-    if output.requires_grad:
-        output.square().sum().backward()
-    return output.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("name", [*OWN, *HUGGING])
+@pytest.mark.parametrize("name", [*OWN, *HUGGING, "vit plain", "resnet plain"])
 def test_gradients_equal_plain_pytorch_for_any_frozen_set(name):
-    model, example = make(name)
+    model, example = make(name.removesuffix(" plain"))
     model = model.double().train()
     example = example.double() if example.is_floating_point() else example
-    names, generator = [unit.name for unit in find_units(model, example)], random.Random(0)
-    sets = [names, names[: len(names) // 2], *(generator.sample(names, k) for k in (1, 2, len(names) // 2))]
+    freezer, draw = Freezer(model, example=example, save_memory=not name.endswith("plain")), random.Random(0)
+    names, twin = [unit.name for unit in freezer.units], copy.deepcopy(model)
+    sets = [names, names[: len(names) // 2], *(draw.sample(names, k) for k in (1, 2, len(names) // 2, len(names) - 1))]
     for chosen in sets:
-        ours, plain = copy.deepcopy(model), copy.deepcopy(model)
-        freezer = Freezer(ours, example=example)
-        freezer.freeze(chosen)
-        plainly_frozen(plain, find_units(plain, example), set(chosen))
-        found, expected = gradients(ours, example), gradients(plain, example)
-        assert found[1].keys() == expected[1].keys()
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        freezer.freeze_only(chosen)
+        plainly_frozen(twin, find_units(twin, example), set(chosen))
+        twin.load_state_dict(model.state_dict())
+        outputs = [module(example) for module in (model, twin)]
+        torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
         if chosen is names:
             outside = trace(model, example).outside
-            assert {key for key, p in ours.named_parameters() if p.requires_grad} == set(outside)
-        freezer.thaw()
-        assert all(parameter.requires_grad for parameter in ours.parameters())
+            assert {key for key, p in model.named_parameters() if p.requires_grad} == set(outside)
+            continue
+        found, expected = (gradients(module, example) for module in (model, twin))
+        assert found.keys() == expected.keys()
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    freezer.unfreeze()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all("forward" not in module.__dict__ for module in model.modules())
 
 
 def test_statistics_of_a_norm_that_feeds_a_frozen_layer_stay():
@@ -193,17 +187,21 @@ def seen_and_trained(model: nn.Module, replay: Tensor, new: Tensor, names: Itera
     return twin, seen
 
 
+def agree(model: nn.Module, replay: Tensor, new: Tensor, names: Iterable[str], threshold: float, found: dict) -> None:
+    twin, seen = seen_and_trained(model, replay, new, names)
+    for name in names:
+        layer = twin.get_submodule(name)
+        expected = reference_ratio(layer, seen[name], layer.weight.grad, threshold)
+        assert found[name] == pytest.approx(expected, abs=1e-9), name
+
+
 @pytest.mark.parametrize(("count", "threshold"), [(1, 0.7), (9, 0.95), (9, 1.0)])
 def test_ratios_of_linear_layers_over_tokens_agree_with_numpy(count, threshold):
     model, new = own("timm-like")
     model, new, replay = model.double(), new.double(), torch.randn(count, 3, 8, 8).double()
     found = ratios_of(model, replay, new, threshold)
     assert set(found) == {unit.name for unit in find_units(model, new)}
-    twin, seen = seen_and_trained(model, replay, new, found)
-    for name in found:
-        layer = twin.get_submodule(name)
-        expected = reference_ratio(layer, seen[name], layer.weight.grad, threshold)
-        assert found[name] == pytest.approx(expected, abs=1e-9), name
+    agree(model, replay, new, found, threshold, found)
 
 
 @pytest.mark.parametrize("threshold", [0.7, 0.95])
@@ -253,11 +251,8 @@ def test_ratios_of_convolutions_of_other_dimensions_agree_with_numpy():
     model, new = own("volumes")
     model, new, replay = model.double().eval(), new.double(), torch.randn(4, 3, 8, 8).double()
     found = ratios_of(model, replay, new, 0.8)
-    twin, seen = seen_and_trained(model, replay, new, ("solid", "up", "line"))
-    for name in ("solid", "line"):
-        layer = twin.get_submodule(name)
-        expected = reference_ratio(layer, seen[name], layer.weight.grad, 0.8)
-        assert found[name] == pytest.approx(expected, abs=1e-9), name
+    agree(model, replay, new, ("solid", "line"), 0.8, found)
+    twin, seen = seen_and_trained(model, replay, new, ("up",))
     x, g = seen["up"].detach().transpose(0, 1).flatten(1).numpy(), twin.up.weight.grad.numpy()
     up = [(g[half].reshape(6, -1).T, x[half]) for half in (slice(0, 6), slice(6, 12))]
     # All groups keep as many directions as the one that needs most, each no more than it needs.

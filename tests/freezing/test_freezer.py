@@ -1,6 +1,5 @@
 import copy
 import pickle
-import random
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -74,34 +73,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_statistics": True}, {"save_memory": False}], ids=str)
-def test_frozen_units_do_not_move_by_a_bit_and_the_others_do(options):
-    model, x = small(), images()
-    steps = OPTIMIZERS["sgd"](model.parameters())
-    freezer = Freezer(model, steps, **options)
-    groups = [list(group["params"]) for group in steps.param_groups]
-
-    def train(count: int) -> None:
-        for step in range(count):
-            model.train(step % 10 != 9)  # switch between train and eval mode
-            steps.zero_grad(set_to_none=step % 2 == 0)
-            loss_of(model, x).backward()
-            steps.step()
-
-    train(5)  # all parameters get a momentum buffer
-    loss_of(model, x).backward()  # and an accumulated gradient
-    freezer.freeze(SOME)
-    assert all((p.grad is None) == (not p.requires_grad) for p in model.parameters())
-    before = snapshot(model)
-    train(25)
-    norms = [freezer.units[index].norm_name for index in (2, 3, 5)]
-    held = {key for key in before if key.startswith((*SOME, *norms))}
-    assert len(held) == 3 * 6
-    assert {key for key, value in snapshot(model).items() if torch.equal(value, before[key])} == held
-    assert all(p not in steps.state and p.grad is None for u in freezer.units if u.name in SOME for p in u.parameters())
-    assert [[id(p) for p in group["params"]] for group in steps.param_groups] == [[id(p) for p in g] for g in groups]
-
-
 def test_a_frozen_weight_that_is_made_up_does_not_move():
     """In train mode, spectral norm updates its estimate in every forward."""
     model = nn.Sequential(spectral_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
@@ -128,50 +99,18 @@ def plainly_frozen(model: nn.Module, units: list, names: set[str]) -> None:
                 norm.eval()
 
 
-def test_gradients_equal_plain_pytorch_for_any_set_of_resnet18():
-    torch.manual_seed(0)
-    model = with_statistics(ResNet(BasicBlock, (2, 2, 2, 2), width=8)).double()
-    x, generator = images(2, 16, torch.float64), random.Random(0)
-    freezer = Freezer(model)
-    names = [unit.name for unit in freezer.units]
-    for _ in range(25):
-        chosen = set(generator.sample(names, generator.randint(1, 19)))
-        plainly_frozen(model, freezer.units, chosen)
-        expected = gradients(model, x)
-        model.train().requires_grad_(True)
-        freezer.freeze(chosen)
-        same(gradients(model, x), expected)
+def test_features_with_running_and_with_batch_statistics():
+    x, trained = images(), small()(images())
+    expected = small().eval()(x)
+    for options in ({}, {"batch_statistics": True}, {"save_memory": False}):
+        model = small()
+        freezer = Freezer(model, **options)
+        freezer.freeze(len(freezer.units))
+        torch.testing.assert_close(model.eval()(x), expected)
+        torch.testing.assert_close(model.train()(x), trained if "batch_statistics" in options else expected)
         freezer.thaw()
-
-
-@pytest.mark.parametrize("options", [{}, {"batch_statistics": True}, {"save_memory": False}], ids=str)
-def test_eval_mode_gives_the_same_features(options):
-    model, x = small().eval(), images()
-    expected = model(x)
-    freezer = Freezer(model, **options)
-    freezer.freeze([unit.name for unit in freezer.units])
-    torch.testing.assert_close(model(x), expected)
-    if "batch_statistics" not in options:
-        torch.testing.assert_close(model.train()(x), expected)
-
-
-def test_batch_statistics_normalise_by_the_batch():
-    model, x = small(), images()
-    expected = copy.deepcopy(model)(x)  # train mode
-    freezer = Freezer(model, batch_statistics=True)
-    freezer.freeze(SOME)
-    torch.testing.assert_close(model(x), expected)
-    freezer.thaw()
-    before = model.stages[1][0].bn1.num_batches_tracked.clone()
-    model(x)
-    assert model.stages[1][0].bn1.num_batches_tracked == before + 1
-
-
-def test_a_frozen_prefix_has_no_graph():
-    model, seen = small(), []
-    Freezer(model).freeze(["stem.conv", "stages.0.0.conv1", "stages.0.0.conv2"])
-    model.stages[0].register_forward_hook(lambda module, args, output: seen.append(output))
-    assert model(images()).requires_grad and not seen[0].requires_grad
+        model(x)
+        assert model.stages[1][0].bn1.num_batches_tracked == 1
 
 
 def test_state_dict_never_changes_and_once_thawed_it_trains_as_if_never_frozen():
@@ -179,8 +118,6 @@ def test_state_dict_never_changes_and_once_thawed_it_trains_as_if_never_frozen()
     before, freezer = snapshot(once), Freezer(once)
     freezer.freeze(SOME)
     assert equal(before, snapshot(once))
-    loss_of(once.eval(), images())
-    once.train()
     freezer.thaw()
     assert equal(before, snapshot(once))
     assert all("forward" not in module.__dict__ for module in once.modules())
@@ -215,24 +152,16 @@ def test_freeze_adds_repeats_are_harmless_and_what_is_wrong_changes_nothing():
     freezer.thaw()
     freezer.thaw()
     assert freezer.frozen == ()
-
-
-def test_only_the_given_units_can_freeze():
-    model = small()
-    units = Freezer(model).units[:2]
-    freezer = Freezer(model, units=units)
-    assert freezer.freeze([units[1].name]) == [units[1].name]
+    some = Freezer(freezer.module, units=freezer.units[:2])
+    assert some.freeze([freezer.units[1].name]) == [freezer.units[1].name]
     with pytest.raises(ValueError, match="unknown unit"):
-        freezer.freeze([SOME[1]])
+        some.freeze([SOME[1]])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"save_memory": False}, {"save_memory": False, "batch_statistics": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"save_memory": False}], ids=str)
 @pytest.mark.parametrize("patched", [False, True])
 def test_of_two_freezers_one_at_a_time_may_freeze(options, patched):
-    """Also where freezing patches nothing. Else the second one's thaw would leave the first one's units frozen: they
-    did not train when it began."""
+    """Also where freezing patches nothing. Else the second one's thaw would leave the first one's units frozen."""
     layer = nn.Conv2d(4, 4, 1) if patched else nn.Linear(4, 4)
     x = torch.zeros(2, 4, 4, 4)
     model = nn.Sequential(layer, nn.ReLU(), nn.Linear(4, 2))
@@ -266,22 +195,6 @@ def test_channels_last_gives_the_same_gradients():
     Freezer(model).freeze(SOME)
     expected = gradients(model, x)
     same(gradients(model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)), expected)
-
-
-def test_autocast_is_as_near_the_exact_gradients_as_plain_freezing():
-    def run(save_memory: bool, exact: bool = False) -> dict[str, Tensor]:
-        model, x = small(), images(8, 16)
-        Freezer(model, save_memory=save_memory).freeze(SOME)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not exact):
-            loss = loss_of(model.double(), x.double()) if exact else loss_of(model, x)
-        loss.backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    found, plain, exact = run(True), run(False), run(False, exact=True)
-    assert found.keys() == exact.keys()
-    for name, value in exact.items():
-        assert found[name].dtype == torch.float32
-        assert (found[name] - value).norm() <= 1.5 * (plain[name] - value).norm() + 1e-3 * value.norm(), name
 
 
 def against_plain(model: nn.Module, x: Tensor, names: list[str] | None = None) -> None:
@@ -346,21 +259,6 @@ def test_layers_and_norms_of_every_kind():
     ):
         for names in (None, *sets):
             against_plain(copy.deepcopy(model).double(), x.double(), names and names.split())
-
-
-def test_masks_come_only_where_no_trainable_layer_keeps_the_output():
-    model = small()
-    freezer = Freezer(model)
-
-    def masked() -> list[str]:
-        return [name for name, m in model.named_modules() if isinstance(m, nn.ReLU) and "forward" in m.__dict__]
-
-    freezer.freeze(["stages.1.0.conv1"])
-    assert masked() == ["stages.1.0.relu2"]  # only the average pool uses it; the shortcut still saves stages.0.0.relu2
-    freezer.freeze(["stages.1.0.shortcut.0"])
-    assert masked() == ["stages.0.0.relu2", "stages.1.0.relu2"]
-    freezer.thaw()
-    assert masked() == []
 
 
 def test_compiles_without_a_graph_break():

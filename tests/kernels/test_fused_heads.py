@@ -15,8 +15,7 @@ from ptlf.core.batch import Batch
 from ptlf.kernels import FastParts, parts
 from ptlf.kernels.heads import FusedMLP, fuse_heads
 from ptlf.objectives import MLP, each_view, mlp
-from ptlf.objectives.byol import BYOL, BYOLConfig
-from ptlf.objectives.simsiam import SimSiam, SimSiamConfig
+from ptlf.objectives.predictive import BYOL, BYOLConfig, SimSiam, SimSiamConfig
 
 pytestmark = [pytest.mark.gpu(emulated=True)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

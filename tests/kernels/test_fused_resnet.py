@@ -14,8 +14,8 @@ from ptlf.freezing.cost import kept_bytes
 from ptlf.freezing.kernels import MaskedReLU
 from ptlf.kernels import FastParts
 from ptlf.kernels import resnet as fused
+from ptlf.methods.cassle import PreviousModel
 from ptlf.methods.pnn import Columns
-from ptlf.objectives.teacher import PreviousModel
 
 pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.slow]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -73,10 +73,11 @@ def test_reservoir_is_uniform_over_everything_seen() -> None:
 def test_picks_are_without_replacement_and_repeat_only_when_short() -> None:
     generator = torch.Generator().manual_seed(0)
     memory = Memory(16, 8, 8, VIEW)
-    assert memory.picks(4, generator).tolist() == [16] * 4  # empty: the spare row
+    assert memory.draw(4, generator)["picks"].tolist() == [16] * 4  # empty: the spare row
     fill(memory, 6, generator, batch=6)
-    assert sorted(memory.picks(6, generator).tolist()) == list(range(6))
-    assert sorted(memory.picks(12, generator).tolist()) == sorted([*range(6), *range(6)])
+    for batch in (6, 12):
+        picks = memory.draw(batch, generator)["picks"].tolist()
+        assert sorted(picks) == sorted([*range(6)] * (batch // 6))
 
 
 def test_state_carries_the_reservoir_on() -> None:

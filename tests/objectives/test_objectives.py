@@ -11,7 +11,7 @@ from ptlf import objectives
 from ptlf.core.batch import Batch
 from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
-from ptlf.objectives.barlow_twins import barlow_twins_loss, standardise_columns
+from ptlf.objectives.redundancy import barlow_twins_loss, standardise_columns
 
 
 def make(name: str, **settings):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ptlf.core import processes
 from ptlf.core.batch import Batch
 from ptlf.core.errors import UserError
-from ptlf.encoders.norm import is_rowwise, takes_views_in_one_pass
+from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing import Freezer, correlation, kernels
 from ptlf.kernels import FastParts, module_variant, parts
@@ -126,7 +126,7 @@ def test_only_full_batches_are_compiled(monkeypatch) -> None:
     view = named_views("memory", 8)[0]
     for rows, expected in ((3, 0), (4, 1)):  # 3: an epoch's smaller last batch
         gradients(encoder, list(torch.randn(2, rows, 3, 8, 8, dtype=torch.float64)), fast_parts)
-        assert called == ["call_module"] * len(encoder.segments()) * expected
+        assert called == ["call_module"] * len(encoder.stages) * expected
         called.clear()
         assert fast_parts.augment(images[:rows], uniforms[:rows], view, 8).shape == (rows, 3, 8, 8)
         assert called == ["apply_view"] * expected
@@ -281,16 +281,6 @@ def test_a_block_that_branches_on_its_values_names_the_way_out(light_compiler) -
     assert all(block._compiled_call_impl is None for block in encoder[1:])
 
 
-@pytest.mark.parametrize(("layer", "rowwise"), [(nn.Identity(), True), (nn.Softmax(0), False), (nn.Dropout(0.5), True)])
-def test_whether_images_are_encoded_apart_is_found_by_trying(layer: nn.Module, rowwise: bool) -> None:
-    encoder = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), layer)
-    state = torch.get_rng_state()
-    assert is_rowwise(encoder.eval(), torch.empty(1, 3, 2, 2)) is rowwise
-    assert not encoder.training
-    assert not is_rowwise(nn.Sequential(encoder, nn.BatchNorm1d(4)), torch.empty(1, 3, 2, 2))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_auto_takes_bf16_where_the_gpu_has_it(monkeypatch) -> None:
     """Not where PyTorch would emulate it, as on a T4."""
     gpu = torch.device("cuda")
@@ -308,7 +298,7 @@ def test_engine_choice(monkeypatch) -> None:
     gpu = torch.device("cuda")
     assert engine.choose_engine("auto", CPU) == "eager"
     assert engine.choose_engine("compiled", CPU) == "compiled"
-    with pytest.raises(UserError, match=r"training\.engine captured needs a GPU"):
+    with pytest.raises(UserError, match=r"training\.engine is captured, but that needs a GPU; use eager or auto"):
         engine.choose_engine("captured", CPU)
     for joined, triton, nccl, why in (
         (False, True, False, None),
@@ -319,10 +309,10 @@ def test_engine_choice(monkeypatch) -> None:
         monkeypatch.setattr(engine, "has_triton", lambda there=triton: there)
         monkeypatch.setattr(processes, "_joined", joined)
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda there=nccl: there)
-        assert engine.why_not_captured("auto", gpu) == why
+        assert engine.why_not_captured(gpu) == why
         assert engine.choose_engine("auto", gpu) == ("eager" if why else "captured"), why
-        assert engine.why_not_captured("auto", CPU) is engine.why_not_captured("eager", gpu) is None
-    with pytest.raises(UserError, match="captured needs a PyTorch with NCCL"):
+        assert engine.choose_engine("eager", gpu) == "eager"
+    with pytest.raises(UserError, match="captured, but this PyTorch has no NCCL"):
         engine.choose_engine("captured", gpu)
 
 
@@ -407,10 +397,10 @@ def test_the_graphs_not_used_for_longest_go_first(steps, recording, monkeypatch)
 
 def test_graphs_go_at_once_where_memory_is_scarce(steps, recording, monkeypatch) -> None:
     steps("a", 8, 8, 8, 8)
-    assert recording.has_graphs()
+    assert recording.graphs()
     monkeypatch.setattr(engine, "is_scarce", lambda device: True)
     recording.rebuild("a")
-    assert not recording.has_graphs() and recording.captured == {}
+    assert not recording.graphs() and recording.captured == {}
 
 
 def test_all_graphs_read_one_batch_of_a_layout(steps, recording) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.model import Model, gradient
 from ptlf.objectives import OBJECTIVES
-from ptlf.objectives.teacher import Teacher
+from ptlf.objectives.objective import Teacher
 from ptlf.run import build, components
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines

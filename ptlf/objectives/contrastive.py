@@ -1,4 +1,4 @@
-"""MoCo v2+: each view must find the other's momentum key among those of many earlier images (symmetric loss)."""
+"""Objectives in which each view must find its partner among others: SimCLR and MoCo v2+."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,48 @@ from ptlf.core.batch import Batch
 from ptlf.core.memory import check_fits
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.heads import mlp
-from ptlf.objectives.objective import Objective, ObjectiveConfig, contrastive_distillation
-from ptlf.objectives.teacher import MomentumTeacher
+from ptlf.objectives.objective import MomentumTeacher, Objective, ObjectiveConfig, mlp
+
+
+# Settings of Chen et al. 2020: a head with one hidden layer as wide as ResNet-50's vectors, output 128; temperature 0.5
+# is theirs for CIFAR-10 and small batches, 0.1 for ImageNet with batches of thousands.
+@dataclass
+class SimCLRConfig(ObjectiveConfig):
+    name: str = "simclr"
+    hidden: int = key(2048, "hidden width of the projector", ge=1)
+    projection: int = key(128, "length of a projection", ge=1)
+    temperature: float = key(0.5, "similarities are divided by it", ge=1e-3)
+    distill_temperature: float = key(0.2, "temperature of the loss against an earlier model (CaSSLe)", ge=1e-3)
+
+
+class SimCLR(Objective[SimCLRConfig]):
+    """SimCLR: each view must find the other among all views of the batch."""
+
+    Config = SimCLRConfig
+    presets: ClassVar[Presets] = {
+        "digits": {"objective": {"hidden": 256, "projection": 64}},
+        "cassle": {"objective": {"temperature": 0.2}, "views": {"name": "cassle-moco"}},
+    }
+
+    def __init__(self, config: SimCLRConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
+        super().__init__(config, encoder, feature_dim, classes)
+        self.projector = mlp(feature_dim, config.hidden, config.projection, norm=False)
+
+    def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
+        z1, z2 = projected
+        return simclr_loss(z1, z2, self.config.temperature)
+
+    def distill(self, predicted: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+        return contrastive_distillation(predicted, old, self.config.distill_temperature)
+
+
+def simclr_loss(z1: Tensor, z2: Tensor, temperature: float = 0.5) -> Tensor:
+    """Of the views' projections (B, D): cross-entropy of picking an image's other view among all others (NT-Xent)."""
+    z = F.normalize(torch.cat([all_gather_rows(z) for z in (z1, z2)]), dim=1)  # (2B, D)
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    logits = (z @ z.T / temperature).masked_fill(itself, float("-inf"))
+    partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
+    return F.cross_entropy(logits, partner)
 
 
 # Settings of MoCo v2 (Chen et al. 2020); "+" is the symmetric loss and its hidden width, from SimSiam's comparison.
@@ -32,6 +71,8 @@ class MoCoV2PlusConfig(ObjectiveConfig):
 
 
 class MoCoV2Plus(Objective[MoCoV2PlusConfig]):
+    """MoCo v2+: each view must find the other's momentum key among those of many earlier images (symmetric loss)."""
+
     Config = MoCoV2PlusConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
@@ -41,17 +82,13 @@ class MoCoV2Plus(Objective[MoCoV2PlusConfig]):
         },
     }
 
-    queue: Tensor
-    pointer: Tensor
-
     def __init__(self, config: MoCoV2PlusConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
-        self.projection_dim = config.projection
         self.projector = mlp(feature_dim, config.hidden, config.projection, norm=False)
         self.teacher = MomentumTeacher(encoder, self.projector, config.momentum_start, config.momentum_end)
         check_fits(f"objective.queue {config.queue}", 24 * config.queue * config.projection)  # and what makes it
-        self.register_buffer("queue", F.normalize(torch.randn(2, config.queue, config.projection), dim=2))
-        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))  # the row that is overwritten next
+        self.queue = nn.Buffer(F.normalize(torch.randn(2, config.queue, config.projection), dim=2))
+        self.pointer = nn.Buffer(torch.zeros((), dtype=torch.int64))  # the row that is overwritten next
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         q1, q2 = (F.normalize(z, dim=1) for z in projected)
@@ -79,3 +116,14 @@ def moco_loss(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float =
     own = (queries * keys).sum(dim=1, keepdim=True)
     logits = torch.cat((own, queries @ queue.T), dim=1) / temperature
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+
+
+def contrastive_distillation(predicted: Sequence[Tensor], old: Sequence[Tensor], temperature: float) -> Tensor:
+    """Each prediction must find its own old projection among all of them, and each old projection its prediction.
+
+    All views are pooled: V views of B images give V * B candidates.
+    """
+    p, z = (F.normalize(torch.cat([all_gather_rows(v) for v in vectors]), dim=1) for vectors in (predicted, old))
+    logits = p @ z.T / temperature
+    own = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
