@@ -27,7 +27,7 @@ from ptlf.report.runs import Comparison, policy_of, read_comparison
 from ptlf.report.tables import RATIOS, new_table, note, score, show_results
 from ptlf.run.folder import has_finished_as
 from ptlf.run.recipes import resolve_config
-from ptlf.run.sweep import Planned, Tell, announced, describe_runs, train_all
+from ptlf.run.sweep import Planned, Tell, describe_runs, train_all
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,8 +56,7 @@ def train_frontier(recipe: str, seeds: list[int], out: Path, plan: bool, overrid
         return show_plan([run.folder for run in runs if run not in missing], missing)
     done = len(runs) - len(missing)
     tell(describe_runs(done, missing))
-    watch = announced(done, missing, Live, tell)
-    for run, results in train_all(missing, watch):
+    for run, results in train_all(missing, Live, tell, done):
         show_results(console, results, run.folder, brief=True)
     folders, baseline = [run.folder for run in runs], f"no-freezing-seed{seeds[0]}"
     comparison = read_comparison(folders, baseline)

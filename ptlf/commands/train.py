@@ -156,7 +156,7 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
     if jobs["cluster"]:
         train_as_jobs(missing, out / "jobs", **jobs, tell=tell)
     else:
-        for run, results in sweeps.train_all(missing, sweeps.announced(done, missing, Live, tell)):
+        for run, results in sweeps.train_all(missing, Live, tell, done):
             show_results(console, results, run.folder, brief=True)
     groups: dict[str, list[dict[str, Any]]] = {}  # by recipe
     for run in runs:
