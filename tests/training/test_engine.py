@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ptlf.core import processes
-from ptlf.core.batch import Batch, from_bytes, to_bytes
+from ptlf.core.batch import Batch
 from ptlf.core.errors import UserError
 from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
@@ -285,12 +285,6 @@ def test_a_batch_takes_over_another_in_place() -> None:
     torch.testing.assert_close(now, [new.images, new.labels, new.uniforms, new.draws["lam"]], rtol=0, atol=0)
 
 
-def test_tensors_of_any_type_and_size_are_packed() -> None:
-    given = [torch.tensor(True), torch.rand(3, 5), torch.zeros(0, 4), torch.arange(7), torch.rand(3).double()]
-    found = from_bytes(to_bytes(given), given)
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, given, strict=True))
-
-
 @pytest.fixture
 def recording(monkeypatch):
     """A captured engine that writes down what it would do, for want of a GPU."""
@@ -470,7 +464,7 @@ class TapedEngine(engine.CapturedEngine):
 
     def capture(self, mine, batch):
         """Without running: what it changes is put back."""
-        held = [*self.run.trainer.held(), batch.images, batch.packed]
+        held = [*self.run.trainer.held(), *batch.inputs().values()]
         before = [tensor.detach().clone() for tensor in held]
         with Tape() as tape:
             mine.losses = self.body(dataclasses.replace(batch))
