@@ -40,12 +40,9 @@ class Cassle(Method[CassleConfig]):
 
     def __init__(self, config: CassleConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)
-        width = self.width(model)
+        width = model.objective.projection_dim if self.distills else model.objective.feature_dim
         self.predictor = mlp(width, config.hidden, width)
         self.previous = PreviousModel(model.encoder, model.objective.projector)
-
-    def width(self, model: Model) -> int:
-        return model.objective.projection_dim
 
     def begin_task(self, index: int, model: Model) -> None:
         super().begin_task(index, model)
@@ -66,9 +63,6 @@ class PFR(Cassle):
     """PFR: predicted features against the previous encoder's, by negative cosine, whatever the objective."""
 
     distills = False
-
-    def width(self, model: Model) -> int:
-        return model.objective.feature_dim
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         features = model.encode(batch.mixed)
