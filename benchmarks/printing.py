@@ -5,7 +5,7 @@ from rich.console import Console
 from ptlf.core.words import clipped
 from ptlf.report.measures import COSTS, Measure
 from ptlf.report.tables import new_table, note, shortened
-from ptlf.run.results import STEADY, Json, ratio_or_none
+from ptlf.run.results import STEADY, Json
 
 TIMES = f"time relative to another run: {STEADY}"
 
@@ -111,3 +111,7 @@ def show_kernels(console: Console, rows: list[Json], most: int = 15) -> None:
                 share, ms = f"{kernel['ms'] / total:.1%}", f"{kernel['ms']:.3f}"
                 table.add_row(clipped(kernel["name"], 60), f"{kernel['calls']:.0f}", ms, share)
             console.print(table)
+
+
+def ratio_or_none(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None

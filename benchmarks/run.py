@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import add_json, pixels, run_script, script
-from benchmarks.printing import show_comparison
+from benchmarks.printing import ratio_or_none, show_comparison
 from benchmarks.timing import Row, noise_for, save_rows, time_steps
 from ptlf.commands.parser import bounded, folder
 from ptlf.commands.train import check_alone
@@ -30,7 +30,7 @@ from ptlf.run.compat import check_comparable
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.run.recipes import name_of, resolve_config
-from ptlf.run.results import compiling_seconds, epoch_lines, ratio_or_none, read_results
+from ptlf.run.results import compiling_seconds, epoch_lines, read_results
 from ptlf.run.sweep import train_one_of_many
 from ptlf.run.watcher import Watcher
 from ptlf.stream import Stream

@@ -4,12 +4,11 @@ import gc
 import html
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import numpy as np
 from torch import nn
@@ -18,46 +17,29 @@ from ptlf.core.errors import UserError, info, warn
 from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
-from ptlf.evaluation.prober import eval_mode
 from ptlf.report.live import Live, tell
 from ptlf.run.build import check_grows, make_stream
-from ptlf.run.components import Components, build_components
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
+from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, check_arrived, check_new, has_finished, restore_encoder, save_encoder
-from ptlf.run.incoming import (
-    STREAM,
-    Packing,
-    appearance,
-    arriving_config,
-    claimed_for_learning,
-    pack_task,
-    select_new,
-)
-from ptlf.run.inference import LoadedEncoder, card_of
+from ptlf.run.incoming import STREAM, appearance, arriving_config, claimed_for_learning, select_new
+from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.run.loop import Run
 from ptlf.run.recipes import name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
-from ptlf.run.start import without_start
 from ptlf.run.watcher import Watcher
-from ptlf.stream.arrivals import (
-    accept,
-    arrivals,
-    check_watched,
-    clear,
-    settled,
-    task_name,
-)
+from ptlf.stream.arrivals import accept, arrivals, check_watched, clear, pack_incoming, settled, task_name
+from ptlf.stream.decode import Fit
 from ptlf.stream.folders import subfolders
-from ptlf.stream.pack import Pack
+from ptlf.stream.pack import Pack, data_root
 from ptlf.stream.squares import OnError
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
 
 MAX_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
-ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "watcher", *Packing.__annotations__}
+ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "watcher", "test_fraction", "on_error", "workers", "fit"}
 Source = Any  # a path, an array, a list of images, a data set
 
 
@@ -77,31 +59,30 @@ class Learner:
         size: int | None = None,
         config: Config | None = None,
         free: Collection[str] = (),
-        make_run: Callable[..., Run] = Run,
         **settings: Any,
     ) -> None:
         """A new run; nothing is written before the first task. For one that is there: `Learner.load`.
 
         encoder: a name (`ptlf list encoders`) or a module that maps images (B, 3, S, S) to vectors (B, dim). Copies of
-            it are trained; it stays as it is. None: one that fits the first task's images and the machine.
+            it are trained. None: one that fits the first task's images and the machine.
         method: a method, or one with freezing, as recipes name them: "lump", "ptlf", "ptlf-cost", ...
         size: side of the images in pixels; default: that of a packed set or array, else the views' or 32.
         settings: sections, as training={"epochs": 20}, or keys, as **{"training.epochs": 20}; also seed and device.
             Batch and epochs, where they are not given, are chosen with the first task. log="tensorboard" or a list
             names trackers.
         config: a complete configuration in place of names and settings, as `new` and `load` give it, with the settings
-            that are `free` until the first task. make_run: called as `Run`.
+            that are `free` until the first task.
         """
         if config is None:
             named = {"encoder.name": encoder if isinstance(encoder, str) else "given"} if encoder is not None else {}
             given = with_stored_encoder(nest_settings({**named, **settings}))
             values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
             config, free = arriving_config(from_dict(values), Path(out)), free_settings(given)
-        self.folder, self.size, self.config, self.make_run = Path(out), size, config, make_run
+        self.folder, self.size, self.config = Path(out), size, config
         self.free = frozenset(free) - {"stream.tasks"}
         self.module = encoder if isinstance(encoder, nn.Module) else None
         self.run: Run | None = None  # the latest
-        self._trained: Components | None = None  # with the encoder as the last task left it
+        self._encoder: LoadedEncoder | None = None  # as the last task left it, once it is asked for
 
     @classmethod
     def new(cls, config: Config, out: Path | str, size: int | None = None, free: Collection[str] = ()) -> Self:
@@ -147,7 +128,7 @@ class Learner:
     @property
     def encoder(self) -> nn.Module:
         """The encoder as the last task left it, in eval mode."""
-        return self._loaded().model.encoder.eval()
+        return self._loaded().module
 
     @property
     def exists(self) -> bool:
@@ -161,7 +142,8 @@ class Learner:
         again: bool = False,
         new_only: bool = False,
         watcher: Watcher | None = None,
-        **packing: Unpack[Packing],
+        fit: Fit | None = None,
+        **packing: Any,
     ) -> dict[str, Any]:
         """Learn the images in `source` as the next task. Returns what results.json holds.
 
@@ -175,30 +157,32 @@ class Learner:
         new_only: leave out images that earlier tasks have from the same place, as a folder that has grown; if there
             are no others, nothing is learnt.
         watcher: gets what happens; default: a progress bar.
-        packing: `test_fraction`, `on_error`, `workers`, as for `ptlf data pack`; for a new run also `fit`.
+        packing: `test_fraction`, `on_error`, `workers` and, for a new run, `fit`, as for `ptlf data pack`.
         """
         if source is None and not self.exists:
             raise UserError(f"{self.folder} holds no run; give the images of its first task")
         if again and new_only:
             raise UserError("--again learns what --new-only leaves out (again=True, new_only=True); give one of them")
-        report = tell if watcher is None else None
-        watcher = watcher or Live(name_of(as_dict(self.config)))
+        tells, watcher = watcher is None, watcher or Live(name_of(as_dict(self.config)))
         with claimed_for_learning(self.folder):
             unfinished = self.exists and not self._check_continues()
             incoming: Pack | None = None
             accepted: Pack | None = None
             try:
                 if source is not None:
-                    known = make_stream(self.config, self.folder) if self.exists else None
-                    incoming = pack_task(self.folder, self.config, known, source, name, self.size, packing)
+                    incoming = self._pack(source, name, fit, packing)
                     incoming = select_new(incoming, arrivals(self.folder), unfinished, again, new_only)
                 if unfinished:
                     run = self._train(watcher)
                     if incoming is not None and run.stop_signal:  # in its last moments
                         raise Stopped(self.folder, run.stop_signal)
                 if incoming is not None:
-                    if not self.exists:
-                        self._fit(incoming, report)
+                    if not self.exists:  # choose the settings that are free
+                        counts, values = [incoming.split("train").count], as_dict(self.config)
+                        fitted, chosen = fit_settings(values, self.free, counts, incoming.size)
+                        self.config = from_dict(fitted)
+                        if chosen and tells:
+                            tell(f"{chosen}; they hold for all later tasks, and cannot be changed then")
                     accepted = accept(self.folder, incoming)
                     self._train(watcher, accepted)
             except Stopped as stopped:
@@ -211,20 +195,14 @@ class Learner:
         return self.results
 
     def watch(
-        self,
-        folder: Path | str,
-        *,
-        settle: float = 30.0,
-        every: float = 10.0,
-        once: bool = False,
-        **learning: Any,
+        self, folder: Path | str, *, settle: float = 30.0, every: float = 10.0, once: bool = False, **learning: Any
     ) -> Iterator[dict[str, Any]]:
         """Learn every subfolder as it appears, first the one with the oldest image file; yields the results after each.
         Never ends by itself.
 
         A subfolder is left for later while anything in it is younger than `settle` seconds, and is learnt once: the
         run's record says from where its tasks came. One that cannot be learnt is named on stderr, and tried again when
-        it changes. Images that come into a learnt subfolder, or lie in none, are not learnt, and counted on stderr.
+        it changes. Images that come into a learnt subfolder, or lie in none, are not learnt.
 
         every: seconds between looks. once: end when nothing is left to learn, with an error if a subfolder with images
             could not be learnt.
@@ -234,7 +212,7 @@ class Learner:
             if not 0 <= value <= MAX_SECONDS:
                 raise UserError(f"{word} must be a number of seconds from 0 to {MAX_SECONDS:g}, not {value:g}")
         folder = Path(folder)
-        refused: dict[Path, tuple[Any, str]] = {}  # how its files looked, and why
+        refused: dict[Path, Any] = {}  # how its files looked
         check_watched(folder)
         check_new(self.folder)
         if not once and not subfolders(folder):
@@ -242,18 +220,17 @@ class Learner:
         if self.exists and not has_finished(self.folder):
             yield self._one_of_many(None, folder, learning)
         while True:
-            learnt, now = {pack.source: pack for pack in arrivals(self.folder)}, time.time()
-            new = settled(folder, settle, now, learnt)
-            waiting = [path for path in new if path not in refused or refused[path][0] != appearance(path)]
-            if waiting:
-                path, looks = waiting[0], appearance(waiting[0])
+            new = settled(folder, settle, time.time(), {pack.source for pack in arrivals(self.folder)})
+            looks = ((path, appearance(path)) for path in new)
+            path, look = next(((path, look) for path, look in looks if refused.get(path) != look), (None, None))
+            if path is not None:
                 try:
                     results = self._one_of_many(path, folder, learning)
                 except UserError as error:
                     if self.exists and not has_finished(self.folder):  # not for what the folder holds
                         raise
                     warn(f"{path} is left out: {error}")
-                    refused[path] = looks, str(error)
+                    refused[path] = look
                 else:
                     yield results
             elif once:
@@ -295,16 +272,13 @@ class Learner:
         config = from_dict(merge(Config, as_dict(self.config), given))
         if labelled is None and "stream" in given:
             labelled = config.stream.labelled
-        if labelled is not None:
-            return evaluate_labelled(self.folder, config, str(labelled), probes, self._start(), on_error)[0]
-        return evaluate_run(self.folder, config, probes, self._start())[0]
+        images = None if labelled is None else str(labelled)
+        return evaluate_run(self.folder, config, probes, self._start(), images, on_error)[0]
 
     def embed(self, images: Any, batch: int = 256) -> np.ndarray:
         """Features (N, dim) float32 of images in any form that `learn` takes: a folder (files sorted by path), a packed
         set, an .npz, an array, a list, a data set. They are made square as the run's own images were."""
-        parts = self._loaded()
-        with eval_mode(parts.model.encoder):
-            return LoadedEncoder(parts.model.encoder, card_of(parts), parts.device).embed(images, batch)
+        return self._loaded().embed(images, batch)
 
     def _repr_html_(self) -> str:
         """The report page, for notebooks."""
@@ -329,12 +303,14 @@ class Learner:
             raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot continue without it")
         return finished
 
-    def _fit(self, first: Pack, report: Callable[[str], None] | None) -> None:
-        """Choose the settings that are free for the images of the first task."""
-        values, chosen = fit_settings(as_dict(self.config), self.free, [first.split("train").count], first.size)
-        self.config = from_dict(values)
-        if chosen and report:
-            report(f"{chosen}; they hold for all later tasks, and cannot be changed then")
+    def _pack(self, source: Source, name: str | None, fit: Fit | None, packing: dict[str, Any]) -> Pack:
+        """The images of the next task, in size and shape as those of the run."""
+        known = make_stream(self.config, self.folder) if self.exists else None
+        if known and fit not in (None, known.fit):
+            raise UserError(f"the images of {self.folder} were packed with --fit {known.fit}; leave out --fit {fit}")
+        size, fit = (known.size, known.fit) if known else (self.size, fit or "crop")
+        options = {"root": data_root(self.config.data_root), "default_size": self.config.views.size or 32, **packing}
+        return pack_incoming(self.folder, source, name, size, fit=fit, **options)
 
     def _start(self) -> nn.Module | None:
         """A copy of the module that was given, with the weights that training began with."""
@@ -347,10 +323,10 @@ class Learner:
 
     def _train(self, watcher: Watcher, accepted: Pack | None = None) -> Run:
         """What the run has left. accepted: its new task, which is given back if training does not begin."""
-        self._trained = self.run = None
+        self._encoder = self.run = None
         gc.collect()  # a run is in reference cycles: the last one's memory is needed now
         try:
-            self.run = run = self.make_run(self.config, self.folder, encoder=self._start())
+            self.run = run = Run(self.config, self.folder, encoder=self._start())
             if self.module is not None and not self.exists and run.components.weights is None:
                 save_encoder(self.folder, self.module, START)
             run.train(watcher, resume=True, claim=False)
@@ -358,16 +334,12 @@ class Learner:
             if accepted is not None and not (self.run and self.run.begun):
                 shutil.rmtree(accepted.path)
             raise
-        self._trained = run.components
         return run
 
-    def _loaded(self) -> Components:
-        if self._trained is None:
-            stream, quiet = make_stream(self.config, self.folder), replace(self.config.evaluation, enabled=False)
-            config = without_start(replace(self.config, evaluation=quiet))
-            self._trained = build_components(config, None, self._start(), stream)
-            restore_encoder(self.folder, self._trained.model.encoder)
-        return self._trained
+    def _loaded(self) -> LoadedEncoder:
+        if self._encoder is None:
+            self._encoder = load_encoder(self.folder, self._start(), self.config.device, trust_code=True)
+        return self._encoder
 
 
 def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ptlf.commands.train import check_alone
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
 from ptlf.report.live import Live, console, tell
-from ptlf.run.sweep import announced, describe_runs
+from ptlf.run.sweep import describe_runs
 from ptlf.stream.pack import data_root
 from reproduction import runs as found_runs
 from reproduction.figures import write_paper_figures
@@ -83,10 +83,10 @@ def reproduce(
         return show_plan(planned.there(), planned.missing, cannot_be_made(planned))
     done = len(planned.there())
     tell(describe_runs(done, planned.missing) + cannot_be_made(planned))
-    failed, watch = [], announced(done, planned.missing, Live, tell)
+    failed = []
     if planned.missing and scale == "paper" and not show:
         tell("--plan says how long that takes on this machine; --show prints what is there")
-    for run, results in () if show else found_runs.train_missing(planned, watch):
+    for run, results in () if show else found_runs.train_missing(planned, Live, tell):
         if isinstance(results, UserError):
             failed.append(run.name)
             tell(f"{run.name}: failed: {results}")

@@ -1,6 +1,6 @@
 """The runs behind the paper's tables: which there are, which are missing, and what those would take."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.folder import all_text
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import Json, read_results
-from ptlf.run.sweep import Planned, Watch, train_all
+from ptlf.run.sweep import Planned, Tell, train_all
+from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS
 from ptlf.stream.pack import data_root
 from reproduction.tables import Cell, Table
@@ -174,15 +175,13 @@ def check_folders(runs: Sequence[Planned]) -> None:
             raise UserError(f"{run.folder} holds a run with other settings ({changed}); {hint}")
 
 
-def train_missing(plan: Plan, watch: Watch) -> Iterator[tuple[Planned, Json | UserError]]:
+def train_missing(
+    plan: Plan, watch: Callable[[str], Watcher], tell: Tell
+) -> Iterator[tuple[Planned, Json | UserError]]:
     """Each run with its results, or with why it failed; the others continue."""
     keys = {run.folder: (key, seed) for (key, seed), run in plan.runs.items()}
-    for run in plan.missing:
-        try:
-            ((_, results),) = train_all([run], watch)
-        except UserError as error:
-            yield run, error
-            continue
-        key, seed = keys[run.folder]
-        plan.found[key][seed] = Found(run.folder, results)
+    for run, results in train_all(plan.missing, watch, tell, len(plan.there()), keep_going=True):
+        if not isinstance(results, UserError):
+            key, seed = keys[run.folder]
+            plan.found[key][seed] = Found(run.folder, results)
         yield run, results

@@ -14,8 +14,10 @@ import pytest
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
+import numpy as np
 import torch
 from markupsafe import Markup
+from PIL import Image
 from torch import nn
 
 from ptlf.cli import main, messages_on_stderr
@@ -52,8 +54,7 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if "pictures" not in request.fixturenames:
         empty = Markup('<svg role="img"></svg>')
         monkeypatch.setattr("ptlf.report.page.pictures_as_svg", lambda figure, _: [(p, empty) for p in figure.pictures])
-        monkeypatch.setattr("ptlf.report.page.file_svg", lambda canvas, name: "")
-        monkeypatch.setattr("ptlf.report.page.file_png", lambda canvas: b"")
+        monkeypatch.setattr("ptlf.report.page.save_picture", lambda canvas, folder, name: None)
 
 
 @pytest.fixture
@@ -80,6 +81,16 @@ def smooth_encoder() -> nn.Module:
 
 def tiny_resnet() -> nn.Module:
     return ResNet(BasicBlock, (1, 1), width=4)
+
+
+def paint(folder: Path, count: int, seed: int = 0, size: int = 8) -> Path:
+    """Noise of a colour of its own in each file: 00.png, 01.png, ..."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(seed)
+    for number in range(count):
+        pixels = random.integers(0, 90, (size, size, 3)) + random.integers(0, 160, 3)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:02}.png")
+    return folder
 
 
 def maps() -> nn.Module:
@@ -178,3 +189,10 @@ class StopsIn(Watcher):
                 os.kill(os.getpid(), signal.SIGTERM)
 
         yield advance
+
+
+class StopsInItsLastMoments(Watcher):
+    """Sends the process a signal when a run has nothing left to train."""
+
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)

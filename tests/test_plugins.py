@@ -23,8 +23,7 @@ from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.run.config import Config
-from ptlf.run.freezing import POLICIES
+from ptlf.run.config import POLICIES, Config
 from ptlf.run.loop import Run
 from ptlf.run.recipes import recipe_names
 from ptlf.stream import STREAMS

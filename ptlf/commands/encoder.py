@@ -10,7 +10,7 @@ from ptlf.report.intervals import RANDOM, images_of_mean, start_of, worsened
 from ptlf.report.live import console, tell
 from ptlf.report.tables import show_matrix
 from ptlf.run.embedding import embed_images
-from ptlf.run.evaluate import evaluate_labelled, evaluate_run, may_change
+from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.export import export_run
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs
@@ -32,13 +32,11 @@ def evaluate(
     if not (folder / "config.yaml").exists():
         refuse_folder_of_runs(folder)
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
-    if any(word.startswith("--stream.labelled") for word in overrides) and config.stream.labelled:
-        probes, eval_splits = evaluate_labelled(folder, config, config.stream.labelled, probe, on_error=on_error)
-    else:
-        probes, eval_splits = evaluate_run(folder, config, probe)
+    labelled = config.stream.labelled if any(word.startswith("--stream.labelled") for word in overrides) else None
+    probes, eval_splits = evaluate_run(folder, config, probe, labelled=labelled, on_error=on_error)
     start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
     for name, values in probes.items():
-        show_matrix(console, name, values, eval_splits, values["test_images"], start)
+        show_matrix(console, name, values, eval_splits, start)
     for name, values in probes.items():
         if words := worsened(name, values, start, images_of_mean(values["test_images"])):
             console.print(words, style="yellow", soft_wrap=True)

@@ -12,7 +12,7 @@ from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.page import write_figures, write_report
-from ptlf.run.freezing import POLICIES
+from ptlf.run.config import POLICIES
 from ptlf.run.recipes import VARIANTS, recipe_names
 from ptlf.stream import STREAMS, fetch
 from ptlf.training.optimizers import OPTIMIZERS

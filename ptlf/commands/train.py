@@ -168,7 +168,7 @@ def sweep(
     if jobs["cluster"]:
         train_as_jobs(missing, out / "jobs", **jobs, tell=tell)
     else:
-        for run, results in sweeps.train_all(missing, sweeps.announced(done, missing, Live, tell)):
+        for run, results in sweeps.train_all(missing, Live, tell, done):
             show_results(console, results, run.folder, brief=True)
     groups: dict[str, list[dict[str, Any]]] = {}  # by recipe
     for run in runs:

@@ -25,9 +25,8 @@ from ptlf.freezing.units import trained_units
 from ptlf.methods import METHODS, Memory, Method
 from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
-from ptlf.run.config import Config
+from ptlf.run.config import POLICIES, Config
 from ptlf.run.fitting import expected_sizes
-from ptlf.run.freezing import POLICIES
 from ptlf.run.recipes import conflict
 from ptlf.stream import STREAMS, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
@@ -39,15 +38,16 @@ from ptlf.views import View, named_views
 
 
 def choose_device(name: str) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if count else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
         raise UserError(f"device must be auto, cpu, cuda or cuda:NUMBER, not {short_repr(name)}")
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device is {name!r}, but torch sees no GPU here; use --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device is {name!r}, but there are {torch.cuda.device_count()} GPUs here, counted from cuda:0")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UserError(
+            f"device is {name!r}, but torch sees {count or 'no'} GPU{'s' * (count > 1)} here; use --device cpu"
+        )
     return device
 
 
@@ -56,10 +56,8 @@ def make_stream(config: Config, folder: Path | None = None) -> Stream:
     entry, root = STREAMS.find(config.stream.name), data_root(config.data_root)
     packs = arrivals(folder) if folder else []
     if entry.arriving:
-        stream = without_tasks(config.stream, root, packs)
-    else:
-        stream = open_stream(config.stream, entry, root, config.seed)
-    stream = with_arrivals(stream, packs)
+        return with_arrivals(without_tasks(config.stream, root, packs), packs)
+    stream = with_arrivals(open_stream(config.stream, entry, root, config.seed), packs)
     return stream.joint() if METHODS.find(config.method.name).joint and not packs else stream
 
 
@@ -84,10 +82,9 @@ def make_optimizer(config: TrainingConfig, parameters: Iterable[nn.Parameter]) -
 
 
 def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) -> ProgressiveFreezing:
-    encoder = trainer.model.encoder
-    policy = POLICIES.find(config.freezing.policy.name)(config.freezing.policy)
+    encoder, settings = trainer.model.encoder, config.freezing
+    policy = POLICIES.find(settings.policy.name)(settings.policy)
     example = torch.zeros(2, 3, trainer.view_size, trainer.view_size, device=trainer.device)
-    settings = config.freezing
     how = {"batch_statistics": settings.batch_statistics, "save_memory": settings.save_memory}
     try:
         units = trained_units(encoder, example)
@@ -173,21 +170,42 @@ def views_for(encoder: nn.Module, name: str, size: int) -> tuple[View, ...]:
 
 def check_grows(config: Config) -> None:
     """Refuse what cannot learn a task that arrives later."""
+    why = None
     if METHODS.find(config.method.name).joint:
-        alone = f"method {config.method.name!r} trains on all tasks at once"
-        raise UserError(f"{alone} and cannot learn tasks that arrive later; choose another method")
-    if OBJECTIVES.find(config.objective.name).needs_labels:
-        needs = f"objective {config.objective.name!r} needs the classes of the whole stream from the start"
-        raise UserError(f"{needs} and cannot learn tasks that arrive later; choose another objective")
-    if not config.checkpoint.enabled:
-        raise UserError("checkpoint.enabled is false, and without a checkpoint a run cannot continue; leave that out")
+        why = f"method {config.method.name!r} trains on all tasks at once"
+    elif OBJECTIVES.find(config.objective.name).needs_labels:
+        why = f"objective {config.objective.name!r} needs the classes of the whole stream from the start"
+    elif not config.checkpoint.enabled:
+        why = "checkpoint.enabled is false, and without a checkpoint a run cannot continue"
+    if why:
+        raise UserError(f"{why}: it cannot learn tasks that arrive later; choose another")
 
 
-def check_combination(config: Config, stream: Stream | None) -> None:
-    """Refuse settings that do not go together, all at once. stream: None where it cannot be made."""
+def make_checked_stream(config: Config, folder: Path | None, given: Stream | None = None) -> Stream:
+    """The stream, with the settings checked against it and each other. Invalid settings are reported together, before
+    anything is made that takes time."""
+    refused, stream = Refusals(), given
+    with refused:
+        choose_device(config.device)
+    with refused:
+        stream = stream or make_stream(config, folder)
+    with refused:
+        named_views(config.views.name, config.views.size or (stream.size if stream else 32))
+    check_combination(config, stream, refused)
+    with refused:
+        check_warmup(config.training)
+    with refused:
+        sizes = [len(task.train) for task in stream.tasks] if stream else expected_sizes(as_dict(config))
+        check_batch(config.training, sizes, stream.arrived if stream else 0)
+    refused.end()
+    assert stream is not None
+    return stream
+
+
+def check_combination(config: Config, stream: Stream | None, refused: Refusals) -> None:
+    """Refuse settings that do not go together. stream: None where it cannot be made."""
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
     initial, final = config.freezing.initial, config.freezing.final
-    refused = Refusals()
     with refused:
         if initial > final:
             shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
@@ -206,26 +224,3 @@ def check_combination(config: Config, stream: Stream | None) -> None:
         if stream and objective.needs_labels and stream.data.folders == "tasks":
             lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
             raise UserError(f"{lacking}; choose another objective")
-    refused.end()
-
-
-def make_checked_stream(config: Config, folder: Path | None, given: Stream | None = None) -> Stream:
-    """The stream, with the settings checked against it and each other. Invalid settings are reported together, before
-    anything is made that takes time."""
-    refused, stream = Refusals(), given
-    with refused:
-        choose_device(config.device)
-    with refused:
-        stream = stream or make_stream(config, folder)
-    with refused:
-        named_views(config.views.name, config.views.size or (stream.size if stream else 32))
-    with refused:
-        check_combination(config, stream)
-    with refused:
-        check_warmup(config.training)
-    with refused:
-        sizes = [len(task.train) for task in stream.tasks] if stream else expected_sizes(as_dict(config))
-        check_batch(config.training, sizes, stream.arrived if stream else 0)
-    refused.end()
-    assert stream is not None
-    return stream

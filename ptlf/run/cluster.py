@@ -38,7 +38,14 @@ def train_as_jobs(
     logs: folder for the jobs' output and errors.
     job_options: KEY=VALUE for submitit's `update_parameters`, such as slurm_partition=gpu.
     """
-    executor = make_executor(cluster, logs, job_options)
+    executor = import_optional("submitit", "--cluster", "cluster").AutoExecutor(logs, cluster=cluster)
+    if wrong := [option for option in job_options if "=" not in option]:
+        raise UserError(f"--job-options takes KEY=VALUE, such as slurm_partition=gpu, not {wrong[0]!r}")
+    parameters = {key: parse(value) for key, _, value in (option.partition("=") for option in job_options)}
+    try:
+        executor.update_parameters(**{"name": "ptlf", "timeout_min": TIMEOUT, **parameters})
+    except (NameError, TypeError, ValueError, AssertionError) as wrong_option:
+        raise UserError(f"--job-options: {' '.join(str(wrong_option).split())[:200]}") from None
     waiting, failed = list(runs), []
     running: dict[str, Any] = {}  # name: submitit's job
     while waiting or running:
@@ -50,29 +57,9 @@ def train_as_jobs(
             del running[name]
             error = job.exception()
             tell(f"{name}: {'failed' if error else 'finished'}")
-            if error:
-                failed.append(f"{name} failed ({last_line(error)}; see {job.paths.stderr})")
+            if error:  # the job's traceback is its text
+                lines = [line.strip() for line in str(error).splitlines() if "Error" in line or "Stopped" in line]
+                failed.append(f"{name} failed ({(lines or ['?'])[-1][:200]}; see {job.paths.stderr})")
         time.sleep(0.2 if cluster == "local" else 10)  # seconds; polling a cluster's controller often is impolite
     if failed:
         raise UserError("; ".join(failed) + "; the same command continues with what is not finished")
-
-
-def make_executor(cluster: str, logs: Path, options: Sequence[str]) -> Any:
-    submitit = import_optional("submitit", "--cluster", "cluster")
-    executor = submitit.AutoExecutor(logs, cluster=cluster)
-    for option in options:
-        if "=" not in option:
-            raise UserError(f"--job-options takes KEY=VALUE, such as slurm_partition=gpu, not {option!r}")
-    parameters = {key: parse(value) for key, value in (option.split("=", 1) for option in options)}
-    try:
-        executor.update_parameters(**{"name": "ptlf", "timeout_min": TIMEOUT, **parameters})
-    except (NameError, TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"--job-options: {' '.join(str(error).split())[:200]}") from None
-    return executor
-
-
-def last_line(error: BaseException) -> str:
-    """Of a job's traceback: what went wrong."""
-    lines = [line for line in str(error).splitlines() if line.strip() and set(line) != {"-"}]
-    errors = [line for line in lines if "Error" in line or "Stopped" in line]
-    return (errors or lines or [type(error).__name__])[-1].strip()[:200]

@@ -18,48 +18,34 @@ NON_IDENTITY = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
 WITHOUT_DISTILLING = {"finetune", "lump", "si", "der", "pnn", "pfr", "multitask"}
 
 OLDER_LINEAR = {"enabled", "epochs", "batch", "lr", "momentum", "weight_decay"}  # settings of `probes.linear`
-# Settings that are no more, with the values under which they can be left out: nothing else follows from them.
-REMOVED: Mapping[str, Sequence[Any]] = {
-    "freezing.ratios": ("needed", "all"),  # both gave the same choices
-    "freezing.stream_final": (None,),
-}
 
 
 def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings as this version says them; what it cannot say is left, for others to refuse.
-
-    `objective.distill_scale` of Barlow Twins is `objective.scale` now: left out where it was that, or had no effect.
-    Linear probes with all settings but `standardise` are of a version that did not standardise.
-    The ridge probe is no more: its settings are left out where it was off.
-    `views.memory` of Split Tiny-ImageNet has a name of its own, since its statistics no longer follow from 64 px.
-    """
+    """The settings as this version says them; what it cannot say is left, for others to refuse."""
     if not isinstance(config, Mapping):
         return config
-    config = dict(config)
+    config = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
 
-    def section(name: str, within: Mapping[str, Any] = config) -> Mapping[str, Any]:
-        value = within.get(name)
-        return value if isinstance(value, Mapping) else {"name": value} if isinstance(value, str) else {}
+    def section(name: str) -> Json:
+        value = config.get(name)
+        return value if isinstance(value, dict) else {"name": value}
 
-    def leave_out(name: str, key: str) -> None:
-        config[name] = {other: value for other, value in section(name).items() if other != key}
-
-    for dotted, harmless in REMOVED.items():
-        place, _, name = dotted.partition(".")
-        if section(place).get(name, ...) in harmless:
-            leave_out(place, name)
-    objective, probes, views = section("objective"), section("probes"), section("views")
-    if objective.get("name") == "barlow_twins" and "distill_scale" in objective:
+    freezing, objective, probes, views = map(section, ("freezing", "objective", "probes", "views"))
+    if freezing.get("ratios") in ("needed", "all"):  # both gave the same choices
+        del freezing["ratios"]
+    if freezing.get("stream_final", ...) is None:
+        del freezing["stream_final"]
+    if objective.get("name") == "barlow_twins" and "distill_scale" in objective:  # `scale` now
         same = objective["distill_scale"] == objective.get("scale", 1.0)
         if same or section("method").get("name") in WITHOUT_DISTILLING:
-            leave_out("objective", "distill_scale")
-    if "ridge" in probes and not section("ridge", probes).get("enabled"):
-        leave_out("probes", "ridge")
-    linear = section("linear", probes)
-    if linear.get("enabled") is True and linear.keys() == OLDER_LINEAR:
-        config["probes"] = {**config["probes"], "linear": {**linear, "standardise": False}}
+            del objective["distill_scale"]
+    linear, ridge = probes.get("linear"), probes.get("ridge")
+    if "ridge" in probes and not (isinstance(ridge, Mapping) and ridge.get("enabled")):  # this probe is no more
+        del probes["ridge"]
+    if isinstance(linear, Mapping) and linear.get("enabled") is True and linear.keys() == OLDER_LINEAR:
+        probes["linear"] = {**linear, "standardise": False}  # as the version did that did not know this setting
     tiny = section("stream").get("name") == "split-tinyimagenet" and views.get("size") in (None, 64)
-    if tiny and views.get("memory", "memory") == "memory":
+    if tiny and views.get("memory", "memory") == "memory":  # its statistics no longer follow from 64 px
         config["views"] = {**views, "memory": "memory-tinyimagenet"}
     return config
 
@@ -78,16 +64,16 @@ ADDED: Mapping[str, Any] = {
 }
 
 
-def is_identity(name: str) -> bool:
-    """Whether the setting with this dotted key changes what a run learns or is tested on."""
-    parts = name.split(".")
-    return not any(".".join(parts[:count]) in NON_IDENTITY for count in range(1, len(parts) + 1))
+def is_among(name: str, names: Collection[str]) -> bool:
+    """Whether the setting with this dotted key, or a section that it is in, is one of these."""
+    return any(f"{name}.".startswith(f"{each}.") for each in names)
 
 
 def identity_settings(config: Mapping[str, Any]) -> Json:
     """The settings that runs of several seeds, on any machine, have in common, by dotted key. One that a record of an
     older version does not have has the value that does what that version did."""
-    return {key: value for key, value in {**ADDED, **flatten(upgrade_settings(config))}.items() if is_identity(key)}
+    settings = {**ADDED, **flatten(upgrade_settings(config))}
+    return {key: value for key, value in settings.items() if not is_among(key, NON_IDENTITY)}
 
 
 def identity_key(config: Mapping[str, Any]) -> str:
@@ -95,25 +81,12 @@ def identity_key(config: Mapping[str, Any]) -> str:
     return json.dumps(identity_settings(config), sort_keys=True)
 
 
-def differing_settings(
-    before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE, place: str = ""
-) -> list[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) of the settings that differ and are not among those that may."""
-    found: list[tuple[str, Any, Any]] = []
-    for name in dict.fromkeys((*before, *now)):
-        where, old, new = f"{place}{name}", before.get(name), now.get(name)
-        if where in may or old == new:
-            continue
-        both = isinstance(old, Mapping) and isinstance(new, Mapping)
-        found += differing_settings(old, new, may, f"{where}.") if both else [(where, old, new)]  # type: ignore[arg-type]
-    return found
-
-
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE) -> str:
-    """The first of `differing_settings` in words; empty if there is none."""
-    found = differing_settings(before, now, may)
-    words = ", ".join(f"{key} was {short_repr(old)} and is {short_repr(new)}" for key, old, new in found[:3])
-    return words + (f", and {len(found) - 3} more" if len(found) > 3 else "")
+    """The first settings, by dotted key, that differ and are not among those that may; empty if there is none."""
+    old, new = flatten(before), flatten(now)
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and not is_among(key, may)]
+    words = ", ".join(f"{key} was {short_repr(old.get(key))} and is {short_repr(new.get(key))}" for key in keys[:3])
+    return words + (f", and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 def stream_settings(config: Json) -> Json:

@@ -8,23 +8,40 @@ from typing import Any
 
 import yaml
 
+from ptlf import freezing
 from ptlf.core.errors import UserError
 from ptlf.core.reading import read_yaml_file
+from ptlf.core.registry import Registry
 from ptlf.core.settings import as_dict, build, key, section
 from ptlf.encoders import ENCODERS, EncoderConfig
 from ptlf.evaluation import PROBES, EvaluationConfig, ProbeConfig
+from ptlf.freezing import Policy, PolicyConfig
 from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
 from ptlf.run.compat import upgrade_settings
-from ptlf.run.freezing import FreezingConfig
 from ptlf.stream import STREAMS, StreamConfig
 from ptlf.training.checkpoint import CheckpointConfig
 from ptlf.training.distributed import DistributedConfig
 from ptlf.training.trainer import TrainingConfig
 from ptlf.views import ViewsConfig
 
+POLICIES: Registry[type[Policy[Any]]] = Registry("freezing policy", "ptlf.policies", Policy, freezing.POLICIES)
 MAX_SEED = 2**63 - 1  # what torch's generators take
+
+
+@dataclass
+class FreezingConfig:
+    policy: PolicyConfig = section(PolicyConfig, family=POLICIES)
+    initial: float = key(0.0, "share of the units frozen in a task's first epoch", ge=0, le=1)
+    final: float = key(0.4, "share of the units frozen in a task's last epoch", ge=0, le=1)
+    shape: str = key("cosine", "how the share rises", choices=("cosine", "linear", "constant"))
+    update: str = key("one-shot", "when ratios are computed", choices=("one-shot", "per-epoch"))
+    threshold: float = key(0.99, "energy of the past's inputs that a unit's subspace keeps", gt=0, le=1)
+    thaw: str = key("all", "at a task's start: all, or units that it would not freeze", choices=("all", "needed"))
+    batches: int = key(8, "batches of the new task whose gradients are averaged for the ratios", ge=1, le=10_000)
+    batch_statistics: bool = key(False, "frozen norms use batch statistics (true) or their running statistics (false)")
+    save_memory: bool = key(True, "keep only what backward needs; false = plain requires_grad=False")
 
 
 @dataclass

@@ -4,11 +4,9 @@
 `features`. Images are decoded and features written in batches; only names and labels are held in memory.
 """
 
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +16,6 @@ from ptlf.run.inference import load_encoder
 from ptlf.stream.disk import progress_bar
 from ptlf.stream.images import find_images, open_images
 from ptlf.stream.pack import data_root
-from ptlf.stream.rows import ImageSplit, Row
 from ptlf.stream.squares import SHOWN_SKIPS, refuse_or_skip
 
 Labels = list[str | None]
@@ -35,25 +32,30 @@ def embed_images(
     progress: bool = True,
     trust_code: bool = False,
 ) -> tuple[int, int, list[dict[str, str]]]:
-    """Write the features of all images. Returns how many there are, how long each is, and which were skipped."""
+    """Write the features of all images; names begin with their path if there are several paths. Returns how many images
+    there are, how long each one's features are, and which were skipped."""
     if out.suffix not in WRITERS:
         raise UserError(f"--out {out} must end with {' or '.join(WRITERS)}")
-    splits = all_splits(images)
+    opened = [(path, open_images(find_images(path, data_root()))) for path in images]
+    splits = [
+        (f"{path.rstrip('/')}/" if len(images) > 1 else "", split) for path, found in opened for split in found.values()
+    ]
     encoder = load_encoder(folder, device=device, trust_code=trust_code)
     skipped: list[dict[str, str]] = []
     total = 0
-
-    def on_problem(problems: list[tuple[str, str]]) -> None:
-        refuse_or_skip(problems, skipped, on_error)
-
     with (
-        progress_bar(f"embedding with {folder.name}", sum(split.count for split in splits), progress) as advance,
+        progress_bar(f"embedding with {folder.name}", sum(split.count for _, split in splits), progress) as advance,
         whole_file(out) as file,
     ):
         writer = WRITERS[out.suffix](file, encoder.feature_dim)
-        for split in splits:
+        for prefix, split in splits:
+
+            def on_problem(problems: list[tuple[str, str]], prefix: str = prefix) -> None:
+                refuse_or_skip([(prefix + name, why) for name, why in problems], skipped, on_error)
+
             for squares, features in encoder.embedded(split, batch, on_problem):
-                writer.write(squares.names, [class_name(split, label) for label in squares.labels], features)
+                labels = [None if label is None else str(label) for label in squares.labels]
+                writer.write([prefix + name for name in squares.names], labels, features)
                 total += len(features)
                 advance(len(features))
         if not total:
@@ -64,36 +66,14 @@ def embed_images(
     return total, encoder.feature_dim, skipped
 
 
-def all_splits(images: Sequence[str]) -> list[ImageSplit]:
-    """Of all paths; names begin with the path if there are several."""
-    splits = []
-    for path in images:
-        for split in open_images(find_images(path, data_root())).values():
-            splits.append(prefixed(split, path) if len(images) > 1 else split)
-    return splits
-
-
-def prefixed(split: ImageSplit, path: str) -> ImageSplit:
-    def read() -> Iterator[Row]:
-        return (row._replace(name=f"{path.rstrip('/')}/{row.name}") for row in split.read())
-
-    return replace(split, read=read)
-
-
-def class_name(split: ImageSplit, label: Any) -> str | None:
-    return None if label is None else str(label) if split.names is None else split.names[label]
-
-
 class NpzWriter:
-    """Features are first written to a file beside it: the length of the array is known at the end only."""
+    """Features are first written to a file without a name: the length of the array is known at the end only."""
 
     def __init__(self, path: Path, dim: int) -> None:
         self.path, self.dim = path, dim
         self.names: list[str] = []
         self.labels: Labels = []
-        rows = path.with_name(f"{path.name}.rows")
-        self.rows = open(rows, "w+b")  # noqa: SIM115
-        os.unlink(rows)  # the open file stays, and is gone whatever happens
+        self.rows = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115
 
     def write(self, names: list[str], labels: Labels, features: np.ndarray) -> None:
         self.names += names

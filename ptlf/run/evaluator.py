@@ -14,7 +14,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.phases import Advance, Phase, silent
 from ptlf.evaluation.prober import eval_mode
-from ptlf.evaluation.spread import effective_rank, feature_spread, spaced, spread
+from ptlf.evaluation.spread import effective_rank, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.subspace import NotFinite
 from ptlf.run.components import Components
@@ -25,16 +25,6 @@ from ptlf.training.trainer import MeasuredStep
 
 SAMPLE = 512  # images of a task whose features are measured after it
 Rows = dict[str, Row]  # accuracies by probe
-
-
-@dataclass(frozen=True)
-class TaskTest:
-    """After a task: a row of each probe's accuracy matrix, accuracies on tasks yet to come, and the settings of each
-    row that depend on the images seen by now."""
-
-    rows: Rows
-    future: Rows
-    used: dict[str, dict[str, Any]]
 
 
 class Evaluator:
@@ -62,14 +52,13 @@ class Evaluator:
         assert memory is not None
         parts.model.train()
         measuring = partial(self.correlating, f"correlation of task {at.task + 1} with those before")
-        units = [unit for unit in freezer.units if unit.name not in freezer.frozen]
         with measuring(), parts.trainer.engine.arithmetic(), parts.trainer.sampling():
             correlation = TaskCorrelation(
                 self.encoder,
                 parts.prepare(memory.past()),
                 None,
                 settings.threshold,
-                units=units,
+                units=[unit for unit in freezer.units if unit.name not in freezer.frozen],
                 gradient_fn=partial(self.sample_gradients, at, indices),
                 batches=settings.batches,
                 keep=[parts.model],
@@ -101,24 +90,22 @@ class Evaluator:
                 self.step_costs[variant] = self.components.trainer.cost_of_step(indices)
         return self.step_costs[variant]
 
-    def test_task(self, task: int) -> TaskTest:
-        """The encoder after task number `task` (from 0)."""
+    def test_task(self, task: int) -> tuple[Rows, Rows, dict[str, dict[str, Any]]]:
+        """The encoder after task number `task` (from 0): a row of each probe's accuracy matrix, accuracies on tasks yet
+        to come, and the settings of each row that depend on the images seen by now."""
         prober = self.components.prober
         if not prober:
-            return TaskTest({}, {}, {})
-        with self.clock("evaluation"):
-            phase = self.parts_of(f"testing after task {task + 1} of {len(self.stream.tasks)}")
+            return {}, {}, {}
+        with self.testing(f"testing after task {task + 1} of {len(self.stream.tasks)}") as phase:
             rows = prober.rows(self.encoder, task, phase)
-            return TaskTest(rows, prober.future(self.encoder, task, phase), prober.used(task))
+            return rows, prober.ahead(self.encoder, [task + 1], phase), prober.used(task)
 
     def test_next(self, task: int) -> Rows:
         """The encoder as it is on task number `task`, before that is learnt."""
-        prober = self.components.prober
-        if not prober:
+        if not self.components.prober:
             return {}
-        with self.clock("evaluation"):
-            phase = self.parts_of(f"testing on task {task + 1} before it is learnt")
-            return prober.future(self.encoder, task - 1, phase)
+        with self.testing(f"testing on task {task + 1} before it is learnt") as phase:
+            return self.components.prober.ahead(self.encoder, [task], phase)
 
     def test_untrained(self, known: int = 0) -> tuple[Rows, Rows]:
         """Rows of the untrained encoder on all splits, and its accuracies on tasks yet to come. known: tasks that it
@@ -126,18 +113,15 @@ class Evaluator:
         prober = self.components.prober
         if not prober:
             return {}, {}
-        with self.clock("evaluation"):
-            new = [split for split in self.stream.eval_splits if split.since >= max(known, 1)]
-            phase = self.parts_of("testing the encoder before training")
+        with self.testing("testing the encoder before training") as phase:
             untrained = prober.rows(self.encoder, len(self.stream.tasks), phase)
-            return untrained, prober.ahead(self.encoder, new, phase)
+            return untrained, prober.ahead(self.encoder, range(max(known, 1), len(self.stream.tasks)), phase)
 
     def test_reference(self) -> Rows:
         """What the encoder knew before, against a bank of its own."""
         if not self.components.reference:
             return {}
-        with self.clock("evaluation"):
-            phase = self.parts_of("testing what the encoder knew before")
+        with self.testing("testing what the encoder knew before") as phase:
             return self.components.reference.rows(self.encoder, 0, phase)
 
     def measure_features(self, task: int) -> list[dict[str, Any]]:
@@ -163,19 +147,21 @@ class Evaluator:
 
     def spread(self, indices: np.ndarray) -> tuple[float, int]:
         """Of the features of some images of the task that is trained, and how many they are."""
-        with self.clock("evaluation"):
+        with self.clock("evaluation"), eval_mode(self.encoder):
             chosen = torch.from_numpy(spaced(indices, 128))
-            images = self.components.prepare(self.components.trainer.source.gather(chosen))
-            return feature_spread(self.encoder, images), len(images)
+            features = self.encoder(self.components.prepare(self.components.trainer.source.gather(chosen)))
+            return spread(features.float().flatten(1)), len(features)
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now: "before" or "after" training."""
         if self.components.gallery:
-            with self.clock("evaluation"):
-                self.components.gallery.look(moment, self.encoder, self.parts_of(f"gallery {moment} training"))
+            with self.testing(f"gallery {moment} training") as phase:
+                self.components.gallery.look(moment, self.encoder, phase)
 
-    def parts_of(self, work: str) -> Phase:
-        """The phases of a piece of work: its name stands before theirs. It may be left after each part that is done."""
+    @contextmanager
+    def testing(self, work: str) -> Iterator[Phase]:
+        """Gives the phases of a piece of work: its name stands before theirs. It may be left after each part that is
+        done."""
 
         @contextmanager
         def phase(part: str, *count: Any) -> Iterator[Advance]:
@@ -187,7 +173,8 @@ class Evaluator:
 
                 yield advance
 
-        return phase
+        with self.clock("evaluation"):
+            yield phase
 
 
 @dataclass(frozen=True)

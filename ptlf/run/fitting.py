@@ -44,6 +44,21 @@ class Machine:
     def __str__(self) -> str:
         return "a GPU" if self.gpu else f"{self.cores} CPU core{'s' * (self.cores > 1)}"
 
+    def network(self, pixels: int) -> str:
+        return "resnet18-imagenet" if pixels > 64 else "resnet18" if self.gpu else "resnet18-mini"
+
+    def batch(self, smallest: int) -> int:
+        """A power of two, up to 256 on a GPU and 64 elsewhere: four steps in an epoch of the smallest task where that
+        leaves 16 images or more. A multiple of the number of processes."""
+        wanted = min(256 if self.gpu else 64, max(16, smallest // 4), smallest)
+        power, count = 1 << max(1, wanted.bit_length() - 1), processes.world_size()
+        return max(power // count * count, 2 * count)
+
+    def epochs(self, flops: float, images: int) -> int:
+        """flops: of one image's forward. images: of all tasks."""
+        possible = self.seconds * self.flops / (STEP * flops * max(images, 1))
+        return max([number for number in EPOCHS if number <= possible], default=EPOCHS[0])
+
 
 def this_machine(device: str) -> Machine:
     gpu = torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
@@ -62,17 +77,15 @@ def free_settings(explicit: Settings) -> set[str]:
 def fit_pack(values: Settings, free: Collection[str]) -> tuple[Settings, str]:
     """`values`, all settings, with what is free chosen for the packed set that they name, and a sentence on it. A set
     that cannot be read is left to those who open it for training."""
-    stream = values["stream"]
-    if not free or stream["pack"] is None:
+    found = class_counts(values) if free else None
+    if found is None:
         return values, ""
-    try:
-        pack = open_pack(data_root(values["data_root"]), stream["pack"])
-        counts = class_counts(pack, stream)
-    except UserError:
-        return values, ""
-    divided = division(pack, counts, stream) if "stream.tasks" in free else {}
-    values = merge(Config, values, {"stream": divided})
-    return fit_settings(values, {*free}, task_sizes(pack, counts, values["stream"]), pack.size, divided)
+    pack, counts = found
+    divided: dict[str, Any] = {}
+    if "stream.tasks" in free and pack.folders != "tasks":
+        divided = division(pack, len(counts), values["stream"])
+        values = merge(Config, values, {"stream": divided})
+    return fit_settings(values, free, expected_sizes(values), pack.size, divided)
 
 
 def fit_settings(
@@ -82,59 +95,28 @@ def fit_settings(
 
     divided: settings of the stream that were chosen before.
     """
-    machine = this_machine(values["device"])
-    chosen: dict[str, Any] = {f"stream.{name}": value for name, value in (divided or {}).items()}
-    pixels = values["views"]["size"] or size
+    machine, pixels = this_machine(values["device"]), values["views"]["size"] or size
+    chosen: dict[str, Any] = {}
     if "encoder" in free:
-        chosen["encoder.name"] = network(machine, pixels)
+        chosen["encoder.name"] = machine.network(pixels)
     if "training.batch" in free and sizes:
-        chosen["training.batch"] = batch(machine, min(sizes))
+        chosen["training.batch"] = machine.batch(min(sizes))
     if "training.epochs" in free:
         flops = FLOPS_PER_PIXEL.get(chosen.get("encoder.name") or values["encoder"]["name"], UNKNOWN_FLOPS) * pixels**2
-        chosen["training.epochs"] = max(epochs(machine, flops, sum(sizes)), 2 * values["training"]["warmup"])
-    if not chosen:
-        return values, ""
+        chosen["training.epochs"] = max(machine.epochs(flops, sum(sizes)), 2 * values["training"]["warmup"])
     values = merge(Config, values, *[nested(name, value) for name, value in chosen.items()])
-    settings = " ".join(f"--{name} {describe_value(value)}" for name, value in chosen.items())
+    words = []
+    for name, value in ({f"stream.{name}": value for name, value in (divided or {}).items()} | chosen).items():
+        if isinstance(value, list):
+            value = f"[{len(value)} tasks of {'+'.join(str(len(group)) for group in value)} classes]"
+        words.append(f"--{name} {value}")
     images = f"{sum(sizes)} image{'s' * (sum(sizes) != 1)} of {size} px on {machine}"
-    return values, f"chosen for {images}: {settings}; each can be given with a value of your own"
+    told = f"chosen for {images}: {' '.join(words)}; each can be given with a value of your own"
+    return values, told if words else ""
 
 
-def describe_value(value: Any) -> str:
-    if not isinstance(value, list):
-        return str(value)
-    sizes = "+".join(str(len(group)) for group in value)
-    return f"[{len(value)} tasks of {sizes} classes]"
-
-
-def network(machine: Machine, pixels: int) -> str:
-    if machine.gpu:
-        return "resnet18" if pixels <= 64 else "resnet18-imagenet"
-    return "resnet18-mini" if pixels <= 64 else "resnet18-imagenet"
-
-
-def batch(machine: Machine, smallest: int) -> int:
-    """A power of two, up to 256 on a GPU and 64 elsewhere: four steps in an epoch of the smallest task where that
-    leaves 16 images or more. A multiple of the number of processes."""
-    most = 256 if machine.gpu else 64
-    wanted = min(most, max(16, smallest // 4), smallest)
-    power = 1 << max(1, wanted.bit_length() - 1)
-    count = processes.world_size()
-    return max(power // count * count, 2 * count)
-
-
-def epochs(machine: Machine, flops: float, images: int) -> int:
-    """flops: of one image's forward. images: of all tasks."""
-    possible = machine.seconds * machine.flops / (STEP * flops * max(images, 1))
-    return max([number for number in EPOCHS if number <= possible], default=EPOCHS[0])
-
-
-def division(pack: Pack, counts: np.ndarray, stream: Settings) -> dict[str, Any]:
-    """`tasks`, or `groups` where that number does not divide the classes: up to five tasks, of two classes or more.
-    Empty for a folder per task."""
-    classes = len(counts)
-    if pack.folders == "tasks":
-        return {}
+def division(pack: Pack, classes: int, stream: Settings) -> dict[str, Any]:
+    """`tasks`, or `groups` where that number does not divide the classes: up to five tasks, of two classes or more."""
     tasks = min(MAX_TASKS, max(2, classes // 2), classes)
     if classes % tasks == 0:
         return {"tasks": tasks}
@@ -144,30 +126,33 @@ def division(pack: Pack, counts: np.ndarray, stream: Settings) -> dict[str, Any]
     return {"groups": [[pack.names[number] for number in group] for group in np.array_split(range(classes), tasks)]}
 
 
-def class_counts(pack: Pack, stream: Settings) -> np.ndarray:
-    """Training images of each class or task that the settings take, in the pack's order."""
-    counts = np.bincount(pack.labels("train"), minlength=len(pack.names))
+def class_counts(settings: Settings) -> tuple[Pack, np.ndarray] | None:
+    """The packed set that the settings name, and how many training images of each class or task they take, in its
+    order. None if there is none, or it cannot be read."""
+    stream = settings["stream"]
+    if stream["pack"] is None:
+        return None
+    try:
+        pack = open_pack(data_root(settings["data_root"]), stream["pack"])
+        counts = np.bincount(pack.labels("train"), minlength=len(pack.names))
+    except UserError:
+        return None
     if pack.folders == "classes":
         counts = counts[: stream["classes"]]
-    return np.minimum(counts, stream["per_class"] or counts)
-
-
-def task_sizes(pack: Pack, counts: np.ndarray, stream: Settings) -> list[int]:
-    """Training images of each task. Where the tasks do not divide the classes, or come in another order, about so."""
-    if pack.folders == "tasks":
-        return counts.tolist()
-    names = {name: int(count) for name, count in zip(pack.names, counts, strict=False)}
-    if (groups := stream["groups"]) is not None:
-        numbers = dict(enumerate(names.values()))
-        return [sum(names.get(str(name), numbers.get(name, 0)) for name in group) for group in groups]
-    return [int(part.sum()) for part in np.array_split(counts, min(stream["tasks"] or 1, len(counts)))]
+    return pack, np.minimum(counts, stream["per_class"] or counts)
 
 
 def expected_sizes(settings: Settings) -> list[int]:
-    """Sizes of the tasks of a packed set, where the stream itself cannot be made; empty if they are not known."""
-    stream = settings["stream"]
-    try:
-        pack = open_pack(data_root(settings["data_root"]), stream["pack"]) if stream["pack"] else None
-        return task_sizes(pack, class_counts(pack, stream), stream) if pack else []
-    except UserError:
+    """Training images of each task of the packed set that the settings name; empty if they are not known. Where the
+    tasks do not divide the classes, or come in another order, about so."""
+    found, stream = class_counts(settings), settings["stream"]
+    if found is None:
         return []
+    pack, counts = found
+    if pack.folders == "tasks":
+        return counts.tolist()
+    if stream["groups"] is not None:
+        names = {name: int(count) for name, count in zip(pack.names, counts, strict=False)}
+        numbers = dict(enumerate(names.values()))
+        return [sum(names.get(str(name), numbers.get(name, 0)) for name in group) for group in stream["groups"]]
+    return [int(part.sum()) for part in np.array_split(counts, min(stream["tasks"] or 1, len(counts)))]

@@ -41,10 +41,10 @@ def claim_folder(out: Path, resume: bool) -> Iterator[None]:
 def check_vacant(out: Path) -> None:
     """Refuse a folder that holds a run, or folders of runs."""
     if any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
-        if has_finished(out):
-            raise UserError(f"{out} already holds a run; choose another --out, or remove that folder")
-        advice = f"resume it with `ptlf train --resume {out}`, or choose another --out"
-        raise UserError(f"{out} already holds a run that has not finished; {advice}")
+        advice = "; choose another --out, or remove that folder"
+        if not has_finished(out):
+            advice = f" that has not finished; resume it with `ptlf train --resume {out}`, or choose another --out"
+        raise UserError(f"{out} already holds a run{advice}")
     if any(out.glob("*/config.yaml")):
         raise UserError(f"{out} holds other runs; choose a folder of its own as --out")
 
@@ -64,10 +64,11 @@ def check_new(folder: Path) -> None:
 @contextmanager
 def lock_of_run(folder: Path) -> Iterator[None]:
     """Held while a run uses its folder, which is made if it is not there."""
+    lock = locked(folder / ".lock", f"{folder} is in use", "wait for it, or choose another folder")
     with ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(folder / ".lock", f"{folder} is in use", "wait for it, or choose another folder"))
+            held.enter_context(lock)
         except OSError as error:
             raise write_error(folder, error) from error
         yield
@@ -94,13 +95,11 @@ def has_finished(folder: Path) -> bool:
 
 def check_arrived(folder: Path) -> None:
     """Refuse a run if one of the tasks that arrived by its last results is not in its folder."""
-    if not (folder / "results.json").exists():
+    results: dict[str, Any] = read_results(folder) if (folder / "results.json").exists() else {"status": "running"}
+    if results["status"] == "running" or not results.get("arrived"):  # it may have failed before it took its last task
         return
-    results = read_results(folder)
     there = {int(name.partition("-")[0]) for name in arrived_names(folder)}
-    # A run that calls itself running may have failed before it took its last task.
-    tasks, known = results["tasks"], results.get("arrived") or 0 if results["status"] != "running" else 0
-    for number, name in enumerate(tasks[max(len(tasks) - known, 0) :], start=1):
+    for number, name in enumerate(results["tasks"][-results["arrived"] :], start=1):
         if number not in there:
             raise missing(folder, number, str(name))
 
@@ -131,18 +130,25 @@ def restore_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> No
         expected = read_results(folder).get("encoder_sha256")
         if expected and file_digest(path, "sha256") != expected:
             raise UserError(f"{path} is damaged: it is not the file whose checksum is in results.json; {RESTORE_HINT}")
-    own = encoder.state_dict()
     try:
         tensors = load_file(path)
-        wanted = {name for name, value in own.items() if torch.is_tensor(value)}
-        if unequal := sorted(wanted ^ set(tensors)):
-            what = "missing" if unequal[0] in wanted else "not one of its names"
-            raise RuntimeError(f"{short_repr(unequal[0])} is {what}")
-        encoder.load_state_dict({**own, **tensors})
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise UserError(f"{path} is not of an encoder like this one: {reason}") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise damaged(path, error, RESTORE_HINT) from None
+    own = encoder.state_dict()
+    for name, there, here in differing_shapes(tensors, own):
+        raise UserError(
+            f"{path} is not of an encoder like this one: {name} has the shape {there} there and {here} here"
+        )
     if bad := [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]:
         raise UserError(f"{path} is damaged: {short_repr(bad[0])} holds numbers that are not finite; {RESTORE_HINT}")
+    encoder.load_state_dict({**own, **tensors})
+
+
+def differing_shapes(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Name and both shapes, None where there is none, of the tensors of two states that differ in that."""
+    both = [
+        {name: tuple(value.shape) for name, value in state.items() if torch.is_tensor(value)} for state in (one, other)
+    ]
+    for name in {**both[0], **both[1]}:
+        if both[0].get(name) != both[1].get(name):
+            yield short_repr(name), both[0].get(name), both[1].get(name)

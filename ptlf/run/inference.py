@@ -48,31 +48,26 @@ OnProblem = Callable[[list[tuple[str, str]]], None]  # takes (name, reason) of i
 
 def card_of(parts: Components) -> Card:
     """What is needed to use the encoder without the run's data, as plain values."""
-    config, view = parts.config, parts.view_specs[0]
-    kind = METHODS.find(config.method.name)
+    config, view, encoder = parts.config, parts.view_specs[0], parts.model.encoder
+    parameter, size = next(encoder.parameters()), parts.view_size
+    with eval_mode(encoder):
+        dim = encoder(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype)).shape[1]
     card = {
         "ptlf_version": ptlf.__version__,
         "recipe": name_of(as_dict(config)),
         "encoder": None if parts.encoder_given else as_dict(config.encoder),
-        "module": f"{type(parts.model.encoder).__module__}.{type(parts.model.encoder).__qualname__}",
+        "module": f"{type(encoder).__module__}.{type(encoder).__qualname__}",
         "image_size": parts.stream.size,
-        "view_size": parts.view_size,
+        "view_size": size,
         "fit": parts.stream.fit,
         "crop": SHAPES[parts.stream.fit],
         "mean": list(view.mean),
         "std": list(view.std),
-        "feature_dim": output_dim(parts.model.encoder, parts.view_size),
+        "feature_dim": dim,
     }
-    if kind.adapt_encoder is not Method.adapt_encoder:  # such as the columns of PNN
+    if METHODS.find(config.method.name).adapt_encoder is not Method.adapt_encoder:  # such as the columns of PNN
         card |= {"method": as_dict(config.method), "tasks": len(parts.stream.tasks)}
     return card
-
-
-def output_dim(encoder: nn.Module, size: int) -> int:
-    """Length of the vectors in eval mode."""
-    parameter = next(encoder.parameters())
-    with eval_mode(encoder):
-        return encoder(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype)).shape[1]
 
 
 @dataclass
@@ -122,7 +117,8 @@ class LoadedEncoder:
     def batches(self, images: Any, batch: int, on_problem: OnProblem = refuse_broken) -> Iterator[SquareBatch]:
         if batch < 1:
             raise UserError(f"batch is {batch}; it must be at least 1")
-        several = [images] if is_one(images) else images
+        array = isinstance(images, np.ndarray | Tensor) and images.ndim == 3 and 3 in (images.shape[0], images.shape[2])
+        several = [images] if array or isinstance(images, Image.Image) else images
         for part in [several] if isinstance(several, ImageSplit) else open_images(several).values():
             for squares in decode_squares(part, self.card["image_size"], self.fit):
                 if squares.problems:
@@ -130,11 +126,6 @@ class LoadedEncoder:
                 for start in range(0, len(squares.images), batch):
                     piece = slice(start, start + batch)
                     yield SquareBatch(squares.names[piece], squares.images[piece], squares.labels[piece], [])
-
-
-def is_one(images: Any) -> bool:
-    array = isinstance(images, np.ndarray | Tensor) and images.ndim == 3 and 3 in (images.shape[0], images.shape[2])
-    return array or isinstance(images, Image.Image)
 
 
 def load_encoder(
@@ -167,8 +158,6 @@ def read_card(file: Path) -> Card:
             raise UserError(f"{file} does not say what encoder it is of, as files before version 0.2; {hint}")
         card: Card = json.loads(text)
         check_shape(card, CARD)
-        if len(card["mean"]) != 3 or len(card["std"]) != 3:
-            raise ValueError("its metadata have no mean and std of three channels")
         return card
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
@@ -177,12 +166,10 @@ def read_card(file: Path) -> Card:
 def rebuilt(card: Card, folder: Path, encoder: nn.Module | None, seed: int = 0) -> nn.Module:
     """The module that the card describes, with the weights that the seed gives."""
     config = from_dict({key: card[key] for key in ("encoder", "method") if card.get(key)})
-    if encoder is None:
-        if card["encoder"] is None:
-            hint = f"give one like it: load_encoder({str(folder)!r}, encoder=module)"
-            raise UserError(f"the run in {folder} was made with a module of your own ({card.get('module')}); {hint}")
-        encoder = make_encoder(config.encoder, seed, card["view_size"])
-    encoder = as_encoder(encoder)
+    if encoder is None and card["encoder"] is None:
+        hint = f"give one like it: load_encoder({str(folder)!r}, encoder=module)"
+        raise UserError(f"the run in {folder} was made with a module of your own ({card.get('module')}); {hint}")
+    encoder = as_encoder(encoder or make_encoder(config.encoder, seed, card["view_size"]))
     if "method" in card:
         with seeded(seed, "adapted encoder"):
             encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, card["tasks"])

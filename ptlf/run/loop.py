@@ -14,12 +14,12 @@ from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
 from ptlf.evaluation.spread import COLLAPSED
 from ptlf.integrations.trackers import Trackers
-from ptlf.run.components import build_components, fill_memory
+from ptlf.run.components import Components, fill_memory
 from ptlf.run.config import Config
 from ptlf.run.evaluator import Evaluator
 from ptlf.run.folder import claim_folder
 from ptlf.run.record import Progress, Record
-from ptlf.run.results import keep_lines
+from ptlf.run.results import append_line, keep_lines
 from ptlf.run.snapshots import Snapshots
 from ptlf.run.watcher import Watcher
 from ptlf.stream import Stream, Task
@@ -40,7 +40,7 @@ class Run:
         stream: Stream | None = None,
     ) -> None:
         """`encoder` and `stream` take the place of those the configuration names."""
-        self.components = parts = build_components(config, Path(out) if out else None, encoder, stream)
+        self.components = parts = Components(config, Path(out) if out else None, encoder, stream)
         self.config, self.folder, self.device = config, parts.folder, parts.device
         self.stream, self.model, self.method = parts.stream, parts.model, parts.method
         self.trainer, self.freezing = parts.trainer, parts.freezing
@@ -74,8 +74,11 @@ class Run:
         global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
         out = self.components.out if claim else None
         with claim_folder(out, resume) if out else contextlib.nullcontext(), global_randomness, self.signals:
-            with self.snapshots.undone_on_error():
-                self.prepare_folder(resume)
+            with self.snapshots.settings_written():
+                if resume and self.snapshots.enabled:
+                    self.resume()
+                if resume and self.components.out:
+                    keep_lines(self.components.out / "metrics.jsonl", self.record.per_epoch)
             self.progress.status = "running"
             self.begin()
             try:
@@ -92,16 +95,6 @@ class Run:
             self.close_engine()
             self.snapshots.save_results()
         return self.results()
-
-    def prepare_folder(self, resume: bool) -> None:
-        """The folder as a run that has come this far would have left it. If its checkpoint is refused, its files stay
-        as they were."""
-        self.snapshots.write_settings()
-        if resume and self.snapshots.enabled:
-            self.resume()
-        self.snapshots.update_settings()
-        if resume and self.components.out:
-            keep_lines(self.components.out / "metrics.jsonl", self.record.per_epoch)
 
     def resume(self) -> None:
         """Load the newest checkpoint, if there is one. Tasks that came since are tested on first: here the encoder is
@@ -135,33 +128,23 @@ class Run:
         if why and self.config.training.engine == "auto" and self.device.type == "cuda":
             warn(f"{why}: the step runs eagerly, not captured")
         tasks, epochs, freezer = self.stream.tasks, self.config.training.epochs, self.freezing.freezer
-        done = self.progress.task * epochs + self.progress.epoch
-        self.watcher.begin(self.about(), len(tasks), epochs, len(freezer.units), len(freezer.frozen), done)
-
-    def about(self) -> list[str]:
-        """Sentences on the run and its start."""
-        tasks, epochs, at = self.stream.tasks, self.config.training.epochs, self.progress.position
-        images = sum(len(task.train) for task in tasks)
+        at, images, units = self.progress.position, sum(len(task.train) for task in tasks), len(freezer.units)
         many, each = "s" * (len(tasks) != 1), "s" * (epochs != 1)
         data = f"{len(tasks)} task{many}, {images} images of {self.stream.size} px, {epochs} epoch{each} each"
-        units = len(self.freezing.freezer.units)
         about = [f"{data}, {self.config.encoder.name} with {units} units, on {self.device}"]
         if self.components.weights and at == Position():
             about += self.components.weights.lines()
-        if self.trainer.engine_kind != "eager":
-            about.append("compiling the step: some seconds, for encoders other than our ResNets up to a minute")
         if at != Position():
             place = str(at) if at.epoch < epochs else f"testing after task {at.task + 1}"
             about.append(f"continuing with {place}" if at.task < len(tasks) else "all tasks are learnt")
-        return about
+        self.watcher.begin(about, len(tasks), epochs, units, len(freezer.frozen), at.task * epochs + at.epoch)
 
     def train_stream(self) -> None:
         if self.progress.position == Position():
-            if self.config.memory.images is not None:
-                if self.method.memory is not None:
-                    self.record.memory_images = fill_memory(self.components, self.method.memory)
-                else:
-                    warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
+            if self.config.memory.images is not None and self.method.memory is None:
+                warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
+            elif self.config.memory.images is not None:
+                self.record.memory_images = fill_memory(self.components)
             self.record.test_reference(self.evaluator.test_reference())
             self.record.begin(*self.evaluator.test_untrained())
             self.record.untrained_features += self.evaluator.measure_untrained()
@@ -205,9 +188,9 @@ class Run:
         """Nothing is recorded before all of it is there: if the run is stopped here, the test begins anew."""
         task = self.progress.task
         reference, features = self.evaluator.test_reference(), self.evaluator.measure_features(task)
-        found = self.evaluator.test_task(task)
-        self.record.end_task(task, found.rows, found.future, found.used)
-        self.watcher.end_task(task, found.rows)
+        rows, future, used = self.evaluator.test_task(task)
+        self.record.end_task(task, rows, future, used)
+        self.watcher.end_task(task, rows)
         self.record.test_reference(reference)
         self.record.features += features
 
@@ -232,8 +215,8 @@ class Run:
         self.watcher.end_epoch(result.losses)
         cost, sent = self.evaluator.step_cost(self.trainer.variant, indices), self.trainer.sent_bytes()
         line = self.record.end_epoch(progress.position, result, self.clock.seconds, cost, frozen, sent)
-        self.snapshots.append_metrics(line)
         if self.components.out:
+            append_line(self.components.out / "metrics.jsonl", line)
             self.trackers.epoch(len(self.record.per_epoch), line)
         self.snapshots.check_finite()
         if not processes.all_equal(self.model.parameters()):
@@ -249,8 +232,7 @@ class Run:
             record.newly_frozen = freezing.begin_epoch(at.epoch, ratios)
             if ratios is not None:
                 freezing.log_directions(ratios.correlation.directions)
-            changed = bool(record.newly_frozen) or at.epoch == 0
-            if changed:
+            if changed := bool(record.newly_frozen) or at.epoch == 0:
                 self.trainer.rebuild()
         return changed
 
@@ -263,15 +245,14 @@ class Run:
         spread, images = self.evaluator.spread(indices)
         self.record.warned = spread < COLLAPSED
         if self.record.warned:
-            warn(
-                f"the representation has collapsed in task {self.progress.task + 1}, epoch {done}: "
-                f"normalised features of {images} images differ by {spread:.1e} (1 = spread evenly, 0 = all the "
-                "same); try a lower --training.lr or another objective"
-            )
+            place = f"in task {self.progress.task + 1}, epoch {done}"
+            differ = f"features of {images} images differ by {spread:.1e} (1 = spread evenly, 0 = all the same)"
+            hint = "try a lower --training.lr or another objective"
+            warn(f"the representation has collapsed {place}: normalised {differ}; {hint}")
 
     def save_or_stop(self) -> None:
         """A moment at which the run can be left: it saves itself if it is time to, and stops if it was asked to."""
-        if self.folder is None or not self.snapshots.enabled:
+        if not self.snapshots.enabled:
             return
         # All processes stop and save at the same step.
         number, due = processes.all_reduce_max([self.stop_signal or 0, int(self.snapshots.due())])
@@ -279,7 +260,7 @@ class Run:
             self.snapshots.save()
         if number:
             self.snapshots.finish()
-            raise Stopped(self.folder, number, self.advice(self.folder))
+            raise self.stopped(number)
 
     def stop_if_requested(self) -> None:
         """In the middle of a test, a look at the gallery or a task's first correlation. After a task the run is saved,
@@ -289,11 +270,11 @@ class Run:
             if self.progress.ended:
                 self.snapshots.save()
             self.snapshots.finish()
-            lost = "" if self.progress.ended else self.lost()
-            raise Stopped(self.folder, self.stop_signal, self.advice(self.folder), lost)
+            raise self.stopped(self.stop_signal, "" if self.progress.ended else self.lost())
 
-    def advice(self, folder: Path) -> str:
-        return f"continue with `{self.snapshots.command(folder)}`"
+    def stopped(self, number: int, lost: str = "") -> Stopped:
+        assert self.folder is not None
+        return Stopped(self.folder, number, f"continue with `{self.snapshots.command(self.folder)}`", lost)
 
     def lost(self) -> str:
         """What is lost if the run stops without saving."""
@@ -314,7 +295,7 @@ class Run:
         if not isinstance(error, RuntimeError):  # else the graphs may be waiting for a process that has died
             self.close_engine()
         if isinstance(error, KeyboardInterrupt) and self.folder and self.stop_signal:
-            raise Stopped(self.folder, signal.SIGINT, self.advice(self.folder), self.lost()) from None
+            raise self.stopped(signal.SIGINT, self.lost()) from None
 
     def close_engine(self) -> None:
         """Before the process group ends, which the captured graphs hold on to."""

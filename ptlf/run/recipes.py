@@ -16,9 +16,8 @@ from ptlf.encoders import ENCODERS, stored_encoder
 from ptlf.freezing import PolicyConfig
 from ptlf.methods import METHODS, Method
 from ptlf.objectives import OBJECTIVES, Objective
-from ptlf.run.config import Config, from_dict, read_yaml
+from ptlf.run.config import POLICIES, Config, from_dict, read_yaml
 from ptlf.run.fitting import fit_pack, free_settings
-from ptlf.run.freezing import POLICIES
 from ptlf.stream import STREAMS
 from ptlf.training.optimizers import OPTIMIZERS
 
@@ -103,17 +102,18 @@ def recipe(name: str) -> Settings:
             raise UserError(f"there is no recipe {short_repr(name)}: {both}: {why}")
         raise unknown("recipe", name, recipe_names())
     entry = STREAMS.find(stream)
-    protocol = entry.protocol
-    if protocol not in PROTOCOLS:
-        raise unknown("protocol", protocol, PROTOCOLS)
-    chosen = {"stream": {"name": stream}, "objective": {"name": objective}, "method": {"name": method}}
-    presets = [
-        member.presets.get(place, {})
-        for member in (OBJECTIVES.find(objective), METHODS.find(method))
-        for place in dict.fromkeys((protocol, stream))
-    ]
+    if entry.protocol not in PROTOCOLS:
+        raise unknown("protocol", entry.protocol, PROTOCOLS)
+    chosen = {"recipe": name, "stream": {"name": stream}, "objective": {"name": objective}, "method": {"name": method}}
+    members = (OBJECTIVES.find(objective), METHODS.find(method))
+    presets = [settings for member in members for settings in presets_on(stream, member.presets)]
     freezing = {"freezing": {key: value for key, value in variant.items() if key != "method"}}
-    return merge(Config, PROTOCOLS[protocol], entry.presets, {"recipe": name, **chosen}, *presets, freezing)
+    return merge(Config, PROTOCOLS[entry.protocol], entry.presets, chosen, *presets, freezing)
+
+
+def presets_on(stream: str, presets: Mapping[str, Settings]) -> list[Settings]:
+    """Those for the stream's protocol, and those for the stream itself."""
+    return [presets.get(place, {}) for place in dict.fromkeys((STREAMS.find(stream).protocol, stream))]
 
 
 def name_of(config: Settings) -> str:
@@ -152,24 +152,32 @@ def resolve_config(
             named = f"{file} is of recipe {short_repr(values['recipe'])}"
             raise UserError(f"{named}, and --recipe says {recipe_name}; leave one of them out")
         explicit = with_stored_encoder(merge(Config, values, parse_overrides(Config, overrides)))
-        settings = merge(Config, base_settings(recipe_name or values.get("recipe") or DEFAULT, explicit), explicit)
+        settings: Settings = merge(
+            Config, base_settings(recipe_name or values.get("recipe") or DEFAULT, explicit), explicit
+        )
         free, stream = free_settings(explicit), settings["recipe"].partition("/")[0]
         if free and STREAMS.find(stream).own and name_in(settings, "stream") == stream:
-            fitted, chosen = fit_pack(as_dict(from_dict(settings)), free)
+            settings, chosen = fit_pack(as_dict(from_dict(settings)), free)
             if chosen:
                 tell(chosen)
-            return from_dict(fitted)
         return from_dict(settings)
 
 
 def base_settings(name: str, explicit: Settings) -> Settings:
-    """Of the recipe, with the presets of the members that the explicit settings choose in place of its own."""
-    base = recipe(adapted(name, explicit))
-    stream = base["recipe"].partition("/")[0]
+    """Of the recipe, with the presets of the members that the explicit settings choose in place of its own. What cannot
+    be trained is left for the settings' own checks."""
+    stream = name.partition("/")[0]
+    if name.count("/") == 2:
+        _, objective, word = name.split("/")
+        method = name_in(explicit, "method")
+        if method and method != VARIANTS.get(word, {"method": word})["method"]:
+            word = method
+        changed = f"{stream}/{name_in(explicit, 'objective') or objective}/{word}"
+        name = changed if ":" in changed or changed in recipe_names() else name
+    base = recipe(name)
     if encoder := name_in(explicit, "encoder"):
-        presets = ENCODERS.find(encoder).presets
-        for place in dict.fromkeys((STREAMS.find(stream).protocol, stream)):
-            base = merge(Config, base, {"encoder": {"name": encoder}}, presets.get(place, {}))
+        for presets in presets_on(stream, ENCODERS.find(encoder).presets):
+            base = merge(Config, base, {"encoder": {"name": encoder}}, presets)
     rule = name_in(explicit.get("training"), "optimizer")
     if rule and rule != base["training"]["optimizer"]["name"]:  # the recipe's rate is for another optimizer
         base = merge(Config, base, {"training": {"lr": OPTIMIZERS.find(rule).lr}})
@@ -185,19 +193,6 @@ def with_stored_encoder(explicit: Settings) -> Settings:
     if stored is None or ENCODERS.names_code(stored["name"]):
         return explicit
     return merge(Config, explicit, {"encoder": {"name": stored["name"]}}, {"encoder": stored}, {"encoder": encoder})
-
-
-def adapted(name: str, explicit: Settings) -> str:
-    """The recipe with the objective and the method that the settings choose in place of its own: their presets hold.
-    What cannot be trained is left for the settings' own checks."""
-    if name.count("/") != 2:
-        return name
-    stream, objective, word = name.split("/")
-    method = name_in(explicit, "method")
-    if method and method != VARIANTS.get(word, {"method": word})["method"]:
-        word = method
-    changed = f"{stream}/{name_in(explicit, 'objective') or objective}/{word}"
-    return changed if ":" in changed or changed in recipe_names() else name
 
 
 def name_in(settings: Any, section: str) -> str | None:

@@ -13,10 +13,9 @@ from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import EpochResult, EpochState, MeasuredStep
 
 Row = list[float | None]
-# Of seconds, by their name in the record; `measuring` is of a step's bytes and FLOPs.
-PURPOSES = {name: name for name in ("train", "correlation", "rebuild", "eval", "checkpoint", "measuring")}
-PURPOSES |= {"train": "training", "eval": "evaluation"}
 LEARNING = ("training", "correlation", "rebuild")  # the steps, and what freezing adds to them
+PURPOSES = (*LEARNING, "evaluation", "checkpoint", "measuring")  # of seconds; the last is of a step's bytes and FLOPs
+NAMES = {"training": "train", "evaluation": "eval"}  # in the record, of those that have another there
 
 
 @dataclass
@@ -71,7 +70,8 @@ class Record:
             "epoch": at.epoch + 1,
             "loss": {name: value if recordable(value) else str(value) for name, value in result.losses.items()},
             "seconds": took["training"],
-            **{f"{purpose}_seconds": took[purpose] for purpose in LEARNING[1:]},
+            "correlation_seconds": took["correlation"],
+            "rebuild_seconds": took["rebuild"],
             "views_per_second": result.views / took["training"],
             "frozen": frozen,
             "newly_frozen": self.newly_frozen,
@@ -118,13 +118,13 @@ class Record:
     def probes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for probe in settings:
-            before = self.untrained.get(probe, [])
+            before, used, future = self.untrained.get(probe, []), self.used.get(probe, []), self.future.get(probe)
             accuracy = evaluation.accuracy([before]) if before else None
             found[probe] = {"settings": settings[probe], "untrained": before, "untrained_accuracy": accuracy}
             found[probe] |= evaluation.summary(self.matrices.get(probe, []))
-            if any(used := self.used.get(probe, [])):
+            if any(used):
                 found[probe]["used_by_task"] = used
-            if future := self.future.get(probe):
+            if future:
                 base = self.untrained_future.get(probe) or before[1:]
                 found[probe]["forward_transfer"] = evaluation.forward_transfer(future, base[: len(future)])
         return found
@@ -136,11 +136,9 @@ class Record:
     def reference_probes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Accuracies on what the encoder knew: before the first task, and after each."""
         found = {}
-        for probe, values in self.reference.items():
-            after = values[1:]
-            lost = values[0] - after[-1] if after else None
-            last = {"accuracy": after[-1] if after else None, "lost": lost}
-            found[probe] = {"settings": settings.get(probe, {}), "before": values[0], "after": after, **last}
+        for probe, (before, *after) in self.reference.items():
+            last = {"accuracy": after[-1], "lost": before - after[-1]} if after else {"accuracy": None, "lost": None}
+            found[probe] = {"settings": settings.get(probe, {}), "before": before, "after": after, **last}
         return found
 
     def cost(self, seconds: Mapping[str, float]) -> dict[str, Any]:
@@ -149,20 +147,20 @@ class Record:
         peaks = [line["peak_memory_bytes"] for line in epochs if line["peak_memory_bytes"] is not None]
         return {
             "learning_seconds": sum(seconds.get(purpose, 0.0) for purpose in LEARNING),
-            **{f"{name}_seconds": seconds.get(purpose, 0.0) for name, purpose in PURPOSES.items()},
+            **{f"{NAMES.get(purpose, purpose)}_seconds": seconds.get(purpose, 0.0) for purpose in PURPOSES},
             "backward_flops": sum(line["backward_flops"] for line in epochs),
             "kept_bytes": epochs[-1]["kept_bytes"] if epochs else None,
             "mean_kept_bytes": statistics.fmean(line["kept_bytes"] for line in epochs) if epochs else None,
             "peak_memory_bytes": max(peaks, default=None),
             "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
-            "per_task": [cost_of_task(task, list(mine)) for task, mine in groupby(epochs, lambda line: line["task"])],
+            "per_task": [cost_of_task(list(mine)) for _, mine in groupby(epochs, lambda line: line["task"])],
             "per_epoch": to_columns([{k: v for k, v in line.items() if k != "newly_frozen"} for line in epochs]),
         }
 
 
-def cost_of_task(task: int, mine: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def cost_of_task(epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the task's epochs; bytes as in its last one."""
-    keys = ("seconds", "correlation_seconds", "rebuild_seconds", "backward_flops")
-    sums = {key: sum(line[key] for line in mine) for key in keys}
-    last = {key: mine[-1][key] for key in ("kept_bytes", "peak_memory_bytes")}
-    return {"task": task, "train_seconds": sums.pop("seconds"), **sums, **last}
+    sums = ("seconds", "correlation_seconds", "rebuild_seconds", "backward_flops")
+    seconds, *others = (sum(line[key] for line in epochs) for key in sums)
+    last = {key: epochs[-1][key] for key in ("kept_bytes", "peak_memory_bytes")}
+    return {"task": epochs[-1]["task"], "train_seconds": seconds, **dict(zip(sums[1:], others, strict=True)), **last}

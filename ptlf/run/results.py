@@ -14,7 +14,9 @@ from ptlf.core.words import short_repr
 Json = dict[str, Any]
 SCHEMA = 2
 EVALUATIONS = "evaluations.json"
-MAX_COUNT = 10**6  # of tasks, epochs and units
+# Said beside seconds of a run that are compared with those of another one: see `compiling_seconds`.
+STEADY = "a run's first epoch, in which the step is compiled, counts as its second"
+RESTORE_HINT = "take the run's folder from where it was made again, or leave it out"
 
 
 def more_than_zero(value: Any, place: str) -> None:
@@ -23,85 +25,61 @@ def more_than_zero(value: Any, place: str) -> None:
         raise ValueError(f"{place} is {value}, not more than 0")
 
 
-ACCURACY = (*NUMBER, type(None))
-COUNT, FLAG = (0, MAX_COUNT), (bool, type(None))
-NAMES = [(str, int)]
-SETTINGS = {name: {"name?": str} for name in ("objective", "method", "freezing")}
-SETTINGS |= {name: {"name": str} for name in ("stream", "encoder")}
+def optional(shape: Any, *names: str) -> Json:
+    return dict.fromkeys((f"{name}?" for name in names), shape)
+
+
 # What every reader of a record relies on; see `core.reading.check_shape`.
+COUNT, PLACE = (0, 10**6), (1, 10**6)  # of tasks, epochs and units
+ACCURACY, NAMES, RATIOS = (*NUMBER, type(None)), [(str, int)], {"*": NUMBER}
 PROBE: Json = {
     "settings": {"bank?": str, "k?": (str, int)},
     "matrix": [[ACCURACY]],
     "used_by_task?": [{"*": (str, *NUMBER), "k?": NUMBER}],
-    **dict.fromkeys(("accuracy?", "forgetting?", "untrained_accuracy?"), NUMBER),
-    **{name: [ACCURACY] for name in ("untrained?", "accuracy_by_task?", "forgetting_by_task?")},
+    **optional(NUMBER, "accuracy", "forgetting", "untrained_accuracy"),
+    **optional([ACCURACY], "untrained", "accuracy_by_task", "forgetting_by_task"),
 }
-FROZEN: Json = {
-    "task": (1, MAX_COUNT),
-    "order": [str],
-    "ratios": {"*": NUMBER},
-    "ratios_by_epoch?": {"*": {"*": NUMBER}},
-    "directions?": {"*": NUMBER},
-    "events": [{"epoch": (1, MAX_COUNT), "frozen": [str]}],
-}
-FEATURES: Json = {"task": (1, MAX_COUNT), "images?": COUNT, "effective_rank": NUMBER, "spread": NUMBER}
-KNOWN: Json = {"before": NUMBER, "after": [NUMBER], "accuracy?": NUMBER, "lost?": NUMBER}
 EPOCH: Json = {
-    **dict.fromkeys(("task", "epoch"), (1, MAX_COUNT)),
-    "frozen": COUNT,
+    **{"task": PLACE, "epoch": PLACE, "frozen": COUNT, "backward_flops": NUMBER, "kept_bytes": NUMBER},
     **dict.fromkeys(("seconds", "steps", "views_per_second"), more_than_zero),
-    **dict.fromkeys(("backward_flops", "kept_bytes"), NUMBER),
-    **dict.fromkeys(("peak_memory_bytes?", "all_reduced_bytes?"), NUMBER),
-    **dict.fromkeys(("correlation_seconds?", "rebuild_seconds?"), NUMBER),
-    "newly_frozen?": [str],
-    "loss?": {"*": (str, *NUMBER)},
+    **optional(NUMBER, "peak_memory_bytes", "all_reduced_bytes", "correlation_seconds", "rebuild_seconds"),
+    **{"newly_frozen?": [str], "loss?": {"*": (str, *NUMBER)}},
 }
 # A line of metrics.jsonl needs only its place.
 LINE = {key if key in ("task", "epoch") else key.removesuffix("?") + "?": shape for key, shape in EPOCH.items()}
-TASK_COST: Json = {
-    "task": (1, MAX_COUNT),
-    **dict.fromkeys(("train_seconds?", "correlation_seconds?", "rebuild_seconds?"), NUMBER),
-}
-COSTS = ("learning", "correlation", "rebuild", "eval", "checkpoint", "measuring")
+EVENT = {"epoch": PLACE, "frozen": [str]}
+RATIOS_OF_TASK = {**optional({"*": RATIOS}, "ratios_by_epoch"), **optional(RATIOS, "directions")}
+SECONDS = [f"{name}_seconds" for name in ("learning", "correlation", "rebuild", "eval", "checkpoint", "measuring")]
+BYTES = ("kept_bytes", "mean_kept_bytes", "peak_memory_bytes", "last_peak_memory_bytes")
+FEATURES = [{"task": PLACE, "images?": COUNT, "effective_rank": NUMBER, "spread": NUMBER}]
+KNOWN: Json = {"before": NUMBER, "after": [NUMBER], **optional(NUMBER, "accuracy", "lost")}
 RESULTS: Json = {
-    **dict.fromkeys(("status", "name"), str),
-    **dict.fromkeys(("class_order", "tasks", "eval_splits"), NAMES),
-    "units": [str],
-    **dict.fromkeys(("baseline?", "uses_labels?", "own_encoder?"), bool),
-    "seed?": int,
-    "arrived?": COUNT,
-    "test_images?": [(0, 10**9)],
-    "arrived_sha256?": [str],
+    **{"status": str, "name": str, "class_order": NAMES, "tasks": NAMES, "eval_splits": NAMES, "units": [str]},
+    **optional(bool, "baseline", "uses_labels", "own_encoder"),
+    **{"seed?": int, "arrived?": COUNT, "test_images?": [(0, 10**9)], "arrived_sha256?": [str]},
     "environment": {"*": (str, *NUMBER, bool, type(None))},
     "config": {
-        **SETTINGS,
+        **{"stream": {"name": str}, "encoder": {"name": str}, "objective": {"name?": str}, "method": {"name?": str}},
         "freezing": {"policy": {"name": str}},
-        "training": {"epochs": (1, MAX_COUNT)},
+        "training": {"epochs": PLACE},
         "recipe?": str,
     },
     "probes": {"*": PROBE},
-    "freezing": [FROZEN],
-    "features?": [FEATURES],
-    "untrained_features?": [FEATURES],
+    "freezing": [{"task": PLACE, "order": [str], "ratios": RATIOS, "events": [EVENT], **RATIOS_OF_TASK}],
+    **optional(FEATURES, "features", "untrained_features"),
     "reference?": {"probes": {"*": KNOWN}},
     "encoder_weights?": {"path?": str, "sha256": str},
     "cost": {
-        **dict.fromkeys(("train_seconds", "backward_flops"), NUMBER),
-        **dict.fromkeys((f"{name}_seconds?" for name in COSTS), NUMBER),
-        **dict.fromkeys(("kept_bytes?", "mean_kept_bytes?", "peak_memory_bytes?", "last_peak_memory_bytes?"), NUMBER),
-        "per_epoch": {"*": (list, dict)},
-        "per_task?": [TASK_COST],
+        **{"train_seconds": NUMBER, "backward_flops": NUMBER, "per_epoch": {"*": (list, dict)}},
+        **optional(NUMBER, *SECONDS, *BYTES),
+        "per_task?": [{"task": PLACE, **optional(NUMBER, "train_seconds", "correlation_seconds", "rebuild_seconds")}],
     },
-    **dict.fromkeys(("wall_seconds?", "host_share?"), NUMBER),
+    **optional(NUMBER, "wall_seconds", "host_share"),
 }
 EVALUATION: Json = {
-    **dict.fromkeys(("date", "images", "sha256"), str),
-    "tasks": COUNT,
+    **{"date": str, "images": str, "sha256": str, "tasks": COUNT},
     "probes": {"*": {**PROBE, "test_images": [(1, 10**9)]}},
 }
-# Said beside seconds of a run that are compared with those of another one: see `compiling_seconds`.
-STEADY = "a run's first epoch, in which the step is compiled, counts as its second"
-RESTORE_HINT = "take the run's folder from where it was made again, or leave it out"
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -157,8 +135,7 @@ def read_results(folder: Path) -> Json:
 
 
 def read_evaluations(folder: Path) -> list[Json]:
-    """The tests on labels that came later, the latest at the end. Of a damaged file there are none: nothing but what a
-    page says in addition hangs on it."""
+    """The tests on labels that came later, the latest at the end; of a damaged file none."""
     try:
         found = read_json(folder / EVALUATIONS)
         check_shape(found, [EVALUATION])
@@ -169,13 +146,12 @@ def read_evaluations(folder: Path) -> list[Json]:
 
 def add_evaluation(folder: Path, new: Json) -> None:
     """One of the same encoder with the same images, probes and settings is replaced."""
-    there = [one for one in read_evaluations(folder) if evaluation_key(one) != evaluation_key(new)]
+
+    def key(one: Json) -> Any:
+        return one["tasks"], one["sha256"], {probe: values["settings"] for probe, values in one["probes"].items()}
+
+    there = [one for one in read_evaluations(folder) if key(one) != key(new)]
     write_json(folder / EVALUATIONS, [*there, new])
-
-
-def evaluation_key(evaluation: Json) -> list[Any]:
-    settings = {probe: values["settings"] for probe, values in evaluation["probes"].items()}
-    return [evaluation["tasks"], evaluation["sha256"], settings]
 
 
 def refuse_folder_of_runs(folder: Path) -> None:
@@ -187,20 +163,23 @@ def refuse_folder_of_runs(folder: Path) -> None:
 
 def check_results(results: Json) -> None:
     check_shape(results, RESULTS)
-    check_shape(epoch_lines(results), [EPOCH], "cost.per_epoch")
-    splits, epochs = len(results["eval_splits"]), results["config"]["training"]["epochs"]
-    if results.get("arrived", 0) > len(results["tasks"]):
-        raise ValueError(f"arrived is {results['arrived']}, of {len(results['tasks'])} tasks")
-    if len(sums := results.get("arrived_sha256") or []) not in (0, results.get("arrived", 0)):
-        raise ValueError(f"arrived_sha256 is of {len(sums)} tasks, and arrived {results.get('arrived', 0)}")
-    if len(results.get("test_images") or results["eval_splits"]) != splits:
-        raise ValueError(f"test_images is not of {splits} eval_splits")
+    lines = epoch_lines(results)
+    check_shape(lines, [EPOCH], "cost.per_epoch")
+    splits, arrived = len(results["eval_splits"]), results.get("arrived") or 0
+    rows = [
+        ("test_images", results.get("test_images"), splits),
+        ("arrived_sha256", results.get("arrived_sha256"), arrived),
+    ]
+    rows += [("tasks", results["tasks"][-arrived:] if arrived else None, arrived)]
     for probe, values in results["probes"].items():
-        for name, rows in {"matrix": values["matrix"], "untrained": [values.get("untrained") or []]}.items():
-            if any(len(row) not in ({splits} if name == "matrix" else {0, splits}) for row in rows):
-                raise ValueError(f"{probe}.{name} has a row that is not of {splits} eval_splits")
+        rows += [(f"{probe}.untrained", values.get("untrained"), splits)]
+        rows += [(f"{probe}.matrix", row or [None], splits) for row in values["matrix"]]
+    for name, row, count in rows:
+        if row and len(row) != count:
+            raise ValueError(f"{name} has {len(row)} values, not {count}")
     events = [event["epoch"] for entry in results["freezing"] for event in entry["events"]]
-    if any(epoch > epochs for epoch in [*events, *(line["epoch"] for line in epoch_lines(results))]):
+    epochs = results["config"]["training"]["epochs"]
+    if any(epoch > epochs for epoch in [*events, *(line["epoch"] for line in lines)]):
         raise ValueError(f"an epoch is later than the {epochs} of config.training.epochs")
 
 
@@ -241,20 +220,15 @@ def to_lines(columns: Json) -> list[Json]:
     """The lines that gave these columns. A loss that is None was not computed in that epoch, and is left out."""
     losses = columns.get("loss") or {}
     plain = {key: values for key, values in columns.items() if key != "loss"}
-    return [
-        dict(zip(plain, values, strict=True))
-        | {"loss": {name: loss[place] for name, loss in losses.items() if loss[place] is not None}}
-        for place, values in enumerate(zip(*plain.values(), strict=True))
-    ]
+    lines: list[Json] = [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
+    for place, line in enumerate(lines):
+        line["loss"] = {name: values[place] for name, values in losses.items() if values[place] is not None}
+    return lines
 
 
 def compiling_seconds(results: Json) -> float:
-    """What the run's first epoch took longer than its second: on a GPU it waits for the compiler. It is left out where
-    seconds of two runs are compared; 0 where the first task has a single epoch."""
+    """What the run's first epoch took longer than its second, which seconds of two runs are compared without: on a GPU
+    it waits for the compiler. 0 where the first task has a single epoch."""
     columns = results["cost"]["per_epoch"]
     seconds, tasks = (columns.get(key, [])[:2] for key in ("seconds", "task"))
     return max(seconds[0] - seconds[1], 0.0) if len(seconds) == 2 and tasks[0] == tasks[1] else 0.0
-
-
-def ratio_or_none(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None

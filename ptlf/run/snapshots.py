@@ -1,9 +1,13 @@
-"""A run's folder: its settings, checkpoints and results as the run goes, and the way back into a run from them."""
+"""A run's folder: its settings, checkpoints and results as the run goes, and the way back into a run from them.
+
+The checksum says that a checkpoint is as it was written: an error while it is loaded is a bug.
+"""
 
 import contextlib
 import functools
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +17,28 @@ from torch import Tensor, nn
 
 import ptlf
 from ptlf.core import processes
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, warn
 from ptlf.core.files import write_whole
 from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.settings import as_dict
+from ptlf.core.words import short_repr
 from ptlf.encoders.weights import KEY
+from ptlf.run.compat import describe_changes
 from ptlf.run.components import Components
-from ptlf.run.config import read_yaml, resume_command, to_yaml
+from ptlf.run.config import from_dict, read_yaml, resume_command, to_yaml
 from ptlf.run.environment import environment, source_commit
-from ptlf.run.folder import ENCODER, START, save_encoder
+from ptlf.run.folder import ENCODER, START, differing_shapes, save_encoder
 from ptlf.run.inference import card_of
 from ptlf.run.recipes import name_of
 from ptlf.run.record import Progress, Record
-from ptlf.run.results import SCHEMA, Json, append_line, write_json
-from ptlf.run.resume import Images, check_same_run, check_threads, images_of_task
-from ptlf.run.start import save_start
+from ptlf.run.results import SCHEMA, Json, write_json
+from ptlf.stream import Stream
+from ptlf.stream.task import digest
 from ptlf.training.checkpoint import Checkpoints, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
 from ptlf.training.trainer import EpochState
+
+Images = list[dict[str, Any]]  # name, count and SHA-256 of each set of images
 
 
 class Snapshots:
@@ -130,7 +138,7 @@ class Snapshots:
         progress.ended = state.get("ended") or False
         self.clock.add(state["clock"])
         if parts.gallery:
-            parts.gallery.restore(state["looks"])
+            parts.gallery.looks = parts.gallery.looks or state["looks"]
         self.record.load_state_dict(state["record"])
         self.record.widen(len(parts.stream.eval_splits))
 
@@ -143,7 +151,13 @@ class Snapshots:
         if "settings" not in state:
             raise UserError(f"{self.last} was written by an older version of ptlf; resume with that version")
         check_same_run(state, parts, self.images_begun(min(state["position"]["task"], state["tasks"] - 1)))
-        check_threads(state.get("threads"), parts.device)
+        threads, now = state.get("threads"), torch.get_num_threads()
+        if parts.device.type == "cpu" and threads not in (None, now):  # they share a sum among them
+            differ = "results may differ in the last bits from those of a run that was not stopped"
+            warn(
+                f"the checkpoint is of {threads} CPU threads, and now there are {now}: "
+                f"{differ}; set OMP_NUM_THREADS={threads} for the same bits"
+            )
         return state
 
     def images_begun(self, task: int) -> Images:
@@ -156,36 +170,30 @@ class Snapshots:
         return {parameter: name for part in modules for name, parameter in modules[part].named_parameters(part)}
 
     @contextlib.contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """If the block raises, and the folder held no run before, it holds none after it."""
-        written = [self.out / name for name in ("config.yaml", START)] if self.out else []
-        new = not any(path.exists() for path in written[:1])
-        try:
+    def settings_written(self) -> Iterator[None]:
+        """The settings, and the weights that training begins with, are in the folder: in the block as they were, if
+        the run is there, and after it with what may have been given anew: where it is tested, and who tracks it. If the
+        block raises, and the folder held no run before, it holds none after it."""
+        if self.out is None:
             yield
+            return
+        config, weights, file = self.components.config, self.components.weights, self.out / "config.yaml"
+        new = not file.exists()
+        try:
+            if new:
+                write_whole(file, to_yaml(config))
+            if weights and not (self.out / START).exists():  # the run needs their file no more
+                encoder = self.components.model.encoder
+                save_encoder(self.out, encoder, START, {"weights": json.dumps(asdict(weights))})
+            yield
+            stored, own = read_yaml(file), as_dict(config)
+            changed = {name: own[name] for name in ("evaluation", "log") if own[name] != stored.get(name, [])}
+            if changed:
+                write_whole(file, yaml.safe_dump({**stored, **changed}, sort_keys=False))
         except BaseException:
-            for path in written if new else ():
+            for path in (file, self.out / START) if new else ():
                 path.unlink(missing_ok=True)
             raise
-
-    def write_settings(self) -> None:
-        """And the weights that training begins with."""
-        if self.out and not (self.out / "config.yaml").exists():
-            write_whole(self.out / "config.yaml", to_yaml(self.components.config))
-        if self.out and self.components.weights:
-            save_start(self.out, self.components.model.encoder, self.components.weights)
-
-    def update_settings(self) -> None:
-        """What may have been given anew: where the run is tested, and who tracks it."""
-        if self.out is None:
-            return
-        stored, own = read_yaml(self.out / "config.yaml"), as_dict(self.components.config)
-        changed = {name: own[name] for name in ("evaluation", "log") if own[name] != stored.get(name, [])}
-        if changed:
-            write_whole(self.out / "config.yaml", yaml.safe_dump({**stored, **changed}, sort_keys=False))
-
-    def append_metrics(self, line: Json) -> None:
-        if self.out:
-            append_line(self.out / "metrics.jsonl", line)
 
     def save_encoder(self) -> None:
         if self.out:
@@ -265,3 +273,32 @@ def norms(tensors: Iterable[Tensor]) -> Tensor:
     """L1 norm of each float tensor, in one call: not finite if a value is not."""
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     return torch.stack([value.float() for value in torch._foreach_norm(floats, 1)]) if floats else torch.zeros(1)
+
+
+def check_same_run(state: Json, components: Components, images: Images) -> None:
+    """Refuse other settings, or other images of the tasks begun, than the checkpoint was made with: the record would be
+    false of what is already learnt. images: of the tasks begun, as they are now."""
+    folder, stream, hint = components.folder, components.stream, "put them back, or begin anew in another folder"
+    before = state["settings"]
+    with contextlib.suppress(UserError):  # settings that this version does not know differ
+        before = as_dict(from_dict(before))  # those that are newer than the checkpoint had their defaults' effect
+    if changed := describe_changes(before, as_dict(components.config)):
+        raise UserError(f"the settings in {folder}/config.yaml have changed: {changed}; {hint}")
+    for old, new in zip(state["images"], images, strict=False):
+        if changed := describe_changes(old, new, ()):
+            raise UserError(f"the images of {short_repr(new['name'])} have changed: {changed}; {hint}")
+    arrived = len(stream.tasks) - state["tasks"]  # since the checkpoint was written
+    if len(state["images"]) != len(images) or not 0 <= arrived <= stream.arrived:
+        raise UserError(f"the stream had {state['tasks']} tasks and now has {len(stream.tasks)}; {hint}")
+    for name, there, now in differing_shapes(state["model"], components.model.state_dict()):
+        if there is not None or not components.method.grows:
+            what = f"{name} has the shape {there} there and {now} now"
+            raise UserError(f"the checkpoint in {folder} does not fit the encoder: {what}; {hint}")
+
+
+def images_of_task(stream: Stream, task: int) -> Images:
+    """What identifies the images of a task (from 0), and of the splits that are tested from it on."""
+    new, splits = stream.tasks[task], [split for split in stream.eval_splits if split.since == task]
+    parts = [(f"task {task + 1}, {new.name}", new.images, new.train)]
+    parts += [(f"the test images of {split.name}", split.test_images, split.test) for split in splits]
+    return [{"name": name, "count": len(rows), "sha256": digest(images, rows)} for name, images, rows in parts]

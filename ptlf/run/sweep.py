@@ -3,11 +3,12 @@
 import gc
 import itertools
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
 from ptlf.run.build import make_stream
 from ptlf.run.compat import check_comparable
@@ -19,7 +20,6 @@ from ptlf.training.process import Stopped
 
 AGAIN = "the same command continues"
 Tell = Callable[[str], None]
-Value = TypeVar("Value", str, int)
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,14 @@ class Planned:
         return (self.folder / "config.yaml").exists()
 
 
-Watch = Callable[[Planned], Watcher]
-
-
-def unique(values: Iterable[Value]) -> list[Value]:
-    """Each once, in order."""
-    return list(dict.fromkeys(values))
-
-
 def plan(
     recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str], tell: Tell = lambda line: None
 ) -> list[Planned]:
     """A run for every recipe and seed; one that is named twice is one. Runs that could not be compared are refused.
     tell: as for `resolve_config`."""
-    runs, recipes, seeds = [], unique(recipes), unique(seeds)
-    for recipe, seed in itertools.product(recipes, seeds):
-        name = recipe if len(seeds) == 1 else f"{recipe} seed {seed}"
+    runs = []
+    for recipe, seed in itertools.product(dict.fromkeys(recipes), dict.fromkeys(seeds)):
+        name = recipe if len(set(seeds)) == 1 else f"{recipe} seed {seed}"
         config = resolve_config(recipe, None, [*overrides, f"--seed={seed}"], tell=tell)
         runs.append(Planned(name, config, out / f"{recipe.replace('/', '-')}-seed{seed}"))
     check_comparable([as_dict(run.config) for run in runs])
@@ -63,29 +55,28 @@ def describe_runs(done: int, missing: Sequence[Planned]) -> str:
     return f"{total} run{'s' * (total != 1)}{': ' * bool(parts)}{parts}"
 
 
-def announced(done: int, missing: Sequence[Planned], watch: Callable[[str], Watcher], tell: Tell) -> Watch:
-    """`watch`, which is given a run's name, for `train_all`: tells before each run which one of all it is."""
-    numbers = {run.folder: done + place for place, run in enumerate(missing, 1)}
+def train_all(
+    runs: Sequence[Planned], watch: Callable[[str], Watcher], tell: Tell, done: int = 0, keep_going: bool = False
+) -> Iterator[tuple[Planned, Any]]:
+    """Each run with its results, as soon as it is trained.
 
-    def watcher(run: Planned) -> Watcher:
-        seed = run.config.seed
-        name = run.name.removesuffix(f" seed {seed}")
-        tell(f"run {numbers[run.folder]} of {done + len(missing)}: {name}, seed {seed}")
-        return watch(run.name)
-
-    return watcher
-
-
-def train_all(runs: Sequence[Planned], watch: Watch) -> Iterator[tuple[Planned, dict[str, Any]]]:
-    """Each run with its results, as soon as it is trained."""
-    for run in runs:
+    watch: makes a watcher from a run's name. tell: gets a line before each run, with its number after the `done` ones.
+    keep_going: a run that fails is given with its error, and the others follow.
+    """
+    for run in () if keep_going else runs:
         make_stream(run.config)  # fail now if data is missing, not after hours
-    for run in runs:
-        watcher = watch(run)
+    for number, run in enumerate(runs, start=done + 1):
+        name = run.name.removesuffix(f" seed {run.config.seed}")
+        tell(f"run {number} of {done + len(runs)}: {name}, seed {run.config.seed}")
+        results: Any
         try:
-            results = train_one_of_many(Run(run.config, run.folder), watcher, resume=True)
+            results = train_one_of_many(Run(run.config, run.folder), watch(run.name), resume=True)
         except KeyboardInterrupt:  # while it was built
             raise Stopped(run.folder, signal.SIGINT, AGAIN) from None
+        except UserError as error:
+            if not keep_going:
+                raise
+            results = error
         yield run, results
         gc.collect()  # a run is in reference cycles: its GPU memory would count in the next one's peak
 

@@ -238,7 +238,7 @@ def test_a_run_that_fails_does_not_stop_the_others(monkeypatch, capsys, tmp_path
 def test_what_a_scale_is_worth_is_said_first_and_below_the_table(monkeypatch, capsys, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "TABLES", {"main": TINY})
     monkeypatch.setattr(found_runs, "KEPT", tmp_path / "none")
-    monkeypatch.setattr(found_runs, "train_missing", lambda plan, watch: print("training") or iter(()))
+    monkeypatch.setattr(found_runs, "train_missing", lambda *words: print("training") or iter(()))
     monkeypatch.setattr(command, "show_plan", lambda *arguments: None)
     said = "differences to the paper mean nothing; its protocol is --scale paper"
     for scale in SCALES:

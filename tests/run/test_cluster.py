@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_cli
 from faults import lasting
-
-from ptlf.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -35,53 +34,41 @@ def results(folder: Path) -> dict:
     return lasting(found)
 
 
-def test_jobs_give_what_a_plain_sweep_gives(tmp_path, capsys, jobs_find_us) -> None:
-    assert main(["sweep", *RECIPES, "--out", str(tmp_path / "plain"), *QUICK]) == 0
-    words = ["sweep", *RECIPES, "--out", str(tmp_path / "jobs"), "--cluster", "local", "--jobs", "2", *QUICK]
-    capsys.readouterr()
-    assert main(words) == 0
-    told = " ".join(capsys.readouterr().out.split())
+def test_jobs_give_what_a_plain_sweep_gives(tmp_path, jobs_find_us) -> None:
+    run_cli("sweep", *RECIPES, "--out", tmp_path / "plain", *QUICK)
+    words = ["sweep", *RECIPES, "--out", tmp_path / "jobs", "--cluster", "local", "--jobs", "2", *QUICK]
+    told = " ".join(run_cli(*words).out.split())
     for recipe in RECIPES:
         name = f"{recipe.replace('/', '-')}-seed0"
         assert results(tmp_path / "plain" / name) == results(tmp_path / "jobs" / name)
         assert f"{recipe}: finished" in told
     assert (tmp_path / "jobs" / "report.html").exists()
     before = sorted((tmp_path / "jobs" / "jobs").iterdir())
-    assert main(words) == 0
-    assert capsys.readouterr().out.count("already finished") == 2
+    assert run_cli(*words).out.count("already finished") == 2
     assert sorted((tmp_path / "jobs" / "jobs").iterdir()) == before  # no new job
 
 
-def test_a_job_that_fails_is_named(tmp_path, capsys, jobs_find_us) -> None:
+def refused(folder: Path, *words: str) -> str:
+    return run_cli("sweep", RECIPES[0], "--out", folder, *words, *QUICK, code=2).err
+
+
+def test_a_job_that_fails_is_named(tmp_path, jobs_find_us) -> None:
     hopeless = ["--training.lr", "1e6", "--training.optimizer.weight_decay", "1000"]
-    words = ["sweep", RECIPES[0], "--out", str(tmp_path), "--cluster", "local", *QUICK, *hopeless]
-    assert main(words) == 2
-    told = capsys.readouterr().err
-    assert "digits/simsiam/finetune failed (" in told
-    assert "became" in told
+    told = refused(tmp_path, "--cluster", "local", *hopeless)
+    assert "digits/simsiam/finetune failed (" in told and "became" in told
     assert "the same command continues with what is not finished" in told
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--jobs", "2"], "--jobs and --job-options are for --cluster"),
-        (["--cluster", "local", "--job-options", "fast"], "--job-options takes KEY=VALUE"),
-        (["--cluster", "local", "--job-options", "speed=9"], "--job-options: "),
-    ],
-)
-def test_what_is_refused(tmp_path, capsys, jobs_find_us, words: list[str], message: str) -> None:
-    assert main(["sweep", RECIPES[0], "--out", str(tmp_path), *words, *QUICK]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_without_submitit(tmp_path, capsys, monkeypatch) -> None:
+def test_what_is_refused(tmp_path, jobs_find_us, monkeypatch) -> None:
+    for words, message in {
+        "--jobs 2": "--jobs and --job-options are for --cluster",
+        "--cluster local --job-options fast": "--job-options takes KEY=VALUE",
+        "--cluster local --job-options speed=9": "--job-options: ",
+    }.items():
+        assert message in refused(tmp_path, *words.split())
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        assert "start `ptlf train` with it, not `ptlf sweep`" in refused(tmp_path)
     monkeypatch.setitem(sys.modules, "submitit", None)
-    assert main(["sweep", RECIPES[0], "--out", str(tmp_path), "--cluster", "local", *QUICK]) == 2
-    assert "--cluster needs submitit, which is not installed: pip install 'ptlf[cluster]'" in capsys.readouterr().err
-
-
-def test_a_sweep_under_torchrun(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["sweep", RECIPES[0], "--out", str(tmp_path), *QUICK]) == 2
-    assert "start `ptlf train` with it, not `ptlf sweep`" in capsys.readouterr().err
+    missing = "--cluster needs submitit, which is not installed: pip install 'ptlf[cluster]'"
+    assert missing in refused(tmp_path, "--cluster", "local")

@@ -89,7 +89,7 @@ def test_what_is_there_is_replaced_only_if_asked(run: Path, tmp_path: Path) -> N
     run_cli("export", run, "--to", tmp_path / "link.pt2", "--overwrite")
     assert (tmp_path / "link.pt2").is_symlink() and path.stat().st_size > 1000
     (tmp_path / "folder.pt2").mkdir()
-    assert "is a folder" in run_cli("export", run, "--to", tmp_path / "folder.pt2", "--overwrite", code=2).err
+    assert "Is a directory" in run_cli("export", run, "--to", tmp_path / "folder.pt2", "--overwrite", code=2).err
 
 
 def test_a_full_disk_gives_one_sentence(run: Path, tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import StopsIn, tiny_config
+from conftest import Done, StopsIn, StopsInItsLastMoments, run_cli, tiny_config
 from faults import lasting
 from PIL import Image
 from torch import nn
@@ -24,7 +24,6 @@ from torch import nn
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import Gallery
-from ptlf.evaluation.spread import feature_spread
 from ptlf.freezing import ProgressiveFreezing
 from ptlf.methods.si import SI
 from ptlf.report.live import Watcher
@@ -74,24 +73,32 @@ class Signals(Watcher):
                 os.kill(os.getpid(), self.number)
 
 
+def watched(watcher: Watcher, *words: object, code: int = 0) -> Done:
+    """`ptlf WORDS` with this watcher of its runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ptlf.commands.train.Live", lambda name: watcher)
+        return run_cli(*words, code=code)
+
+
+def resume(folder: Path, *words: str, code: int = 0) -> Done:
+    return run_cli("train", "--resume", folder, "--trust-code", *words, code=code)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, monkeypatch, number: int, code: int) -> None:
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, capfd, number: int, code: int) -> None:
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     folder = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr("ptlf.commands.train.Live", lambda name: Signals(number, 8))
-        assert main(["train", "--recipe", "digits/simsiam/lump", "--out", str(folder), *QUICK]) == code
-    told = capfd.readouterr().err
-    assert "finishing what is under way, then saving" in told
+    told = watched(
+        Signals(number, 8), "train", "--recipe", "digits/simsiam/lump", "--out", folder, *QUICK, code=code
+    ).err
+    assert "finishing what is under way, then saving" in capfd.readouterr().err
     assert f"continue with `ptlf train --resume {folder} --trust-code`" in told  # its encoder is code of our own
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert (folder / "checkpoints" / "task02-epoch000-step00002.ckpt").exists()
-    assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
-    assert main(["train", "--resume", str(folder), "--trust-code"]) == 0
-    assert "continuing with task 2, epoch 1, step 3" in " ".join(capfd.readouterr().out.split())
-    assert main(["train", "--trust-code", "-c", str(folder / "config.yaml"), "--out", str(tmp_path / "alone")]) == 0
-    results = [json.loads((tmp_path / run / "results.json").read_text()) for run in ("run", "alone")]
-    assert lasting(results[0]) == lasting(results[1])
+    assert read_results(folder)["status"] == "stopped"
+    assert "continuing with task 2, epoch 1, step 3" in " ".join(resume(folder).out.split())
+    run_cli("train", "--trust-code", "-c", folder / "config.yaml", "--out", tmp_path / "alone")
+    assert lasting(read_results(folder)) == lasting(read_results(tmp_path / "alone"))
 
 
 @pytest.fixture(scope="module")
@@ -141,11 +148,10 @@ def test_a_signal_in_a_test_is_heeded_and_the_run_goes_on_to_the_same_bits(
     with pytest.raises(Stopped) as stopped:
         Run(interruptible(known), folder).train(StopsIn(place))
     assert str(stopped.value).startswith(f"stopped {lost}".strip().rstrip(";") + "; continue with `ptlf train --resume")
-    assert json.loads((folder / "results.json").read_text())["status"] == "stopped"
+    assert read_results(folder)["status"] == "stopped"
     Run(interruptible(known), folder).train(resume=True)
     assert ended == [0, 1]
-    results = [json.loads((path / "results.json").read_text()) for path in (folder, uninterrupted)]
-    assert lasting(results[0]) == lasting(results[1])
+    assert lasting(read_results(folder)) == lasting(read_results(uninterrupted))
     for name in ("encoder.safetensors", "gallery.json"):
         assert (folder / name).read_bytes() == (uninterrupted / name).read_bytes()
 
@@ -177,40 +183,33 @@ def test_a_signal_in_a_correlation_loses_nothing_learnt(
     assert len(calls) == (call if lost else 6)
     assert read_results(tmp_path / "run")["status"] == "stopped"
     assert lasting(Run(config, tmp_path / "run").train(resume=True)) == lasting(alone)
-    weights = [(tmp_path / name / "encoder.safetensors").read_bytes() for name in ("run", "alone")]
-    assert weights[0] == weights[1]
+    assert (tmp_path / "run/encoder.safetensors").read_bytes() == (tmp_path / "alone/encoder.safetensors").read_bytes()
 
 
-def test_a_second_ctrl_c_leaves_at_once(tmp_path, capfd, monkeypatch) -> None:
-    monkeypatch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, 8, times=2))
-    assert main(["train", "--out", str(tmp_path / "run"), *QUICK]) == 130
-    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
-    told, last = capfd.readouterr().err, "what was done since the last checkpoint, after-task01.ckpt, is repeated"
-    again = f"`ptlf train --resume {tmp_path / 'run'} --trust-code`"
+def test_a_second_ctrl_c_leaves_at_once(tmp_path) -> None:
+    run = tmp_path / "run"
+    told = watched(Signals(signal.SIGINT, 8, times=2), "train", "--out", run, *QUICK, code=130).err
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    last = "what was done since the last checkpoint, after-task01.ckpt, is repeated"
+    again = f"`ptlf train --resume {run} --trust-code`"
     assert f"ptlf: stopped without saving: {last}; continue with {again}" in told
     assert "after-task01.ckpt" in names
     assert not any(name.startswith("task02") for name in names)
-    assert not (tmp_path / "run" / ".lock").exists()
+    assert not (run / ".lock").exists()
 
 
 @pytest.mark.parametrize(
-    ("step", "times", "settings", "lost"),
+    ("times", "settings", "lost"),
     [
-        (5, 2, [], "what was done since the last checkpoint, after-task01.ckpt, is repeated"),
-        (5, 1, ["--checkpoint.enabled", "false"], "this run has no checkpoint and begins anew"),
+        (2, [], "what was done since the last checkpoint, after-task01.ckpt, is repeated"),
+        (1, ["--checkpoint.enabled", "false"], "this run has no checkpoint and begins anew"),
     ],
 )
-def test_a_sweep_left_at_once_says_what_is_lost(
-    tmp_path, capfd, monkeypatch, step: int, times: int, settings: list[str], lost: str
-) -> None:
+def test_a_sweep_left_at_once_says_what_is_lost(tmp_path, times: int, settings: list[str], lost: str) -> None:
     words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path), *QUICK, "--training.epochs", "1", *settings]
-    with monkeypatch.context() as patch:
-        patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, step, times))
-        assert main(words) == 130
-    told = capfd.readouterr().err.splitlines()[-1]
+    told = watched(Signals(signal.SIGINT, 5, times), *words, code=130).err.splitlines()[-1]
     assert told == f"ptlf: stopped without saving: {lost}; `ptlf {shlex.join(words)}` continues from here"
-    assert main(words) == 0
-    shown = capfd.readouterr().out
+    shown = run_cli(*words).out
     assert "1 run: 1 to resume\nrun 1 of 1: digits/simsiam/lump, seed 0\n" in shown
     assert ("continuing with task 2, epoch 1, step 1" in shown) == ("after-task01" in lost)
 
@@ -219,6 +218,13 @@ def test_ctrl_c_while_a_run_is_built_says_that_the_sweep_goes_on(tmp_path, capsy
     def build(*arguments: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
+    def planned(*arguments: object, **how: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ptlf.run.sweep.plan", planned)  # before any run is built
+        assert main(["sweep", "digits/simsiam/lump", "--out", str(tmp_path)]) == 130
+    assert "continues from here" in capsys.readouterr().err
     monkeypatch.setattr("ptlf.run.sweep.Run", build)
     words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "a b"), *QUICK]
     assert main(words) == 130
@@ -237,14 +243,11 @@ def test_a_run_that_is_finished_goes_on_with_no_task(tmp_path) -> None:
     assert told.about[1:] == ["all tasks are learnt"]
 
 
-def test_a_second_sigterm_changes_nothing() -> None:
+def test_a_second_sigterm_changes_nothing_and_a_signal_that_is_ignored_stays_ignored() -> None:
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.stop_signal == signal.SIGTERM
-
-
-def test_a_signal_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with StopSignals() as stop:
@@ -283,16 +286,16 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, capsys) -> None:
 
 
 class Poisons(Watcher):
-    """Puts a value into the weights at the n-th step."""
+    """Puts NaN into the weights at the n-th step."""
 
-    def __init__(self, run: Run, left: int, value: float) -> None:
-        self.run, self.left, self.value = run, left, value
+    def __init__(self, run: Run, left: int) -> None:
+        self.run, self.left = run, left
 
     def step(self, views: int) -> None:
         self.left -= 1
         if self.left == 0:
             with torch.no_grad():
-                next(self.run.model.encoder.parameters()).fill_(self.value)
+                next(self.run.model.encoder.parameters()).fill_(float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -307,11 +310,10 @@ def test_bad_numbers_stop_the_run_and_are_never_saved(tiny, tmp_path, step: int,
     config = tiny(checkpoint__every_steps=every, evaluation__gallery=False)
     with pytest.raises(UserError, match=told):
         run = Run(config, tmp_path / "run")
-        run.train(Poisons(run, step, float("nan")))
-    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "failed"
+        run.train(Poisons(run, step))
+    assert read_results(tmp_path / "run")["status"] == "failed"
     for path in (tmp_path / "run").glob("checkpoints/*.ckpt"):
-        weights = read_checkpoint(path)["model"].values()
-        assert all(tensor.isfinite().all() for tensor in weights)
+        assert all(tensor.isfinite().all() for tensor in read_checkpoint(path)["model"].values())
     assert Run(config, tmp_path / "run").train(resume=True)["status"] == "finished"
 
 
@@ -337,14 +339,6 @@ def test_a_gradient_that_is_not_finite_ends_the_correlation_in_one_sentence(tiny
     assert read_results(tmp_path / "run")["status"] == "failed"
 
 
-def test_features_that_are_spread_or_not() -> None:
-    torch.manual_seed(0)
-    images = torch.randn(512, 3, 4, 4)
-    assert feature_spread(nn.Flatten(), images) == pytest.approx(1, abs=0.02)
-    assert feature_spread(nn.Flatten(), images[:1].expand(512, -1, -1, -1)) == pytest.approx(0, abs=1e-6)
-    assert feature_spread(nn.Flatten(), images + 10) == pytest.approx(0.1, abs=0.01)
-
-
 def test_a_collapse_is_warned_about_once(tiny, capsys) -> None:
     encoder = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 5))
     nn.init.constant_(encoder[2].weight, 1e-6)
@@ -355,78 +349,72 @@ def test_a_collapse_is_warned_about_once(tiny, capsys) -> None:
     assert capsys.readouterr().err == ""
 
 
-class TestResume:
-    """`ptlf train --resume`: what it takes, what it refuses."""
+@pytest.fixture(scope="module")
+def unfinished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unfinished") / "run"
+    words = ["train", "--recipe", "digits/simsiam/lump", "--out", folder, *QUICK]
+    watched(Signals(signal.SIGINT, 4), *words, code=130)
+    return folder
 
-    @pytest.fixture
-    def folder(self, tmp_path, monkeypatch, capsys) -> Path:
-        """An unfinished run."""
-        with monkeypatch.context() as patch:
-            patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, 4))
-            main(["train", "--recipe", "digits/simsiam/lump", "--out", str(tmp_path / "run"), *QUICK])
-        capsys.readouterr()
-        return tmp_path / "run"
 
-    def test_an_unfinished_run_is_not_overwritten(self, folder, capsys) -> None:
-        assert main(["train", "--out", str(folder), *QUICK]) == 2
-        told = capsys.readouterr().err
-        assert f"already holds a run that has not finished; resume it with `ptlf train --resume {folder}`" in told
+@pytest.fixture
+def unfinished(unfinished_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(unfinished_run, tmp_path / "run")
 
-    @pytest.mark.parametrize(
-        "words",
-        [["--seed=3"], ["--recipe", "digits/simsiam/lump"], ["--out", "x"], ["-c", "x"]],
-    )
-    def test_settings_cannot_be_changed(self, folder, capsys, words: list[str]) -> None:
-        assert main(["train", "--resume", str(folder), *words]) == 2
-        word = words[0].partition("=")[0]
-        assert f"--resume takes the settings of {folder / 'config.yaml'}; leave out {word}" in capsys.readouterr().err
 
-    def test_the_device_may_change_and_a_finished_run_says_so(self, folder, capsys) -> None:
-        config = (folder / "config.yaml").read_text()
-        assert main(["train", "--resume", str(folder), "--trust-code", "--device", "cpu"]) == 0
-        assert (folder / "config.yaml").read_text() == config
-        capsys.readouterr()
-        assert main(["train", "--resume", str(folder), "--trust-code"]) == 0
-        assert "already finished" in " ".join(capsys.readouterr().out.split())
+def test_an_unfinished_run_is_not_overwritten(unfinished_run: Path) -> None:
+    told = run_cli("train", "--out", unfinished_run, *QUICK, code=2).err
+    assert f"already holds a run that has not finished; resume it with `ptlf train --resume {unfinished_run}`" in told
 
-    def test_without_a_checkpoint_it_starts_from_the_beginning(self, folder, capsys) -> None:
-        for path in (folder / "checkpoints").iterdir():
-            path.unlink()
-        assert main(["train", "--resume", str(folder), "--trust-code"]) == 0
-        assert "going on" not in capsys.readouterr().out
-        assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
 
-    def test_a_folder_without_a_run(self, tmp_path, capsys) -> None:
-        assert main(["train", "--resume", str(tmp_path)]) == 2
-        assert f"there is no configuration file {tmp_path / 'config.yaml'}" in capsys.readouterr().err
-        assert main(["train"]) == 2
-        assert "needs --out DIR" in capsys.readouterr().err
+def test_settings_cannot_be_changed(unfinished_run: Path) -> None:
+    for words in (["--seed=3"], ["--recipe", "digits/simsiam/lump"], ["--out", "x"], ["-c", "x"]):
+        told = run_cli("train", "--resume", unfinished_run, *words, code=2).err
+        file, word = unfinished_run / "config.yaml", words[0].partition("=")[0]
+        assert f"--resume takes the settings of {file}; leave out {word}" in told
 
-    @pytest.mark.parametrize(
-        ("old", "new", "change"),
-        [
-            ("lr: 0.3", "lr: 3.0", "training.lr was 0.3 and is 3.0"),
-            ("seed: 0", "seed: 7", "seed was 0 and is 7"),
-            ("  - - 2\n    - 3", "  - - 2\n    - 4", "stream.groups was [[0, 1], [2, 3]] and is [[0, 1], [2, 4]]"),
-        ],
-    )
-    def test_a_checkpoint_of_other_settings_is_refused(self, folder, capsys, old: str, new: str, change: str) -> None:
-        text = (folder / "config.yaml").read_text()
+
+def test_the_device_may_change_and_a_finished_run_says_so(unfinished: Path) -> None:
+    config = (unfinished / "config.yaml").read_text()
+    resume(unfinished, "--device", "cpu")
+    assert (unfinished / "config.yaml").read_text() == config
+    assert "already finished" in " ".join(resume(unfinished).out.split())
+
+
+def test_without_a_checkpoint_it_starts_from_the_beginning(unfinished: Path) -> None:
+    shutil.rmtree(unfinished / "checkpoints")
+    assert "continuing" not in resume(unfinished).out
+    assert len((unfinished / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    told = run_cli("train", "--resume", tmp_path, code=2).err
+    assert f"there is no configuration file {tmp_path / 'config.yaml'}" in told
+    assert "needs --out DIR" in run_cli("train", code=2).err
+
+
+def test_a_checkpoint_of_other_settings_is_refused(unfinished: Path) -> None:
+    file = unfinished / "config.yaml"
+    text, before = file.read_text(), (unfinished / "results.json").read_bytes()
+    for old, new, change in (
+        ("lr: 0.3", "lr: 3.0", "training.lr was 0.3 and is 3.0"),
+        ("seed: 0", "seed: 7", "seed was 0 and is 7"),
+        ("  - - 2\n    - 3", "  - - 2\n    - 4", "stream.groups was [[0, 1], [2, 3]] and is [[0, 1], [2, 4]]"),
+    ):
         assert old in text
-        (folder / "config.yaml").write_text(text.replace(old, new))
-        before = (folder / "results.json").read_bytes()
-        assert main(["train", "--resume", str(folder), "--trust-code"]) == 2
-        told = capsys.readouterr().err
-        assert f"the settings in {folder}/config.yaml have changed: {change}; put them back, or begin anew" in told
-        assert (folder / "results.json").read_bytes() == before
+        file.write_text(text.replace(old, new))
+        told = resume(unfinished, code=2).err
+        assert f"the settings in {file} have changed: {change}; put them back, or begin anew" in told
+        assert (unfinished / "results.json").read_bytes() == before
 
-    def test_what_does_not_change_results_may_change(self, folder) -> None:
-        text = (folder / "config.yaml").read_text()
-        for old, new in (("keep: 2", "keep: 5"), ("  batch: 512", "  batch: 64"), ("device: cpu", "device: auto")):
-            assert old in text
-            text = text.replace(old, new)
-        (folder / "config.yaml").write_text(text)
-        assert main(["train", "--resume", str(folder), "--trust-code", "--device", "cpu"]) == 0
+
+def test_what_does_not_change_results_may_change(unfinished: Path) -> None:
+    text = (unfinished / "config.yaml").read_text()
+    for old, new in (("keep: 2", "keep: 5"), ("  batch: 512", "  batch: 64"), ("device: cpu", "device: auto")):
+        assert old in text
+        text = text.replace(old, new)
+    (unfinished / "config.yaml").write_text(text)
+    resume(unfinished, "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -465,112 +453,76 @@ def noise(tasks: int, seed: int, count: int = 30) -> Stream:
 class TestResumeImages:
     """Images of tasks begun must be those that were learnt."""
 
-    def stopped(self, tiny, folder: Path, stream: Stream) -> None:
-        with pytest.raises(Stopped):
-            Run(tiny(training__batch=10), folder, stream=stream).train(Signals(signal.SIGTERM, 10))  # in task 2
-
-    def test_the_same_images_go_on(self, tiny, tmp_path) -> None:
-        self.stopped(tiny, tmp_path / "run", noise(3, seed=0))
-        assert Run(tiny(training__batch=10), tmp_path / "run", stream=noise(3, seed=0)).train(resume=True)
-
     def test_other_images_are_refused(self, tiny, tmp_path) -> None:
-        self.stopped(tiny, tmp_path / "run", noise(3, seed=0))
-        with pytest.raises(
-            UserError, match=r"the images of 'task 1, day 0' have changed: sha256 was '\w+' and is '\w+'"
+        config, folder = tiny(training__batch=10), tmp_path / "run"
+        with pytest.raises(Stopped):
+            Run(config, folder, stream=noise(3, seed=0)).train(Signals(signal.SIGTERM, 10))  # in task 2
+        for stream, told in (
+            (noise(3, seed=1), r"the images of 'task 1, day 0' have changed: sha256 was '\w+' and is '\w+'"),
+            (noise(3, seed=0, count=31), "the images of 'task 1, day 0' have changed: count was 30 and is 31"),
+            (noise(4, seed=0), "the stream had 3 tasks and now has 4"),  # the same numbers, and then 30 images more
         ):
-            Run(tiny(training__batch=10), tmp_path / "run", stream=noise(3, seed=1)).train(resume=True)
-        changed = noise(3, seed=0)
+            with pytest.raises(UserError, match=told):
+                Run(config, folder, stream=stream).train(resume=True)
+        changed, grown = noise(3, seed=0), replace(noise(4, seed=0), arrived=1)
         changed.data.train.pixels[-1] += 1  # of task 3, which has not begun
-        assert Run(tiny(training__batch=10), tmp_path / "run", stream=changed).train(resume=True)
+        for stream, tasks in ((noise(3, seed=0), 3), (changed, 3), (grown, 4)):
+            again = shutil.copytree(folder, tmp_path / "again", dirs_exist_ok=True)
+            assert len(Run(config, again, stream=stream).train(resume=True)["tasks"]) == tasks
+            shutil.rmtree(again)
 
-    def test_another_number_of_images_or_tasks_is_refused(self, tiny, tmp_path) -> None:
-        self.stopped(tiny, tmp_path / "run", noise(3, seed=0))
-        with pytest.raises(UserError, match="the images of 'task 1, day 0' have changed: count was 30 and is 31"):
-            Run(tiny(training__batch=10), tmp_path / "run", stream=noise(3, seed=0, count=31)).train(resume=True)
-        more = noise(4, seed=0)  # the same numbers, and then 30 images more
-        with pytest.raises(UserError, match="the stream had 3 tasks and now has 4"):
-            Run(tiny(training__batch=10), tmp_path / "run", stream=more).train(resume=True)
-        grown = replace(more, arrived=1)
-        assert len(Run(tiny(training__batch=10), tmp_path / "run", stream=grown).train(resume=True)["tasks"]) == 4
-
-    def test_a_repacked_set_is_refused(self, tmp_path, capsys, monkeypatch) -> None:
-        rng = np.random.default_rng(0)
+    def test_a_repacked_set_is_refused(self, tmp_path) -> None:
+        rng, data, run = np.random.default_rng(0), tmp_path / "data", tmp_path / "run"
         for day in "ab":
             (tmp_path / "photos" / day).mkdir(parents=True)
             for n in range(12):
                 Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(tmp_path / "photos" / day / f"{n}.png")
-        pack = ["data", "pack", str(tmp_path / "photos"), "--name", "days", "--size", "8", "--folders", "tasks"]
-        pack += ["--data-root", str(tmp_path / "data")]
-        assert main(pack) == 0
+        pack = ["data", "pack", tmp_path / "photos", "--name", "days", "--size", "8", "--folders", "tasks"]
+        pack += ["--data-root", data]
+        run_cli(*pack)
         words = ["--recipe", "folder/simsiam/lump", "--stream.pack", "days", "--training.batch", "6", *QUICK[2:6]]
-        words += ["--data-root", str(tmp_path / "data"), "--device", "cpu", "--evaluation.gallery", "false"]
-        with monkeypatch.context() as patch:
-            patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGINT, 2))
-            assert main(["train", "--out", str(tmp_path / "run"), *words]) == 130
-        assert main([*pack, "--overwrite"]) == 0  # the same photographs
+        words += ["--data-root", str(data), "--device", "cpu", "--evaluation.gallery", "false"]
+        watched(Signals(signal.SIGINT, 2), "train", "--out", run, *words, code=130)
+        run_cli(*pack, "--overwrite")  # the same photographs
         (tmp_path / "elsewhere").mkdir()
-        (tmp_path / "data" / "days").rename(tmp_path / "elsewhere" / "days")
+        (data / "days").rename(tmp_path / "elsewhere" / "days")
         Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(tmp_path / "photos" / "a" / "3.png")
-        assert main(pack) == 0
-        capsys.readouterr()
-        assert main(["train", "--resume", str(tmp_path / "run"), "--trust-code"]) == 2
-        assert "the images of 'task 1, a' have changed: sha256 was" in capsys.readouterr().err
-        text = (tmp_path / "run" / "config.yaml").read_text()
-        (tmp_path / "run" / "config.yaml").write_text(text.replace(str(tmp_path / "data"), str(tmp_path / "elsewhere")))
-        assert main(["train", "--resume", str(tmp_path / "run"), "--trust-code"]) == 0
+        run_cli(*pack)
+        assert "the images of 'task 1, a' have changed: sha256 was" in resume(run, code=2).err
+        text = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(text.replace(str(data), str(tmp_path / "elsewhere")))
+        resume(run)
 
 
-class AtTheEnd(Watcher):
-    """Sends this process a signal when a run has nothing left to train."""
-
-    def end(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path, capsys, monkeypatch) -> None:
+def test_a_sweep_stopped_in_a_runs_last_moments_begins_no_other(tmp_path) -> None:
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
-    monkeypatch.setattr("ptlf.commands.train.Live", lambda name: AtTheEnd())
-    assert main(words) == 130
-    assert f"stopped; `ptlf {shlex.join(words)}` continues from here" in capsys.readouterr().err
+    assert (
+        f"stopped; `ptlf {shlex.join(words)}` continues from here"
+        in watched(StopsInItsLastMoments(), *words, code=143).err
+    )
     assert [folder.name for folder in tmp_path.iterdir()] == ["digits-simsiam-lump-seed0"]
-    results = json.loads((tmp_path / "digits-simsiam-lump-seed0" / "results.json").read_text())
-    assert results["status"] == "finished"
+    assert read_results(tmp_path / "digits-simsiam-lump-seed0")["status"] == "finished"
 
 
-def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch) -> None:
+def test_a_sweep_goes_on_where_it_was_stopped(tmp_path) -> None:
     words = ["sweep", "digits/simsiam/lump", "digits/simsiam/finetune", "--out", str(tmp_path), *QUICK]
-    with monkeypatch.context() as patch:
-        patch.setattr("ptlf.commands.train.Live", lambda name: Signals(signal.SIGTERM, 4))
-        assert main(words) == 143
-    shown = capsys.readouterr()
+    shown = watched(Signals(signal.SIGTERM, 4), *words, code=143)
     assert f"stopped; `ptlf {shlex.join(words)}` continues from here" in shown.err
     assert numbered(shown.out) == ["2 runs: 2 pending", "run 1 of 2: digits/simsiam/lump, seed 0"]
-    assert main(words) == 0
-    shown = capsys.readouterr()
+    shown = run_cli(*words)
     assert "continuing with task 1, epoch 2, step 2" in " ".join(shown.out.split())
     runs = ["run 1 of 2: digits/simsiam/lump, seed 0", "run 2 of 2: digits/simsiam/finetune, seed 0"]
     assert numbered(shown.out) == ["2 runs: 1 to resume, 1 pending", *runs]
-    assert main([*words, "--seeds", "0", "1"]) == 0
     runs = ["run 3 of 4: digits/simsiam/lump, seed 1", "run 4 of 4: digits/simsiam/finetune, seed 1"]
-    assert numbered(capsys.readouterr().out) == ["4 runs: 2 done, 2 pending", *runs]
+    assert numbered(run_cli(*words, "--seeds", "0", "1").out) == ["4 runs: 2 done, 2 pending", *runs]
 
 
 def numbered(shown: str) -> list[str]:
     return [line for line in shown.splitlines() if re.match(r"\d+ runs?:|run \d", line)]
 
 
-def test_ctrl_c_between_the_runs_says_it_too(tmp_path, capsys, monkeypatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("ptlf.run.sweep.plan", interrupted)
-    words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path)]
-    assert main(words) == 130
-    assert capsys.readouterr().err == f"ptlf: stopped; `ptlf {shlex.join(words)}` continues from here\n"
-
-
-def test_the_second_run_in_a_folder_is_refused(tmp_path, capsys) -> None:
+def test_the_second_run_in_a_folder_is_refused(tmp_path) -> None:
     with lock_of_run(tmp_path):
-        assert main(["train", "--out", str(tmp_path), *QUICK]) == 2
-    assert f"{tmp_path} is in use by process {os.getpid()} on " in capsys.readouterr().err
+        told = run_cli("train", "--out", tmp_path, *QUICK, code=2).err
+    assert f"{tmp_path} is in use by process {os.getpid()} on " in told
     assert list(tmp_path.iterdir()) == []

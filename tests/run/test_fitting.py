@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from conftest import paint, run_cli
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,7 +20,7 @@ from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS
 from ptlf.run import fitting
 from ptlf.run.config import Config, from_dict
-from ptlf.run.fitting import EPOCHS, FLOPS_PER_PIXEL, Machine, batch, epochs, network
+from ptlf.run.fitting import EPOCHS, FLOPS_PER_PIXEL, Machine
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
 from ptlf.stream.arrivals import arrivals
@@ -31,13 +32,6 @@ SMALL = [
     "--size", str(SIZE), "--objective.projection", "16", "--objective.bottleneck", "8", "--device", "cpu",
     "--evaluation.gallery", "false", "--training.epochs", "1",
 ]  # fmt: skip
-
-
-def paint(folder: Path, count: int, seed: int = 0) -> None:
-    folder.mkdir(parents=True)
-    pixels = np.random.default_rng(seed).integers(0, 256, (count, SIZE, SIZE, 3), np.uint8)
-    for number, image in enumerate(pixels):
-        Image.fromarray(image).save(folder / f"{number:03}.png")
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +131,14 @@ def test_batch_and_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     for smallest, on_cores, on_gpu in (
         (2, 2, 2), (3, 2, 2), (17, 16, 16), (100, 16, 16), (130, 32, 32), (400, 64, 64), (9000, 64, 256)
     ):  # fmt: skip
-        assert (batch(CORES, smallest), batch(GPU, smallest)) == (on_cores, on_gpu), smallest
+        assert (CORES.batch(smallest), GPU.batch(smallest)) == (on_cores, on_gpu), smallest
     for machine, flops in itertools.product((CORES, GPU), (1e6, 1e8, 1e10, 1e13)):
-        found, seconds = epochs(machine, flops, 1000), 6 * flops * 1000 / machine.flops  # of one epoch
+        found, seconds = machine.epochs(flops, 1000), 6 * flops * 1000 / machine.flops  # of one epoch
         assert found in EPOCHS and (found * seconds <= machine.seconds or found == EPOCHS[0]), (machine, flops)
         longer = [number for number in EPOCHS if number > found]
         assert not longer or longer[0] * seconds > machine.seconds, (machine, flops)
     monkeypatch.setattr(fitting.processes, "world_size", lambda: 3)
-    assert (batch(GPU, 9000), batch(GPU, 4)) == (255, 6)
+    assert (GPU.batch(9000), GPU.batch(4)) == (255, 6)
 
 
 def test_flops_of_the_networks() -> None:
@@ -155,7 +149,7 @@ def test_flops_of_the_networks() -> None:
         with FlopCounterMode(display=False) as counter:
             encoder(images)
         assert expected == pytest.approx(counter.get_total_flops() / 128**2, rel=0.02), name
-    assert {network(machine, size) for machine in (CORES, GPU) for size in (8, 32, 64, 65, 224)} == set(FLOPS_PER_PIXEL)
+    assert {machine.network(size) for machine in (CORES, GPU) for size in (8, 32, 64, 65, 224)} == set(FLOPS_PER_PIXEL)
 
 
 def test_all_refusals_at_once(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,35 +185,32 @@ def test_all_wrong_settings_at_once() -> None:
         _ = 1 / 0
 
 
-def test_learning_chooses_with_the_first_task_only(root: Path, tmp_path: Path, capsys) -> None:
+def test_learning_chooses_with_the_first_task_only(root: Path, tmp_path: Path) -> None:
     pictures, run = root / "day-pictures", tmp_path / "run"
-    assert main(["learn", str(run), str(pictures / "day2"), *SMALL]) == 0
-    told = capsys.readouterr().out
+    told = run_cli("learn", run, pictures / "day2", *SMALL).out
     assert "chosen for 40 images of 8 px on 2 CPU cores: --encoder.name resnet18-mini --training.batch 16; each" in told
     assert "with a value of your own; they hold for all later tasks, and cannot be changed then" in told
     stored = yaml.safe_load((run / "config.yaml").read_text())
     assert (stored["training"]["batch"], stored["training"]["epochs"]) == (16, 1)
-    assert main(["learn", str(run), str(pictures / "day0")]) == 0  # smaller than a batch
-    assert "chosen for" not in capsys.readouterr().out
+    assert "chosen for" not in run_cli("learn", run, pictures / "day0").out  # smaller than a batch
     assert yaml.safe_load((run / "config.yaml").read_text()) == stored
 
 
-def test_how_images_become_squares_is_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_images_become_squares_is_the_runs_own(tmp_path: Path) -> None:
     """Of wide pictures whose sides differ, a run with --fit squash sees all; so do its later tasks and `embed`."""
     wide = np.random.default_rng(0).integers(0, 256, (6, SIZE, 3 * SIZE, 3), np.uint8)
-    for day, images in (("day1", wide), ("day2", wide[::-1] // 2)):
-        (tmp_path / day).mkdir()
+    run, days = tmp_path / "run", [tmp_path / "day1", tmp_path / "day2"]
+    for day, images in zip(days, (wide, wide[::-1] // 2), strict=True):
+        day.mkdir()
         for number, pixels in enumerate(images):
-            Image.fromarray(pixels).save(tmp_path / day / f"{number}.png")
-    run = tmp_path / "run"
-    assert main(["learn", str(run), str(tmp_path / "day1"), *SMALL, "--fit", "squash"]) == 0
-    assert main(["learn", str(run), str(tmp_path / "day2"), "--fit", "crop"]) == 2
-    assert "were packed with --fit squash; leave out --fit crop" in capsys.readouterr().err
-    assert main(["learn", str(run), str(tmp_path / "day2")]) == 0
+            Image.fromarray(pixels).save(day / f"{number}.png")
+    run_cli("learn", run, days[0], *SMALL, "--fit", "squash")
+    told = run_cli("learn", run, days[1], "--fit", "crop", code=2).err
+    assert "were packed with --fit squash; leave out --fit crop" in told
+    run_cli("learn", run, days[1])
     learner = ptlf.Learner.load(run)
     squashed = np.stack([np.asarray(Image.fromarray(p).resize((SIZE, SIZE), Image.Resampling.BICUBIC)) for p in wide])
-    for task, images in zip(arrivals(run), (squashed, None), strict=True):
-        assert task.fit == "squash"
-        assert images is None or np.array_equal(task.images("train"), images)
-    for found in (learner.embed(tmp_path / "day1"), ptlf.load_encoder(run, device="cpu").embed(tmp_path / "day1")):
+    assert [task.fit for task in arrivals(run)] == ["squash", "squash"]
+    assert np.array_equal(arrivals(run)[0].images("train"), squashed)
+    for found in (learner.embed(days[0]), ptlf.load_encoder(run, device="cpu").embed(days[0])):
         np.testing.assert_allclose(found, learner.embed(squashed), rtol=1e-4, atol=1e-5)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import StopsAt, StopsIn, tiny_config, tiny_encoder
+from conftest import Done, StopsAt, StopsIn, StopsInItsLastMoments, paint, run_cli, tiny_config, tiny_encoder
 from faults import before_call, lasting, same
 from PIL import Image
 from safetensors.torch import load_file
@@ -31,10 +29,9 @@ from ptlf.objectives import OBJECTIVES
 from ptlf.report.page import commands_to_repeat
 from ptlf.report.runs import read_comparison, read_run
 from ptlf.run import loop, snapshots
-from ptlf.run.config import Config
+from ptlf.run.config import POLICIES, Config
 from ptlf.run.evaluator import Evaluator
 from ptlf.run.folder import lock_of_run
-from ptlf.run.freezing import POLICIES
 from ptlf.run.loop import Run
 from ptlf.run.snapshots import Snapshots
 from ptlf.run.watcher import Watcher
@@ -60,21 +57,13 @@ SMALL: dict[str, Any] = {
     "checkpoint__keep_tasks": 2,
 }
 FAST: dict[str, Any] = {"training.epochs": 1, "training.batch": 8, "objective.projection": 16, "device": "cpu"}
-FAST |= {"evaluation.gallery": False}
+FAST |= {"evaluation.gallery": False, "memory.size": 12}
 DIGITS = {"stream__groups": [[0, 1], [2, 3]]}
 WORDS = [
     "--recipe", "digits/simsiam/ptlf", "--size", str(SIZE), "--encoder.name", "conftest:tiny_encoder",
     "--device", "cpu", "--training.epochs", "2", "--training.batch", "8", "--memory.size", "12",
     "--probes.knn_class.k", "5", "--evaluation.gallery", "false", "--freezing.final", "0.67",
 ]  # fmt: skip
-
-
-def paint(folder: Path, count: int, seed: int) -> None:
-    folder.mkdir(parents=True)
-    random = np.random.default_rng(seed)
-    for number in range(count):
-        pixels = random.integers(0, 90, (SIZE, SIZE, 3)) + random.integers(0, 160, 3)
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:02}.png")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +103,7 @@ def trained(folder: Path, settings: Config, pack: str = "all") -> Path:
     return folder
 
 
-def learnt(folder: Path, settings: Config, days: Iterator[str] | list[Any] | None = None) -> Path:
+def learnt(folder: Path, settings: Config, days: list[Any] | None = None) -> Path:
     """`learn` day after day, each time from the files that the last call left."""
     for day in days or DAYS:
         learner = ptlf.Learner.load(folder, trust_code=True) if folder.exists() else ptlf.Learner.new(settings, folder)
@@ -122,20 +111,31 @@ def learnt(folder: Path, settings: Config, days: Iterator[str] | list[Any] | Non
     return folder
 
 
-def state(folder: Path) -> dict[str, Any]:
-    return read_checkpoint(folder / "checkpoints" / "after-task03.ckpt")
+def learn(run: Path | str, *words: object, code: int = 0, watcher: Watcher | None = None) -> Done:
+    """`ptlf learn RUN WORDS`, which must end with this code."""
+    with pytest.MonkeyPatch.context() as patch:
+        if watcher:
+            patch.setattr("ptlf.learner.Live", lambda name: watcher)
+        return run_cli("learn", "--trust-code", run, *words, code=code)
+
+
+def resume(run: Path, code: int = 0) -> Done:
+    return run_cli("train", "--trust-code", "--resume", run, code=code)
+
+
+def results_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "results.json").read_text())
 
 
 def check_same(one: Path, other: Path) -> None:
-    states = [state(folder) for folder in (one, other)]
+    states = [read_checkpoint(folder / "checkpoints" / "after-task03.ckpt") for folder in (one, other)]
     assert states[0].keys() == states[1].keys()
     for name in ("position", "tasks", "model", "method", "optimizer", "freezing", "random", "torch_random", "looks"):
         assert same(states[0][name], states[1][name]), name
     records = [{**found["record"], "spent_before": None} for found in states]  # seconds
     assert lasting(records[0]) == lasting(records[1])
-    encoders = [load_file(folder / "encoder.safetensors") for folder in (one, other)]  # its card names the stream
-    assert same(*encoders)
-    results = [json.loads((folder / "results.json").read_text()) for folder in (one, other)]
+    assert same(*(load_file(folder / "encoder.safetensors") for folder in (one, other)))  # its card names the stream
+    results = [results_of(folder) for folder in (one, other)]
     for name in ("probes", "freezing", "cost", "status", "class_order", "units"):
         assert lasting(results[0][name]) == lasting(results[1][name]), name
 
@@ -163,7 +163,7 @@ def test_three_days_learnt_one_by_one_end_as_if_trained_at_once(
     name = f"digits/{objective}/finetune"
     one = learnt(tmp_path / "learnt", config(name, **settings))
     check_same(one, trained(tmp_path / "trained", config(name, **settings)))
-    found = json.loads((one / "results.json").read_text())["probes"]
+    found = results_of(one)["probes"]
     assert [len(row) for row in found["knn_task"]["matrix"]] == [3, 3, 3]
     assert found["knn_task"]["forward_transfer"] is not None
 
@@ -175,10 +175,8 @@ def test_folders_without_labels_are_as_a_pack_with_a_folder_per_task(root: Path,
     for day in DAYS:
         learner.learn(root / "plain" / day, watcher=QUIET)
     check_same(learner.folder, trained(tmp_path / "trained", config("digits/simsiam/lump", **settings), pack="days"))
-    galleries = [json.loads((tmp_path / run / "gallery.json").read_text()) for run in ("learnt", "trained")]
-    assert galleries[0] == galleries[1]
-    assert learner.results["tasks"] == list(DAYS)
-    assert learner.results["eval_splits"] == ["day1"]
+    assert (tmp_path / "learnt/gallery.json").read_bytes() == (tmp_path / "trained/gallery.json").read_bytes()
+    assert learner.results["tasks"] == list(DAYS) and learner.results["eval_splits"] == ["day1"]
 
 
 def test_the_commands_on_its_page_repeat_a_run(root: Path, tmp_path: Path, monkeypatch) -> None:
@@ -197,13 +195,13 @@ def test_the_commands_on_its_page_repeat_a_run(root: Path, tmp_path: Path, monke
 
 
 def test_a_run_that_ptlf_train_finished_goes_on(tmp_path: Path) -> None:
-    settings = config(method__name="pnn", encoder__name="conftest:tiny_resnet")
+    pnn = {"method__name": "pnn", "encoder__name": "conftest:tiny_resnet"}
+    settings = config(**pnn)
     settings.stream.name, settings.stream.pack, settings.stream.groups = "folder", "all", [["a", "b"], ["c", "d"]]
     Run(settings, tmp_path / "run").train()
     learnt(tmp_path / "run", settings, ["day3"])
-    same_settings = config(method__name="pnn", encoder__name="conftest:tiny_resnet")
-    check_same(tmp_path / "run", trained(tmp_path / "trained", same_settings))
-    assert main(["train", "--trust-code", "--resume", str(tmp_path / "run")]) == 0
+    check_same(tmp_path / "run", trained(tmp_path / "trained", config(**pnn)))
+    resume(tmp_path / "run")
 
 
 def test_tests_may_be_limited_to_some_tasks(tmp_path: Path) -> None:
@@ -211,13 +209,9 @@ def test_tests_may_be_limited_to_some_tasks(tmp_path: Path) -> None:
     settings = {"evaluation__tasks": "last:1", "evaluation__gallery": True}
     one = learnt(tmp_path / "learnt", config(**settings))
     check_same(one, trained(tmp_path / "trained", config(**settings)))
-    found = json.loads((one / "results.json").read_text())["probes"]["knn_class"]
+    found = results_of(one)["probes"]["knn_class"]
     assert found["settings"]["tasks"] == "last:1"
-    assert [[value is None for value in row] for row in found["matrix"]] == [
-        [False, True, True],
-        [True, False, True],
-        [True, True, False],
-    ]
+    assert row_marks(found) == ["x..", ".x.", "..x"]
     limited = config(**settings)
     limited.probes["knn_class"].enabled = False
     other = learnt(tmp_path / "other", limited, ["day1", "day2"])
@@ -225,6 +219,11 @@ def test_tests_may_be_limited_to_some_tasks(tmp_path: Path) -> None:
         file.unlink()
     learnt(other, config(), ["day3"])
     assert (other / "encoder.safetensors").read_bytes() == (one / "encoder.safetensors").read_bytes()
+
+
+def row_marks(probe: dict[str, Any]) -> list[str]:
+    """Of each row of the accuracy matrix, where it has a value."""
+    return ["".join(".x"[value is not None] for value in row) for row in probe["matrix"]]
 
 
 def noise(count: int, seed: int) -> np.ndarray:
@@ -252,8 +251,7 @@ def test_looks_at_other_images_are_made_again(tmp_path: Path) -> None:
     ptlf.Learner.load(tmp_path / "run", trust_code=True, **limited).learn(watcher=QUIET)
     alone = ptlf.Learner.load(tmp_path / "alone", trust_code=True, **limited)
     alone.learn(noise(40, 1), "tuesday", watcher=QUIET)
-    galleries = [json.loads((tmp_path / name / "gallery.json").read_text()) for name in ("run", "alone")]
-    assert galleries[0] == galleries[1]
+    assert (tmp_path / "run/gallery.json").read_bytes() == (tmp_path / "alone/gallery.json").read_bytes()
 
 
 def test_a_checkpoint_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -> None:
@@ -289,26 +287,18 @@ class Forked:
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
 
 
-KILLS = [
-    Forked(learner_module, "accept", late=True),
-    Forked(Evaluator, "test_untrained"),
-    Forked(Trainer, "step", 3),
-    Forked(Evaluator, "test_task"),
-]
-MORE_KILLS = [
-    Forked(pack, "write_images"),
-    Forked(learner_module, "accept"),
-    Forked(Snapshots, "save_results", 3),
-]
+KILLS = [Forked(learner_module, "accept", late=True), Forked(Evaluator, "test_untrained")]
+KILLS += [Forked(Trainer, "step", 3), Forked(Evaluator, "test_task")]
+MORE_KILLS = [Forked(pack, "write_images"), Forked(learner_module, "accept"), Forked(Snapshots, "save_results", 3)]
 
 
 @pytest.mark.parametrize("kill", [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in MORE_KILLS)])
 def test_killed_anywhere_the_same_command_goes_on(root: Path, run: Path, kill: Forked) -> None:
     pictures = root / "pictures"
     kill("learn", "--trust-code", str(run), str(pictures / "day2"))
-    assert main(["learn", "--trust-code", str(run), str(pictures / "day2")]) == 0
+    learn(run, pictures / "day2")
     assert [found.name for found in arrivals(run)] == ["0001-day1", "0002-day2"]
-    assert main(["learn", "--trust-code", str(run), "day3"]) == 0
+    learn(run, "day3")
     check_same(run, whole(root))
     assert not (run / "tasks" / ".incoming").exists()
 
@@ -320,57 +310,45 @@ def whole(root: Path) -> Path:
     return trained(root / "whole", config("digits/simsiam/ptlf", **settings))
 
 
-def test_a_signal_stops_it_and_any_way_to_go_on_is_right(root: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    run, pictures = tmp_path / "run", root / "pictures"
-    assert main(["learn", "--trust-code", str(run), str(pictures / "day1"), *WORDS]) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
-        assert main(["learn", "--trust-code", str(run), str(pictures / "day2")]) == 143
-        assert f"continue with `ptlf learn {run} --trust-code`" in capsys.readouterr().err
-        patch.setattr("ptlf.learner.Live", lambda name: StopsAt(1))
-        assert main(["learn", "--trust-code", str(run)]) == 143
+def test_a_signal_stops_it_and_any_way_to_go_on_is_right(root: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+    day2, day3 = (root / "pictures" / day for day in ("day2", "day3"))
+    told = learn(run, day2, code=143, watcher=StopsAt(4)).err
+    assert f"continue with `ptlf learn {run} --trust-code`" in told
+    learn(run, code=143, watcher=StopsAt(1))
     with monkeypatch.context() as patch:
         patch.setattr("ptlf.commands.train.Live", lambda name: StopsAt(1))
-        assert main(["train", "--trust-code", "--resume", str(run)]) == 143
+        resume(run, code=143)
     shutil.copytree(run, tmp_path / "other")
-    assert main(["learn", "--trust-code", str(run)]) == 0
-    assert main(["learn", "--trust-code", str(run)]) == 0
-    assert "nothing to finish" in capsys.readouterr().out
-    assert main(["learn", "--trust-code", str(run), str(pictures / "day3")]) == 0
-    # In the other folder day 2 is finished first.
-    assert main(["learn", "--trust-code", str(tmp_path / "other"), str(pictures / "day3")]) == 0
+    learn(run)
+    assert "nothing to finish" in learn(run).out
+    learn(run, day3)
+    learn(tmp_path / "other", day3)  # in this folder day 2 is finished first
     for folder in (run, tmp_path / "other"):
         check_same(folder, whole(root))
 
 
-def test_a_signal_before_the_next_task_begins_leaves_the_run_as_it_was(
-    root: Path, run: Path, capsys, monkeypatch
-) -> None:
-    before, words = files_in(run), ["learn", "--trust-code", str(run)]
-    with monkeypatch.context() as patch:
-        patch.setattr("ptlf.learner.Live", lambda name: StopsIn("testing the encoder before training, features"))
-        assert main([*words, "day2"]) == 143
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.endswith(
-        f"; day2 is not learnt, and will be packed again; `ptlf {' '.join(words)} day2` continues from here"
-    )
+BEFORE_TRAINING = "testing the encoder before training, features"
+
+
+def test_a_signal_before_the_next_task_begins_leaves_the_run_as_it_was(root: Path, run: Path) -> None:
+    before = files_in(run)
+    told = learn(run, "day2", code=143, watcher=StopsIn(BEFORE_TRAINING)).err.splitlines()[-1]
+    again = f"`ptlf learn --trust-code {run} day2` continues from here"
+    assert told.endswith(f"; day2 is not learnt, and will be packed again; {again}")
     assert files_in(run) == before
     for day in ("day2", "day3"):
-        assert main([*words, day]) == 0
+        learn(run, day)
     check_same(run, whole(root))
 
 
-def test_ctrl_c_before_the_run_begins_says_that_the_same_command_is_needed(
-    root: Path, tmp_path: Path, capsys, monkeypatch
-) -> None:
+def test_ctrl_c_before_the_run_begins_says_that_the_same_command_is_needed(root: Path, tmp_path, monkeypatch) -> None:
     """Its settings and images are not in the folder yet, so that `ptlf learn RUN` alone could not go on."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(learner_module, "accept", interrupted)
-    assert main(["learn", "--trust-code", str(tmp_path / "run"), str(root / "pictures" / "day1"), *WORDS]) == 130
-    told = capsys.readouterr().err.splitlines()[-1]
+    told = learn(tmp_path / "run", root / "pictures" / "day1", *WORDS, code=130).err.splitlines()[-1]
     assert told == "ptlf: stopped; nothing more is saved; give the same command again"
     assert not (tmp_path / "run" / "config.yaml").exists()
 
@@ -384,19 +362,12 @@ class LeavesAt(StopsAt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_left_at_once_in_a_second_task_it_goes_on_after_the_first(
-    root: Path, tmp_path: Path, one_day: Path, capsys, monkeypatch
-) -> None:
-    run = shutil.copytree(one_day, tmp_path / "run")
-    with monkeypatch.context() as patch:
-        patch.setattr("ptlf.learner.Live", lambda name: LeavesAt(1))
-        assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]) == 130
+def test_left_at_once_in_a_second_task_it_goes_on_after_the_first(root: Path, run: Path) -> None:
+    told = learn(run, root / "pictures" / "day2", code=130, watcher=LeavesAt(1)).err
     lost = "what was done since the last checkpoint, after-task01.ckpt, is repeated"
-    told = f"stopped without saving: {lost}; continue with `ptlf learn {run} --trust-code`"
-    assert told in capsys.readouterr().err
-    assert main(["train", "--trust-code", "--resume", str(run)]) == 0
-    assert "continuing with task 2, epoch 1, step 1" in capsys.readouterr().out
-    assert len(json.loads((run / "results.json").read_text())["tasks"]) == 2
+    assert f"stopped without saving: {lost}; continue with `ptlf learn {run} --trust-code`" in told
+    assert "continuing with task 2, epoch 1, step 1" in resume(run).out
+    assert len(results_of(run)["tasks"]) == 2
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -406,15 +377,14 @@ def files_in(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def one_day(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one") / "run"
-    assert main(["learn", "--trust-code", str(folder), str(root / "pictures" / "day1"), *WORDS]) == 0
+    learn(folder, root / "pictures" / "day1", *WORDS)
     return folder
 
 
 @pytest.fixture
 def run(one_day: Path, tmp_path: Path) -> Path:
     """A run that has learnt day 1."""
-    shutil.copytree(one_day, tmp_path / "run")
-    return tmp_path / "run"
+    return shutil.copytree(one_day, tmp_path / "run")
 
 
 def broken(folder: Path) -> Path:
@@ -435,23 +405,13 @@ def npz(folder: Path, **arrays: Any) -> Path:
     return folder / "images.npz"
 
 
-def empty(folder: Path) -> Path:
-    (folder / "below").mkdir(parents=True)
-    return folder
-
-
-def single(folder: Path) -> Path:
-    paint(folder, 1, seed=7)
-    return folder
-
-
 BAD = [
-    (empty, [], "holds no images"),
+    (lambda folder: paint(folder / "below", 0).parent, [], "holds no images"),
     (lambda folder: folder, [], "there is no folder or file"),
     (broken, [], "05.png cannot be used: not an image in a known format; repair or remove it, or"),
     (other_size, [], "large has images of 16 px, not 8"),
     (lambda folder: npz(folder, images=np.full((4, 8, 8, 3), 9.0)), [], "floating-point pixels lie in 9..9"),
-    (single, [], "task 2 has 1 image; a batch needs at least 2"),
+    (lambda folder: paint(folder, 1), [], "task 2 has 1 image; a batch needs at least 2"),
     (broken, ["--training.epochs", "5"], "epochs and batch were chosen with its first task and hold for all"),
     (broken, ["--size", "16"], "leave out --size"),
     (broken, ["--evaluation.tasks", "some"], "evaluation.tasks must be all, last:N or sample:N"),
@@ -463,75 +423,62 @@ BAD = [
 
 
 @pytest.mark.parametrize(("make", "words", "told"), BAD)
-def test_what_cannot_be_learnt_leaves_the_run_as_it_was(run: Path, tmp_path, capsys, make, words, told) -> None:
+def test_what_cannot_be_learnt_leaves_the_run_as_it_was(run: Path, tmp_path, make, words, told) -> None:
     before, source = files_in(run), make(tmp_path / "source")
-    assert main(["learn", "--trust-code", str(run), str(source), *words]) == 2
-    error = capsys.readouterr().err
-    assert told in error
-    assert error.count("ptlf:") == 1
+    error = learn(run, source, *words, code=2).err
+    assert told in error and error.count("ptlf:") == 1
     assert files_in(run) == before
     assert {path.name for path in (run / "tasks").iterdir()} == {"0001-day1"}
 
 
-def test_another_run_does_not_begin_in_its_folder(run: Path, capsys) -> None:
+def test_another_run_does_not_begin_in_its_folder(run: Path) -> None:
     before = files_in(run)
-    assert main(["train", "--recipe", "digits/simsiam/ptlf", "--out", str(run), "--device", "cpu"]) == 2
-    hint = "choose another --out, or remove that folder"
-    assert capsys.readouterr().err == f"ptlf: {run} already holds a run; {hint}\n"
+    told = run_cli("train", "--recipe", "digits/simsiam/ptlf", "--out", run, "--device", "cpu", code=2).err
+    assert told == f"ptlf: {run} already holds a run; choose another --out, or remove that folder\n"
     assert files_in(run) == before
 
 
-def test_another_version_a_lock_and_a_lost_checkpoint(run: Path, root: Path, capsys) -> None:
-    day2, newest = str(root / "pictures" / "day2"), run / "checkpoints" / "after-task01.ckpt"
+def test_another_version_a_lock_and_a_lost_checkpoint(run: Path, root: Path) -> None:
+    newest = run / "checkpoints" / "after-task01.ckpt"
 
     def refused() -> str:
         before = files_in(run)
-        assert main(["learn", "--trust-code", str(run), day2]) == 2
-        assert {name: data for name, data in files_in(run).items() if name != ".lock"} == before
-        return capsys.readouterr().err
+        told = learn(run, root / "pictures" / "day2", code=2).err
+        assert files_in(run) == before
+        return told
 
     with lock_of_run(run):
-        before = files_in(run)
-        assert main(["learn", "--trust-code", str(run), day2]) == 2
-        assert files_in(run) == before
-    told = capsys.readouterr().err
+        told = refused()
     assert f"is in use by process {os.getpid()}" in told and "; wait for it, or choose another folder" in told
-    whole_file = newest.read_bytes()
-    newest.write_bytes(whole_file.replace(b"ptlf checkpoint 1 ", b"ptlf checkpoint 9 ", 1))
+    newest.write_bytes(newest.read_bytes().replace(b"ptlf checkpoint 1 ", b"ptlf checkpoint 9 ", 1))
     assert "after-task01.ckpt is a checkpoint of another version of ptlf" in refused()
     shutil.rmtree(run / "checkpoints")
     assert "holds no checkpoint of its last task" in refused()
-    results = json.loads((run / "results.json").read_text())
-    (run / "results.json").write_text(json.dumps({**results, "schema": 99}))
+    (run / "results.json").write_text(json.dumps({**results_of(run), "schema": 99}))
     assert "has schema 99" in refused()
     (run / "config.yaml").write_text((run / "config.yaml").read_text() + "magic: 1\n")
     assert "unknown key 'magic'" in refused()
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--objective", "supervised"], "objective 'supervised' needs the classes of the whole stream"),
-        (["--method", "multitask", "--freezing.policy", "none"], "method 'multitask' trains on all tasks at once"),
-        (["--checkpoint.enabled", "false"], "without a checkpoint a run cannot continue"),
-        (["--stream.tasks", "2"], "leave out --stream.tasks"),
-        (["--stream.labelled", "nothing"], "no packed data set 'nothing'"),
-    ],
-)
-def test_a_run_that_cannot_begin_leaves_no_folder(root: Path, tmp_path, capsys, words, told) -> None:
-    assert main(["learn", "--trust-code", str(tmp_path / "run"), str(root / "pictures" / "day1"), *WORDS, *words]) == 2
-    assert told in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+def test_a_run_that_cannot_begin_leaves_no_folder(root: Path, tmp_path) -> None:
+    for words, told in {
+        "--objective supervised": "objective 'supervised' needs the classes of the whole stream",
+        "--method multitask --freezing.policy none": "method 'multitask' trains on all tasks at once",
+        "--checkpoint.enabled false": "without a checkpoint a run cannot continue",
+        "--stream.tasks 2": "leave out --stream.tasks",
+        "--stream.labelled nothing": "no packed data set 'nothing'",
+    }.items():
+        assert told in learn(tmp_path / "run", root / "pictures" / "day1", *WORDS, *words.split(), code=2).err
+        assert not (tmp_path / "run").exists(), words
 
 
 @pytest.mark.parametrize("place", ["day1", "."])
-def test_no_run_begins_among_other_files(root: Path, tmp_path: Path, capsys, monkeypatch, place: str) -> None:
+def test_no_run_begins_among_other_files(root: Path, tmp_path: Path, monkeypatch, place: str) -> None:
     monkeypatch.chdir(shutil.copytree(root / "pictures", tmp_path / "photos"))
-    before, told = files_in(Path()), f"ptlf: {place} holds files and no run, such as "
-    named = {"day1": "'test'", ".": "'day1'"}[place]
+    before, named = files_in(Path()), {"day1": "'test'", ".": "'day1'"}[place]
     for words in (["day2"], ["--watch", "..", "--settle", "0", "--once"]):
-        assert main(["learn", "--trust-code", place, *words, *WORDS]) == 2
-        assert capsys.readouterr().err == f"{told}{named}; give a new folder\n"
+        told = learn(place, *words, *WORDS, code=2).err
+        assert told == f"ptlf: {place} holds files and no run, such as {named}; give a new folder\n"
     with pytest.raises(UserError, match="holds files and no run"):
         ptlf.Learner.new(config(), place).learn("day2", watcher=QUIET)
     with pytest.raises(UserError, match="holds files and no run"):
@@ -545,9 +492,7 @@ def test_what_is_hidden_logs_and_what_a_killed_run_left_is_no_hindrance(root: Pa
     (run / "tasks" / ".incoming").mkdir()
     for name in (".DS_Store", "slurm-17.out", "train.log", "start.safetensors"):
         (run / name).write_text("")
-    learnt_one = ptlf.Learner.new(config(), run)
-    learnt_one.learn("day1", watcher=QUIET)
-    assert learnt_one.results["tasks"] == ["day1"]
+    assert ptlf.Learner.new(config(), run).learn("day1", watcher=QUIET)["tasks"] == ["day1"]
     (tmp_path / "other" / "tasks" / "photographs").mkdir(parents=True)
     with pytest.raises(UserError, match="other holds files and no run, such as 'tasks'"):
         ptlf.Learner.new(config(), tmp_path / "other").learn("day1", watcher=QUIET)
@@ -559,157 +504,121 @@ def test_an_error_before_the_first_step_leaves_no_run(root: Path, tmp_path: Path
     torch.manual_seed(0)
     module = tiny_encoder()
     torch.save(module.state_dict(), tmp_path / "weights.pt")
-    settings: dict[str, Any] = {**FAST, "memory.size": 12}
-    if given == "weights":
-        settings |= {"encoder.weights": str(tmp_path / "weights.pt")}
+    more = {"encoder.weights": str(tmp_path / "weights.pt")} if given == "weights" else {}
     encoder = module if given == "module" else "conftest:tiny_encoder"
-    learner = ptlf.Learner(encoder, out=tmp_path / "run", size=SIZE, **settings)
-    place = (snapshots, "save_start") if given == "weights" else (loop, "keep_lines")
+    learner = ptlf.Learner(encoder, out=tmp_path / "run", size=SIZE, **FAST, **more)
+
+    def full(*words: object) -> None:
+        raise UserError("no space left")
+
+    place = (snapshots, "save_encoder") if given == "weights" else (loop, "keep_lines")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left"):
-        patch.setattr(*place, lambda *words: (_ for _ in ()).throw(UserError("no space left")))
+        patch.setattr(*place, full)
         learner.learn("day1", watcher=QUIET)
     assert not (tmp_path / "run").exists()
     assert learner.learn("day1", watcher=QUIET)["tasks"] == ["day1"]
     with monkeypatch.context() as patch, pytest.raises(UserError, match="no space left"):
-        patch.setattr(loop, "keep_lines", lambda *words: (_ for _ in ()).throw(UserError("no space left")))
+        patch.setattr(loop, "keep_lines", full)
         learner.learn("day2", watcher=QUIET)
     assert learner.learn("day2", watcher=QUIET)["tasks"] == ["day1", "day2"]  # the run that was there still is
 
 
-class StopsInItsLastMoments(Watcher):
-    def end(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_stop_while_a_task_is_finished_first_names_the_next_and_holds_for_it(
-    root: Path, run: Path, capsys, monkeypatch
-) -> None:
-    learn = ["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]
-    with monkeypatch.context() as patch:
-        patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
-        assert main(learn) == 143
-        day3 = ["learn", "--trust-code", str(run), str(root / "pictures" / "day3")]
-        waits = f"day3 is not learnt, and will be packed again; `ptlf {' '.join(day3)}` continues from here"
-        for watcher in (StopsAt(1), StopsInItsLastMoments()):  # while day 2 is finished, and when it is
-            patch.setattr("ptlf.learner.Live", lambda name, watcher=watcher: watcher)
-            capsys.readouterr()
-            assert main(day3) == 143
-            assert capsys.readouterr().err.splitlines()[-1] == f"ptlf: stopped; {waits}"
-    assert json.loads((run / "results.json").read_text())["status"] == "finished"
+def test_a_stop_while_a_task_is_finished_first_names_the_next_and_holds_for_it(root: Path, run: Path) -> None:
+    day2, day3 = (root / "pictures" / day for day in ("day2", "day3"))
+    learn(run, day2, code=143, watcher=StopsAt(4))
+    waits = f"day3 is not learnt, and will be packed again; `ptlf learn --trust-code {run} {day3}` continues from here"
+    for watcher in (StopsAt(1), StopsInItsLastMoments()):  # while day 2 is finished, and when it is
+        assert learn(run, day3, code=143, watcher=watcher).err.splitlines()[-1] == f"ptlf: stopped; {waits}"
+    assert results_of(run)["status"] == "finished"
     assert [found.name for found in arrivals(run)] == ["0001-day1", "0002-day2"]
     with pytest.raises(Stopped, match="day3 is not learnt, and will be packed again; give it again"):
-        ptlf.Learner.load(run, trust_code=True).learn(
-            "day3", watcher=StopsIn("testing the encoder before training, features")
-        )
-    assert main(day3) == 0
+        ptlf.Learner.load(run, trust_code=True).learn("day3", watcher=StopsIn(BEFORE_TRAINING))
+    learn(run, day3)
     check_same(run, whole(root))
 
 
-def test_a_full_disk_while_packing(run: Path, root: Path, capsys, monkeypatch) -> None:
+def test_a_full_disk_while_packing(run: Path, root: Path, monkeypatch) -> None:
+    def full(*words: object) -> None:
+        raise OSError(28, "full", "here")
+
     before = files_in(run)
-    monkeypatch.setattr(pack, "check_space", fail := lambda *words: (_ for _ in ()).throw(OSError(28, "full", "here")))
-    assert fail is not None
-    assert main(["learn", "--trust-code", str(run), str(root / "pictures" / "day2")]) == 2
-    assert "no space left on here" in capsys.readouterr().err
+    monkeypatch.setattr(pack, "check_space", full)
+    assert "no space left on here" in learn(run, root / "pictures" / "day2", code=2).err
     assert files_in(run) == before
 
 
 @pytest.mark.parametrize(("gone", "name"), [(1, "day1"), (2, "day2")])
-def test_a_task_whose_folder_is_gone_is_named(run: Path, root: Path, capsys, gone: int, name: str) -> None:
-    assert main(["learn", "--trust-code", str(run), "day2"]) == 0
+def test_a_task_whose_folder_is_gone_is_named(run: Path, root: Path, gone: int, name: str) -> None:
+    learn(run, "day2")
     lost = run / "tasks" / f"{gone:04}-{name}"
     shutil.move(lost, run.parent / "kept")
-    before = files_in(run)
-    for words in ([str(run), "day3"], [str(run)]):
-        capsys.readouterr()
-        assert main(["learn", "--trust-code", *words]) == 2
-        told = f"task {gone} of those that arrived is missing: there is no {lost}; put it back"
-        assert capsys.readouterr().err == f"ptlf: {told}\n"
-    assert main(["train", "--trust-code", "--resume", str(run)]) == 2
-    told = capsys.readouterr().err
-    assert ("task 1 of those that arrived is missing" if gone == 1 else "had 2 tasks and now has 1; put back") in told
+    before, missing = files_in(run), f"task {gone} of those that arrived is missing"
+    for words in (["day3"], []):
+        assert learn(run, *words, code=2).err == f"ptlf: {missing}: there is no {lost}; put it back\n"
+    assert (missing if gone == 1 else "had 2 tasks and now has 1; put them back") in resume(run, code=2).err
     assert files_in(run) == before
     shutil.move(run.parent / "kept", lost)
-    assert main(["learn", "--trust-code", str(run), "day3"]) == 0
+    learn(run, "day3")
     check_same(run, whole(root))
 
 
-def test_other_settings_say_how_to_begin_anew_and_that_works(run: Path, root: Path, tmp_path, capsys) -> None:
+def test_other_settings_say_how_to_begin_anew_and_that_works(run: Path, tmp_path) -> None:
     file = run / "config.yaml"
     file.write_text(file.read_text().replace("epochs: 2", "epochs: 1"))
-    assert main(["learn", "--trust-code", str(run), "day2"]) == 2
-    told = capsys.readouterr().err
-    assert f"begin anew with `ptlf learn OTHER IMAGES --config {file}`" in told
-    other = tmp_path / "other"
-    assert main(["learn", "--trust-code", str(other), "day2", "--config", str(file)]) == 0
-    results = json.loads((other / "results.json").read_text())
+    assert "put them back, or begin anew in another folder" in learn(run, "day2", code=2).err
+    learn(tmp_path / "other", "day2", "--config", file)
+    results = results_of(tmp_path / "other")
     assert results["tasks"] == ["day2"] and results["config"]["training"]["epochs"] == 1
 
 
 def test_a_stopped_run_of_a_module_says_how_to_go_on_and_that_works(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = tiny_encoder()
-    settings = {**FAST, "memory.size": 12}
-    learner = ptlf.Learner(module, out=tmp_path / "run", size=SIZE, **settings)
+    learner = ptlf.Learner(module, out=tmp_path / "run", size=SIZE, **FAST)
     with pytest.raises(Stopped) as stopped:
         learner.learn("day1", watcher=StopsAt(1))
     command = f"ptlf.Learner.load('{tmp_path / 'run'}', encoder=MODULE).learn()"
     assert str(stopped.value) == f"stopped; continue with `{command}`"
     assert eval(command, {"ptlf": ptlf, "MODULE": module})["status"] == "finished"
-    learner.run.config.training.epochs = 7
-    with pytest.raises(UserError, match="put them back, or begin anew in another folder"):
-        Run(learner.run.config, tmp_path / "run", encoder=module).train(resume=True)
 
 
-@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf")])
-def test_seconds_that_are_none(tmp_path: Path, capsys, bad: float) -> None:
-    for word in ("settle", "every"):
-        told = f"{word} must be a number of seconds from 0 to 1e+09, not {bad}"
-        assert main(["learn", str(tmp_path / "run"), "--watch", str(tmp_path), f"--{word}", str(bad)]) == 2
-        assert capsys.readouterr().err == f"ptlf: {told}\n"
-        with pytest.raises(UserError, match=re.escape(told)):
-            next(ptlf.Learner(out=tmp_path / "run").watch(tmp_path, once=True, **{word: bad}))
+def test_seconds_that_are_none(tmp_path: Path) -> None:
+    for bad in (-1, float("nan"), float("inf")):
+        for word in ("settle", "every"):
+            told = f"{word} must be a number of seconds from 0 to 1e+09, not {bad}"
+            assert learn(tmp_path / "run", "--watch", tmp_path, f"--{word}", bad, code=2).err == f"ptlf: {told}\n"
 
 
-def test_the_same_images_twice(run: Path, root: Path, capsys) -> None:
-    before, words = (
-        files_in(run),
-        ["learn", "--trust-code", str(run), str(root / "pictures/day1"), "--name", "again"],
-    )
-    assert main(words) == 2
-    assert "again holds the very images of task day1" in capsys.readouterr().err
+def test_the_same_images_twice(run: Path, root: Path) -> None:
+    before, words = files_in(run), [root / "pictures/day1", "--name", "again"]
+    assert "again holds the very images of task day1" in learn(run, *words, code=2).err
     assert files_in(run) == before
-    assert main([*words, "--again"]) == 0
-    assert json.loads((run / "results.json").read_text())["tasks"] == ["day1", "again"]
+    learn(run, *words, "--again")
+    assert results_of(run)["tasks"] == ["day1", "again"]
 
 
-def test_a_folder_that_has_grown(root: Path, tmp_path: Path, capsys) -> None:
+def test_a_folder_that_has_grown(root: Path, tmp_path: Path) -> None:
     """It is learnt again with a note, or only what is new; of names that repeat, the later ones are numbered."""
     day, run = shutil.copytree(root / "plain" / "day1", tmp_path / "day"), tmp_path / "run"
-    words = ["learn", "--trust-code", str(run), str(day)]
-    assert main([*words, *WORDS, "--new-only"]) == 0
+    learn(run, day, *WORDS, "--new-only")
     for number in range(3):
         shutil.copy(root / "plain" / "day2" / "c" / f"0{number}.png", day / "a" / f"new{number}.png")
-    capsys.readouterr()
-    assert main([*words, "--new-only"]) == 0
-    assert "note: 20 of the 23 images of day were learnt before, left out\n" in capsys.readouterr().err
+    assert "note: 20 of the 23 images of day were learnt before, left out\n" in learn(run, day, "--new-only").err
     new = [np.asarray(Image.open(day / "a" / f"new{number}.png")) for number in range(3)]
     assert np.array_equal(arrivals(run)[1].images("train"), new)
     before = files_in(run)
-    assert main([*words, "--new-only"]) == 0
-    assert "note: nothing new in day: all 23 images were learnt before\n" in capsys.readouterr().err
-    assert main(words) == 2
-    learnt = "task day, number 1 of those that arrived; task day-2, number 2 of those that arrived"
-    assert f"23 of the 23 images of day were learnt before: {learnt}; give --again" in capsys.readouterr().err
-    assert main([*words, "--again", "--new-only"]) == 2
-    assert "give one of them" in capsys.readouterr().err
-    assert main([*words[:3], "--watch", str(tmp_path), "--new-only"]) == 2
-    assert f"`ptlf learn {run} FOLDER --new-only`" in capsys.readouterr().err
+    assert "note: nothing new in day: all 23 images were learnt before\n" in learn(run, day, "--new-only").err
+    tasks = "task day, number 1 of those that arrived; task day-2, number 2 of those that arrived"
+    for words, told in (
+        ([day], f"23 of the 23 images of day were learnt before: {tasks}; give --again"),
+        ([day, "--again", "--new-only"], "give one of them"),
+        (["--watch", tmp_path, "--new-only"], "leave out --new-only"),
+    ):
+        assert told in learn(run, *words, code=2).err
     assert files_in(run) == before
     shutil.copy(root / "plain" / "day2" / "c" / "05.png", day / "a" / "new5.png")
-    assert main(words) == 0
-    assert f"note: 23 of the 24 images of day were learnt before: {learnt}; they are" in capsys.readouterr().err
-    assert json.loads((run / "results.json").read_text())["tasks"] == ["day", "day-2", "day-3"]
+    assert f"note: 23 of the 24 images of day were learnt before: {tasks}; they are" in learn(run, day).err
+    assert results_of(run)["tasks"] == ["day", "day-2", "day-3"]
     assert [found.split("train").count for found in arrivals(run)] == [20, 3, 24]
 
 
@@ -724,60 +633,47 @@ def test_of_a_labelled_folder_that_has_grown_only_the_new_classes_are_tested(run
     assert {split: new.labels(split).tolist() for split in new.splits} == {"train": [1] * 3, "test": [1] * TEST}
 
 
-def test_classes_are_known_by_name_and_broken_images_may_be_skipped(run: Path, root: Path, tmp_path, capsys) -> None:
+def test_classes_are_known_by_name_and_broken_images_may_be_skipped(run: Path, tmp_path) -> None:
     for split, count in (("train", 6), ("test", 3)):
         for name in ("b", "z"):
             paint(tmp_path / "more" / split / name, count, seed=ord(name))
     (tmp_path / "more" / "train" / "z" / "broken.png").write_bytes(b"")
-    assert main(["learn", "--trust-code", str(run), str(tmp_path / "more"), "--on-error", "skip"]) == 0
-    results = json.loads((run / "results.json").read_text())
-    assert results["class_order"] == ["a", "b", "z"]
+    learn(run, tmp_path / "more", "--on-error", "skip")
+    assert results_of(run)["class_order"] == ["a", "b", "z"]
     stream = Run(ptlf.Learner.load(run, trust_code=True).config, run).stream
     assert [task.classes for task in stream.tasks] == [(0, 1), (1, 2)]
     assert set(stream.tasks[1].images.labels) == {1, 2}
     assert [len(task.train) for task in stream.tasks] == [2 * TRAIN, 12]
 
 
-def watched(folder: Path, source: Path, *words: str) -> int:
-    return main(["learn", "--trust-code", str(folder), "--watch", str(source), "--once", "--settle", "0", *words])
-
-
-def test_a_folder_is_watched(root: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    inbox = tmp_path / "inbox"
+def test_a_folder_is_watched(root: Path, tmp_path: Path) -> None:
+    run, inbox = tmp_path / "run", tmp_path / "inbox"
+    once = ["--watch", inbox, "--once", "--settle", "0"]
     inbox.mkdir()
-    assert watched(tmp_path / "run", inbox, *WORDS) == 0  # nothing there yet
-    assert capsys.readouterr().out == f"nothing new in {inbox}: it has no subfolders to learn\n"
-    assert not (tmp_path / "run").exists()
+    assert learn(run, *once, *WORDS).out == f"nothing new in {inbox}: it has no subfolders to learn\n"
+    assert not run.exists()
     for age, day in ((1000, "day2"), (5000, "day1")):
         shutil.copytree(root / "pictures" / day, inbox / day)
-        for path in inbox.rglob("*.png"):
-            if day in path.parts:
-                os.utime(path, (1e9 - age, 1e9 - age))
-    assert watched(tmp_path / "run", inbox, *WORDS, "--settle", "1e9") == 0
-    assert not (tmp_path / "run").exists()  # too young
-    with monkeypatch.context() as patch:
-        patch.setattr("ptlf.learner.Live", lambda name: StopsAt(4))
-        assert watched(tmp_path / "run", inbox, *WORDS) == 143
-    assert f"`ptlf learn {tmp_path / 'run'} --watch {inbox}` continues from here" in capsys.readouterr().err
-    assert watched(tmp_path / "run", inbox) == 0
-    assert "Summary" in capsys.readouterr().out
+        for path in (inbox / day).rglob("*.png"):
+            os.utime(path, (1e9 - age, 1e9 - age))
+    learn(run, *once, *WORDS, "--settle", "1e9")
+    assert not run.exists()  # too young
+    told = learn(run, *once, *WORDS, code=143, watcher=StopsAt(4)).err
+    assert f"`ptlf learn {run} --watch {inbox}` continues from here" in told
+    assert "Summary" in learn(run, *once).out
     (inbox / "empty").mkdir()
-    assert watched(tmp_path / "run", inbox) == 0
-    told = f"nothing new in {inbox}: its subfolders were learnt or hold no images\n"
-    assert capsys.readouterr().out == told
+    assert learn(run, *once).out == f"nothing new in {inbox}: its subfolders were learnt or hold no images\n"
     shutil.copytree(root / "pictures" / "day1", inbox / "copy")
     shutil.copytree(root / "pictures" / "day3", inbox / "day3")
-    assert watched(tmp_path / "run", inbox) == 2
-    told = capsys.readouterr().err
+    told = learn(run, *once, code=2).err
     assert "copy is left out: copy holds the very images of task day1" in told
     assert f"1 left out: copy; repair, or move out of {inbox}\n" in told
-    assert [found.name for found in arrivals(tmp_path / "run")] == ["0001-day1", "0002-day2", "0003-day3"]
-    check_same(tmp_path / "run", whole(root))
-    before = files_in(tmp_path / "run")
+    assert [found.name for found in arrivals(run)] == ["0001-day1", "0002-day2", "0003-day3"]
+    check_same(run, whole(root))
+    before = files_in(run)
     shutil.rmtree(inbox)
-    assert watched(tmp_path / "run", inbox) == 2
-    assert f"the folder to watch, {inbox}, is not there" in capsys.readouterr().err
-    assert files_in(tmp_path / "run") == before
+    assert f"the folder to watch, {inbox}, is not there" in learn(run, *once, code=2).err
+    assert files_in(run) == before
 
 
 def test_a_folder_is_as_old_as_its_oldest_image(tmp_path: Path) -> None:
@@ -806,8 +702,7 @@ def test_from_python_with_a_module_of_ones_own(root: Path, tmp_path: Path) -> No
     torch.manual_seed(3)
     module = tiny_encoder()
     start = [parameter.clone() for parameter in module.parameters()]
-    settings: dict[str, Any] = {"training": {"epochs": 1, "batch": 8}, "memory.size": 8, "probes.knn_class.k": 5}
-    settings |= {"objective.projection": 16, "evaluation": {"gallery": False}, "device": "cpu"}
+    settings: dict[str, Any] = {**FAST, "training": {"epochs": 1, "batch": 8}, "probes.knn_class.k": 5}
     out, pictures = tmp_path / "run", root / "pictures"
     learner = ptlf.Learner(module, "simsiam", "ptlf", out, size=SIZE, **settings)
     assert learner.tasks == []
@@ -849,11 +744,7 @@ def test_arrays_and_npz_are_tasks(run: Path, tmp_path: Path) -> None:
     results = learner.learn(npz(tmp_path / "source", **arrays, names=["b", "new"]), watcher=QUIET)
     assert results["tasks"] == ["day1", "array", "images"]
     assert results["eval_splits"] == ["day1", "images"]
-    assert [[value is None for value in row] for row in results["probes"]["knn_class"]["matrix"]] == [
-        [False, True],
-        [False, True],
-        [True, False],
-    ]
+    assert row_marks(results["probes"]["knn_class"]) == ["x.", "x.", ".x"]
     stream = Run(learner.config, run).stream
     assert stream.tasks[1].images.pixels.shape == (9, SIZE, SIZE, 3)
     assert np.array_equal(stream.tasks[2].images.pixels, arrays["images"])
@@ -888,8 +779,7 @@ class Pairs(torch.utils.data.Dataset):
 
 def test_lists_and_data_sets_are_learnt_and_embedded(tmp_path: Path) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (24, SIZE + 3, SIZE + 1, 3), dtype=np.uint8)
-    settings = {**FAST}
-    learner = ptlf.Learner(tiny_encoder(), out=tmp_path / "run", size=SIZE, **settings, **{"probes.knn_class.k": 3})
+    learner = ptlf.Learner(tiny_encoder(), out=tmp_path / "run", size=SIZE, **FAST, **{"probes.knn_class.k": 3})
     learner.learn([Image.fromarray(image) for image in pixels], name="list", watcher=QUIET)
     results = learner.learn(Pairs(pixels[::-1]), name="pairs", test_fraction=0.25, watcher=QUIET)
     assert results["tasks"] == ["list", "pairs"] and results["eval_splits"] == ["pairs"]
@@ -908,8 +798,7 @@ def test_a_run_that_began_with_a_file_goes_on_without_it(tmp_path: Path, own: bo
     pixels = np.random.default_rng(2).integers(0, 256, (40, SIZE, SIZE, 3), dtype=np.uint8)
     np.save(tmp_path / "known.npy", pixels[:16])
     torch.save(tiny_encoder().state_dict(), tmp_path / "w.pt")
-    settings = {**FAST}
-    settings |= {"encoder.weights": str(tmp_path / "w.pt"), "memory.images": str(tmp_path / "known.npy")}
+    settings = {**FAST, "encoder.weights": str(tmp_path / "w.pt"), "memory.images": str(tmp_path / "known.npy")}
 
     def new(out: Path) -> ptlf.Learner:
         return ptlf.Learner(tiny_encoder() if own else "conftest:tiny_encoder", out=out, **settings)
@@ -925,8 +814,7 @@ def test_a_run_that_began_with_a_file_goes_on_without_it(tmp_path: Path, own: bo
     results = again.learn(pixels[28:], name="t28", watcher=QUIET)
     assert results["encoder_weights"]["matched"] > 0 and results["memory_images"]["images"] == 16
     assert [entry["task"] for entry in results["freezing"]] == [1, 2]
-    encoders = [load_file(tmp_path / name / "encoder.safetensors") for name in ("first", "whole")]
-    assert same(*encoders)
+    assert same(*(load_file(tmp_path / name / "encoder.safetensors") for name in ("first", "whole")))
 
 
 def test_an_argument_of_learn_given_to_the_run_is_told_its_place(tmp_path: Path) -> None:
@@ -935,22 +823,9 @@ def test_an_argument_of_learn_given_to_the_run_is_told_its_place(tmp_path: Path)
             ptlf.Learner(out=tmp_path / "run", **{name: "skip"})
 
 
-def test_the_only_task_is_gone(run: Path, capsys) -> None:
-    ptlf.Learner.load(run, trust_code=True)
-    shutil.rmtree(run / "tasks")
-    assert main(["learn", "--trust-code", str(run), "day2"]) == 2
-    assert f"there is no {run / 'tasks' / '0001-day1'}; put it back" in capsys.readouterr().err
-
-
-def test_a_stream_that_waits_for_tasks_is_not_for_train(tmp_path: Path, capsys) -> None:
-    assert main(["train", "--recipe", "arriving/simsiam/ptlf", "--out", str(tmp_path / "run")]) == 2
-    assert "stream 'arriving' has no task yet; `ptlf learn RUN IMAGES` brings the first" in capsys.readouterr().err
-
-
-def test_a_stopped_run_says_so_from_python(run: Path, root: Path) -> None:
-    with pytest.raises(Stopped):
-        ptlf.Learner.load(run, trust_code=True).learn(root / "day2", watcher=StopsAt(1))
-    assert ptlf.Learner.load(run, trust_code=True).learn(watcher=QUIET)["status"] == "finished"
+def test_a_stream_that_waits_for_tasks_is_not_for_train(tmp_path: Path) -> None:
+    told = run_cli("train", "--recipe", "arriving/simsiam/ptlf", "--out", tmp_path / "run", code=2).err
+    assert "stream 'arriving' has no task yet; `ptlf learn RUN IMAGES` brings the first" in told
 
 
 def test_runs_that_learnt_other_images_are_not_compared(root: Path, tmp_path: Path) -> None:

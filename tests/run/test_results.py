@@ -32,22 +32,8 @@ def test_lists_of_plain_values_are_on_one_line() -> None:
     value = {"a": [1, None, "x, [y]"], "b": [[1.5, True], []], "c": {"d": {}, 3: {"e": "ü"}}, "f": []}
     text = to_json(value)
     assert json.loads(text) == json.loads(json.dumps(value))
-    assert text.splitlines() == [
-        "{",
-        ' "a": [1, null, "x, [y]"],',
-        ' "b": [',
-        "  [1.5, true],",
-        "  []",
-        " ],",
-        ' "c": {',
-        '  "d": {},',
-        '  "3": {',
-        '   "e": "\\u00fc"',
-        "  }",
-        " },",
-        ' "f": []',
-        "}",
-    ]
+    first, second = '{\n "a": [1, null, "x, [y]"],\n "b": [\n  [1.5, true],\n  []\n ],\n', ' "c": {\n  "d": {},\n'
+    assert text == f'{first}{second}  "3": {{\n   "e": "\\u00fc"\n  }}\n }},\n "f": []\n}}'
     with pytest.raises(ValueError, match="JSON compliant"):
         to_json({"a": [float("nan")]})
 
@@ -77,7 +63,6 @@ def test_lines_become_columns_and_come_back() -> None:
         ('{"schema": 2', "is damaged: Expecting"),
         ('{"schema": 2}', "is damaged: status is missing"),
         ("[" * 100_000, "is damaged: it is nested too deeply"),
-        ('{"schema": NaN}', "is damaged: NaN is no number of JSON"),
     ],
 )
 def test_a_file_of_another_schema_is_refused_with_the_way_out(tmp_path: Path, text: str, reason: str) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import StopsAt, tiny_config, tiny_encoder
+from conftest import StopsAt, run_cli, tiny_config, tiny_encoder
 from sklearn.neighbors import KNeighborsClassifier
 
-from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.run.components import fill_memory
 from ptlf.run.config import Config
@@ -43,8 +42,7 @@ def config(method: str, known: Path, **more: Any) -> Config:
 
 
 def filled(run: Run) -> Run:
-    assert run.method.memory is not None
-    fill_memory(run.components, run.method.memory)
+    fill_memory(run.components)
     return run
 
 
@@ -155,12 +153,11 @@ def test_a_method_without_a_memory_says_so(known: Path, capsys: pytest.CaptureFi
     assert "method 'finetune' keeps no memory; memory.images is not used" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", ["memory.images", "evaluation.reference"])
-def test_images_that_are_not_there(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "--recipe", "digits/simsiam/lump", f"--{key}", str(tmp_path / "none"), "--device", "cpu"]
-    assert main([*words, "--out", str(tmp_path / "run")]) == 2
-    assert "no packed set of that name in" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+def test_images_that_are_not_there(tmp_path: Path) -> None:
+    words = ["train", "--recipe", "digits/simsiam/lump", "--device", "cpu", "--out", tmp_path / "run"]
+    for key in ("memory.images", "evaluation.reference"):
+        assert "no packed set of that name in" in run_cli(*words, f"--{key}", tmp_path / "none", code=2).err
+        assert not (tmp_path / "run").exists()
 
 
 def test_what_it_knew_is_tested_before_and_after_every_task(known: Path, tmp_path: Path) -> None:
@@ -201,18 +198,15 @@ def test_a_reference_without_labels(known: Path, tmp_path: Path) -> None:
         Run(config("finetune", known, evaluation__reference=str(tmp_path / "plain.npy")))
 
 
-def test_tables_and_page_show_it(known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_and_page_show_it(known: Path, tmp_path: Path) -> None:
     words = ["train", "--recipe", "digits/simsiam/finetune", "--stream.groups", "[[0, 1], [2, 3]]", "--device", "cpu"]
     words += ["--training.epochs", "1", "--probes.knn_class.k", "5", "--evaluation.reference", str(known)]
-    assert main([*words, "--encoder.name", "conftest:tiny_encoder", "--out", str(tmp_path / "run")]) == 0
-    said = capsys.readouterr().out
+    said = run_cli(*words, "--encoder.name", "conftest:tiny_encoder", "--out", tmp_path / "run").out.splitlines()
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     found = results["reference"]["probes"]["knn_class"]
     for moment, value in (("start", found["before"]), ("end", found["accuracy"])):
-        rows = [line for line in said.splitlines() if f"knew before, at the {moment}" in line]
-        assert any(f"{value:.2f}" in row for row in rows), rows
-    last = [line for line in said.splitlines() if "│ task 2" in line][-1]
-    assert f"{found['after'][1]:.2f}" in last
+        assert any(f"knew before, at the {moment}" in line and f"{value:.2f}" in line for line in said), moment
+    assert f"{found['after'][1]:.2f}" in [line for line in said if "│ task 2" in line][-1]
     page = (tmp_path / "run" / "report.html").read_text()
     assert 'id="known-knn_class"' in page and "What it knew before" in page
     assert f'data-measure="reference.probes.knn_class.accuracy" data-value="{found["accuracy"]}"' in page

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config
+from conftest import run_cli, tiny_config
 from PIL import Image
 from rich.console import Console
 from safetensors import safe_open
@@ -24,7 +24,7 @@ from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import gallery
 from ptlf.evaluation.spread import effective_rank
-from ptlf.report.figures.accuracy import tasks_of_splits
+from ptlf.report.figures import tasks_of_splits
 from ptlf.report.tables import show_results
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.loop import Run
@@ -68,6 +68,8 @@ def test_features_are_measured_after_each_task(tmp_path: Path) -> None:
     with torch.no_grad():
         features = run.model.encoder(run.components.prepare(images))
     assert last["effective_rank"] == pytest.approx(effective_rank(features), rel=1e-4)
+    page = page_of(tmp_path / "run")  # which speaks of classes
+    assert 'class="features"' not in page and "accuracy is not known" not in page
     assert Run(tiny_config(training__epochs=1, evaluation__enabled=False)).train()["features"] == []
 
 
@@ -80,13 +82,6 @@ def test_the_record_and_the_page_of_an_unlabelled_stream(world: Path) -> None:
     page = (world / "run" / "report.html").read_text()
     assert 'class="features"' in page and "accuracy is not known" in page
     assert "same class" not in page
-
-
-def test_a_labelled_stream_speaks_of_classes(tmp_path: Path) -> None:
-    assert Run(tiny_config(training__epochs=1, evaluation__gallery=True), tmp_path / "run").train()
-    assert main(["report", str(tmp_path / "run")]) == 0
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert 'class="features"' not in page and "accuracy is not known" not in page
 
 
 def test_the_gallery_takes_a_sample(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,47 +109,37 @@ def accuracy_by_hand(run: Path, labelled: Path, k: int, module: nn.Module | None
 
 
 @pytest.mark.parametrize("form", ["folder", "name"])
-def test_labels_that_come_later(
-    world: Path, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_that_come_later(world: Path, form: str, tmp_path: Path) -> None:
     where, run = world / "labelled", Path(shutil.copytree(world / "run", tmp_path / "run"))
-    if form != "folder":
-        pack = pack_folder(where, tmp_path, "later", size=16, workers=1, progress=False)
-        where = pack.path
-    root = ["--data-root", str(tmp_path)]  # the run's own images are not there
-    given = "later" if form == "name" else str(where)
-    settings = ["--probes.knn_class.k", "5", "--probes.knn_class.temperature", "0.1", "--device", "cpu"]
-    settings.append("--trust-code")
-    words = ["evaluate", str(run), "--probe", "knn_class", "--stream.labelled", given]
-    assert main([*words, *root, *settings]) == 0
-    said = capsys.readouterr().out
+    if form == "name":
+        where = pack_folder(where, tmp_path, "later", size=16, workers=1, progress=False).path
+    words = ["evaluate", run, "--probe", "knn_class", "--stream.labelled", "later" if form == "name" else where]
+    words += ["--data-root", tmp_path, "--device", "cpu", "--trust-code"]  # the run's own images are not there
+    words += ["--probes.knn_class.k", "5", "--probes.knn_class.temperature", "0.1"]
+    said = run_cli(*words).out
     expected = accuracy_by_hand(run, world / "labelled", 5)
     assert f"{expected:.2f}" in said and expected > 50
     before = Run(from_dict(read_yaml(run / "config.yaml"))).model.encoder
     (line,) = [line for line in said.splitlines() if "nothing (encoder before training)" in line]
     assert f"{accuracy_by_hand(run, world / 'labelled', 5, before):.2f}" in line
-    assert main([*words, *root, *settings]) == 0
-    (kept,) = json.loads(
-        (run / "evaluations.json").read_text()
-    )  # the second test, which is the same, replaced the first
+    run_cli(*words)
+    (kept,) = json.loads((run / "evaluations.json").read_text())  # the second test, the same, replaced the first
     assert kept["probes"]["knn_class"]["accuracy"] == pytest.approx(expected) and kept["tasks"] == 2
     page = page_of(run)
-    assert (
-        f"{expected:.2f} % (knn_class, k = 5) on labels that came later" in page and "accuracy is not known" not in page
-    )
+    assert f"{expected:.2f} % (knn_class, k = 5) on labels that came later" in page
+    assert "accuracy is not known" not in page
     table = page.partition("<h3>Labels that came later</h3>")[2].partition("</table>")[0]
     assert f">{expected:.2f}</td>" in table and f">40 of {where.name}</td>" in table
 
 
-def test_images_of_no_task_are_tested_among_all_classes(world: Path, tmp_path: Path, capsys) -> None:
-    run = str(shutil.copytree(world / "run", tmp_path / "run"))
-    words = ["evaluate", run, "--trust-code", "--stream.labelled", str(world / "labelled")]
+def test_images_of_no_task_are_tested_among_all_classes(world: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(world / "run", tmp_path / "run")
+    words = ["evaluate", run, "--trust-code", "--stream.labelled", world / "labelled"]
     for chosen, rows in ([], ["knn_class"]), (["linear"], ["linear"]), (["knn_task"], ["knn_task"]):
-        assert main([*words, *(["--probe", *chosen] if chosen else [])]) == 0
-        said = capsys.readouterr()
+        said = run_cli(*words, *(["--probe", *chosen] if chosen else []))
         assert re.findall(r"^(\w+): accuracy in %", said.out, re.M) == rows
         assert ("probes.knn_class.k is 200" in said.err) == (rows == ["knn_class"])
-    assert "k = 2 (number of tasks seen so far" in said.out
+    assert ", k = 2, bank" in said.out
 
 
 @pytest.mark.parametrize("text", ["[", '[{"date": "", "tasks": 1, "images": "", "sha256": ""}]'])
@@ -185,11 +170,10 @@ def test_columns_are_tested_all_together_on_images_of_no_task(world: Path, tmp_p
     assert learner.evaluate(["knn_task"], where)["knn_task"]["accuracy"] == expected
 
 
-def test_other_settings_are_still_refused(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(world / "run"), "--stream.tasks", "2"]) == 2
-    assert "leave out --stream.tasks" in capsys.readouterr().err
-    assert main(["evaluate", str(world / "run"), "--stream.labelled", "nowhere", "--trust-code"]) == 2
-    assert "no folder or file nowhere" in capsys.readouterr().err
+def test_other_settings_are_still_refused(world: Path) -> None:
+    assert "leave out --stream.tasks" in run_cli("evaluate", world / "run", "--stream.tasks", "2", code=2).err
+    words = ["evaluate", world / "run", "--stream.labelled", "nowhere", "--trust-code"]
+    assert "no folder or file nowhere" in run_cli(*words, code=2).err
 
 
 def test_features_of_the_untrained_encoder_stand_beside_those_of_each_task(world: Path, tmp_path: Path) -> None:
@@ -256,23 +240,17 @@ def test_an_encoder_that_training_made_worse_is_named(world: Path, tmp_path: Pat
     assert float(before) > 50
 
 
-def test_broken_images_of_a_labelled_folder_are_skipped_on_request(world: Path, tmp_path: Path, capsys) -> None:
+def test_broken_images_of_a_labelled_folder_are_skipped_on_request(world: Path, tmp_path: Path) -> None:
     shutil.copytree(world / "labelled", tmp_path / "labelled")
     for split in ("train", "test"):
         (tmp_path / "labelled" / split / "1" / "broken.png").write_bytes(b"no pixels")
-    words = ["evaluate", str(world / "run"), "--trust-code", "--probe", "knn_class", "--device", "cpu"]
-    assert main([*words, "--stream.labelled", str(world / "labelled")]) == 0
-    whole = [line for line in capsys.readouterr().out.splitlines() if "tasks" in line]
-    words += ["--stream.labelled", str(tmp_path / "labelled")]
-    assert main(words) == 2
-    assert (
-        "broken.png cannot be used: not an image in a known format; repair or remove it, or give --on-error skip"
-        in (capsys.readouterr().err)
-    )
-    assert main([*words, "--on-error", "skip"]) == 0
-    told = capsys.readouterr()
-    assert [line for line in told.out.splitlines() if "tasks" in line] == whole
-    assert "labelled: skipped 2, of 162 images:" in told.err and "train/1/broken.png: not an image" in told.err
+    words = ["evaluate", world / "run", "--trust-code", "--probe", "knn_class", "--device", "cpu", "--stream.labelled"]
+    whole = [line for line in run_cli(*words, world / "labelled").out.splitlines() if "tasks" in line]
+    told = run_cli(*words, tmp_path / "labelled", code=2).err
+    assert "broken.png cannot be used: not an image in a known format; repair or remove it, or give --on-error" in told
+    said = run_cli(*words, tmp_path / "labelled", "--on-error", "skip")
+    assert [line for line in said.out.splitlines() if "tasks" in line] == whole
+    assert "labelled: skipped 2, of 162 images:" in said.err and "train/1/broken.png: not an image" in said.err
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -289,7 +267,7 @@ def test_a_task_without_test_images_is_learnt_and_not_tested(missing: int, tmp_p
     settings = {"stream__name": "folder", "stream__pack": "six", "stream__groups": groups, "views__size": 20}
     settings |= {"data_root": str(tmp_path / "data"), "training__batch": 40, "training__epochs": 1}
     results = Run(tiny_config(**settings), tmp_path / "run").train()
-    capsys.readouterr()
+    told = capsys.readouterr().err
     names = ["0, 1", "2, 3", "4, 5"]
     tested = [number for number in range(3) if number != missing]
     assert results["eval_splits"] == [names[number] for number in tested]
@@ -297,10 +275,9 @@ def test_a_task_without_test_images_is_learnt_and_not_tested(missing: int, tmp_p
         expected = [[after >= number for number in tested] for after in range(3)]
         assert [[value is not None for value in row] for row in values["matrix"]] == expected
         assert values["accuracy"] is not None and values["forgetting"] is not None
-    assert main(["evaluate", "--trust-code", str(tmp_path / "run")]) == 0
-    told = capsys.readouterr()
-    assert told.err.count(f"no test images of ['{names[missing]}']: these tasks are learnt, but not tested") == 1
-    assert main(["report", str(tmp_path / "run")]) == 0
+    assert told.count(f"no test images of ['{names[missing]}']: these tasks are learnt, but not tested") == 1
+    run_cli("evaluate", "--trust-code", tmp_path / "run")
+    run_cli("report", tmp_path / "run")
     assert tasks_of_splits(json.loads((tmp_path / "run/results.json").read_text())) == [n + 1 for n in tested]
 
 

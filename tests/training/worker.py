@@ -25,7 +25,8 @@ from ptlf.core import processes
 from ptlf.model import Model, gradient
 from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import Teacher
-from ptlf.run import build, components
+from ptlf.run import build
+from ptlf.run.components import Components
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.run.watcher import Watcher
@@ -42,7 +43,7 @@ COMMON: dict[str, Any] = {
     "freezing__batches": 1,
     "probes__linear__enabled": False,
 }
-prepare_images, measure_savings = components.prepare_images, build.measure_savings
+prepare, measure_savings = Components.prepare, build.measure_savings
 ONE_EPOCH = {"training__epochs": 1}
 # Every objective with its distillation, and every method; the last run with batch norms that are not synchronised.
 RUNS: dict[str, dict[str, Any]] = {
@@ -81,8 +82,8 @@ def mortal_encoder() -> nn.Module:
     return network
 
 
-def prepare_double(images: Tensor, **how: Any) -> Tensor:
-    return prepare_images(images, **how).double()
+def prepare_double(self: Components, images: Tensor) -> Tensor:
+    return prepare(self, images).double()
 
 
 def different_savings(*arguments: Any) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def train(name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     Model.encode = encode_double  # type: ignore[method-assign]
-    components.prepare_images = prepare_double
+    Components.prepare = prepare_double  # type: ignore[method-assign]
     build.measure_savings = different_savings
     count_sent_bytes()
     rank = int(os.environ["RANK"])
