@@ -18,7 +18,7 @@ from PIL import Image
 from ptlf.cli import main
 from ptlf.commands.parser import make_parser, parse_words
 from ptlf.encoders import ENCODERS
-from ptlf.report.paired import interval
+from ptlf.report.intervals import interval
 from ptlf.run.recipes import VARIANTS, resolve_config
 from ptlf.run.sweep import plan
 

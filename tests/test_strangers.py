@@ -94,7 +94,7 @@ def manifest(content: str) -> Row:
 
 
 def address(url: str) -> Row:
-    return plain("data", "get", "cifar10", "--via", "archive", "--url", url, "--data-root", "AT/data")
+    return plain("data", "get", "cifar10", "--url", url, "--data-root", "AT/data")
 
 
 def encoder_file(change: Callable[[bytes], bytes], *, known: bool = False) -> Row:

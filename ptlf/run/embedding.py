@@ -54,8 +54,7 @@ def embed_images(
                 refuse_or_skip([(prefix + name, why) for name, why in problems], skipped, on_error)
 
             for squares, features in encoder.embedded(split, batch, on_problem):
-                known = split.names
-                labels = [None if label is None else str(known[label] if known else label) for label in squares.labels]
+                labels = [None if label is None else str(label) for label in squares.labels]
                 writer.write([prefix + name for name in squares.names], labels, features)
                 total += len(features)
                 advance(len(features))

@@ -13,7 +13,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.phases import Advance, Phase, silent
 from ptlf.evaluation.prober import eval_mode
-from ptlf.evaluation.spread import effective_rank, feature_spread, spaced, spread
+from ptlf.evaluation.spread import effective_rank, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.subspace import NotFinite
 from ptlf.run.components import Components
@@ -105,14 +105,14 @@ class Evaluator:
             return {}, {}, {}
         with self.testing(f"testing after task {task + 1} of {len(self.stream.tasks)}") as phase:
             rows = prober.rows(self.encoder, task, phase)
-            return rows, prober.future(self.encoder, task, phase), prober.used(task)
+            return rows, prober.ahead(self.encoder, [task + 1], phase), prober.used(task)
 
     def test_next(self, task: int) -> Rows:
         """The encoder as it is on task number `task`, before that is learnt."""
         if not self.components.prober:
             return {}
         with self.testing(f"testing on task {task + 1} before it is learnt") as phase:
-            return self.components.prober.future(self.encoder, task - 1, phase)
+            return self.components.prober.ahead(self.encoder, [task], phase)
 
     def test_untrained(self, known: int = 0) -> tuple[Rows, Rows]:
         """Rows of the untrained encoder on all splits, and its accuracies on tasks yet to come. known: tasks that it
@@ -120,10 +120,9 @@ class Evaluator:
         prober = self.components.prober
         if not prober:
             return {}, {}
-        new = [split for split in self.stream.eval_splits if split.since >= max(known, 1)]
         with self.testing("testing the encoder before training") as phase:
             untrained = prober.rows(self.encoder, len(self.stream.tasks), phase)
-            return untrained, prober.ahead(self.encoder, new, phase)
+            return untrained, prober.ahead(self.encoder, range(max(known, 1), len(self.stream.tasks)), phase)
 
     def test_reference(self) -> Rows:
         """What the encoder knew before, against a bank of its own."""
@@ -155,10 +154,10 @@ class Evaluator:
 
     def spread(self, indices: np.ndarray) -> tuple[float, int]:
         """Of the features of some images of the task that is trained, and how many they are."""
-        with self.clock("evaluation"):
+        with self.clock("evaluation"), eval_mode(self.encoder):
             chosen = torch.from_numpy(spaced(indices, 128))
-            images = self.components.prepare(self.components.trainer.source.gather(chosen))
-            return feature_spread(self.encoder, images), len(images)
+            features = self.encoder(self.components.prepare(self.components.trainer.source.gather(chosen)))
+            return spread(features.float().flatten(1)), len(features)
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now: "before" or "after" training."""

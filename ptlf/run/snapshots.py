@@ -145,7 +145,7 @@ class Snapshots:
         progress.ended = state.get("ended") or False
         self.clock.add(state["clock"])
         if parts.gallery:
-            parts.gallery.restore(state["looks"])
+            parts.gallery.looks = parts.gallery.looks or state["looks"]
         self.record.load_state_dict(state["record"])
         self.record.widen(len(parts.stream.eval_splits))
 

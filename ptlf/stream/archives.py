@@ -3,13 +3,11 @@
 To add one: a line in SOURCES, with a function that reads its archive without extracting it.
 """
 
-import codecs
-import io
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,83 +16,49 @@ import numpy as np
 from ptlf.core.errors import UserError
 from ptlf.core.reading import read_text
 from ptlf.stream.disk import files_below
-from ptlf.stream.rows import ImageSplit, Row, array_split, list_split, with_labels
+from ptlf.stream.rows import ImageSplit, Row, array_split, with_labels
 
 CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-Splits = Mapping[str, ImageSplit]  # "train" and "test", with the names of the classes
+Splits = dict[str, ImageSplit]  # "train" and "test", with the names of the classes
 
 
 class ArrayUnpickler(pickle.Unpickler):
     """Builds dicts, lists, strings and numpy arrays. A pickle that names any other class or function is refused."""
 
-    ALLOWED: dict[tuple[str, str], Any] = {  # noqa: RUF012
-        ("numpy.core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
-        ("numpy._core.multiarray", "_reconstruct"): np.zeros(0).__reduce__()[0],
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-        ("_codecs", "encode"): codecs.encode,
-    }
+    ALLOWED = (
+        *(("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct")),
+        *(("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")),
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a data file")
-        return self.ALLOWED[module, name]
+        return super().find_class(module, name)
 
 
-def unpickle(content: bytes) -> dict[bytes, Any]:
-    try:
-        value = ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-    except Exception as error:  # a malformed pickle can raise almost any exception
-        raise UserError(f"the archive has a member that is no CIFAR batch ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"the archive has a member that is no CIFAR batch (it holds a {type(value).__name__})")
-    return {key.encode() if isinstance(key, str) else key: item for key, item in value.items()}
-
-
-def read_members(archive: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """The named members of a tar file, in one pass."""
-    found: dict[str, bytes] = {}
+def cifar(archive: Path, train: Sequence[str], test: str, labels: bytes, names: Sequence[str] = ()) -> Splits:
+    """names: of the classes; else the archive has them. Its checksum was compared: it holds what it should."""
+    read = {}
     with tarfile.open(archive, "r:gz") as tar:
-        for member in tar:
-            if member.name in names and (opened := tar.extractfile(member)) is not None:
-                found[member.name] = opened.read()
-    if missing := [name for name in names if name not in found]:
-        raise UserError(f"{archive} has no member {', '.join(missing)}")
-    return found
+        for member in tar:  # in one pass: going back would decompress it anew
+            if (name := PurePosixPath(member.name).name) in (*train, test, "meta"):
+                read[name] = ArrayUnpickler(tar.extractfile(member), encoding="bytes").load()  # type: ignore[arg-type]
 
+    def split(parts: Sequence[str]) -> ImageSplit:
+        planes = np.concatenate([read[part][b"data"] for part in parts]).reshape(-1, 3, 32, 32)
+        found = np.concatenate([read[part][labels] for part in parts])
+        return with_labels(array_split(np.ascontiguousarray(planes.transpose(0, 2, 3, 1))), found, names)
 
-def cifar_split(batches: Sequence[bytes], names: Sequence[str], labels_key: bytes) -> ImageSplit:
-    read = [cifar_batch(content, labels_key) for content in batches]
-    images, labels = (np.concatenate(parts) for parts in zip(*read, strict=True))
-    return with_labels(array_split(images), labels.tolist(), names)
-
-
-def cifar_batch(content: bytes, labels_key: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Images (N, 32, 32, 3) uint8 and labels (N,)."""
-    batch = unpickle(content)
-    data, labels = batch.get(b"data"), np.asarray(batch.get(labels_key, []))
-    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.shape != (len(labels), 3072):
-        raise UserError("the archive has a member that is no CIFAR batch (no (N, 3072) bytes with N labels)")
-    return np.ascontiguousarray(data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), labels
+    names = names or [name.decode() for name in read["meta"][b"fine_label_names"]]
+    return {"train": split(train), "test": split([test])}
 
 
 def cifar10(archive: Path) -> Splits:
-    train = [f"cifar-10-batches-py/data_batch_{i}" for i in range(1, 6)]
-    members = read_members(archive, [*train, "cifar-10-batches-py/test_batch"])
-    test = members.pop("cifar-10-batches-py/test_batch")
-    parts = {"train": [members[name] for name in train], "test": [test]}
-    return {split: cifar_split(part, CIFAR10_NAMES, b"labels") for split, part in parts.items()}
+    return cifar(archive, [f"data_batch_{i}" for i in range(1, 6)], "test_batch", b"labels", CIFAR10_NAMES)
 
 
 def cifar100(archive: Path) -> Splits:
-    train, test, meta = (f"cifar-100-python/{part}" for part in ("train", "test", "meta"))
-    members = read_members(archive, [train, test, meta])
-    names = unpickle(members[meta]).get(b"fine_label_names")
-    if not isinstance(names, list):
-        raise UserError(f"{archive}: {meta} has no fine_label_names")
-    names = [each.decode() if isinstance(each, bytes) else str(each) for each in names]
-    parts = {"train": members[train], "test": members[test]}
-    return {split: cifar_split([part], names, b"fine_labels") for split, part in parts.items()}
+    return cifar(archive, ["train"], "test", b"fine_labels")
 
 
 def tinyimagenet(archive: Path) -> Splits:
@@ -103,15 +67,11 @@ def tinyimagenet(archive: Path) -> Splits:
         files = [member.removeprefix(top) for member in opened.namelist() if member.startswith(top)]
         annotations = opened.read(f"{top}val/val_annotations.txt").decode()
 
-    def in_archive(part: ImageSplit) -> ImageSplit:
-        def read() -> Iterator[Row]:
-            with zipfile.ZipFile(archive) as opened:
-                for row in part.read():
-                    yield row._replace(name=f"{archive}:{top}{row.name}", image=opened.read(top + row.name))
+    def read(names: Sequence[str]) -> Iterator[bytes]:
+        with zipfile.ZipFile(archive) as opened:
+            yield from (opened.read(top + name) for name in names)
 
-        return ImageSplit(part.count, read, part.names, part.labels)
-
-    return {split: in_archive(part) for split, part in tiny_splits(files, annotations, archive).items()}
+    return tiny_splits(files, annotations, archive, read)
 
 
 def tinyimagenet_folder(folder: Path) -> Splits | None:
@@ -120,24 +80,30 @@ def tinyimagenet_folder(folder: Path) -> Splits | None:
     if not (folder / "val" / "val_annotations.txt").is_file():
         return None
     files = [file.relative_to(folder).as_posix() for part in ("train", "val") for file in files_below(folder / part)]
-    return tiny_splits(files, read_text(folder / "val" / "val_annotations.txt"), folder)
+    annotations = read_text(folder / "val" / "val_annotations.txt")
+    return tiny_splits(files, annotations, folder, lambda names: (folder / name for name in names))
 
 
-def tiny_splits(files: Sequence[str], annotations: str, top: Path) -> Splits:
+def tiny_splits(
+    files: Sequence[str], annotations: str, top: Path, read: Callable[[Sequence[str]], Iterator[Any]]
+) -> Splits:
     """Classes are the sorted wnids. The classes of validation images, our test split, are in val_annotations.txt."""
     wnids = dict(line.split("\t")[:2] for line in annotations.splitlines() if "\t" in line)
     images = [PurePosixPath(file) for file in files if file.endswith(".JPEG")]
     train = sorted((file.parts[1], str(file)) for file in images if file.parts[0] == "train")
     val = sorted((wnids.get(file.name, ""), str(file)) for file in images if file.parts[0] == "val")
     names = sorted({wnid for wnid, _ in train})
-    number = {wnid: index for index, wnid in enumerate(names)}
-    if unknown := sorted(file for wnid, file in val if wnid not in number):
+    if unknown := [file for wnid, file in val if wnid not in names]:
         raise UserError(f"{top}: val_annotations.txt gives no known class for {unknown[0]}")
-    splits = {}
-    for split, part in (("train", train), ("test", val)):
-        rows = [Row(file, top / file, number[wnid]) for wnid, file in part]
-        splits[split] = replace(list_split(rows), names=names)
-    return splits
+
+    def split(part: Sequence[tuple[str, str]]) -> ImageSplit:
+        def rows() -> Iterator[Row]:
+            for (wnid, file), image in zip(part, read([file for _, file in part]), strict=True):
+                yield Row(str(top / file), image, wnid)
+
+        return ImageSplit(len(part), rows, names)
+
+    return {"train": split(train), "test": split(val)}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Tasks that arrive while a run goes on. Each is a packed set in `RUN/tasks/NUMBER-NAME`, in the order of arrival."""
 
-import functools
 import hashlib
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ptlf.stream.folders import subfolders
 from ptlf.stream.images import find_images, is_image_folder, own_side
 from ptlf.stream.pack import Chunk, Pack, open_pack, read_manifest, write_pack
 from ptlf.stream.packing import pack_images
-from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, labelled_eval_split
+from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, unlabelled_stream
 
 TASKS, INCOMING = "tasks", ".incoming"
 NUMBERED = re.compile(r"(\d{4,})-(.+)")
@@ -31,11 +32,19 @@ class PackedImages(Images):
 
     def __init__(self, pack: Pack, split: str, numbers: np.ndarray) -> None:
         """numbers: the stream's label of each of the pack's names."""
-        vars(self).update(pack=pack, split=split, numbers=numbers)  # the class is frozen
+        checksum = pack.splits[split].checksum
+        vars(self).update(pack=pack, split=split, numbers=numbers, sha256=checksum)  # the class is frozen
 
     pack: Pack
     split: str
     numbers: np.ndarray
+
+    def __len__(self) -> int:
+        return self.pack.splits[self.split].count
+
+    @property
+    def size(self) -> int:
+        return self.pack.size
 
     @property
     def pixels(self) -> np.ndarray:  # type: ignore[override]
@@ -45,37 +54,14 @@ class PackedImages(Images):
     def labels(self) -> np.ndarray:  # type: ignore[override]
         return self.numbers[self.pack.labels(self.split)]
 
-    @property
-    def sha256(self) -> str:  # type: ignore[override]
-        return self.pack.splits[self.split].checksum
-
-    def __len__(self) -> int:
-        return self.pack.splits[self.split].count
-
-    @property
-    def size(self) -> int:
-        return self.pack.size
-
 
 def arrivals(folder: Path) -> list[Pack]:
-    """The tasks that arrived in this run, in order. Only their pack.json is read, once in this process."""
+    """The tasks that arrived in this run, in order. Only their pack.json is read."""
     names = arrived_names(folder)
     for number, name in enumerate(names, start=1):
         if int(name.partition("-")[0]) != number:
             raise missing(folder, number)
-    return [arrival(folder, name) for name in names]
-
-
-def arrival(folder: Path, name: str) -> Pack:
-    file = folder / TASKS / name / "pack.json"
-    stat = file.stat() if file.exists() else None
-    return manifest(folder / TASKS, name, (stat.st_ino, stat.st_mtime_ns) if stat else (0, 0))
-
-
-@functools.lru_cache(maxsize=4096)
-def manifest(root: Path, name: str, identity: tuple[int, int]) -> Pack:
-    """identity: inode and date, of which another file has others."""
-    return read_manifest(root, name)
+    return [read_manifest(folder / TASKS, name) for name in names]
 
 
 def missing(folder: Path, number: int, name: str = "NAME") -> UserError:
@@ -88,8 +74,8 @@ def missing(folder: Path, number: int, name: str = "NAME") -> UserError:
 
 def arrived_names(folder: Path) -> list[str]:
     root = folder / TASKS
-    found = [NUMBERED.fullmatch(name) for name in os.listdir(root)] if root.is_dir() else []
-    return [name for _, name in sorted((int(match[1]), match[0]) for match in found if match)]
+    names = [name for name in os.listdir(root) if NUMBERED.fullmatch(name)] if root.is_dir() else []
+    return sorted(names, key=natural)
 
 
 def is_arrival(path: Path) -> bool:
@@ -114,20 +100,13 @@ def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> St
     size = packs[0].size
     nothing = Images(np.zeros((0, size, size, 3), np.uint8), np.zeros(0, np.int64))
     data = Dataset(config.name, (), nothing, None, "tasks", packs[0].fit)
-    labelled = packed(root, config.labelled) if config.labelled else None
-    return Stream(
-        config.name, data, (), labelled_eval_split(labelled, data), classes=labelled.names if labelled else ()
-    )
+    return unlabelled_stream(data, config, packed(root, config.labelled) if config.labelled else None)
 
 
 def with_arrivals(stream: Stream, packs: Sequence[Pack]) -> Stream:
     """The stream, and then these tasks. Classes are known by name: a new one gets the next free label."""
-    if not packs:
-        return stream
     labels = {name: number for number, name in enumerate(stream.classes)}
     tasks, splits, order = list(stream.tasks), list(stream.eval_splits), list(stream.class_order)
-    most = max(split.count for pack in packs for split in pack.splits.values())
-    counting = np.arange(most)  # the tasks' indices are the beginnings of it
     for pack in packs:
         if pack.size != stream.size:
             sizes = f"{task_name(pack)} has images of {pack.size} px, and the stream of {stream.size} px"
@@ -139,12 +118,12 @@ def with_arrivals(stream: Stream, packs: Sequence[Pack]) -> Stream:
             numbers = np.array([labels.setdefault(name, len(labels)) for name in pack.names])
             classes = tuple(numbers.tolist())
         name, images = task_name(pack), PackedImages(pack, "train", numbers)
-        bank = counting[: len(images)]
+        bank = np.arange(len(images))
         if classes and "test" in pack.splits:
             tests = PackedImages(pack, "test", numbers)
-            splits.append(EvalSplit(name, images, bank, tests, counting[: len(tests)], since=len(tasks)))
+            splits.append(EvalSplit(name, images, bank, tests, np.arange(len(tests)), since=len(tasks)))
         tasks.append(Task(name, images, bank, classes))
-    known: Mapping[str, Any] = {"class_order": tuple(order), "classes": tuple(labels), "arrived": len(packs)}
+    known: dict[str, Any] = {"class_order": tuple(order), "classes": tuple(labels), "arrived": len(packs)}
     return replace(stream, tasks=tuple(tasks), eval_splits=tuple(splits), **known)
 
 
@@ -190,17 +169,16 @@ def known_images(incoming: Pack, learnt: Sequence[Pack]) -> tuple[np.ndarray, li
     known = np.zeros(len(own), bool)
     for number, pack in enumerate(learnt, start=1):
         if pack.source == incoming.source and (pack.path / pack.split("train").images).is_file():
-            there = set(digests(pack))
-            found = np.array([digest in there for digest in own])
+            found = np.isin(own, digests(pack))
             if found.any():
                 tasks.append(place(pack, number))
             known |= found
     return known, tasks
 
 
-def digests(pack: Pack) -> list[bytes]:
+def digests(pack: Pack) -> np.ndarray:
     """Of each training image."""
-    return [hashlib.sha256(image).digest() for image in pack.images("train")]
+    return np.array([hashlib.sha256(image).hexdigest() for image in pack.images("train")])
 
 
 def place(pack: Pack, number: int) -> str:
@@ -213,9 +191,8 @@ def reduced(pack: Pack, rows: np.ndarray) -> Pack:
 
     def chunks(split: str, rows: np.ndarray) -> Iterator[Chunk]:
         images, labels = pack.images(split), pack.labels(split)
-        for start in range(0, len(rows), 256):
-            some = rows[start : start + 256]
-            yield images[some], labels[some]
+        for some in np.array_split(rows, -(-len(rows) // 256)):
+            yield images[some], labels[some].tolist()
 
     wanted = {"train": rows}
     if "test" in pack.splits:
@@ -226,9 +203,9 @@ def reduced(pack: Pack, rows: np.ndarray) -> Pack:
 
 def accept(folder: Path, incoming: Pack) -> Pack:
     """The incoming pack as the run's next task. One with the name of an earlier task gets a number: monday-2."""
-    taken = {task_name(pack) for pack in arrivals(folder)}
-    ends = ("", *(f"-{number}" for number in range(2, len(taken) + 2)))
-    end = next(end for end in ends if task_name(incoming) + end not in taken)
+    taken, name = {task_name(pack) for pack in arrivals(folder)}, task_name(incoming)
+    ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    end = next(end for end in ends if name + end not in taken)
     target = folder / TASKS / (incoming.name + end)
     incoming.path.rename(target)
     return replace(incoming, path=target)
@@ -237,10 +214,9 @@ def accept(folder: Path, incoming: Pack) -> Pack:
 def clear(folder: Path, everything: bool = False) -> None:
     """Remove packs that were not accepted, and empty folders; with `everything` all tasks."""
     root = folder / TASKS
-    shutil.rmtree(root / INCOMING, ignore_errors=True)
-    for name in arrived_names(folder) if everything else ():
-        shutil.rmtree(arrival(folder, name).path)
-    if root.is_dir() and not any(root.iterdir()):
+    for name in (INCOMING, *(arrived_names(folder) if everything else ())):
+        shutil.rmtree(root / name, ignore_errors=True)
+    with suppress(OSError):  # it holds tasks, or is not there
         root.rmdir()
 
 
@@ -263,12 +239,11 @@ def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()
         if str(path.resolve()) in known:
             continue
         try:
-            files = files_below(path)
-            stats = [path.stat(), *map(Path.stat, files)]
+            files = {file: file.stat() for file in files_below(path)}
+            changed = max(max(stat.st_mtime, stat.st_ctime) for stat in (path.stat(), *files.values()))
         except OSError:  # a file went away: somebody is at work
             continue
-        changed = max(max(stat.st_mtime, stat.st_ctime) for stat in stats)
-        dates = [stat.st_mtime for file, stat in zip(files, stats[1:], strict=True) if not not_an_image(file.name)]
+        dates = [stat.st_mtime for file, stat in files.items() if not not_an_image(file.name)]
         if dates and (settle <= 0 or now - changed >= settle):
             found.append((min(dates), natural(name), path))
     return [path for _, _, path in sorted(found)]

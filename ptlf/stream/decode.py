@@ -106,10 +106,8 @@ def to_square(image: Any, size: int, fit: Fit = "crop") -> np.ndarray:
         if image[4:8] == b"ftyp" and (kind := BRANDS.get(image[8:12])):
             raise not_read(kind) from None
         raise BadImage("not an image in a known format") from None
-    except OSError as error:
-        raise BadImage(error.strerror or str(error)) from None
     except Exception as error:  # Pillow can raise almost any exception on malformed bytes
-        raise BadImage(f"{type(error).__name__}: {error}") from None
+        raise BadImage(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}") from None
 
 
 def as_uint8(image: np.ndarray) -> np.ndarray:

@@ -9,15 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ptlf.core.errors import UserError, info
 from ptlf.core.files import locked, sync_folder
@@ -112,10 +104,12 @@ def images_below(folder: Path, passed: list[Path]) -> list[Path]:
     return [file for file in files if not not_an_image(file.name)]
 
 
-def image_files(path: Path, passed: list[Path]) -> list[Path]:
+def image_files(path: Path) -> list[Path]:
     """`images_below`, of which there must be some."""
+    passed: list[Path] = []
     with disk_errors(path):
         files = images_below(path, passed)
+    note_passed(path, passed)
     if not files:
         raise UserError(f"{path} holds no images")
     return files
@@ -133,22 +127,14 @@ def note_passed(folder: Path, passed: Sequence[Path]) -> None:
 
 
 @contextmanager
-def progress_task(
-    text: str, total: float | None, show: bool, unit: str = "images"
-) -> Iterator[tuple[Progress, TaskID]]:
-    """A bar on stderr."""
+def progress_bar(text: str, total: float | None, show: bool, unit: str = "images") -> Iterator[Callable[..., None]]:
+    """Yields `advance(n)`, which moves a bar on stderr on by n images or bytes; `total=` corrects their number."""
     counter = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = [TextColumn("{task.description}", markup=False), BarColumn(), counter, TimeRemainingColumn()]
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not show or cannot_move(console)) as bar:
-        yield bar, bar.add_task(text, total=total)
-
-
-@contextmanager
-def progress_bar(text: str, total: float | None, show: bool, unit: str = "images") -> Iterator[Callable[[int], None]]:
-    """Yields `advance(n)`, which moves a bar on stderr on by n images or bytes."""
-    with progress_task(text, total, show, unit) as (bar, task):
-        yield lambda amount: bar.advance(task, amount)
+        task = bar.add_task(text, total=total)
+        yield lambda amount, **state: bar.update(task, advance=amount, **state)
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

@@ -1,20 +1,20 @@
 """`ptlf data get`: download a data set's official archive (or read it from the disk), check it, pack it."""
 
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.progress import Progress, TaskID
-
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import file_digest
 from ptlf.stream.archives import SOURCES, Source, Splits
-from ptlf.stream.disk import check_space, disk_errors, progress_task
+from ptlf.stream.disk import disk_errors, progress_bar
 from ptlf.stream.folders import pack_folder, subfolders
-from ptlf.stream.pack import Pack, check_writable_target, data_root
-from ptlf.stream.rows import Classes
+from ptlf.stream.pack import Pack, check_target, data_root
+from ptlf.stream.rows import number_classes
 from ptlf.stream.squares import PackOptions, write_squares
 
 __all__ = ["SOURCES", "data_root", "get"]
@@ -22,7 +22,6 @@ __all__ = ["SOURCES", "data_root", "get"]
 TIMEOUT_SECONDS = 60
 BLOCK_BYTES = 1 << 18
 MAX_BYTES = 4 << 30  # of an archive; the largest one known has 250 MB
-NPM = "the npm package is not read here any more; `python reproduction/cifar10_from_npm.py` in the repository packs it"
 
 
 def get(
@@ -30,27 +29,22 @@ def get(
     root: Path,
     *,
     source: str | Path | None = None,
-    via: str = "auto",
     url: str | None = None,
     keep_archive: bool = False,
     **options: Any,  # of `PackOptions`
 ) -> Pack:
-    """Pack a named data set as ROOT/NAME: its official archive, or `source`, that archive or an image folder.
-
-    via: "auto" or "archive"; what older versions also took is refused.
-    """
+    """Pack a named data set as ROOT/NAME: its official archive, or `source`, that archive or an image folder."""
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
     entry, target, packing = SOURCES[name], Path(root) / name, PackOptions(**options)
-    if via == "npm":
-        raise UserError(NPM)
     if source is not None and url:
         raise UserError("give one of --source and --url, not both")
     if source is None and entry.url is None:
         raise UserError(f"{name} cannot be downloaded: {entry.about}")
-    check_writable_target(target, packing.overwrite)
+    check_target(target, packing.overwrite)
     if source is not None:
-        return pack_source(entry, Path(source).expanduser(), target, packing)
+        with disk_errors(Path(source)):
+            return pack_source(entry, Path(source).expanduser(), target, packing)
     folder = target.parent / ".downloads" / name
     with disk_errors(folder):
         try:
@@ -67,68 +61,55 @@ def get(
 
 def pack_archive(entry: Source, file: Path, target: Path, options: PackOptions) -> Pack:
     assert entry.read is not None
-    return pack_splits_of(entry, entry.read(file), target, file.name, options)
+    return pack_splits(entry, entry.read(file), target, file.name, options)
 
 
-def pack_splits_of(entry: Source, splits: Splits, target: Path, source: str, options: PackOptions) -> Pack:
+def pack_splits(entry: Source, splits: Splits, target: Path, source: str, options: PackOptions) -> Pack:
     names = splits["train"].names or ()
     if len(names) != entry.classes:
         raise UserError(f"{source} has {len(names)} classes, {target.name} has {entry.classes}")
-    return write_squares(
-        Pack(target, entry.size, "classes", (), source=source), splits, options, Classes(source, names)
-    )
+    pack = Pack(target, entry.size, "classes", (), source=source)
+    return write_squares(pack, splits, options, partial(number_classes, source=source, names=names))
 
 
 def pack_source(entry: Source, source: Path, target: Path, options: PackOptions) -> Pack:
     """Pack the archive or the image folder that the user has on the disk."""
-    with disk_errors(source):
-        if source.is_dir():
-            return pack_source_folder(entry, source, target, options)
-        if not source.is_file():
-            raise UserError(f"--source {source} does not exist")
-        if entry.url is None:
-            raise UserError(f"--source {source} is a file; {entry.about}")
-        if (md5 := file_digest(source, "md5")) == entry.md5:
-            return pack_archive(entry, source, target, options)
-    whose = f"the archive of {target.name} has {entry.md5}"
-    raise UserError(f"{source} has md5 {md5}, {whose}; download it again ({entry.url})")
-
-
-def pack_source_folder(entry: Source, source: Path, target: Path, options: PackOptions) -> Pack:
     name = target.name
-    if entry.read_folder and (splits := entry.read_folder(source)):
-        return pack_splits_of(entry, splits, target, str(source.resolve()), options)
-    if not (source / "train").is_dir() or not any((source / split).is_dir() for split in ("test", "val")):
-        raise UserError(f"{source} must hold train/CLASS/... and test/CLASS/... or val/CLASS/... for {name}")
-    if entry.names is None and (count := len(subfolders(source / "train"))) != entry.classes:
-        raise UserError(f"{source / 'train'} has {count} class folders, {name} has {entry.classes}")
-    return pack_folder(source, target.parent, name, size=entry.size, names=entry.names, **vars(options))
+    if source.is_dir():
+        if entry.read_folder and (splits := entry.read_folder(source)):
+            return pack_splits(entry, splits, target, str(source.resolve()), options)
+        if not (source / "train").is_dir() or not any((source / split).is_dir() for split in ("test", "val")):
+            raise UserError(f"{source} must hold train/CLASS/... and test/CLASS/... or val/CLASS/... for {name}")
+        if entry.names is None and (count := len(subfolders(source / "train"))) != entry.classes:
+            raise UserError(f"{source / 'train'} has {count} class folders, {name} has {entry.classes}")
+        return pack_folder(source, target.parent, name, size=entry.size, names=entry.names, **vars(options))
+    if not source.is_file():
+        raise UserError(f"--source {source} does not exist")
+    if entry.url is None:
+        raise UserError(f"--source {source} is a file; {entry.about}")
+    if (md5 := file_digest(source, "md5")) != entry.md5:
+        whose = f"the archive of {name} has {entry.md5}"
+        raise UserError(f"{source} has md5 {md5}, {whose}; download it again ({entry.url})")
+    return pack_archive(entry, source, target, options)
 
 
 class DownloadBar:
-    """What pooch tells of a download, on a bar. Ends one that is too large, or larger than the disk."""
+    """What pooch tells of a download, on a bar. Ends one that is too large."""
 
-    def __init__(self, folder: Path, bar: Progress, task: TaskID) -> None:
-        self.folder, self.bar, self.task, self.done = folder, bar, task, 0
+    total = 0  # bytes that the server will send; 0: it does not say
 
-    def announce(self, amount: int) -> None:
-        """amount: bytes that the server will send; 0: it does not say."""
-        self.check(amount)
-        check_space(self.folder, amount)
-        self.bar.update(self.task, total=amount or None)
-
-    total = property(fset=announce)
-
-    def check(self, amount: int) -> None:
-        if amount > MAX_BYTES:
-            raise UserError(f"the server sends more than {MAX_BYTES} bytes; no archive here has as many")
+    def __init__(self, advance: Callable[..., None]) -> None:
+        self.advance, self.done = advance, 0
 
     def update(self, amount: int) -> None:
         self.done += amount
-        self.check(self.done - BLOCK_BYTES)
-        self.bar.update(self.task, completed=self.done)
+        if max(self.total, self.done - BLOCK_BYTES) > MAX_BYTES:
+            raise UserError(f"the server sends more than {MAX_BYTES} bytes; no archive here has as many")
+        self.advance(amount, total=self.total or None)
 
     def reset(self) -> None:
+        """Pooch tells the total once more in the end."""
+        self.advance(-self.done)
         self.done = 0
 
     def close(self) -> None: ...
@@ -143,8 +124,8 @@ def download(entry: Source, url: str | None, folder: Path, name: str, progress: 
     pooch.get_logger().setLevel("WARNING")
     try:
         file = PurePosixPath(urlsplit(url).path).name[:100] or name
-        with progress_task(f"downloading {file}", None, progress, "bytes") as (bar, task):
-            http = pooch.HTTPDownloader(DownloadBar(folder, bar, task), BLOCK_BYTES, timeout=TIMEOUT_SECONDS)
+        with progress_bar(f"downloading {file}", None, progress, "bytes") as advance:
+            http = pooch.HTTPDownloader(DownloadBar(advance), BLOCK_BYTES, timeout=TIMEOUT_SECONDS)
             return Path(pooch.retrieve(url, f"md5:{entry.md5}", file, folder, downloader=http))
     except (RequestException, ValueError) as error:  # ValueError: the checksum, an address that is none
         why = " ".join(str(error).split())

@@ -1,13 +1,14 @@
 """Folders of images, a folder per class or per task, to packed sets."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from ptlf.core.errors import UserError, info, unknown
+from ptlf.core.errors import UserError, info
 from ptlf.stream.disk import disk_errors, images_below, natural, note_passed, quote_names
-from ptlf.stream.pack import Folders, Pack, check_name, check_writable_target
-from ptlf.stream.rows import Classes, ImageSplit, Row, hold_out, list_split
+from ptlf.stream.pack import Folders, Pack, check_name, check_target
+from ptlf.stream.rows import Row, hold_out, list_split, number_classes
 from ptlf.stream.squares import SKIP, PackOptions, write_squares
 
 
@@ -30,84 +31,53 @@ def pack_folder(
     options: of `PackOptions`.
     """
     source, target, packing = Path(source), Path(root) / name, PackOptions(**options)
-    if folders not in get_args(Folders):
-        raise unknown("folders", folders, get_args(Folders))
     check_name(name)
-    check_writable_target(target, packing.overwrite)
-    skipped: list[dict[str, str]] = []
+    check_target(target, packing.overwrite)
+    if test_fraction and folders == "tasks":
+        raise UserError("test_fraction needs folders='classes'; give tasks their own test/ folder")
+    passed, skipped, splits = list[Path](), list[dict[str, str]](), {}
     with disk_errors(source):
         trees = split_folders(source)
-        if names is None:
-            names = subfolders(trees["train"])
-            if "test" in trees and (extra := set(subfolders(trees["test"])) - set(names)):
-                lacking = quote_names(sorted(extra))
-                raise UserError(f"{trees['test']} has folders that {trees['train']} lacks: {lacking}")
-        if packing.on_error == "skip":
-            empty = [name for name in names if is_empty(trees["train"] / name)]
-            skipped = [{"file": str(trees["train"] / name), "why": "a folder without images"} for name in empty]
-            names = [name for name in names if name not in empty]
-        passed: list[Path] = []
-        splits = {split: list_images(tree, names, passed) for split, tree in trees.items()}
+        chosen = list(names or subfolders(trees["train"]))
+        if not chosen or (trees["train"] == source and {*chosen} <= {"train", "test", "val"}):
+            empty = source / chosen[0] if chosen else source
+            raise UserError(f"{empty} holds no folders; put the images into one folder per class or task")
+        extra = [] if names or "test" not in trees else [*({*subfolders(trees["test"])} - {*chosen})]
+        if extra:
+            raise UserError(f"{trees['test']} has folders that {trees['train']} lacks: {quote_names(sorted(extra))}")
+        for split, tree in trees.items():
+            files = {name: images_below(tree / name, passed) for name in chosen}
+            for name in [name for name in chosen if not files[name]]:
+                if packing.on_error != "skip":
+                    raise UserError(f"{tree / name} holds no images; fill it or remove it, or {SKIP}")
+                skipped.append({"file": str(tree / name), "why": "a folder without images"})
+                chosen.remove(name)
+            splits[split] = list_split([Row(str(file), file, name) for name in chosen for file in files[name]])
         note_passed(source, passed)
     if test_fraction:
-        if folders == "tasks":
-            raise UserError("test_fraction needs folders='classes'; give tasks their own test/ folder")
-        if "test" in splits:
-            raise UserError("test_fraction is given, but the source has a test folder; use one of them")
-        splits = hold_out(splits["train"], test_fraction)
-        for split, part in splits.items():
-            if without := set(names) - set(part.all_labels()):
-                shown = quote_names(sorted(without, key=natural))
-                raise UserError(f"test_fraction {test_fraction} leaves no {split} image in {shown}; it has too few")
+        splits = hold_out(splits, test_fraction)
     pack = Pack(target, size, folders, (), skipped=skipped, source=str(source.resolve()))
-    place = {name: index for index, name in enumerate(names)}
-    return write_squares(pack, splits, packing, Classes(str(source)), place.__getitem__)
-
-
-def is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not images_below(folder, [])
+    return write_squares(pack, splits, packing, partial(number_classes, source=str(source), names=names))
 
 
 def split_folders(source: Path) -> dict[str, Path]:
-    """{"train": folder} or {"train": folder, "test": folder}. A `train` without subfolders is a class of that name."""
+    """{"train": folder} or {"train": folder, "test": folder}: `train` and `test` (or `val`), if there are folders in
+    `train`; else the source itself."""
     if not source.is_dir():
         raise UserError(f"{source} is no folder; give one that holds a folder per class or task")
-    inside = subfolders(source)
-    known = subfolders(source / "train") if "train" in inside else []
-    if not known and set(inside) <= {"train", "test", "val"}:
-        empty = source / inside[0] if inside else source
-        raise UserError(f"{empty} holds no folders; put the images into one folder per class or task")
-    if not known:
-        note_unused(source, inside)
-        return {"train": source}
-    tests = [source / split for split in ("test", "val") if split in inside]
-    usable = [test for test in tests if set(known) & set(subfolders(test))]
-    if tests and not usable:
-        raise UserError(f"{tests[0]} holds none of the folders of {source / 'train'}")
-    trees = dict(zip(("train", "test"), (source / "train", *usable), strict=False))
-    note_unused(source, [tree.name for tree in trees.values()])
-    note_unused(trees["train"], known)
+    inside, trees = subfolders(source), {"train": source}
+    if "train" in inside and (known := subfolders(source / "train")):
+        trees = {"train": source / "train"}
+        tests = [source / split for split in ("test", "val") if split in inside]
+        usable = [test for test in tests if {*known} & {*subfolders(test)}]
+        if tests and not usable:
+            raise UserError(f"{tests[0]} holds none of the folders of {source / 'train'}")
+        if usable:
+            trees["test"] = usable[0]
+        if unused := {*inside} - {tree.name for tree in trees.values()}:
+            info(f"not read from {source}: {quote_names(sorted(unused))}")
     return trees
-
-
-def note_unused(folder: Path, used: Iterable[str]) -> None:
-    unused = sorted({entry.name for entry in folder.iterdir() if not entry.name.startswith(".")} - set(used))
-    if unused:
-        info(f"not packed from {folder}: {quote_names(unused)}")
 
 
 def subfolders(folder: Path) -> list[str]:
     return sorted((e.name for e in folder.iterdir() if e.is_dir() and not e.name.startswith(".")), key=natural)
-
-
-def list_images(tree: Path, names: Sequence[str], passed: list[Path]) -> ImageSplit:
-    """passed: takes the files that are no images by their ending."""
-    if missing := [name for name in names if not (tree / name).is_dir()]:
-        raise UserError(f"{tree} has no folder {quote_names(missing)}")
-    rows: list[Row] = []
-    for name in names:
-        files = images_below(tree / name, passed)
-        if not files:
-            raise UserError(f"{tree / name} holds no images; fill it or remove it, or {SKIP}")
-        rows += [Row(str(file), file, name) for file in files]
-    return list_split(rows)

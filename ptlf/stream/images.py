@@ -1,15 +1,15 @@
 """One reader of images in whatever form people have them.
 
-A path (a folder, a packed set, an .npz or .npy file, Parquet or Arrow files), a uint8 array, a list of paths, pictures
-or arrays, a torch `Dataset` or a Hugging Face dataset.
+A path (a folder, a packed set, an .npz or .npy file, a Hugging Face data set on disk), a uint8 array, a list of paths,
+pictures or arrays, a torch `Dataset` or a Hugging Face dataset.
 """
 
-import itertools
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +17,27 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ptlf.core.errors import UserError
-from ptlf.stream.dataset_files import dataset_files, open_dataset_files
+from ptlf.core.errors import UserError, import_optional
+from ptlf.core.reading import explain
 from ptlf.stream.decode import CHANNELS
-from ptlf.stream.disk import image_files, not_an_image, note_passed, quote_names
-from ptlf.stream.pack import Pack, open_pack
-from ptlf.stream.rows import (
-    IMAGE_KEYS,
-    LABEL_KEYS,
-    ImageSplit,
-    Row,
-    array_split,
-    list_split,
-    plain_label,
-    plain_labels,
-    with_labels,
-)
+from ptlf.stream.disk import image_files, natural, not_an_image, quote_names
+from ptlf.stream.folders import split_folders, subfolders
+from ptlf.stream.pack import open_pack
+from ptlf.stream.rows import ImageSplit, Row, array_split, list_split, plain_label, with_labels, with_names
 
 FORMS = "a folder of images, a packed set, an .npz or .npy file, a Hugging Face `save_to_disk` folder or .parquet files"
-SHARDS = 'ptlf.pack_images(datasets.load_dataset("webdataset", data_files=[...], split="train"), TARGET, SIZE)'
+# Of rows that are dictionaries, and of columns.
+IMAGE_KEYS = ("image", "img", "jpg", "png")
+LABEL_KEYS = ("label", "labels", "fine_label", "cls", "class")
 # Arrays of an .npz file: (images, labels) by split, as numpy users, MedMNIST and Keras name them.
 # `names`, if it is there, has the classes that labels number.
 ARRAYS = {
     "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("arr_0", "arr_1")),
     "test": (("test_images", "test_labels"), ("x_test", "y_test")),
 }
-DAMAGED = (OSError, ValueError, TypeError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
+SAVED = ("state.json", "dataset_dict.json")  # in a folder of `save_to_disk`
+TESTS = ("test", "val", "validation", "valid", "dev")
+ROWS_READ = 64  # of a Parquet file at a time
 
 
 def open_images(images: Any) -> dict[str, ImageSplit]:
@@ -50,7 +45,7 @@ def open_images(images: Any) -> dict[str, ImageSplit]:
     if isinstance(images, str | os.PathLike):
         return open_path(Path(images))
     if isinstance(images, tuple) and len(images) == 2 and is_labels(images[1], images[0]):
-        return {"train": with_labels(open_images(images[0])["train"], plain_labels(images[1]))}
+        return {"train": with_labels(open_images(images[0])["train"], images[1])}
     if isinstance(images, Mapping) and "train" in images:
         tests = [images[key] for key in ("test", "validation") if key in images]
         parts = zip(("train", "test"), (images["train"], *tests), strict=False)
@@ -59,77 +54,200 @@ def open_images(images: Any) -> dict[str, ImageSplit]:
         if images.ndim != 4 and (images.ndim != 3 or images.shape[2] in CHANNELS):
             shape = tuple(images.shape)
             raise UserError(f"an array of images must be (N, H, W, 3), not {shape}; for one image, give [image]")
-        if len(images) == 0:
-            raise UserError("the array holds no images")
-        return {"train": array_split(images)}
-    if not hasattr(images, "__len__") or not hasattr(images, "__getitem__"):
+    elif not hasattr(images, "__len__") or not hasattr(images, "__getitem__") or isinstance(images, Mapping):
         kinds = "a path, an array (N, H, W, 3), a list or a data set with a length"
         raise UserError(f"images cannot be read from a {type(images).__name__}; give {kinds}")
     if len(images) == 0:
         raise UserError(f"{describe_source(images)} holds no images")
-    count = len(images)
+    if isinstance(images, np.ndarray | torch.Tensor):
+        return {"train": array_split(images)}
 
-    def rows() -> Iterator[Row]:
-        return (to_row(images[index], index) for index in range(count))
+    def read() -> Iterator[Row]:
+        return (to_row(images[index], f"image {index + 1}", features) for index in range(len(images)))
 
-    return {"train": ImageSplit(count, rows, class_names(images, next(rows())))}
+    features = getattr(images, "features", None)  # of a Hugging Face data set; one of torchvision's has `classes`
+    names = class_names(features) if isinstance(features, Mapping) else getattr(images, "classes", None)
+    if not isinstance(names, list | tuple) or not names or not isinstance(next(read()).label, int):
+        return {"train": ImageSplit(len(images), read)}
+    return {"train": with_names(ImageSplit(len(images), read), [str(name) for name in names])}
 
 
 def open_path(path: Path) -> dict[str, ImageSplit]:
     if (path / "pack.json").is_file():
-        return pack_splits(open_pack(path.absolute().parent, path.absolute().name))
+        pack = open_pack(path.absolute().parent, path.absolute().name)
+        splits = {split: array_split(pack.images(split), split, first=0) for split in pack.splits}
+        if pack.folders == "tasks":
+            return splits
+        return {split: with_labels(part, pack.labels(split), pack.names) for split, part in splits.items()}
     if not path.exists():
         raise UserError(f"there is no folder or file {path}")
-    if dataset_files(path):
-        return open_dataset_files(path)
+    if is_saved(path):
+        return open_images(load_saved(path))
+    if files := parquet_files(path):
+        return {split: parquet_split(part) for split, part in by_split(files, path).items()}
     if path.is_dir():
         return folder_splits(path)
     if path.suffix == ".npy":
-        try:
-            return open_images(np.load(path, mmap_mode="r", allow_pickle=False))
-        except DAMAGED as error:
-            raise UserError(f"{path} is no readable .npy file: {error}") from None
+        with readable(path, ".npy"):
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        return open_images(array)
     if path.suffix == ".npz":
         return npz_splits(path)
-    if ".tar" in path.suffixes:
-        raise UserError(f"{path} is not read here; for WebDataset shards, use {SHARDS}")
     if Image.registered_extensions().get(path.suffix.lower()):
         return {"train": list_split([Row(path.name, path)])}
     raise UserError(f"{path} holds no images that can be read; give {FORMS}")
 
 
-def npz_splits(path: Path) -> dict[str, ImageSplit]:
+@contextmanager
+def readable(path: Path, kind: str) -> Iterator[None]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            used = {name for pairs in ARRAYS.values() for pair in pairs for name in pair} | {"names"}
-            members, arrays = file.files, {name: file[name] for name in file.files if name in used}
-    except DAMAGED as error:
-        raise UserError(f"{path} is no readable .npz file: {error}") from None
+        yield
+    except (OSError, ValueError, TypeError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is no readable {kind} file: {explain(error)}") from None
+
+
+def npz_splits(path: Path) -> dict[str, ImageSplit]:
+    with readable(path, ".npz"), np.load(path, allow_pickle=False) as file:
+        used = {name for pairs in ARRAYS.values() for pair in pairs for name in pair} | {"names"}
+        members, arrays = file.files, {name: file[name] for name in file.files if name in used}
+    names = [str(name) for name in arrays["names"]] if "names" in arrays else None
     splits: dict[str, ImageSplit] = {}
     for split, choices in ARRAYS.items():
         if pair := next((pair for pair in choices if pair[0] in arrays), None):
             splits[split] = open_images(arrays[pair[0]])["train"]
             if pair[1] in arrays:
-                labels = plain_labels(arrays[pair[1]])
-                if "names" in arrays:
-                    labels = named(labels, [str(name) for name in arrays["names"]], f"{path}: {pair[1]!r}")
-                splits[split] = with_labels(splits[split], labels)
+                splits[split] = with_labels(splits[split], arrays[pair[1]], names)
     if "train" not in splits:
         wanted = quote_names(images for images, _ in ARRAYS["train"])
         raise UserError(f"{path} has no array called {wanted}; it has: {quote_names(members)}")
     return splits
 
 
-def named(labels: list[Any], names: list[str], array: str) -> list[Any]:
-    """The names that the labels number."""
-    try:
-        return [None if label is None else names[int(label)] for label in labels]
-    except (IndexError, ValueError):
-        raise UserError(f"{array} has labels that {len(names)} names do not name") from None
+# ---------------------------------------------------------------- Hugging Face
 
 
-def describe_source(images: Any) -> str:
-    return str(images) if isinstance(images, str | os.PathLike) else f"a {type(images).__name__}"
+def is_saved(path: Path) -> bool:
+    return any((path / name).is_file() for name in SAVED)
+
+
+def load_saved(path: Path) -> Any:
+    """What `save_to_disk` wrote, with images as the bytes of their files."""
+    datasets = import_optional("datasets", f"reading {path}", "datasets")
+    with readable(path, "`save_to_disk`"):
+        found = datasets.load_from_disk(str(path))
+    parts = found if isinstance(found, dict) else {"train": found}
+    for split, part in parts.items():
+        for name in [name for name, feature in part.features.items() if isinstance(feature, datasets.Image)]:
+            parts[split] = parts[split].cast_column(name, datasets.Image(decode=False))
+    return parts
+
+
+def parquet_files(path: Path) -> list[Path]:
+    """A Parquet file, or those of a folder, or of its folders `train`, `test`, `data` and the like. None if there are
+    images or other folders beside them: then it is an image folder."""
+    if not path.is_dir():
+        return [path] if path.suffix.lower() == ".parquet" else []
+    inside = subfolders(path)
+    if not {*inside} <= {"train", "data", *TESTS}:
+        return []
+    below = [entry for folder in (path, *(path / name for name in inside)) for entry in folder.glob("[!.]*")]
+    files = [entry for entry in below if entry.suffix.lower() == ".parquet"]
+    others = [entry for entry in below if entry.suffix.lower() in Image.registered_extensions()]
+    return sorted(files, key=lambda file: natural(str(file))) if not others else []
+
+
+def by_split(files: Sequence[Path], root: Path) -> dict[str, list[Path]]:
+    """{"train": files} or {"train": files, "test": files}, by the words in their names below `root`."""
+    groups: dict[str, list[Path]] = {}
+    for file in files:
+        words = re.split("[^a-z]+", str(file.relative_to(root)).lower())
+        groups.setdefault(next((word for word in ("train", *TESTS) if word in words), "train"), []).append(file)
+    train, *tests = [groups[word] for word in ("train", *TESTS) if word in groups]
+    return {"train": train, **({"test": tests[0]} if tests else {})}
+
+
+def parquet_split(files: Sequence[Path]) -> ImageSplit:
+    datasets = import_optional("datasets", f"reading {files[0].name}", "datasets")
+    parquet = import_optional("pyarrow.parquet", f"reading {files[0].name}", "datasets")
+
+    def read() -> Iterator[Row]:
+        for file in files:
+            with readable(file, "Parquet"):
+                batches = parquet.ParquetFile(file).iter_batches(ROWS_READ)
+                rows = (row for batch in batches for row in batch.to_pylist())
+                for number, row in enumerate(rows, start=1):
+                    yield to_row(row, f"{file.name}, row {number}", features)
+
+    count = 0
+    for file in files:
+        with readable(file, "Parquet"):
+            opened = parquet.ParquetFile(file)
+            count, features = count + opened.metadata.num_rows, datasets.Features.from_arrow_schema(opened.schema_arrow)
+    if not count:
+        raise UserError(f"{files[0]} holds no images: it has no rows")
+    return with_names(ImageSplit(count, read), class_names(features))
+
+
+def to_row(item: Any, name: str, features: Mapping[str, Any] | None = None) -> Row:
+    """An image, a pair (image, label), or a dictionary with an image and perhaps a label."""
+    if isinstance(item, str | os.PathLike):
+        return Row(str(item), item)
+    if isinstance(item, Mapping) and not {"bytes", "path"} & item.keys():
+        kinds = [key for key, feature in (features or {}).items() if type(feature).__name__ == "Image"]
+        image = next((key for key in (*kinds, *IMAGE_KEYS) if key in item), None)
+        if image is None:
+            raise UserError(f"{name} is a row without {' or '.join(IMAGE_KEYS)}; it has: {', '.join(map(str, item))}")
+        label = label_column(features or item)
+        return Row(name, item[image], plain_label(item[label]) if label else None)
+    if isinstance(item, tuple | list) and len(item) >= 2:
+        return Row(name, item[0], plain_label(item[1]))
+    return Row(name, item)
+
+
+def label_column(columns: Mapping[str, Any]) -> str | None:
+    named = [key for key, feature in columns.items() if hasattr(feature, "names")]
+    return next((key for key in (*LABEL_KEYS, *named) if key in columns), None)
+
+
+def class_names(features: Mapping[str, Any]) -> list[str] | None:
+    label = label_column(features)
+    return getattr(features[label], "names", None) if label else None
+
+
+def is_labels(labels: Any, images: Any) -> bool:
+    """Whether the second of a pair can be the labels of the first."""
+    if isinstance(labels, np.ndarray | torch.Tensor):
+        return labels.ndim == 1 or (labels.ndim == 2 and labels.shape[1] == 1)
+    plain = isinstance(labels, list | tuple) and all(isinstance(label, str | int | float) for label in labels)
+    return plain and hasattr(images, "__len__")
+
+
+# ---------------------------------------------------------------- folders
+
+
+def folder_splits(path: Path) -> dict[str, ImageSplit]:
+    """All files below it, or below its `train` and `test` (or `val`). If all images lie in folders, those are the
+    classes."""
+    trees = split_folders(path)
+    classes = folder_of_folders(trees["train"])
+
+    def file_row(file: Path, tree: Path) -> Row:
+        first, *rest = file.relative_to(tree).parts
+        return Row(file.relative_to(path).as_posix(), file, first if classes and rest else None)
+
+    return {split: list_split([file_row(file, tree) for file in image_files(tree)]) for split, tree in trees.items()}
+
+
+def folder_of_folders(path: Path) -> bool:
+    """Whether all images lie in folders."""
+    entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
+    folders = [entry.is_dir() for entry in entries if entry.is_dir() or not not_an_image(entry.name)]
+    return bool(folders) and all(folders)
+
+
+def is_image_folder(path: Path) -> bool:
+    """Whether its images are files below it."""
+    return path.is_dir() and not ((path / "pack.json").is_file() or is_saved(path) or parquet_files(path))
 
 
 def find_images(value: str, root: Path) -> Path:
@@ -141,9 +259,8 @@ def find_images(value: str, root: Path) -> Path:
     raise UserError(f"there is no folder or file {value}, and no packed set of that name in {root}")
 
 
-def is_image_folder(path: Path) -> bool:
-    """Whether its images are files below it."""
-    return path.is_dir() and not (path / "pack.json").is_file() and not dataset_files(path)
+def describe_source(images: Any) -> str:
+    return str(images) if isinstance(images, str | os.PathLike) else f"a {type(images).__name__}"
 
 
 def own_side(images: Any) -> int | None:
@@ -153,82 +270,3 @@ def own_side(images: Any) -> int | None:
         return None
     first = next(iter(open_images(images)["train"].read())).image
     return min(sorted(first.shape)[-2:]) if isinstance(first, np.ndarray | torch.Tensor) else None
-
-
-def folder_splits(path: Path) -> dict[str, ImageSplit]:
-    """All files below it; `train/` and `test/` (or `val/`), if it has both, are splits. If all images lie in folders,
-    those are the classes: the first folder below the given one, or the second if the first is a split."""
-    classes = folder_of_folders(path)
-    tests = [name for name in ("test", "val") if (path / name).is_dir()]
-    trees = {"train": path}
-    if (path / "train").is_dir() and tests:
-        trees = {"train": path / "train", "test": path / tests[0]}
-
-    def file_row(file: Path) -> Row:
-        inside = file.relative_to(path)
-        in_split = inside.parts[0] in ("train", "test", "val") and len(inside.parts) > 2
-        parts = inside.parts[1:] if in_split else inside.parts
-        return Row(inside.as_posix(), file, parts[0] if classes and len(parts) > 1 else None)
-
-    passed: list[Path] = []
-    splits = {
-        split: list_split([file_row(file) for file in image_files(tree, passed)]) for split, tree in trees.items()
-    }
-    note_passed(path, passed)
-    return splits
-
-
-def folder_of_folders(path: Path) -> bool:
-    """Whether all images lie in folders."""
-    entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
-    folders = [entry.is_dir() for entry in entries if entry.is_dir() or not not_an_image(entry.name)]
-    return bool(folders) and all(folders)
-
-
-def pack_splits(pack: Pack) -> dict[str, ImageSplit]:
-    """A set with a folder per task is unlabelled."""
-    classes = pack.folders == "classes"
-
-    def rows(split: str) -> Iterator[Row]:
-        labels = pack.labels(split).tolist() if classes else itertools.repeat(None)
-        for index, (image, label) in enumerate(zip(pack.images(split), labels, strict=False)):
-            yield Row(f"{split} {index}", image, label)
-
-    names = pack.names if classes else None
-    return {split: ImageSplit(part.count, partial(rows, split), names) for split, part in pack.splits.items()}
-
-
-def to_row(item: Any, index: int) -> Row:
-    """An image, a pair (image, label), or a dictionary with an image and perhaps a label."""
-    name = f"image {index + 1}"
-    if isinstance(item, str | os.PathLike):
-        return Row(str(item), item)
-    if isinstance(item, Mapping) and not {"bytes", "path"} & item.keys():
-        image = next((key for key in IMAGE_KEYS if key in item), None)
-        if image is None:
-            raise UserError(f"{name} is a row without {' or '.join(IMAGE_KEYS)}; it has: {', '.join(map(str, item))}")
-        label = next((item[key] for key in LABEL_KEYS if key in item), None)
-        return Row(name, item[image], plain_label(label))
-    if isinstance(item, tuple | list) and len(item) >= 2:
-        return Row(name, item[0], plain_label(item[1]))
-    return Row(name, item)
-
-
-def is_labels(labels: Any, images: Any) -> bool:
-    """Whether the second of a pair can be the labels of the first."""
-    if isinstance(labels, np.ndarray | torch.Tensor):
-        return labels.ndim == 1 or (labels.ndim == 2 and labels.shape[1] == 1)
-    plain = isinstance(labels, list | tuple) and all(isinstance(label, str | int | float) for label in labels)
-    return plain and hasattr(images, "__len__")
-
-
-def class_names(images: Any, first: Row) -> Sequence[str] | None:
-    """Of a Hugging Face data set (`features["label"].names`) or one of torchvision's (`classes`)."""
-    features = getattr(images, "features", None)
-    if isinstance(features, Mapping):
-        key = next((key for key in LABEL_KEYS if key in features), None)
-        names = getattr(features[key], "names", None) if key else None
-    else:
-        names = getattr(images, "classes", None)
-    numbers = isinstance(names, list | tuple) and isinstance(first.label, int)
-    return [str(name) for name in names] if numbers and names else None

@@ -29,14 +29,14 @@ class ImageSource:
     def __init__(self, images: Images, device: torch.device, resident: bool | None = None) -> None:
         self.device, pixels = device, images.pixels
         self.labels = torch.from_numpy(np.ascontiguousarray(images.labels))
+        gpu = device.type == "cuda"
         if resident is None:  # in half of the free GPU memory; a CPU uses the memory map
-            gpu = device.type == "cuda"
             resident = gpu and pixels.nbytes < torch.cuda.mem_get_info(device)[0] // 2
         self._pixels = pixels
         self._held = torch.from_numpy(np.array(pixels)).to(device) if resident else None
         self._file = None if resident else open_file(pixels)
         # Copies run on their own CUDA stream. Created once: the caching allocator has a memory pool per stream.
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" and not resident else None
+        self._copy_stream = torch.cuda.Stream(device) if gpu and not resident else None
 
     def gather(self, indices: Tensor) -> Tensor:
         if self._held is not None:
@@ -109,16 +109,14 @@ class Sources:
     def __init__(self, device: torch.device, resident: bool | None = None) -> None:
         self.device, self.resident = device, resident
         self._held: deque[ImageSource] = deque(maxlen=self.HELD)
-        self._known: weakref.WeakKeyDictionary[Images, weakref.ref[ImageSource]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakValueDictionary[Images, ImageSource] = weakref.WeakValueDictionary()
 
     def __call__(self, images: Images) -> ImageSource:
-        known = self._known.get(images)
-        source = known() if known is not None else None
+        source = self._known.get(images)
         if source is None:
             if len(self._held) == self.HELD:
                 self._held.popleft()  # first: its memory may be what the new one needs
-            source = ImageSource(images, self.device, self.resident)
-            self._known[images] = weakref.ref(source)
+            source = self._known[images] = ImageSource(images, self.device, self.resident)
         elif source in self._held:
             self._held.remove(source)
         self._held.append(source)
@@ -136,9 +134,8 @@ class PixelFile:
 
     def read(self, rows: list[int], out: np.ndarray) -> None:
         for row, image in zip(rows, out, strict=True):
-            done, buffer = 0, memoryview(image).cast("B")
+            done, buffer, offset = 0, memoryview(image).cast("B"), self.begin + row * self.bytes
             with disk_errors(self.path):
-                offset = self.begin + row * self.bytes
                 while done < self.bytes and (read := os.preadv(self.descriptor, [buffer[done:]], offset + done)):
                     done += read
             if done < self.bytes:
@@ -147,7 +144,7 @@ class PixelFile:
 
 
 def open_file(pixels: np.ndarray) -> PixelFile | None:
-    """None if the pixels are no complete read-only memory map of a file, or without `preadv` (Windows)."""
+    """None if the pixels are no complete read-only memory map of a file."""
     if not isinstance(pixels, np.memmap) or not isinstance(pixels.base, mmap.mmap) or pixels.mode != "r":
         return None
-    return PixelFile(pixels) if pixels.flags.c_contiguous and hasattr(os, "preadv") else None
+    return PixelFile(pixels) if pixels.flags.c_contiguous else None

@@ -4,7 +4,6 @@
 pack is written to a hidden folder and renamed when complete, so `ROOT/NAME` is never incomplete.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -23,22 +22,14 @@ from ptlf.stream.archives import SOURCES
 from ptlf.stream.decode import FITS, Fit
 from ptlf.stream.disk import check_space, disk_errors, natural, progress_bar, quote_names, staged
 
-TEXTS = dict.fromkeys(("images", "sha256", "labels", "labels_sha256"), str)
-MANIFEST = {
-    "schema": int,
-    "size": (1, 100_000),
-    "folders": str,
-    "names": [str],
-    "splits": {
-        "*": {"count": (1, 10**10), "bytes": (1, 10**15), **TEXTS},
-    },
-    "skipped": [{"file": str, "why": str}],
-    "source": str,
-    "fit?": str,
-}
+SPLIT = {"count": (1, 10**10), "bytes": (1, 10**15), "images": str, "sha256": str, "labels": str, "labels_sha256": str}
+MANIFEST = {"schema": int, "size": (1, 100_000), "names": [str], "splits": {"*": SPLIT}, "fit?": str}
+MANIFEST |= {"folders": str, "skipped": [{"file": str, "why": str}], "source": str}
 Folders = Literal["classes", "tasks"]
-Chunk: TypeAlias = tuple[np.ndarray, np.ndarray]  # images (n, S, S, 3) uint8, labels (n,) int64
+Chunk: TypeAlias = tuple[np.ndarray, Sequence[Any]]  # images (n, S, S, 3) uint8, and the label of each
 Announced: TypeAlias = tuple[int, Iterable[Chunk]]  # number of images in all, and the chunks
+# Of the labels of all images by split, the names of the classes and the number of each label among them.
+Numbering: TypeAlias = Callable[[dict[str, list[Any]]], tuple[Sequence[str], dict[str, np.ndarray]]]
 SCHEMA = 1
 
 
@@ -93,16 +84,16 @@ class Pack:
 
     def load(self, name: str, shape: tuple[int, ...], dtype: type) -> Any:
         """A file of the set, memory-mapped."""
-        file, wanted = self.path / name, f"{np.dtype(dtype)} {shape}"
+        file, wanted = self.path / name, f"{np.dtype(dtype)} {shape} is expected; {hint(self.name)}"
         if not file.is_file():
             raise UserError(f"{file} is missing; {hint(self.name)}")
         try:
             array = np.load(file, mmap_mode="r")
         except Exception as error:  # numpy can raise almost any exception on a malformed file
-            size = f"{file.stat().st_size} bytes where {wanted} is expected"
-            raise UserError(f"{file} cannot be read: {size} ({explain(error)}); {hint(self.name)}") from None
+            found = f"{file.stat().st_size} bytes ({explain(error)})"
+            raise UserError(f"{file} cannot be read: it has {found} where {wanted}") from None
         if (array.shape, array.dtype) != (shape, dtype):
-            raise UserError(f"{file} holds {array.dtype} {array.shape} where {wanted} is expected; {hint(self.name)}")
+            raise UserError(f"{file} holds {array.dtype} {array.shape} where {wanted}")
         return array
 
 
@@ -122,12 +113,11 @@ def open_pack(root: Path, name: str) -> Pack:
 
 def list_packs(root: Path) -> list[Pack]:
     """All packed sets in `root`, sorted by name. Only their pack.json is read."""
-    return [read_manifest(Path(root), name) for name in pack_names(Path(root))]
+    return [read_manifest(root, name) for name in pack_names(root)]
 
 
 def pack_names(root: Path) -> list[str]:
-    found = [file.parent.name for file in root.glob("*/pack.json") if file.is_file()]
-    return sorted((name for name in found if not name.startswith(".")), key=natural)
+    return sorted((file.parent.name for file in root.glob("[!.]*/pack.json")), key=natural)
 
 
 def verify_pack(root: Path, name: str, *, progress: bool = True) -> list[str]:
@@ -140,11 +130,10 @@ def verify_pack(root: Path, name: str, *, progress: bool = True) -> list[str]:
             for read, file, expected in files:
                 try:
                     read(split)
+                    if (actual := file_digest(pack.path / file, "sha256", advance)) != expected:
+                        problems.append(f"{pack.path / file} has sha256 {actual}, pack.json says {expected}")
                 except UserError as error:
                     problems.append(str(error))
-                    continue
-                if (actual := file_digest(pack.path / file, "sha256", advance)) != expected:
-                    problems.append(f"{pack.path / file} has sha256 {actual}, pack.json says {expected}")
     return problems
 
 
@@ -184,58 +173,54 @@ def write_pack(
     *,
     overwrite: bool = False,
     progress: bool = False,
-    renumber: Callable[[], np.ndarray] | None = None,
+    number: Numbering | None = None,
 ) -> Pack:
     """Write a packed set: `pack` describes it, without splits; `chunks` are written as they come.
 
-    `pack.skipped`, and `pack.names` if it is a list, may grow while the chunks are read. A split may have fewer images
-    than announced.
-    renumber: called after the last chunk: the label to store for each label that the chunks have.
+    `pack.skipped` may grow while the chunks are read. A split may have fewer images than announced.
+    number: called after the last chunk; None: labels are places in `pack.names`.
     """
-    if repeated := sorted({name for name in pack.names if pack.names.count(name) > 1}):
-        raise UserError(f"names repeat: {quote_names(repeated)}")
     with disk_errors(pack.path), staged(pack.path) as folder:
-        check_writable_target(pack.path, overwrite)
+        check_target(pack.path, overwrite)
         check_space(pack.path.parent, sum(count for count, _ in chunks.values()) * pack.size**2 * 3)
-        labels, digests, splits = {}, {}, {}
-        for split, announced in chunks.items():
-            with progress_bar(f"packing {pack.name} {split}", announced[0], progress) as advance:
-                labels[split], digests[split] = write_images(folder / f"{split}.npy", pack.size, announced, advance)
-        stored = renumber() if renumber else np.arange(len(pack.names))
-        for split, digest in digests.items():
-            images, file = folder / f"{split}.npy", folder / f"{split}_labels.npy"
-            np.save(buffer := io.BytesIO(), stored[labels[split]])  # into a file, it drops the errno of a failed write
-            file.write_bytes(buffer.getvalue())
-            labels_digest = hashlib.sha256(buffer.getvalue()).hexdigest()
-            size = images.stat().st_size
-            splits[split] = Split(len(labels[split]), images.name, size, digest, file.name, labels_digest)
-        manifest = {"schema": SCHEMA, "name": pack.name, **asdict(replace(pack, splits=splits))}
+        labels = {}
+        for split, (count, images) in chunks.items():
+            with progress_bar(f"packing {pack.name} {split}", count, progress) as advance:
+                labels[split] = write_images(folder / f"{split}.npy", pack.size, count, images, advance)
+        names, numbers = number(labels) if number else (pack.names, labels)
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"names repeat: {quote_names(repeated)}")
+        splits = {}
+        for split in chunks:
+            pixels, file = folder / f"{split}.npy", folder / f"{split}_labels.npy"
+            np.save(buffer := io.BytesIO(), np.array(numbers[split], np.int64))
+            file.write_bytes(buffer.getvalue())  # `np.save` into a file drops the errno of a failed write
+            sizes = len(labels[split]), pixels.name, pixels.stat().st_size
+            splits[split] = Split(*sizes, file_digest(pixels), file.name, file_digest(file))
+        manifest = {"schema": SCHEMA, "name": pack.name, **asdict(replace(pack, splits=splits, names=names))}
         del manifest["path"]
         # ASCII: names of folders and files need not be UTF-8.
         (folder / "pack.json").write_text(json.dumps(manifest, indent=1), encoding="ascii")
     return open_pack(pack.path.parent, pack.name)
 
 
-def write_images(file: Path, size: int, announced: Announced, advance: Callable[[int], None]) -> tuple[np.ndarray, str]:
-    """The images of a split, into FILE.npy; their labels, and the file's SHA-256."""
-    count, chunks = announced
-    labels = [np.zeros(0, np.int64)]
-    header = npy_header(count, size)
-    digest = hashlib.sha256(header)
+def write_images(
+    file: Path, size: int, count: int, chunks: Iterable[Chunk], advance: Callable[[int], None]
+) -> list[Any]:
+    """The images of a split, into FILE.npy; returns their labels. Fewer than `count` may come."""
+    labels: list[Any] = []
     with open(file, "wb") as out:
-        out.write(header)
+        out.write(npy_header(count, size))
         for images, part in chunks:
             if len(part):
-                out.write(block := np.ascontiguousarray(images).data)
-                digest.update(block)
-            labels.append(np.asarray(part, np.int64))
+                out.write(np.ascontiguousarray(images).data)
+            labels.extend(part)
             advance(len(part))
-        written = sum(map(len, labels))
-        if not written:
+        if not labels:
             raise UserError(f"no readable image is left in {file.stem}")
         out.seek(0)
-        out.write(npy_header(written, size))
-    return np.concatenate(labels), digest.hexdigest() if written == count else file_digest(file, "sha256")
+        out.write(npy_header(len(labels), size))
+    return labels
 
 
 def npy_header(count: int, size: int) -> bytes:
@@ -250,7 +235,9 @@ def check_name(name: str) -> None:
         raise UserError(f"{name!r} cannot name a data set; use letters, digits, '.', '_', '-' and begin with no '.'")
 
 
-def check_writable_target(target: Path, overwrite: bool) -> None:
+def check_target(target: Path, overwrite: bool) -> None:
+    """Refuse a folder that is no packed set, or one that is and must not be replaced."""
+    check_name(target.name)
     if target.exists() and not (target / "pack.json").is_file():
         raise UserError(f"{target} exists and is no packed data set; choose another name or remove it")
     if target.exists() and not overwrite:

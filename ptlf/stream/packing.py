@@ -1,7 +1,9 @@
 """Images in any form, made square and packed, or read into memory: as many at a time as a batch has."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ from ptlf.core.errors import UserError
 from ptlf.freezing import format_bytes
 from ptlf.stream.datasets import packed
 from ptlf.stream.decode import Fit
-from ptlf.stream.disk import image_files, natural, note_passed
+from ptlf.stream.disk import image_files
 from ptlf.stream.folders import pack_folder
 from ptlf.stream.images import describe_source, folder_of_folders, is_image_folder, open_images
-from ptlf.stream.pack import Pack, check_name, check_writable_target
-from ptlf.stream.rows import Classes, ImageSplit, Row, hold_out, list_split
+from ptlf.stream.pack import Pack, check_target
+from ptlf.stream.rows import ImageSplit, Row, hold_out, number_classes
 from ptlf.stream.squares import OnError, PackOptions, decode_squares, note_skipped, refuse_or_skip, write_squares
 from ptlf.stream.task import Dataset, Images
 
@@ -45,23 +47,22 @@ def pack_images(
     Labelled images make a set of classes, others a set with one task, which has no test images.
     """
     packing, target = PackOptions(**options), Path(target)
-    check_name(target.name)
-    check_writable_target(target, packing.overwrite)
-    described, source = describe_source(images), describe_source(images)
+    check_target(target, packing.overwrite)
+    described = source = describe_source(images)
     if isinstance(images, str | os.PathLike):
         path = Path(images)
         source = str(path.resolve())
         if is_image_folder(path) and test is None:
             if labelled or (labelled is None and folder_of_folders(path)):
-                how: dict[str, Any] = {"size": size, "names": names, "test_fraction": test_fraction, **vars(packing)}
+                how: dict[str, Any] = {"size": size, "names": names, "test_fraction": test_fraction, **options}
                 return pack_folder(path, target.parent, target.name, **how)
-            images, labelled = all_below(path), False
-    splits = {"train": images} if isinstance(images, ImageSplit) else open_images(images)
+            images, labelled = image_files(path), False
+    splits = open_images(images)
     if test is not None:
         if "test" in splits:
             raise UserError("test images are given, but the images have a test split of their own; leave one out")
         splits["test"] = open_images(test)["train"]
-    has_labels = next(iter(splits["train"].read()), Row("", None)).label is not None
+    has_labels = first_row(splits["train"]).label is not None
     if labelled and not has_labels:
         raise UserError(f"{described} has no labels; give a folder per class, or pairs (image, label)")
     if not has_labels or labelled is False:
@@ -70,19 +71,14 @@ def pack_images(
         pack = Pack(target, size, "tasks", tuple(names or (target.name,)), source=source)
         return write_squares(pack, {"train": splits["train"]}, packing)
     if test_fraction:
-        if "test" in splits:
-            raise UserError("test_fraction is given, but there are test images; use one of them")
-        splits = hold_out(splits["train"], test_fraction)
-    classes = Classes(described, splits["train"].names if names is None else names, counted=names is not None)
-    return write_squares(Pack(target, size, "classes", (), source=source), splits, packing, classes)
+        splits = hold_out(splits, test_fraction)
+    classes = splits["train"].names if names is None else names
+    number = partial(number_classes, source=described, names=classes, counted=names is not None)
+    return write_squares(Pack(target, size, "classes", (), source=source), splits, packing, number)
 
 
-def all_below(path: Path) -> ImageSplit:
-    """All image files in the folder, without labels."""
-    passed: list[Path] = []
-    files = image_files(path, passed)
-    note_passed(path, passed)
-    return list_split([Row(str(file), file) for file in files])
+def first_row(images: ImageSplit) -> Row:
+    return next(iter(images.read()))
 
 
 def sample_images(
@@ -93,25 +89,23 @@ def sample_images(
     rounds = -(-most // images.count)
     drawn = np.concatenate([random.permutation(images.count) for _ in range(rounds)])[:most]
     chosen, places = np.unique(drawn, return_inverse=True)
-    wanted = set(chosen.tolist())
-
-    def rows() -> Iterator[Row]:
-        return (row for index, row in enumerate(images.read()) if index in wanted)
-
-    return read_all(ImageSplit(len(chosen), rows), size, fit, [])[0][places], images.count
+    wanted = np.isin(np.arange(images.count), chosen)
+    some = ImageSplit(len(chosen), lambda: compress(images.read(), wanted))
+    return read_all(some, size, fit, [])[0][places], images.count
 
 
 def read_all(
     images: ImageSplit, size: int, fit: Fit, skipped: list[dict[str, str]], on_error: OnError | None = None
-) -> tuple[np.ndarray, list[Any]]:
-    """All images (N, S, S, 3) uint8 and their labels, in memory, without the broken ones, unless they are refused."""
+) -> tuple[np.ndarray, list[tuple[str, Any]]]:
+    """All images (N, S, S, 3) uint8 and their names and labels, in memory, without the broken ones, unless they are
+    refused."""
     pixels = np.empty((images.count, size, size, 3), np.uint8)
-    labels: list[Any] = []
+    rows: list[tuple[str, Any]] = []
     for batch in decode_squares(images, size, fit):
         refuse_or_skip(batch.problems, skipped, on_error)
-        pixels[len(labels) : len(labels) + len(batch.images)] = batch.images
-        labels += batch.labels
-    return pixels[: len(labels)], labels
+        pixels[len(rows) : len(rows) + len(batch.images)] = batch.images
+        rows += zip(batch.names, batch.labels, strict=True)
+    return pixels[: len(rows)], rows
 
 
 def labelled_dataset(
@@ -126,10 +120,10 @@ def labelled_dataset(
         if data.size == size and data.test is not None and data.folders == "classes":
             return data
     splits = open_images(path)
-    if next(iter(splits["train"].read())).label is None:
+    if first_row(splits["train"]).label is None:
         raise UserError(f"{path} has no labels; give a folder per class")
     if "test" not in splits:
-        splits = hold_out(splits["train"], test_fraction)
+        splits = hold_out(splits, test_fraction)
     total = sum(part.count for part in splits.values())
     if (needed := total * size * size * 3) > MAX_BYTES:
         pack = f"ptlf data pack {path} --name NAME --size {size} --test-fraction 0.2"
@@ -137,13 +131,9 @@ def labelled_dataset(
     skipped: list[dict[str, str]] = []
     read = {split: read_all(part, size, fit, skipped, on_error) for split, part in splits.items()}
     note_skipped(path.name, skipped, total)
-    if not all(labels for _, labels in read.values()):
+    if not all(rows for _, rows in read.values()):
         raise UserError(f"no readable image is left in {path} for {'testing' if read['train'][1] else 'training'}")
-    classes = Classes(str(path), splits["train"].names)
-    numbers = {
-        split: [classes.number(split, f"an image of {path}", label, splits[split].names) for label in read[split][1]]
-        for split in ("train", "test")
-    }
-    stored = classes.renumber(lambda label: natural(str(label)))
-    images = {split: Images(pixels, stored[numbers[split]]) for split, (pixels, _) in read.items()}
-    return Dataset(path.name, tuple(classes.names), images["train"], images["test"])
+    rows = {split: part for split, (_, part) in read.items()}
+    names, numbers = number_classes(rows, str(path), splits["train"].names)
+    images = {split: Images(pixels, numbers[split]) for split, (pixels, _) in read.items()}
+    return Dataset(path.name, tuple(names), images["train"], images["test"])

@@ -1,9 +1,10 @@
 """Images with their names and labels, one by one: the form to which every source of images is brought."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,17 +12,13 @@ import torch
 
 from ptlf.core.errors import UserError
 from ptlf.core.words import short_repr
-from ptlf.stream.disk import quote_names
-
-# Of rows that are dictionaries, and of columns.
-IMAGE_KEYS = ("image", "img", "jpg", "png")
-LABEL_KEYS = ("label", "labels", "fine_label", "cls", "class")
+from ptlf.stream.disk import natural, quote_names
 
 
 class Row(NamedTuple):
     name: str  # of a file, or "image 7"
     image: Any  # a path, bytes, a PIL image, an array or a tensor
-    label: Any = None  # None: there is none
+    label: Any = None  # the name or number of its class; None: there is none
 
 
 @dataclass(frozen=True)
@@ -30,33 +27,44 @@ class ImageSplit:
 
     count: int
     read: Callable[[], Iterable[Row]]
-    names: Sequence[str] | None = None  # of the classes, which labels number; None: labels are names
-    labels: Sequence[Any] | None = None  # of all rows, where they are known without reading images
-
-    def all_labels(self) -> Sequence[Any]:
-        return [row.label for row in self.read()] if self.labels is None else self.labels
+    names: Sequence[str] | None = None  # of all classes, in order; None: they are those of the labels
 
 
 def list_split(rows: Sequence[Row]) -> ImageSplit:
-    return ImageSplit(len(rows), lambda: rows, labels=[row.label for row in rows])
+    return ImageSplit(len(rows), lambda: rows)
 
 
-def array_split(images: Any) -> ImageSplit:
-    def read() -> Iterator[Row]:
-        return (Row(f"image {index + 1}", image) for index, image in enumerate(images))
-
-    return ImageSplit(len(images), read)
+def array_split(images: Any, word: str = "image", first: int = 1) -> ImageSplit:
+    return ImageSplit(len(images), lambda: (Row(f"{word} {n}", image) for n, image in enumerate(images, first)))
 
 
-def with_labels(part: ImageSplit, labels: Sequence[Any], names: Sequence[str] | None = None) -> ImageSplit:
-    """The images with these labels beside them."""
+def with_labels(part: ImageSplit, labels: Any, names: Sequence[str] | None = None) -> ImageSplit:
+    """The images with these labels, which number `names` if they are given."""
+    if isinstance(labels, np.ndarray | torch.Tensor):
+        labels = labels.reshape(-1).tolist()
     if len(labels) != part.count:
         raise UserError(f"there are {part.count} images and {len(labels)} labels")
 
     def read() -> Iterator[Row]:
-        return (row._replace(label=label) for row, label in zip(part.read(), labels, strict=True))
+        return (row._replace(label=plain_label(label)) for row, label in zip(part.read(), labels, strict=True))
 
-    return ImageSplit(part.count, read, names, labels)
+    return with_names(ImageSplit(part.count, read), names)
+
+
+def with_names(part: ImageSplit, names: Sequence[str] | None) -> ImageSplit:
+    """Labels that number `names` become those names."""
+    if names is None:
+        return part
+
+    def name(row: Row) -> Row:
+        if row.label is None:
+            return row
+        if not isinstance(row.label, int) or row.label >= len(names):
+            numbers = f"labels number its {len(names)} classes, from 0 to {len(names) - 1}"
+            raise UserError(f"{row.name} has the label {short_repr(row.label)}, but {numbers}")
+        return row._replace(label=names[row.label])
+
+    return ImageSplit(part.count, lambda: map(name, part.read()), names)
 
 
 def plain_label(label: Any) -> Any:
@@ -71,90 +79,57 @@ def plain_label(label: Any) -> Any:
     return int(label) if label == label // 1 else label
 
 
-def plain_labels(labels: Any) -> list[Any]:
-    values = labels.reshape(-1).tolist() if isinstance(labels, np.ndarray | torch.Tensor) else labels
-    return [plain_label(label) for label in values]
+def number_classes(
+    rows: Mapping[str, Sequence[tuple[str, Any]]],
+    source: str,
+    names: Sequence[str] | None = None,
+    counted: bool = False,
+) -> tuple[Sequence[str], dict[str, np.ndarray]]:
+    """The classes, and by split the number of each row's class among them.
 
-
-class Classes:
-    """Numbers the labels of the training images and then those of the test images, by the same classes.
-
-    `names` are the classes, where they are known. Else they are those of the training images, in the order in which
-    they come; `renumber` sorts them.
+    rows: (name, label) by split. names: the classes, where they are known; else they are those of the training images,
+    sorted. counted: labels that are numbers are places in `names`, even if those look like numbers themselves.
     """
+    by_place = counted or not all(name.isdecimal() for name in names or ())
 
-    def __init__(self, source: str, names: Sequence[str] | None = None, *, counted: bool = False) -> None:
-        """counted: labels that are numbers are places in `names`, whatever the set itself calls its classes."""
-        self.source, self.known = source, names is not None
-        self.names: list[str] = [*(names or ())]
-        self.places = {name: place for place, name in enumerate(self.names)}
-        self.labels: list[Any] = [*self.names]
-        self.by_place = counted or not all(name.isdecimal() for name in self.names)
-        self.trained: set[int] = set()  # numbers of the classes of which there are training images
-
-    def number(self, split: str, row: str, label: Any, names: Sequence[str] | None) -> int:
-        """Of the label that a row of `split` has. names: those that labels of its set number."""
+    def class_of(row: str, label: Any) -> str:
         if label is None:
             raise UserError(f"{row} has no label, but others have; give all of them labels, or none")
-        if names is not None:
-            if not isinstance(label, int) or label >= len(names):
-                numbers = f"labels number its {len(names)} classes, from 0 to {len(names) - 1}"
-                raise UserError(f"{row} has the label {short_repr(label)}, but {numbers}")
-            label = names[label]
-        place = self.place(label)
-        if place is None and self.known:
-            classes = quote_names(self.names)
-            raise UserError(f"{row} of {self.source} is of {short_repr(label)}, which is none of: {classes}")
-        if place is None and split == "train":
-            place = self.places[str(label)] = len(self.names)
-            self.names.append(str(label))
-            self.labels.append(label)
-        if split == "train" and place is not None:
-            self.trained.add(place)
-        if place is None or place not in self.trained:
-            name = str(label) if place is None else self.names[place]
-            problem = f"{self.source} has test images of {name!r}, of which there are no training images"
-            raise UserError(f"{problem}; remove them, or add training images")
-        return place
-
-    def place(self, label: Any) -> int | None:
         text = str(label)
-        if self.known and self.by_place and text.isdecimal():
-            return int(text) if len(text) < 10 and int(text) < len(self.names) else None
-        return self.places.get(text)
+        if names is None or (text in known and not (counted and text.isdecimal())):
+            return text
+        if by_place and text.isdecimal() and int(text) < len(names):
+            return names[int(text)]
+        raise UserError(f"{row} of {source} is of {short_repr(label)}, which is none of: {quote_names(names)}")
 
-    def renumber(self, key: Callable[[Any], Any]) -> np.ndarray:
-        """Sort classes that were not known before, by the key of their labels: the new number of each."""
-        order = [*range(len(self.names))]
-        if not self.known:
-            order.sort(key=lambda place: key(self.labels[place]))
-        self.names[:] = [self.names[place] for place in order]
-        return np.argsort(np.array(order, np.int64))
+    known = set(names or ())
+    classes = {split: [class_of(*row) for row in part] for split, part in rows.items()}
+    trained = set(classes["train"])
+    for part in classes.values():
+        if untrained := sorted(set(part) - trained, key=natural):
+            problem = f"{source} has test images of {untrained[0]!r}, of which there are no training images"
+            raise UserError(f"{problem}; remove them, or add training images")
+    names = sorted(trained, key=natural) if names is None else names
+    places = {name: place for place, name in enumerate(names)}
+    return names, {split: np.array([places[name] for name in part], np.int64) for split, part in classes.items()}
 
 
-def by_value(label: Any) -> tuple[bool, Any]:
-    """Sort key of labels: numbers by value and before text."""
-    return isinstance(label, str), label
-
-
-def hold_out(images: ImageSplit, fraction: float) -> dict[str, ImageSplit]:
+def hold_out(splits: Mapping[str, ImageSplit], fraction: float) -> dict[str, ImageSplit]:
     """A training and a test split. A fraction of 1/k holds out every k-th image of each class; other fractions are
     spaced as evenly as possible."""
+    if "test" in splits:
+        raise UserError("test_fraction is given, but there are test images; use one of them")
     if not 0 < fraction < 1:
         raise UserError(f"test_fraction is {fraction}; it must lie between 0 and 1")
+    images = splits["train"]
     share, seen, held = Fraction(fraction).limit_denominator(1000), dict[Any, int](), list[bool]()
-    labels = images.all_labels()
-    for label in labels:
-        place = seen[label] = seen.get(label, 0) + 1
+    for row in images.read():
+        place = seen[row.label] = seen.get(row.label, 0) + 1
         held.append(int(place * share) > int((place - 1) * share))
-    if all(held) or not any(held):
-        raise UserError(f"test_fraction {fraction} leaves no {'train' if all(held) else 'test'} image; give another")
+    if not any(held):
+        raise UserError(f"test_fraction {fraction} leaves no test image; give another")
 
-    def part(test: bool) -> ImageSplit:
-        def read() -> Iterator[Row]:
-            return (row for row, is_test in zip(images.read(), held, strict=True) if is_test == test)
+    def part(chosen: list[bool]) -> ImageSplit:
+        return ImageSplit(sum(chosen), lambda: compress(images.read(), chosen), images.names)
 
-        kept = [label for label, is_test in zip(labels, held, strict=True) if is_test == test]
-        return ImageSplit(len(kept), read, images.names, kept)
-
-    return {"train": part(False), "test": part(True)}
+    return {"train": part([not each for each in held]), "test": part(held)}

@@ -2,22 +2,23 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from ptlf.core.errors import UserError, unknown, warn
 from ptlf.stream.decode import FITS, BadImage, Fit, to_square
-from ptlf.stream.pack import Pack, write_pack
-from ptlf.stream.rows import Classes, ImageSplit, Row, by_value
+from ptlf.stream.pack import Numbering, Pack, write_pack
+from ptlf.stream.rows import ImageSplit, Row
 
 OnError = Literal["refuse", "skip"]
 
-BATCH_BYTES = 16 << 20  # of squares
-BYTES_HELD = 256 << 20  # of image files in memory, before they are decoded
+BATCH = 128  # images decoded at a time, and so many of their files in memory
+BATCH_BYTES = 16 << 20  # at most, of squares
 MAX_WORKERS = 16
 SHOWN_SKIPS = 20
 SKIP = "give --on-error skip (on_error='skip')"
@@ -53,7 +54,8 @@ def decode_squares(
     images: ImageSplit, size: int, fit: Fit = "crop", workers: int | None = None
 ) -> Iterator[SquareBatch]:
     """Batches of squares, in order. Threads suffice: Pillow decodes and resizes outside Python's lock."""
-    step = min(256, max(1, BATCH_BYTES // (size * size * 3)))
+    step = min(BATCH, max(1, BATCH_BYTES // (size * size * 3)))
+    rows = iter(images.read())
 
     def attempt(row: Row) -> np.ndarray | BadImage:
         try:
@@ -62,57 +64,37 @@ def decode_squares(
             return problem
 
     with ThreadPoolExecutor(workers or min(MAX_WORKERS, os.cpu_count() or 1)) as pool:
-        for batch in batches(images.read(), step):
+        while batch := list(islice(rows, step)):
             # Pillow's warnings are about large images and odd metadata, which do no harm. Filters are the process's:
             # they are changed by one thread, while the others work.
             with warnings.catch_warnings(action="ignore"):
-                made = list(pool.map(attempt, batch))
-            kept = [(row, square) for row, square in zip(batch, made, strict=True) if isinstance(square, np.ndarray)]
-            problems = [(row.name, str(why)) for row, why in zip(batch, made, strict=True) if isinstance(why, BadImage)]
-            stacked = np.stack([square for _, square in kept]) if kept else np.zeros((0, size, size, 3), np.uint8)
-            yield SquareBatch([row.name for row, _ in kept], stacked, [row.label for row, _ in kept], problems)
-
-
-def batches(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
-    """Batches of at most `most` rows, or about `BYTES_HELD` of undecoded images."""
-    batch: list[Row] = []
-    held = 0
-    for row in rows:
-        batch.append(row)
-        held += len(row.image) if isinstance(row.image, bytes) else 0
-        if len(batch) == most or held >= BYTES_HELD:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
+                pairs = list(zip(batch, pool.map(attempt, batch), strict=True))
+            kept = [row for row, made in pairs if isinstance(made, np.ndarray)]
+            squares = [made for _, made in pairs if isinstance(made, np.ndarray)]
+            problems = [(row.name, str(made)) for row, made in pairs if isinstance(made, BadImage)]
+            stacked = np.stack(squares) if squares else np.zeros((0, size, size, 3), np.uint8)
+            yield SquareBatch([row.name for row in kept], stacked, [row.label for row in kept], problems)
 
 
 def write_squares(
-    pack: Pack,
-    splits: Mapping[str, ImageSplit],
-    options: PackOptions,
-    classes: Classes | None = None,
-    order: Callable[[Any], Any] = by_value,
+    pack: Pack, splits: Mapping[str, ImageSplit], options: PackOptions, number: Numbering | None = None
 ) -> Pack:
     """Decode and pack the splits; `pack` describes the set, without splits.
 
-    classes: of the labels; None: all images are of one task. order: sort key of labels whose classes are not known.
+    number: of the rows' names and labels, as `number_classes`; None: all images are of one task.
     """
     if pack.size < 1:
         raise UserError(f"size must be at least 1, not {pack.size}")
-    pack = replace(pack, fit=options.fit, names=classes.names if classes else pack.names)
 
-    def chunks(split: str, part: ImageSplit) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for batch in decode_squares(part, pack.size, pack.fit, options.workers):
+    def chunks(part: ImageSplit) -> Iterator[tuple[np.ndarray, Sequence[Any]]]:
+        for batch in decode_squares(part, pack.size, options.fit, options.workers):
             refuse_or_skip(batch.problems, pack.skipped, options.on_error)
-            pairs = zip(batch.names, batch.labels, strict=True)
-            numbers = [classes.number(split, *pair, part.names) if classes else 0 for pair in pairs]
-            yield batch.images, np.array(numbers, np.int64)
+            labels = [*zip(batch.names, batch.labels, strict=True)] if number else [0] * len(batch.images)
+            yield batch.images, labels
 
-    splits = {"train": splits["train"], **splits}  # first: its classes are those of the set
-    streams = {split: (part.count, chunks(split, part)) for split, part in splits.items()}
-    renumber = (lambda: classes.renumber(order)) if classes else None
-    made = write_pack(pack, streams, overwrite=options.overwrite, progress=options.progress, renumber=renumber)
+    streams = {split: (part.count, chunks(part)) for split, part in splits.items()}
+    how: dict[str, Any] = {"overwrite": options.overwrite, "progress": options.progress}
+    made = write_pack(replace(pack, fit=options.fit), streams, number=number, **how)
     total = sum(part.count for part in splits.values())
     note_skipped(made.name, made.skipped, total, f", all named in {made.path / 'pack.json'}")
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -117,10 +118,9 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
             raise UserError("stream.groups is given; leave out stream.tasks, stream.classes and stream.class_order")
         if not config.groups or not all(config.groups):
             raise UserError(f"stream.groups must name at least one class per task, not {config.groups}")
-        groups = [tuple(class_number(c, data.names, "groups") for c in group) for group in config.groups]
-        order = [c for group in groups for c in group]
-        if repeated := repeats(order, data.names):
-            raise UserError(f"stream.groups names {repeated} more than once; name each class once")
+        order = class_numbers([each for group in config.groups for each in group], data.names, "groups")
+        rest = iter(order)
+        groups = [tuple(islice(rest, len(group))) for group in config.groups]
     else:
         order, tasks = class_order(data.names, config, seed), config.tasks or 1
         per_task, left_over = divmod(len(order), tasks)
@@ -155,22 +155,16 @@ def unlabelled_stream(data: Dataset, config: StreamConfig, labelled: Dataset | N
         raise UserError(f"{data.name} has a folder per task and no classes; leave out {unused}")
     chosen = [indices(data.train, (label,), config.per_class) for label in range(len(data.names))]
     tasks = tuple(Task(name, data.train, train) for name, train in zip(data.names, chosen, strict=True))
-    return Stream(
-        config.name, data, tasks, labelled_eval_split(labelled, data), classes=labelled.names if labelled else ()
-    )
-
-
-def labelled_eval_split(labelled: Dataset | None, data: Dataset) -> tuple[EvalSplit, ...]:
-    """The split of a labelled set that belongs to no task of `data`; none without such a set."""
     if labelled is None:
-        return ()
+        return Stream(config.name, data, tasks, ())
     if labelled.test is None:
         raise UserError(f"{labelled.name} has no test images; pack it with a test folder or with --test-fraction")
     if labelled.size != data.size:
         sizes = f"{labelled.name} has images of {labelled.size} px and {data.name} of {data.size} px"
         raise UserError(f"{sizes}; pack both at one size")
     bank, test = np.arange(len(labelled.train)), np.arange(len(labelled.test))
-    return (EvalSplit(labelled.name, labelled.train, bank, labelled.test, test, since=0, always=True),)
+    split = EvalSplit(labelled.name, labelled.train, bank, labelled.test, test, since=0, always=True)
+    return Stream(config.name, data, tasks, (split,), classes=labelled.names)
 
 
 def single_task_stream(data: Dataset, name: str, seen: int = 1) -> Stream:
@@ -193,9 +187,7 @@ def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[i
         return np.random.default_rng(seed).permutation(count).tolist()
     if isinstance(wanted, str):
         raise UserError(f"stream.class_order must be natural, seeded or a list of classes, not {wanted!r}")
-    order = [class_number(c, names, "class_order") for c in wanted]
-    if repeated := repeats(order, names):
-        raise UserError(f"stream.class_order repeats {repeated}; name each class once")
+    order = class_numbers(wanted, names, "class_order")
     if config.classes is None and len(order) != len(names):
         missing = ", ".join([name for c, name in enumerate(names) if c not in order][:8])
         raise UserError(f"stream.class_order has {len(order)} classes, the stream has {len(names)}; missing: {missing}")
@@ -204,14 +196,19 @@ def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[i
     return order[:count]
 
 
-def class_number(value: str | int, names: Sequence[str], where: str) -> int:
-    """The label of a class given by name or by number. If a class name is a number, the name wins."""
-    if str(value) in names:
-        return list(names).index(str(value))
-    if isinstance(value, int) and 0 <= value < len(names):
-        return value
-    shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-    raise UserError(f"stream.{where} names {value!r}, which is not a class of this stream ({shown})")
+def class_numbers(values: Sequence[str | int], names: Sequence[str], where: str) -> list[int]:
+    """The labels of classes given by name or by number. If a class name is a number, the name wins."""
+    known: dict[str | int, int] = {name: label for label, name in enumerate(names)}
+    order: list[int] = []
+    for value in values:
+        label = known.get(str(value), value)
+        if not isinstance(label, int) or not 0 <= label < len(names):
+            shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+            raise UserError(f"stream.{where} names {value!r}, which is not a class of this stream ({shown})")
+        if label in order:
+            raise UserError(f"stream.{where} names {names[label]} more than once; name each class once")
+        order.append(label)
+    return order
 
 
 def indices(images: Images, labels: Sequence[int], per_class: int | None) -> np.ndarray:
@@ -230,7 +227,3 @@ def digest(images: Images, chosen: np.ndarray) -> str:
         for part in np.array_split(chosen, max(1, len(chosen) // 1024)):
             found.update(np.ascontiguousarray(images.pixels[part]).tobytes())
     return found.hexdigest()
-
-
-def repeats(order: list[int], names: Sequence[str]) -> str:
-    return ", ".join(names[c] for c in sorted({c for c in order if order.count(c) > 1}))

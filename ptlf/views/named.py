@@ -1,7 +1,9 @@
-"""The views of published protocols, as functions of the image size in pixels."""
+"""The views of published protocols. To add one: a function of the image size in pixels, and a line in VIEWS."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ptlf.core.errors import unknown
 from ptlf.core.settings import key
 from ptlf.views.view import View
 
@@ -57,3 +59,21 @@ def digits_views(size: int) -> tuple[View, ...]:
     """For grey digits of 8 to 16 px: no flip, because a mirrored digit is no digit, and no hue."""
     half = (0.5, 0.5, 0.5)
     return (View(crop_scale=(0.5, 1.0), flip=0.0, jitter=0.8, brightness=0.4, contrast=0.4, mean=half, std=half),) * 2
+
+
+VIEWS: dict[str, Callable[[int], tuple[View, ...]]] = {
+    "lump": lump,
+    "memory": memory,
+    "memory-tinyimagenet": memory_tinyimagenet,
+    "supervised": supervised,
+    "cassle-barlow": cassle_barlow,
+    "cassle-moco": cassle_moco,
+    "digits": digits_views,
+}
+
+
+def named_views(name: str, size: int) -> tuple[View, ...]:
+    """`named_views("lump", 32)`: the views of that name for images of `size` pixels."""
+    if name not in VIEWS:
+        raise unknown("views", name, VIEWS)
+    return VIEWS[name](size)

@@ -30,12 +30,13 @@ def apply_view(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
     if view.jitter and (view.brightness or view.contrast or view.saturation or view.hue):
         x = jitter(x, u, view)
     if view.grey:
-        x = torch.where(happens(u, "grey", view.grey), luma(x), x)
+        x = torch.where(happens(u, "grey", view.grey)[:, None, None, None], luma(x), x)
     kernel = size // 20 * 2 + 1 if view.blur_kernel is None else view.blur_kernel
     if view.blur and kernel > 1:
-        x = torch.where(happens(u, "blur", view.blur), blur(x, between(u, "sigma", *view.blur_sigma), kernel), x)
+        blurred = blur(x, between(u, "sigma", *view.blur_sigma), kernel)
+        x = torch.where(happens(u, "blur", view.blur)[:, None, None, None], blurred, x)
     if view.solarise:
-        x = torch.where(happens(u, "solarise", view.solarise) & (x >= 0.5), 1 - x, x)
+        x = torch.where(happens(u, "solarise", view.solarise)[:, None, None, None] & (x >= 0.5), 1 - x, x)
     return normalise_channels(x, view.mean, view.std)
 
 
@@ -63,8 +64,11 @@ def normalise(images: Tensor, mean: Triple, std: Triple, size: int | None = None
     check_images(images)
     x = images.permute(0, 3, 1, 2)
     if size is not None:
-        if min(x.shape[2:]) < size:
-            x = enlarge(x, size)
+        if (short := min(x.shape[2:])) < size:
+            start = torch.zeros(len(x), device=x.device)
+            sides = [(side, side * size // short) for side in x.shape[2:]]
+            rows, columns = (resample_matrix(start, start + old, old, new, "bilinear") for old, new in sides)
+            x = separable(x, rows, columns)
         top, left = (round((side - size) / 2) for side in x.shape[2:])
         x = x[:, :, top : top + size, left : left + size]
     return normalise_channels(x.to(torch.float32, memory_format=torch.contiguous_format) / 255, mean, std)
@@ -75,26 +79,19 @@ def check_images(images: Tensor) -> None:
         raise ValueError(f"images must be uint8 of shape (B, H, W, 3), got {images.dtype} {tuple(images.shape)}")
 
 
-# ---------------------------------------------------------------- reading the uniforms
-
-
-def uniform(u: Tensor, name: str) -> Tensor:
-    return u[:, COLUMNS[name]]
-
-
 def between(u: Tensor, name: str, low: float, high: float) -> Tensor:
     """(B,) uniform on [low, high)."""
-    return low + (high - low) * uniform(u, name)
+    return low + (high - low) * u[:, COLUMNS[name]]
 
 
 def happens(u: Tensor, name: str, probability: float) -> Tensor:
-    """(B, 1, 1, 1) bool, true with this probability."""
-    return (uniform(u, name) < probability)[:, None, None, None]
+    """(B,) bool, true with this probability."""
+    return u[:, COLUMNS[name]] < probability
 
 
-def pick(uniform: Tensor, choices: Tensor | int) -> Tensor:
+def pick(u: Tensor, name: str, choices: Tensor | int) -> Tensor:
     """Random integers 0 .. choices - 1, as floats. In float32 u * n < n for every u < 1, so n is never drawn."""
-    return (uniform * choices).floor()
+    return (u[:, COLUMNS[name]] * choices).floor()
 
 
 # ---------------------------------------------------------------- crop, resize and flip: one matrix product per axis
@@ -103,13 +100,17 @@ def pick(uniform: Tensor, choices: Tensor | int) -> Tensor:
 def crop(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
     """(B, H, W, 3) uint8 -> (B, 3, size, size) in [0, 1]: cropped, resized and flipped."""
     height, width = images.shape[1:3]
-    if view.padding:
-        top, left = padded_corner(u, height, width, view.padding, size)
+    if view.padding:  # the corner in coordinates of the unpadded image: it may be negative
+        pad = view.padding
+        if min(height, width) + 2 * pad < size:
+            raise UserError(f"{height}x{width} images padded by {pad} hold no crop of {size}: lower the size")
+        top = pick(u, "top", height + 2 * pad - size + 1) - pad
+        left = pick(u, "left", width + 2 * pad - size + 1) - pad
         h = w = torch.full_like(top, size)
     else:
         top, left, h, w = crop_boxes(u, height, width, view.crop_scale, view.crop_ratio)
     rows = resample_matrix(top, h, height, size, view.interpolation)
-    columns = resample_matrix(left, w, width, size, view.interpolation, uniform(u, "flip") < view.flip)
+    columns = resample_matrix(left, w, width, size, view.interpolation, happens(u, "flip", view.flip))
     # Scaled to [0, 1] only afterwards: levels 0..255 are exact inputs, also where the GPU multiplies in TF32.
     x = separable(images.permute(0, 3, 1, 2), rows, columns, clamp=view.interpolation == "bicubic")
     return torch.mul(x, 1 / 255).contiguous()
@@ -131,17 +132,9 @@ def crop_boxes(u: Tensor, height: int, width: int, scale: Pair, ratio: Pair) -> 
     first = fits.to(torch.uint8).argmax(dim=1, keepdim=True)
     h, w = h.gather(1, first).squeeze(1), w.gather(1, first).squeeze(1)
     centred = first.squeeze(1) == ATTEMPTS
-    top = torch.where(centred, float((height - last_h) // 2), pick(uniform(u, "top"), height - h + 1))
-    left = torch.where(centred, float((width - last_w) // 2), pick(uniform(u, "left"), width - w + 1))
+    top = torch.where(centred, float((height - last_h) // 2), pick(u, "top", height - h + 1))
+    left = torch.where(centred, float((width - last_w) // 2), pick(u, "left", width - w + 1))
     return top, left, h, w
-
-
-def padded_corner(u: Tensor, height: int, width: int, padding: int, size: int) -> tuple[Tensor, Tensor]:
-    """Top and left of a `size` crop from the padded image, in coordinates of the unpadded image (may be negative)."""
-    slack = [side + 2 * padding - size for side in (height, width)]
-    if min(slack) < 0:
-        raise UserError(f"{height}x{width} images padded by {padding} hold no crop of {size}: lower the size")
-    return pick(uniform(u, "top"), slack[0] + 1) - padding, pick(uniform(u, "left"), slack[1] + 1) - padding
 
 
 def cubic(t: Tensor) -> Tensor:
@@ -190,25 +183,17 @@ def separable(x: Tensor, rows: Tensor, columns: Tensor, clamp: bool = False) -> 
     return x.view(b, rows.shape[1], c, columns.shape[1]).transpose(1, 2)
 
 
-def enlarge(x: Tensor, size: int) -> Tensor:
-    """(B, C, H, W) resized bilinearly so that the short side is `size`; the aspect ratio is kept."""
-    start, short = torch.zeros(len(x), device=x.device), min(x.shape[2:])
-    sides = [(side, side * size // short) for side in x.shape[2:]]
-    rows, columns = (resample_matrix(start, start + old, old, new, "bilinear") for old, new in sides)
-    return separable(x, rows, columns)
-
-
 # ---------------------------------------------------------------- colour
 
 
 def jitter(x: Tensor, u: Tensor, view: View) -> Tensor:
     """Brightness, contrast, saturation and hue in a random order, with probability view.jitter per image."""
-    on = uniform(u, "jitter") < view.jitter
+    on = happens(u, "jitter", view.jitter)
     strengths = {"brightness": view.brightness, "contrast": view.contrast, "saturation": view.saturation}
     factors = torch.stack([between(u, name, max(0.0, 1 - s), 1 + s) for name, s in strengths.items()], dim=1)
     factors = torch.where(on[:, None], factors, 1.0)
     shift = torch.where(on, between(u, "hue", -view.hue, view.hue), 0.0) if view.hue else None
-    hue_position, kinds = jitter_order(pick(uniform(u, "order"), 24))
+    hue_position, kinds = jitter_order(pick(u, "order", 24))
     return jitter_in_order(x, factors, shift, hue_position, kinds)
 
 

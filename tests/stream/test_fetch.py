@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream.archives import CIFAR10_NAMES, IMAGENET100_WNIDS, SOURCES, cifar_batch, unpickle
+from ptlf.stream.archives import CIFAR10_NAMES, IMAGENET100_WNIDS, SOURCES, ArrayUnpickler
 from ptlf.stream.fetch import get
 from ptlf.stream.pack import data_root, list_packs, open_pack
 
@@ -174,38 +174,15 @@ class Hostile:
         return os.system, (f"touch {os.environ['PTLF_HOSTILE']}",)
 
 
-def test_hostile_pickle_runs_nothing(tmp_path: Path, cifar: Cifar, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "mark"
     monkeypatch.setenv("PTLF_HOSTILE", str(mark))
     content = pickle.dumps({b"data": Hostile()})
-    with pytest.raises(UserError, match="system is not allowed in a data file"):
-        unpickle(content)
+    with pytest.raises(pickle.UnpicklingError, match="system is not allowed in a data file"):
+        ArrayUnpickler(io.BytesIO(content)).load()
     assert not mark.exists()
     pickle.loads(content)
     assert mark.exists()  # with the standard unpickler it does run
-
-
-def test_hostile_member_names_and_missing_members(
-    tmp_path: Path, cifar: Cifar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archive = tmp_path / "in" / "c.tar.gz"
-    archive.parent.mkdir()
-    archive.write_bytes(tar_of({"../../outside": b"x", "cifar-10-batches-py/test_batch": b""}))
-    put_archive("cifar10", archive.read_bytes(), monkeypatch)
-    with pytest.raises(UserError, match="has no member cifar-10-batches-py/data_batch_1"):
-        get("cifar10", tmp_path / "root", source=archive, progress=False)
-    assert not list(tmp_path.parent.rglob("outside"))
-
-
-def test_batches_that_are_none() -> None:
-    good = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [0, 1]}
-    assert cifar_batch(pickle.dumps(good, protocol=2), b"labels")[0].shape == (2, 32, 32, 3)
-    assert cifar_batch(pickle.dumps(good, protocol=4), b"labels")[1].tolist() == [0, 1]
-    for wrong in ({**good, b"labels": [0]}, {**good, b"data": [1]}, {b"labels": [0, 1]}, [1, 2]):
-        with pytest.raises(UserError, match="a member that is no CIFAR batch"):
-            cifar_batch(pickle.dumps(wrong, protocol=2), b"labels")
-    with pytest.raises(UserError, match="a member that is no CIFAR batch"):
-        unpickle(b"garbage")
 
 
 # ------------------------------------------------------------------------------------------------- other sets, --source
@@ -315,7 +292,7 @@ def test_imagenet100_picks_its_classes(tmp_path: Path, monkeypatch: pytest.Monke
     assert pack.names == names and pack.images("train").shape == (2, 256, 256, 3)
     assert pack.images("train")[:, 0, 0, 0].tolist() == [2, 0]
     monkeypatch.setitem(SOURCES, "imagenet100", replace(SOURCES["imagenet100"], names=("n01", "n77")))
-    with pytest.raises(UserError, match="has no folder 'n77'"):
+    with pytest.raises(UserError, match="n77: No such file"):
         get("imagenet100", tmp_path / "root2", source=source, progress=False)
 
 
@@ -326,7 +303,6 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
 
     refused("did you mean 'cifar10'", "cifar-10")
     refused(r"imagenet100 cannot be downloaded.*--source", "imagenet100")
-    refused("npm package is not read here .*reproduction/cifar10_from_npm.py", "cifar10", via="npm")
     refused("give one of", "cifar10", source="x", url="http://127.0.0.1/")
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,92 +14,88 @@ from PIL import Image
 from ptlf.core.errors import UserError
 from ptlf.stream import squares
 from ptlf.stream.folders import pack_folder
-from ptlf.stream.pack import verify_pack
+from ptlf.stream.pack import Pack, verify_pack
 from ptlf.stream.packing import labelled_dataset, pack_images
+
+
+def packed(source: Path, tmp_path: Path, name: str = "set", size: int = 8, **options: Any) -> Pack:
+    return pack_folder(source, tmp_path / "root", name, size=size, progress=False, **options)
+
+
+def refused(message: str, *args: Any, **options: Any) -> None:
+    with pytest.raises(UserError, match=message):
+        packed(*args, **options)
+
+
+def pixels(*files: Path) -> list[np.ndarray]:
+    return [np.asarray(Image.open(file)) for file in files]
 
 
 def test_train_and_val_folders_in_natural_order(tmp_path: Path) -> None:
     tree(tmp_path / "s" / "train", "c10", "c2", "c1", files=2)
     tree(tmp_path / "s" / "val", "c1", "c2", "c10", files=1)
-    pack = pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, progress=False)
+    pack = packed(tmp_path / "s", tmp_path)
     assert pack.names == ("c1", "c2", "c10")
     assert pack.labels("train").tolist() == [0, 0, 1, 1, 2, 2] and pack.labels("test").tolist() == [0, 1, 2]
-    assert np.array_equal(pack.images("test")[1], np.asarray(Image.open(tmp_path / "s/val/c2/0.png")))
+    assert np.array_equal(pack.images("test")[1:2], pixels(tmp_path / "s/val/c2/0.png"))
 
 
 def test_task_folders(tmp_path: Path) -> None:
     tree(tmp_path / "s", "task10", "task2")
-    pack = pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, folders="tasks", progress=False)
+    pack = packed(tmp_path / "s", tmp_path, folders="tasks")
     assert (pack.folders, pack.names) == ("tasks", ("task2", "task10"))
-    with pytest.raises(UserError, match="folders='classes'"):
-        pack_folder(tmp_path / "s", tmp_path / "root", "t", size=8, folders="tasks", test_fraction=0.5)
+    refused("folders='classes'", tmp_path / "s", tmp_path, "t", folders="tasks", test_fraction=0.5)
 
 
 def test_nested_and_hidden_files(tmp_path: Path) -> None:
-    source = tree(tmp_path / "s", "a", files=1)
+    source = tree(tmp_path / "s", "a", "train", files=1)  # a class may be called so
     tree(source / "a", "deep", files=2)
     (source / "a" / ".DS_Store").write_bytes(b"x")
     os.symlink(source / "a", source / "a" / "deep" / "loop")
-    pack = pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
-    files = ["a/0.png", "a/deep/0.png", "a/deep/1.png"]
-    assert np.array_equal(pack.images("train"), [np.asarray(Image.open(source / file)) for file in files])
+    pack = packed(source, tmp_path)
+    files = [source / file for file in ("a/0.png", "a/deep/0.png", "a/deep/1.png", "train/0.png")]
+    assert np.array_equal(pack.images("train"), pixels(*files)) and pack.names == ("a", "train")
 
 
 def test_test_fraction_holds_out_every_kth_file(tmp_path: Path) -> None:
     source = tree(tmp_path / "s", "a", "b", files=6)
-    pack = pack_folder(source, tmp_path / "root", "set", size=8, test_fraction=1 / 3, progress=False)
+    pack = packed(source, tmp_path, test_fraction=1 / 3)
     assert pack.labels("train").tolist() == [0] * 4 + [1] * 4
-    held = [np.asarray(Image.open(source / file)) for file in ("a/2.png", "a/5.png", "b/2.png", "b/5.png")]
-    assert np.array_equal(pack.images("test"), held)
-    with pytest.raises(UserError, match=r"test_fraction 0\.1 leaves no test image"):
-        pack_folder(source, tmp_path / "root", "few", size=8, test_fraction=0.1, progress=False)
-    tree(source, "c", files=2)
-    with pytest.raises(UserError, match="no test image in 'c'"):
-        pack_folder(source, tmp_path / "root", "few", size=8, test_fraction=1 / 3, progress=False)
-    with pytest.raises(UserError, match="between 0 and 1"):
-        pack_folder(source, tmp_path / "root", "few", size=8, test_fraction=1.5, progress=False)
+    held = [source / file for file in ("a/2.png", "a/5.png", "b/2.png", "b/5.png")]
+    assert np.array_equal(pack.images("test"), pixels(*held))
+    refused(r"test_fraction 0\.1 leaves no test image", source, tmp_path, "few", test_fraction=0.1)
+    refused("between 0 and 1", source, tmp_path, "few", test_fraction=1.5)
+    tree(tmp_path / "split" / "train", "a")
+    tree(tmp_path / "split" / "test", "a")
+    refused("there are test images; use one", tmp_path / "split", tmp_path, "both", test_fraction=0.5)
 
 
-def test_names_restrict_and_order(tmp_path: Path) -> None:
-    tree(tmp_path / "s" / "train", "a", "b", "c", files=1)
-    tree(tmp_path / "s" / "test", "a", "b", "c", files=1)
-    pack = pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, names=["c", "a"], progress=False)
-    assert pack.names == ("c", "a")
-    assert np.array_equal(pack.images("train")[0], np.asarray(Image.open(tmp_path / "s/train/c/0.png")))
-    with pytest.raises(UserError, match="has no folder 'd', 'e'"):
-        pack_folder(tmp_path / "s", tmp_path / "root", "other", size=8, names=["a", "d", "e"], progress=False)
-
-
-def test_what_is_not_packed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_restrict_and_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "test", "val"):
-        tree(tmp_path / "s" / split, "a", files=1)
-    (tmp_path / "s" / "train" / "words.txt").write_text("")
-    pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, progress=False)
-    told = capsys.readouterr().err
-    assert "'val'" in told and "'words.txt'" in told
-
-
-def test_a_class_may_be_called_train(tmp_path: Path) -> None:
-    pack = pack_folder(tree(tmp_path / "s", "car", "train"), tmp_path / "root", "set", size=8, progress=False)
-    assert pack.names == ("car", "train")
+        tree(tmp_path / "s" / split, "a", "b", "c", files=1)
+    pack = packed(tmp_path / "s", tmp_path, names=["c", "a"])
+    assert "s: 'val'" in capsys.readouterr().err  # not read
+    assert pack.names == ("c", "a")
+    assert np.array_equal(pack.images("train")[:1], pixels(tmp_path / "s/train/c/0.png"))
+    refused("train/d: No such file", tmp_path / "s", tmp_path, "other", names=["a", "d", "e"])
 
 
 def test_folders_that_hold_nothing(tmp_path: Path) -> None:
-    def refused(source: Path, message: str) -> None:
-        with pytest.raises(UserError, match=message):
-            pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
-
-    refused(tmp_path / "nowhere", "nowhere is no folder")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "empty holds no folders")
-    source = tree(tmp_path / "s", "a")
-    (source / "b").mkdir()
-    refused(source, "s/b holds no images")
+    (tree(tmp_path / "s", "a") / "b").mkdir()
     (tmp_path / "flat" / "train").mkdir(parents=True)
-    refused(tmp_path / "flat", "flat/train holds no folders")
-    tree(tmp_path / "odd" / "train", "a")
-    tree(tmp_path / "odd" / "test", "a", "z")
-    refused(tmp_path / "odd", "lacks: 'z'")
+    for split, names in {"train": "a", "test": "az"}.items():
+        tree(tmp_path / "odd" / split, *names)
+        tree(tmp_path / "other" / split, names[-1])
+    for source, message in {
+        "nowhere": "nowhere is no folder",
+        "empty": "empty holds no folders",
+        "s": "s/b holds no images",
+        "flat": "flat/train holds no folders",
+        "odd": "lacks: 'z'",
+        "other": "other/test holds none of the folders of .*train",
+    }.items():
+        refused(message, tmp_path / source, tmp_path)
 
 
 def animation() -> bytes:
@@ -126,46 +123,37 @@ def test_a_bad_image_is_refused_or_skipped_by_its_name(tmp_path: Path, capsys: p
     for file, (content, why) in BAD.items():
         bad = source / "a" / file
         bad.write_bytes(content)
-        with pytest.raises(UserError, match=f"{bad} cannot be used: .*{why}.*--on-error skip"):
-            pack_folder(source, root, "set", size=8, progress=False)
+        refused(f"{bad} cannot be used: .*{why}.*--on-error skip", source, tmp_path)
         assert not root.exists() or os.listdir(root) == [], file
         bad.rename(tmp_path / file)
     for file in BAD:
         (tmp_path / file).rename(source / "a" / file)
-    pack = pack_folder(source, root, "set", size=8, on_error="skip", progress=False)
+    refused("and at least 11 more, or", source, tmp_path)
+    pack = packed(source, tmp_path, on_error="skip")
     skipped = {Path(entry["file"]).name: entry["why"] for entry in pack.skipped}
     assert set(skipped) == set(BAD) and all(re.search(why, skipped[file]) for file, (_, why) in BAD.items())
     told = capsys.readouterr().err
     assert all(file in told for file in BAD)
     assert pack.labels("train").tolist() == [0, 0, 0, 1, 1, 1]
-    assert np.array_equal(pack.images("train")[5], np.asarray(Image.open(source / "b" / "2.png")))
+    assert np.array_equal(pack.images("train")[5:], pixels(source / "b" / "2.png"))
     assert verify_pack(root, "set", progress=False) == []
-
-
-def test_bad_images_are_counted(tmp_path: Path) -> None:
-    source = tree(tmp_path / "source", "a", "b")
-    for name in ("x.heic", "y.heic"):
-        (source / "a" / name).write_bytes(b"nothing")
-    told = "x.heic cannot be used: not an image in a known format; repair or remove it and at least 1 more, or"
-    with pytest.raises(UserError, match=told):
-        pack_folder(source, tmp_path, "set", size=8, progress=False)
 
 
 def test_files_that_are_no_images_by_their_ending_are_passed_over(tmp_path: Path, capsys) -> None:
     """They are counted. Whatever has another ending, or none, must be an image."""
-    source = tree(tmp_path / "source", "a", "b")
-    expected = pack_folder(source, tmp_path / "root", "plain", size=8, progress=False)
-    alone = pack_images(source / "a", tmp_path / "root" / "plain-a", 8, progress=False)
+    source, root = tree(tmp_path / "source", "a", "b"), tmp_path / "root"
+    expected = packed(source, tmp_path, "plain")
+    alone = pack_images(source / "a", root / "plain-a", 8, progress=False)
     (source / "a" / "notes.txt").write_text("fine weather")
     (source / "a" / "deep").mkdir()
     (source / "a" / "deep" / "LABELS.JSON").write_text("{}")
     (source / "b" / "notes.txt").write_text("rain")
     capsys.readouterr()
-    pack = pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
+    pack = packed(source, tmp_path)
     assert pack.splits == expected.splits and not pack.skipped
     told = f"note: passed over 3 files in {source} that by the ending (.json, .txt) are no images\n"
     assert capsys.readouterr().err == told
-    assert pack_images(source / "a", tmp_path / "root" / "a", 8, progress=False).splits == alone.splits
+    assert pack_images(source / "a", root / "a", 8, progress=False).splits == alone.splits
     assert f"passed over 2 files in {source / 'a'}" in capsys.readouterr().err
     (source / "readme.md").write_text("two classes")  # which the folders are nevertheless
     data = labelled_dataset(source, 8, 1 / 3)
@@ -173,73 +161,49 @@ def test_files_that_are_no_images_by_their_ending_are_passed_over(tmp_path: Path
     assert "passed over 4 files" in capsys.readouterr().err
     for file in (source / "b").glob("*.png"):
         file.unlink()
-    with pytest.raises(UserError, match=r"b holds no images; .* --on-error skip"):
-        pack_folder(source, tmp_path / "root", "empty", size=8, progress=False)
+    refused(r"b holds no images; .* --on-error skip", source, tmp_path, "empty")
     (source / "b" / "picture").write_text("words")
-    with pytest.raises(UserError, match=r"b/picture cannot be used: not an image"):
-        pack_folder(source, tmp_path / "root", "other", size=8, progress=False)
+    refused(r"b/picture cannot be used: not an image", source, tmp_path, "other")
 
 
-def test_a_class_whose_images_all_fail(tmp_path: Path) -> None:
+def test_a_class_whose_images_all_fail_and_an_empty_folder(tmp_path: Path, capsys) -> None:
     source = tree(tmp_path / "source", "a", "b", "c")
     for file in (source / "b").iterdir():
         file.write_bytes(b"")
-    with pytest.raises(UserError, match="cannot be used: empty file"):
-        pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
-    pack = pack_folder(source, tmp_path / "root", "set", size=8, on_error="skip", progress=False)
+    refused("cannot be used: empty file", source, tmp_path)
+    (source / "d").mkdir()
+    pack = packed(source, tmp_path, on_error="skip")
     assert (pack.names, pack.labels("train").tolist()) == (("a", "c"), [0, 0, 0, 1, 1, 1])
-    assert [Path(entry["file"]).parent.name for entry in pack.skipped] == ["b"] * 3
-    assert np.array_equal(pack.images("train")[5], np.asarray(Image.open(source / "c" / "2.png")))
+    assert pack.skipped[0] == {"file": str(source / "d"), "why": "a folder without images"}
+    assert [Path(entry["file"]).parent.name for entry in pack.skipped[1:]] == ["b"] * 3
+    assert f"{source / 'd'}: a folder without images" in capsys.readouterr().err
+    assert np.array_equal(pack.images("train")[5:], pixels(source / "c" / "2.png"))
     for file in (*(source / "a").iterdir(), *(source / "c").iterdir()):
         file.write_bytes(b"")
-    with pytest.raises(UserError, match="no readable image is left in train"):
-        pack_folder(source, tmp_path / "root", "other", size=8, on_error="skip", progress=False)
-
-
-def test_test_images_that_all_fail(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        tree(tmp_path / "s" / split, "a", "b")
-    for file in (tmp_path / "s" / "test").glob("*/*"):
-        file.write_bytes(b"")
-    with pytest.raises(UserError, match="no readable image is left in test"):
-        pack_folder(tmp_path / "s", tmp_path / "root", "set", size=8, on_error="skip", progress=False)
-
-
-def test_an_empty_folder_is_skipped_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tree(tmp_path / "s", "a", "c")
-    (source / "b").mkdir()
-    with pytest.raises(UserError, match=r"s/b holds no images; .* --on-error skip"):
-        pack_folder(source, tmp_path / "root", "set", size=8, progress=False)
-    pack = pack_folder(source, tmp_path / "root", "set", size=8, on_error="skip", progress=False)
-    assert (pack.names, pack.labels("train").tolist()) == (("a", "c"), [0, 0, 0, 1, 1, 1])
-    assert pack.skipped == [{"file": str(source / "b"), "why": "a folder without images"}]
-    assert "s/b: a folder without images" in capsys.readouterr().err
+    refused("no readable image is left in train", source, tmp_path, "other", on_error="skip")
 
 
 @pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
 def test_how_a_rectangle_becomes_a_square(tmp_path: Path, fit: str) -> None:
     """A picture of three stripes, red, green and blue, twice as wide as high."""
-    pixels = np.zeros((24, 48, 3), np.uint8)
+    stripes = np.zeros((24, 48, 3), np.uint8)
     for stripe in range(3):
-        pixels[:, 16 * stripe : 16 * (stripe + 1), stripe] = 255
+        stripes[:, 16 * stripe : 16 * (stripe + 1), stripe] = 255
     (tmp_path / "s" / "a").mkdir(parents=True)
-    Image.fromarray(pixels).save(tmp_path / "s" / "a" / "0.png")
-    pack = pack_folder(tmp_path / "s", tmp_path / "root", "set", size=12, fit=fit, progress=False)
-    assert pack.fit == fit
-    assert json.loads((pack.path / "pack.json").read_text())["fit"] == fit
+    Image.fromarray(stripes).save(tmp_path / "s" / "a" / "0.png")
+    pack = packed(tmp_path / "s", tmp_path, size=12, fit=fit)
+    assert pack.fit == json.loads((pack.path / "pack.json").read_text())["fit"] == fit
     (image,) = pack.images("train")
     row, red, green, blue = image[6], [255, 0, 0], [0, 255, 0], [0, 0, 255]
     assert row[6].tolist() == green
-    if fit == "squash":
-        assert [row[1].tolist(), row[10].tolist(), image[0, 6].tolist()] == [red, blue, green]
-    elif fit == "pad":
-        assert [row[1].tolist(), row[10].tolist(), image[0, 6].tolist()] == [red, blue, [127, 127, 127]]
+    edge = 0 if fit == "crop" else 1  # crop: the middle half; 4 of 24 columns on each side are not green
+    above = [127, 127, 127] if fit == "pad" else green
+    assert [row[edge].tolist(), row[11 - edge].tolist(), image[0, 6].tolist()] == [red, blue, above]
+    if fit == "pad":
         assert (image[:3] == 127).all() and (image[9:] == 127).all() and not (image[3:9] == 127).all()
-    else:  # the middle half: 4 of 24 columns on each side are not green
-        assert [row[0].tolist(), row[11].tolist(), image[0, 6].tolist()] == [red, blue, green]
+    elif fit == "crop":
         assert (row[:, 1] > 127).sum() == 8
-    with pytest.raises(UserError, match="unknown fit 'fold'"):
-        pack_folder(tmp_path / "s", tmp_path / "root", "other", size=12, fit="fold", progress=False)
+    refused("unknown fit 'fold'", tmp_path / "s", tmp_path, "other", size=12, fit="fold")
 
 
 def test_several_workers_give_the_same_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +211,6 @@ def test_several_workers_give_the_same_pack(tmp_path: Path, monkeypatch: pytest.
     source = tree(tmp_path / "s", "a", "b", files=7)
     (source / "a" / "1.png").write_bytes(b"")
     (source / "b" / "6.png").write_bytes(b"no")
-    options = {"size": 8, "on_error": "skip", "progress": False}
-    one = pack_folder(source, tmp_path / "one", "set", workers=1, **options)
-    two = pack_folder(source, tmp_path / "two", "set", workers=3, **options)
-    assert one.splits == two.splits and one.skipped == two.skipped and one.splits["train"].count == 12
-    with pytest.raises(UserError, match="workers must be at least 1, not 0"):
-        pack_folder(source, tmp_path / "no", "set", workers=0, **options)
+    one, three = (packed(source, tmp_path, f"set{workers}", workers=workers, on_error="skip") for workers in (1, 3))
+    assert one.splits == three.splits and one.skipped == three.skipped and one.splits["train"].count == 12
+    refused("workers must be at least 1, not 0", source, tmp_path, "no", workers=0)

@@ -17,7 +17,6 @@ from ptlf.stream import squares
 from ptlf.stream.images import find_images, open_images
 from ptlf.stream.pack import Pack, open_pack
 from ptlf.stream.packing import labelled_dataset, pack_images, sample_images
-from ptlf.stream.rows import Row
 from ptlf.stream.squares import decode_squares
 
 RNG = np.random.default_rng(1)
@@ -318,14 +317,7 @@ def test_read_lazily(tmp_path: Path) -> None:
     images = open_images(Counted(range(3000)))["train"]
     reads.clear()
     first = next(iter(decode_squares(images, 8)))
-    assert len(first.images) == len(reads) == 256
-
-
-def test_image_files_are_held_in_memory_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(squares, "BYTES_HELD", 100)
-    rows = [Row(str(size), b"x" * size) for size in (40, 60, 1, 200, 1, 1, 1, 1)]
-    found = [[len(row.image) for row in batch] for batch in squares.batches(rows, 3)]
-    assert found == [[40, 60], [1, 200], [1, 1, 1], [1]]
+    assert len(first.images) == len(reads) == squares.BATCH
 
 
 def test_names_of_files_in_a_folder(tmp_path: Path) -> None:

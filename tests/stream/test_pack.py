@@ -153,66 +153,48 @@ def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: py
         small_pack(tmp_path)
 
 
-def test_root_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file"):
-        small_pack(tmp_path / "file")
-
-
 @pytest.mark.parametrize("file", ["train.npy", "train_labels.npy"])
-def test_cut_short(tmp_path: Path, file: str) -> None:
+def test_damaged_files(tmp_path: Path, file: str) -> None:
     path = small_pack(tmp_path, "cifar10").path / file
-    whole = path.stat().st_size
-    os.truncate(path, whole - 1)
-    with pytest.raises(
-        UserError, match=f"{file} cannot be read: {whole - 1} bytes where.*ptlf data get cifar10 --overw"
-    ):
-        open_pack(tmp_path, "cifar10")
-    assert len(verify_pack(tmp_path, "cifar10", progress=False)) == 1
+    content = bytearray(path.read_bytes())
+    content[-8] ^= 1
+    path.write_bytes(content)
+    (problem,) = verify_pack(tmp_path, "cifar10", progress=False)
+    assert file in problem and "sha256" in problem
+    damages = {
+        f"{file} cannot be read: it has {len(content) - 1} bytes .*where": lambda: os.truncate(path, len(content) - 1),
+        f"{file} is missing": path.unlink,
+    }
+    for why, damage in damages.items():
+        damage()
+        with pytest.raises(UserError, match=why + ".*ptlf data get cifar10 --overwrite"):
+            open_pack(tmp_path, "cifar10")
+        assert len(verify_pack(tmp_path, "cifar10", progress=False)) == 1
 
 
-def test_missing_file_and_missing_set(tmp_path: Path) -> None:
-    (small_pack(tmp_path).path / "train_labels.npy").unlink()
-    with pytest.raises(UserError, match=r"train_labels.npy is missing"):
-        open_pack(tmp_path, "set")
+def test_missing_sets(tmp_path: Path) -> None:
+    small_pack(tmp_path)
     with pytest.raises(UserError, match=r"'flowers'.*there: set.*ptlf data pack FOLDER --name flowers --size PIXELS`"):
         open_pack(tmp_path, "flowers")
     with pytest.raises(UserError, match=r"there: nothing.*ptlf data get cifar10`"):
         open_pack(tmp_path / "nowhere", "cifar10")
 
 
-@pytest.mark.parametrize("file", ["train.npy", "train_labels.npy"])
-def test_verify_sees_a_flipped_byte(tmp_path: Path, file: str) -> None:
-    path = small_pack(tmp_path / "with space").path / file
-    content = bytearray(path.read_bytes())
-    content[-8] ^= 1
-    path.write_bytes(content)
-    problems = verify_pack(tmp_path / "with space", "set", progress=False)
-    assert len(problems) == 1 and file in problems[0] and "sha256" in problems[0]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"schema": 2},
-        {"splits": {}},
-        {"folders": "things"},
-        {"splits": {"train": {"count": 1}}},
-        {"size": None},
-    ],
-)
-def test_bad_manifest(tmp_path: Path, change: dict[str, object]) -> None:
+def test_bad_manifests(tmp_path: Path) -> None:
     file = small_pack(tmp_path).path / "pack.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(UserError, match=r"pack.json cannot be read"):
-        open_pack(tmp_path, "set")
-
-
-def test_manifest_cannot_point_elsewhere(tmp_path: Path) -> None:
-    file = small_pack(tmp_path).path / "pack.json"
-    file.write_text(file.read_text().replace('"train.npy"', '"../train.npy"'))
-    with pytest.raises(UserError, match=r"beside pack.json"):
-        open_pack(tmp_path, "set")
+    good = json.loads(file.read_text())
+    elsewhere = {"train": good["splits"]["train"] | {"images": "../train.npy"}}
+    for change, why in [
+        ({"schema": 2}, "schema 2"),
+        ({"splits": {}}, "beside pack.json"),
+        ({"splits": elsewhere}, "beside pack.json"),
+        ({"splits": {"train": {"count": 1}}}, "bytes is missing"),
+        ({"folders": "things"}, "folders is 'things'"),
+        ({"size": None}, "size is None"),
+    ]:
+        file.write_text(json.dumps(good | change))
+        with pytest.raises(UserError, match=f"pack.json cannot be read .*{why}"):
+            open_pack(tmp_path, "set")
 
 
 def test_natural_order() -> None:

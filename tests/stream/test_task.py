@@ -69,7 +69,7 @@ def test_joint_is_one_task_with_every_exam() -> None:
     [
         ({"tasks": 4}, "4 tasks do not divide the 6 classes of fake; choose stream.tasks from 1, 2, 3, 6"),
         ({"tasks": 2, "class_order": ["a", "b"]}, "stream.class_order has 2 classes, the stream has 6; missing: c, d"),
-        ({"tasks": 2, "class_order": list("abcdea")}, "stream.class_order repeats a"),
+        ({"tasks": 2, "class_order": list("abcdea")}, "stream.class_order names a more than once"),
         ({"tasks": 2, "class_order": list("abcdex")}, "stream.class_order names 'x', which is not a class"),
         ({"tasks": 2, "class_order": [0, 1, 2, 3, 4, 6]}, "stream.class_order names 6, which is not a class"),
         ({"tasks": 2, "class_order": "sorted"}, "stream.class_order must be natural, seeded or a list"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,8 +12,9 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
+from pictures import encoded
 from PIL import Image
-from pyarrow import ipc, parquet
+from pyarrow import parquet
 
 import ptlf
 from ptlf.cli import main
@@ -32,9 +31,7 @@ TEST, TEST_LABELS = PIXELS[::-1][:5], LABELS[::-1][:5]
 
 def png(pixels: np.ndarray) -> bytes:
     """Lossless, so that pixels can be compared."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(Image.fromarray(pixels), "PNG")
 
 
 def check(pack: Pack, names: Sequence[str], test: bool = True) -> None:
@@ -48,10 +45,10 @@ def check(pack: Pack, names: Sequence[str], test: bool = True) -> None:
         assert [name.removeprefix("kind") for name in found] == [str(label) for label in labels]
 
 
-def pack_by_command(source: Path, tmp_path: Path, *words: str) -> Pack:
+def pack_by_command(source: Path, tmp_path: Path, *words: str, code: int = 0) -> Pack | None:
     root = ["--data-root", str(tmp_path / "data"), "--overwrite"]
-    assert main(["data", "pack", str(source), "--name", "set", "--size", "8", *root, *words]) == 0
-    return open_pack(tmp_path / "data", "set")
+    assert main(["data", "pack", str(source), "--name", "set", "--size", "8", *root, *words]) == code
+    return open_pack(tmp_path / "data", "set") if code == 0 else None
 
 
 def refused(source: Any, tmp_path: Path) -> str:
@@ -84,9 +81,10 @@ def test_a_torchvision_data_set(tmp_path: Path) -> None:
 
 
 def hugging_face(pixels: np.ndarray, labels: np.ndarray, named: bool = True) -> datasets.Dataset:
+    """Its column of images is known by its type, whatever it is called."""
     label = datasets.ClassLabel(names=KINDS) if named else datasets.Value("int64")
-    rows = {"img": [{"bytes": png(image), "path": None} for image in pixels], "label": labels.tolist()}
-    return datasets.Dataset.from_dict(rows, features=datasets.Features(img=datasets.Image(), label=label))
+    rows = {"photo": [{"bytes": png(image), "path": None} for image in pixels], "label": labels.tolist()}
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(photo=datasets.Image(), label=label))
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["names", "numbers"])
@@ -96,11 +94,15 @@ def test_a_saved_hugging_face_data_set(tmp_path: Path, named: bool) -> None:
     both = datasets.DatasetDict(parts)
     both.save_to_disk(tmp_path / "both", num_shards={"train": 3, "test": 1})
     check(pack_by_command(tmp_path / "both", tmp_path), names)
+    row = next(iter(open_images(tmp_path / "both")["train"].read()))
+    assert row.image["bytes"] == png(PIXELS[0])  # not decoded yet
     parts["train"].save_to_disk(tmp_path / "one")
     check(pack_by_command(tmp_path / "one", tmp_path), names, test=False)
     held = pack_by_command(tmp_path / "one", tmp_path, "--test-fraction", "0.5")
     assert (held.splits["train"].count, held.splits["test"].count) == (8, 6)
     check(ptlf.pack_images(both, tmp_path / "python", 8), names)
+    (tmp_path / "one" / "state.json").write_text("no JSON")
+    assert "one is no readable `save_to_disk` file" in refused(tmp_path / "one", tmp_path)
 
 
 def test_parquet_files(tmp_path: Path) -> None:
@@ -109,7 +111,8 @@ def test_parquet_files(tmp_path: Path) -> None:
     train = hugging_face(PIXELS, LABELS)
     for number, part in enumerate((train.select(range(9)), train.select(range(9, 14)))):
         part.to_parquet(folder / f"train-0000{number}-of-00002.parquet")
-    hugging_face(TEST, TEST_LABELS).to_parquet(folder / "test-00000-of-00001.parquet")
+    for split in ("test", "validation"):  # of which the first is taken
+        hugging_face(TEST, TEST_LABELS).to_parquet(folder / f"{split}-00000-of-00001.parquet")
     (folder.parent / "README.md").write_text("a card")
     check(pack_by_command(folder.parent, tmp_path), KINDS)
     train.to_parquet(tmp_path / "one.parquet")
@@ -118,23 +121,34 @@ def test_parquet_files(tmp_path: Path) -> None:
     assert names[::13] == ["one.parquet, row 1", "one.parquet, row 14"]
 
 
-def test_columns_of_paths_bytes_and_arrays(tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    for index, image in enumerate(PIXELS):
-        (tmp_path / "files" / f"{index}.png").write_bytes(png(image))
+def test_tables(tmp_path: Path) -> None:
+    images = [png(image) for image in PIXELS[:4]]
+
+    def table(**columns: Any) -> Path:
+        parquet.write_table(pyarrow.table(columns), tmp_path / "some.parquet")
+        return tmp_path / "some.parquet"
+
+    words = [f"kind{label}" for label in LABELS]
+    made = ptlf.pack_images(table(image=[png(image) for image in PIXELS], label=words), tmp_path / "text", 8)
+    check(made, ("kind0", "kind2", "kind10"), test=False)
+    unlabelled = open_images(table(image=images, label=[float("nan")] * 4))["train"]
+    assert {row.label for row in unlabelled.read()} == {None}
+    named = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"])).arrow_schema
+    numbers = pyarrow.table({"image": [{"bytes": image, "path": None} for image in images], "label": [0, 1, 2, 3]})
     columns = {
-        "paths": ("image", [f"files/{index}.png" for index in range(len(PIXELS))]),
-        "bytes": ("picture", [png(image) for image in PIXELS]),
-        "arrays": ("image", PIXELS.tolist()),
+        "some.parquet, row 3 has no label, but others have": {"image": images, "label": [0.0, 1.0, float("nan"), 0.0]},
+        "holds no images: it has no rows": {"image": pyarrow.array([], pyarrow.binary())},
+        "row 1 cannot be used: a list is no image": {"image": [[[1, 2], [3]]] * 4},
+        "row 1 cannot be used: ValueError: embedded null": {"image": ["a\0b"]},
+        "row 1 is a row without image or img or jpg or png; it has: price": {"price": [1, 2]},
     }
-    for name, (column, values) in columns.items():
-        words = [f"kind{label}" for label in LABELS]
-        parquet.write_table(pyarrow.table({column: values, "label": words}), tmp_path / f"{name}.parquet")
-        made = ptlf.pack_images(tmp_path / f"{name}.parquet", tmp_path / name, 8)
-        check(made, ("kind0", "kind10", "kind2"), test=False)  # text is sorted as text
-    parquet.write_table(pyarrow.table({"price": [1, 2]}), tmp_path / "prices.parquet")
-    with pytest.raises(UserError, match=r"prices.parquet has no column of images.*; it has: price"):
-        open_images(tmp_path / "prices.parquet")
+    for why, given in columns.items():
+        assert why in refused(table(**given), tmp_path), why
+    parquet.write_table(numbers.cast(named), tmp_path / "some.parquet")
+    why = "row 3 has the label 2, but labels number its 2 classes, from 0 to 1"
+    assert why in refused(tmp_path / "some.parquet", tmp_path)
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
+    assert "broken.parquet is no readable Parquet file: " in refused(tmp_path / "broken.parquet", tmp_path)
 
 
 def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,77 +158,22 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         open_images(tmp_path / "some.parquet")
 
 
-def test_bad_tables(tmp_path: Path) -> None:
-    images = [png(image) for image in PIXELS[:4]]
-
-    def table(features: Any = None, **columns: Any) -> Path:
-        made = pyarrow.table(columns)
-        if features is not None:
-            made = made.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-        parquet.write_table(made, tmp_path / "some.parquet")
-        return tmp_path / "some.parquet"
-
-    gap = table(image=images, label=[0.0, 1.0, float("nan"), 0.0])
-    assert "some.parquet, row 3 has no label, but others have" in refused(gap, tmp_path)
-    unlabelled = open_images(table(image=images, label=[float("nan")] * 4))["train"]
-    assert {row.label for row in unlabelled.read()} == {None}
-    offsets, text = pyarrow.py_buffer(np.arange(5, dtype=np.int32)), pyarrow.py_buffer(b"\xff" * 4)
-    labels = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["a", "b"]}}
-    columns = {
-        "holds no images: it has no rows": {"image": pyarrow.array([], pyarrow.binary())},
-        "row 1 cannot be used: a list is no image": {"image": [[[1, 2], [3]]] * 4},
-        "row 1 cannot be used: ValueError: embedded null": {"image": ["a\0b"]},
-        "cannot be read as parquet: 'utf-8' codec": {
-            "image": images,
-            "label": pyarrow.StringArray.from_buffers(4, offsets, text),
-        },
-        "has the label 2, but labels number its 2 classes, from 0 to 1": {
-            "features": labels,
-            "image": [{"bytes": image, "path": None} for image in images],
-            "label": [0, 1, 2, 3],
-        },
-    }
-    for why, given in columns.items():
-        assert why in refused(table(**given), tmp_path), why
-    for number, features in enumerate((None, {"other": {"_type": "Image"}})):
-        made = ptlf.pack_images(table(features, image=images, label=[0, 1, 0, 1]), tmp_path / f"set{number}", 8)
-        assert made.names == ("0", "1")
-    assert "some.parquet cannot be read as parquet" in refused(table(["image"], image=images), tmp_path)
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and no more")
-    assert "broken.parquet cannot be read as parquet: Parquet" in refused(tmp_path / "broken.parquet", tmp_path)
-
-
-def test_an_arrow_file_with_offsets_into_other_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    good = np.arange(5, dtype=np.int32)
-    outside = np.array([0, -(2**30), 2**30, 5, -7], np.int32)
-    letters = pyarrow.table({"image": pyarrow.array([b"a", b"b", b"c", b"d"])})
-    with ipc.new_stream(tmp_path / "wild.arrow", letters.schema) as stream:
-        stream.write_table(letters)
-    written = (tmp_path / "wild.arrow").read_bytes()
-    assert written.count(good.tobytes()) == 1
-    (tmp_path / "wild.arrow").write_bytes(written.replace(good.tobytes(), outside.tobytes()))
-    assert "wild.arrow cannot be read as arrow" in refused(tmp_path / "wild.arrow", tmp_path)
-    assert capfd.readouterr().err == ""  # the library's own messages
-
-
 def test_what_is_not_recognised_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("no images")
-    words = ["--name", "set", "--size", "8", "--data-root", str(tmp_path / "data")]
-    assert main(["data", "pack", str(tmp_path / "notes.txt"), *words]) == 2
+    pack_by_command(tmp_path / "notes.txt", tmp_path, code=2)
     said = capsys.readouterr().err
     assert "holds no images that can be read; give a folder of images, a packed set, an .npz" in said
     assert said.count("\n") == 1
-    (tmp_path / "one.tar").write_bytes(b"")
-    assert main(["data", "pack", str(tmp_path / "one.tar"), *words]) == 2
-    assert "for WebDataset shards, use ptlf.pack_images(datasets.load_dataset(" in capsys.readouterr().err
     hugging_face(PIXELS, LABELS).to_parquet(tmp_path / "one.parquet")
-    assert main(["data", "pack", str(tmp_path / "one.parquet"), *words, "--folders", "tasks"]) == 2
+    pack_by_command(tmp_path / "one.parquet", tmp_path, "--folders", "tasks", code=2)
     assert "--folders tasks is for a folder of image folders" in capsys.readouterr().err
 
 
-def test_an_archive_beside_image_folders_leaves_them_what_they_are(tmp_path: Path) -> None:
-    for kind in ("cat", "dog"):
-        os.makedirs(tmp_path / "pets" / kind)
-        (tmp_path / "pets" / kind / "0.png").write_bytes(png(PIXELS[0]))
-    hugging_face(PIXELS, LABELS).to_parquet(tmp_path / "pets" / "backup.parquet")
+def test_an_archive_beside_images_leaves_them_what_they_are(tmp_path: Path) -> None:
+    for folder in ("pets/cat", "pets/dog", "flat"):
+        os.makedirs(tmp_path / folder)
+        (tmp_path / folder / "0.png").write_bytes(png(PIXELS[0]))
+    for folder in ("pets", "flat"):
+        hugging_face(PIXELS, LABELS).to_parquet(tmp_path / folder / "backup.parquet")
     assert tuple(pack_by_command(tmp_path / "pets", tmp_path).names) == ("cat", "dog")
+    assert [row.name for row in open_images(tmp_path / "flat")["train"].read()] == ["0.png", "backup.parquet"]
