@@ -30,12 +30,7 @@ Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
 
 def train(
-    recipe: str | None,
-    config: Path | None,
-    out: Path | None,
-    resume: Path | None,
-    trust_code: bool,
-    overrides: Words,
+    recipe: str | None, config: Path | None, out: Path | None, resume: Path | None, trust_code: bool, overrides: Words
 ) -> None:
     folder = resume or out
     if folder is None:
@@ -138,14 +133,7 @@ def open_learner(
     return Learner.load(folder, trust_code=trust_code, **parse_overrides(Config, overrides))
 
 
-def sweep(
-    recipes: Words,
-    seeds: list[int],
-    out: Path,
-    baseline: str | None,
-    overrides: Words,
-    **jobs: Any,
-) -> None:
+def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, overrides: Words, **jobs: Any) -> None:
     """jobs: `cluster`, `jobs` and `job_options`, for `train_as_jobs`."""
     if any(word.partition("=")[0] == "--seed" for word in overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
