@@ -18,7 +18,7 @@ from ptlf.core.batch import Batch
 from ptlf.core.errors import UserError
 from ptlf.encoders.norm import takes_views_in_one_pass
 from ptlf.encoders.resnet import BasicBlock, ResNet
-from ptlf.freezing import Freezer, correlation, kernels
+from ptlf.freezing import Freezer, correlation
 from ptlf.kernels import FastParts, module_variant, parts
 from ptlf.methods import METHODS, Method
 from ptlf.model import PLAIN, Accelerator, Model
@@ -602,7 +602,7 @@ def test_every_encoder_of_a_step_goes_through_the_accelerator(tiny, monkeypatch,
     run.model.accelerator = door
     for module in (*run.model.modules(), *run.method.modules()):
         if isinstance(module, nn.Conv2d):
-            module.register_forward_pre_hook(lambda module, given: module.training and called.append(door.inside))
+            module.register_forward_pre_hook(lambda m, given: called.append(door.inside) if m.training else None)
     for number, task in enumerate(run.stream.tasks[:2]):
         run.method.begin_task(number, run.model)
         run.trainer.rebuild()
@@ -682,7 +682,7 @@ def test_all_that_a_step_uses_is_held(tiny, objective: str, method: str) -> None
         with Outside() as outside:
             losses = plain(batch)
         given = tensors_in([batch.images, batch.labels, batch.uniforms, batch.draws])
-        held = [*run.trainer.held(), *given, kernels._words(run.device)]  # a table, made once for all
+        held = [*run.trainer.held(), *given]
         known = {tensor.untyped_storage().data_ptr() for tensor in held}
         odd.extend(tensor for place, tensor in outside.used.items() if place not in known)
         steps.append(len(outside.used))
