@@ -14,6 +14,7 @@ import made_up
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Canvas
 from PIL import Image
 from test_page import GALLERY
@@ -21,7 +22,7 @@ from test_page import GALLERY
 from ptlf.cli import main
 from ptlf.report import figures
 from ptlf.report.checks import tile_pixels
-from ptlf.report.drawing import STEPS, coded, end_of, look, luminance, page_svg, style, themed
+from ptlf.report.drawing import STEPS, coded, end_of, look, page_svg, style, themed
 from ptlf.report.measures import main_measures
 from ptlf.report.runs import RUN_COLOURS, Comparison, Group, RunRecord, read_comparison, read_run
 from ptlf.report.sections import cost_section, learning_section
@@ -37,6 +38,12 @@ def our_style() -> Iterator[None]:
 
 def compare(root: Path, *runs: dict) -> Comparison:
     return read_comparison([made_up.write(root / str(number), run) for number, run in enumerate(runs)])
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG), from 0 for black to 1 for white."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def contrast(first: str, second: str) -> float:
