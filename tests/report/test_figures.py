@@ -185,13 +185,6 @@ def test_images_of_another_class_are_faded_and_underlined(tmp_path: Path) -> Non
     assert [len(axes.lines) for axes in (first, second)] == [3, 3]
 
 
-def test_units_keep_the_end_of_their_names_where_they_differ() -> None:
-    names = [f"backbone.encoder.stages.{stage}.0.shortcut.0" for stage in (1, 2, 3)]
-    _, axes = figures.unit_frame(names, COLOURS)
-    short = [label.get_text() for label in axes.get_yticklabels()]
-    assert len(set(short)) == 3 and all(words.startswith("…") and len(words) == 24 for words in short)
-
-
 def test_one_epoch_is_a_mark(tmp_path: Path) -> None:
     results = made_up.results(tasks=1, training__epochs=1)
     results["cost"]["per_epoch"]["loss"] = {"ssl": [-0.00804079]}
