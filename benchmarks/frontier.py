@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.frontier_picture import COSTS, leading, points, relative_costs, write_frontier
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
-from ptlf.commands.parser import folder, share, whole
+from ptlf.commands.parser import share, whole
 from ptlf.commands.train import check_alone, write_page
 from ptlf.core.errors import UserError
 from ptlf.report.live import Live, console, tell
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--initial", "shares of the units frozen in a task's first epoch", share, nargs="+", default=[0.0, 0.2])
     add("--final", "shares frozen in its last epoch", share, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
     add("--seeds", "every setting is trained with every seed", whole, nargs="+", default=[0], metavar="SEED")
-    add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
+    add("--out", "a folder below this for each run; finished ones are kept", Path, required=True, metavar="DIR")
     add("--plan", PLAN, bool)
     return run_script(parser, train_frontier, argv, several=True)
 
