@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 from scipy import ndimage, stats
 from sklearn.datasets import load_sample_images
 from torch import Tensor
@@ -153,14 +153,10 @@ ENHANCERS = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
 def test_blends_are_pillows(kind: int, factor: float) -> None:
     images = photos(6, 48)
     ours = ops.blend(to_float(images), torch.full((6,), factor), torch.full((6,), kind))
+    assert factor != 1 or torch.equal(ours, to_float(images))
     for i in range(6):
         theirs = from_pil(ENHANCERS[kind](Image.fromarray(images[i])).enhance(factor))
         torch.testing.assert_close(ours[i], theirs, atol=1.5 * LEVEL, rtol=0)
-
-
-def test_blend_with_factor_one_is_the_identity_to_the_bit() -> None:
-    x = to_float(photos(3, 16))
-    assert torch.equal(ops.blend(x, torch.ones(3), torch.arange(3)), x)
 
 
 @pytest.mark.parametrize("turn", [-0.5, -0.1, 0.0, 0.07, 0.3])
@@ -174,33 +170,15 @@ def test_hue_is_colorsys(turn: float) -> None:
         torch.testing.assert_close(ours[i, :, row, col], expected, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("steps", [-25, 13, 25])
-def test_hue_is_pillows_up_to_its_eight_bits(steps: int) -> None:
-    images = photos(4, 48)
-    ours = ops.shift_hue(to_float(images), torch.full((4,), steps / 256))
-    for i in range(4):
-        hsv = np.array(Image.fromarray(images[i]).convert("HSV"))
-        hsv[..., 0] += np.uint8(steps % 256)
-        error = (ours[i] - from_pil(Image.fromarray(hsv, "HSV"))).abs()
-        # Pillow quantises hue, saturation and value to 256 levels; one level of hue is 6/256 of the chroma.
-        assert error.max() < 9 * LEVEL and error.mean() < 1.5 * LEVEL
-
-
-def test_grey_is_pillows() -> None:
-    images = photos(4, 32)
-    ours = V.apply_view(torch.from_numpy(images), uniforms(4), dataclasses.replace(PLAIN, grey=1.0), 32)
-    for i in range(4):
-        theirs = from_pil(Image.fromarray(images[i]).convert("L"))
-        torch.testing.assert_close(ours[i], theirs, atol=0.51 * LEVEL, rtol=0)
-
-
-def test_solarise_is_pillows() -> None:
+@pytest.mark.parametrize("step", ["grey", "solarise"])
+def test_grey_and_solarise_are_pillows(step: str) -> None:
     images = photos(4, 32)
     images.reshape(-1)[:256] = np.arange(256)
-    ours = V.apply_view(torch.from_numpy(images), uniforms(4), dataclasses.replace(PLAIN, solarise=1.0), 32)
+    ours = V.apply_view(torch.from_numpy(images), uniforms(4), dataclasses.replace(PLAIN, **{step: 1.0}), 32)
     for i in range(4):
-        theirs = from_pil(ImageOps.solarize(Image.fromarray(images[i])))
-        torch.testing.assert_close(ours[i], theirs, atol=1e-6, rtol=0)
+        picture = Image.fromarray(images[i])
+        theirs = from_pil(picture.convert("L") if step == "grey" else ImageOps.solarize(picture))
+        torch.testing.assert_close(ours[i], theirs, atol=0.51 * LEVEL if step == "grey" else 1e-6, rtol=0)
 
 
 def numpy_step(x: np.ndarray, name: str | int, amount: float) -> np.ndarray:
@@ -258,15 +236,6 @@ def test_blur_is_scipys(shape: tuple[int, int], kernel: int) -> None:
         for axis in (0, 1):
             theirs = ndimage.convolve1d(theirs, taps / taps.sum(), axis=axis, mode="mirror")
         torch.testing.assert_close(ours[i], torch.from_numpy(theirs).permute(2, 0, 1).float(), atol=2e-6, rtol=0)
-
-
-def test_blur_is_near_pillows() -> None:
-    images = photos(2, 224)
-    ours = ops.blur(to_float(images), torch.tensor([0.8, 2.0]), 23)
-    for i, sigma in enumerate((0.8, 2.0)):
-        theirs = from_pil(Image.fromarray(images[i]).filter(ImageFilter.GaussianBlur(sigma)))
-        inner = (ours[i] - theirs)[:, 8:-8, 8:-8].abs()  # Pillow repeats borders and approximates with 3 boxes
-        assert inner.mean() < 1.5 * LEVEL and inner.max() < 16 * LEVEL
 
 
 @pytest.mark.parametrize(("size", "kernel"), [(64, 7), (224, 23)])
