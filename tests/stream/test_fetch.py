@@ -117,8 +117,6 @@ def cifar(server: Server, monkeypatch: pytest.MonkeyPatch) -> Cifar:
     return made
 
 
-# --------------------------------------------------------------------------------------------------------- downloading
-
 
 def test_download(tmp_path: Path, cifar: Cifar) -> None:
     get("cifar10", tmp_path, progress=False)
@@ -166,8 +164,6 @@ def test_mirror(tmp_path: Path, cifar: Cifar, server: Server) -> None:
     cifar.check(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------------- pickles
-
 
 class Hostile:
     def __reduce__(self) -> tuple[object, tuple[str]]:
@@ -184,8 +180,6 @@ def test_hostile_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pickle.loads(content)
     assert mark.exists()  # with the standard unpickler it does run
 
-
-# ------------------------------------------------------------------------------------------------- other sets, --source
 
 
 def test_source_may_be_the_archive(tmp_path: Path, cifar: Cifar, server: Server) -> None:
