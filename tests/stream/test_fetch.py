@@ -117,7 +117,6 @@ def cifar(server: Server, monkeypatch: pytest.MonkeyPatch) -> Cifar:
     return made
 
 
-
 def test_download(tmp_path: Path, cifar: Cifar) -> None:
     get("cifar10", tmp_path, progress=False)
     cifar.check(tmp_path)
@@ -164,7 +163,6 @@ def test_mirror(tmp_path: Path, cifar: Cifar, server: Server) -> None:
     cifar.check(tmp_path)
 
 
-
 class Hostile:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, (f"touch {os.environ['PTLF_HOSTILE']}",)
@@ -179,7 +177,6 @@ def test_hostile_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not mark.exists()
     pickle.loads(content)
     assert mark.exists()  # with the standard unpickler it does run
-
 
 
 def test_source_may_be_the_archive(tmp_path: Path, cifar: Cifar, server: Server) -> None:
