@@ -108,20 +108,6 @@ def test_crop_boxes_follow_the_loop(shape: tuple[int, int], scale: tuple[float, 
     assert (ours != reference).any(dim=1).sum() <= 1
 
 
-def test_crop_falls_back_to_the_centre() -> None:
-    top, left, h, w = ops.crop_boxes(drawn(4, 1)[0], 20, 100, (1.0, 1.0), (3 / 4, 4 / 3))
-    assert torch.stack((top, left, h, w), dim=1).tolist() == [[0, 36, 20, 27]] * 4
-
-
-def test_crop_area_and_position_are_uniform() -> None:
-    u = drawn(4000, 1)[0]
-    top, left, h, w = ops.crop_boxes(u, 400, 400, (0.2, 0.5), (3 / 4, 4 / 3))  # always fits at once
-    assert stats.kstest((h * w / 160000).numpy(), stats.uniform(0.2, 0.3).cdf).pvalue > 0.01
-    assert stats.kstest((w / h).log().numpy(), stats.uniform(math.log(3 / 4), 2 * math.log(4 / 3)).cdf).pvalue > 0.01
-    assert stats.kstest((top / (400 - h)).numpy(), stats.uniform(0, 1).cdf).pvalue > 0.01
-    assert stats.kstest((left / (400 - w)).numpy(), stats.uniform(0, 1).cdf).pvalue > 0.01
-
-
 def test_pick_never_reaches_the_number_of_choices() -> None:
     largest = torch.full((1, V.UNIFORMS_PER_VIEW), 1 - 2.0**-24)
     assert all(ops.pick(largest, "top", n).item() == n - 1 for n in range(1, 2000))
@@ -276,14 +262,10 @@ def test_views_are_pure_and_images_independent(name: str) -> None:
 
 
 def test_the_generator_is_the_only_source_of_randomness() -> None:
-    generator = torch.Generator().manual_seed(5)
-    state, first = generator.get_state(), V.draw(4, generator)
-    second = V.draw(4, generator)
-    assert first.shape == (2, 4, V.UNIFORMS_PER_VIEW) and not torch.equal(first, second)
-    assert first.min() >= 0 and first.max() < 1
-    generator.set_state(state)
+    first = drawn(4, seed=5)
+    assert first.shape == (2, 4, V.UNIFORMS_PER_VIEW) and 0 <= first.min() <= first.max() < 1
     torch.rand(3)
-    assert torch.equal(V.draw(4, generator), first)
+    assert torch.equal(drawn(4, seed=5), first) and not torch.equal(drawn(4, seed=6), first)
 
 
 @pytest.mark.parametrize("name", V.VIEWS)
