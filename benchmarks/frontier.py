@@ -17,14 +17,13 @@ from rich.console import Console
 from benchmarks.frontier_picture import COSTS, leading, points, relative_costs, write_frontier
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
-from ptlf.commands.parser import folder, share, whole
+from ptlf.commands.parser import share, whole
 from ptlf.commands.train import check_alone, write_page
 from ptlf.core.errors import UserError
-from ptlf.report import paired
 from ptlf.report.live import Live, console, tell
-from ptlf.report.measures import probe_measures, title_of
-from ptlf.report.runs import Comparison, policy_of, read_comparison
-from ptlf.report.tables import RATIOS, new_table, note, score, show_results
+from ptlf.report.measures import OVER_SEEDS, RATIOS, probe_measures, title_of
+from ptlf.report.runs import Comparison, read_comparison
+from ptlf.report.tables import new_table, note, score, show_results
 from ptlf.run.folder import has_finished_as
 from ptlf.run.recipes import resolve_config
 from ptlf.run.sweep import Planned, Tell, describe_runs, train_all
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--initial", "shares of the units frozen in a task's first epoch", share, nargs="+", default=[0.0, 0.2])
     add("--final", "shares frozen in its last epoch", share, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
     add("--seeds", "every setting is trained with every seed", whole, nargs="+", default=[0], metavar="SEED")
-    add("--out", "a folder below this for each run; finished ones are kept", folder, required=True, metavar="DIR")
+    add("--out", "a folder below this for each run; finished ones are kept", Path, required=True, metavar="DIR")
     add("--plan", PLAN, bool)
     return run_script(parser, train_frontier, argv, several=True)
 
@@ -108,13 +107,14 @@ def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None
     headings = ["initial", "final", *(f"{measure.short}\n{measure.unit}" for measure in scores), "time", "bytes\nkept"]
     table = new_table(title, ["policy"], headings, padding=(0, 1 if console.width >= 100 else 0))
     for group in comparison.groups:
-        freezing, policy = group.config["freezing"], policy_of(group.config)
+        freezing = group.config["freezing"]
+        policy = freezing["policy"]["name"]
         shares = ["", ""] if policy == "none" else [f"{freezing[key]:g}" for key in ("initial", "final")]
         cells = [score(measure, group, interval=False) for measure in scores]
         table.add_row(policy, *shares, *cells, *[column.get(group.label, "-") for column in columns])
     console.print(table)
     if any(len(group.runs) > 1 for group in comparison.groups):
-        note(console, f"{paired.OVER_SEEDS}; {RATIOS}")
+        note(console, f"{OVER_SEEDS}; {RATIOS}")
     note(console, "time, bytes kept: in the tasks after the first, relative to no freezing")
     if scores:
         note(console, "*: on the Pareto front; no other setting is better in one and at least as good in the other")

@@ -7,12 +7,21 @@ from pathlib import Path
 
 from matplotlib.figure import Figure as Canvas
 
-from ptlf.core.files import write_whole
-from ptlf.report.drawing import Colours, file_png, file_svg, frame, look, run_keys, style, themed
+from ptlf.report.drawing import Colours, frame, look, run_keys, save_picture, style, themed
+from ptlf.report.intervals import cost_ratio
 from ptlf.report.measures import Measure, probe_measures
-from ptlf.report.paired import by_seed, cost_ratio
-from ptlf.report.runs import LATER_KEPT, Comparison, Group, RunRecord, later_seconds, policy_of
+from ptlf.report.runs import LATER_KEPT, Comparison, Group, RunRecord
 from ptlf.run.compat import identity_key
+from ptlf.run.results import Json
+
+LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")  # of an epoch
+
+
+def later_seconds(epochs: Sequence[Json]) -> float | None:
+    """Of learning in the tasks after the first, in which nothing freezes: steps, correlations, rebuilds."""
+    later = [line for line in epochs if line["task"] > 1]
+    return sum(line.get(key) or 0.0 for line in later for key in LEARNING) if later else None
+
 
 COSTS: Mapping[str, Callable[[RunRecord], float | None]] = {
     "training time of the later tasks": lambda run: later_seconds(run.epochs),
@@ -32,15 +41,20 @@ class Point:
 
 def relative_costs(comparison: Comparison, cost: str) -> dict[str, float]:
     """By label, relative to the baseline's."""
-    base = by_seed(comparison.baseline.runs, COSTS[cost]) if comparison.baseline else {}
-    ratios = {group.label: cost_ratio(by_seed(group.runs, COSTS[cost]), base) for group in comparison.groups}
+    base = by_seed(comparison.baseline, cost) if comparison.baseline else {}
+    ratios = {group.label: cost_ratio(by_seed(group, cost), base) for group in comparison.groups}
     return {label: ratio.mean for label, ratio in ratios.items() if ratio}
+
+
+def by_seed(group: Group, cost: str) -> dict[int, float]:
+    found = {run.results["seed"]: COSTS[cost](run) for run in group.runs}
+    return {seed: value for seed, value in found.items() if value is not None}
 
 
 def points(comparison: Comparison, cost: str, path: Sequence[str]) -> list[Point]:
     costs = relative_costs(comparison, cost)
     found = [(group, group.mean(path)) for group in comparison.groups if group.label in costs]
-    return [Point(g, costs[g.label], value, g.spread(path) or 0.0) for g, value in found if value is not None]
+    return [Point(g, costs[g.label], value, g.deviation(path)) for g, value in found if value is not None]
 
 
 def front(found: Sequence[Point], rising: bool) -> list[Point]:
@@ -64,7 +78,7 @@ def paths(found: Sequence[Point]) -> list[list[Point]]:
     same: dict[str, list[Point]] = {}
     for point in found:
         config = point.group.config
-        if policy_of(config) != "none":
+        if config["freezing"]["policy"]["name"] != "none":
             rest = config | {"freezing": config["freezing"] | {"final": None}}
             same.setdefault(identity_key(rest), []).append(point)
     by_share = [sorted(some, key=lambda point: point.group.config["freezing"]["final"]) for some in same.values()]
@@ -101,6 +115,4 @@ def write_frontier(comparison: Comparison, out: Path) -> None:
         for measure in probe_measures(comparison.probes[0])[:2] if comparison.probes else []:
             for name, cost in zip(("time", "memory"), COSTS, strict=True):
                 if canvas := frontier(comparison, cost, measure, colours):
-                    file = f"frontier-{measure.short}-{name}"
-                    write_whole(out / f"{file}.svg", file_svg(canvas, file))
-                    write_whole(out / f"{file}.png", file_png(canvas))
+                    save_picture(canvas, out, f"frontier-{measure.short}-{name}")

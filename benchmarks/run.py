@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.options import add_json, pixels, run_script, script
 from benchmarks.printing import ratio_or_none, show_comparison
 from benchmarks.timing import Row, noise_for, save_rows, time_steps
-from ptlf.commands.parser import bounded, folder
+from ptlf.commands.parser import bounded
 from ptlf.commands.train import check_alone
 from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
@@ -43,10 +43,10 @@ PAIR = ("split-cifar10/simsiam/lump", "split-cifar10/simsiam/ptlf")
 def main(argv: Sequence[str] | None = None) -> int:
     parser, add = script(PROGRAM, __doc__)
     add("--recipes", "default: LUMP and PTLF with SimSiam on split-cifar10", nargs="+", metavar="RECIPE")
-    add("--from", "train nothing: finished runs", folder, nargs="+", dest="folders", metavar="DIR")
+    add("--from", "train nothing: finished runs", Path, nargs="+", dest="folders", metavar="DIR")
     add("--noise", "train on N noise images in all; nothing is tested then", bounded(int, 1, 10**9), metavar="N")
     add("--size", "side of the noise images in pixels (default: 32)", pixels)
-    add("--out", "keep each run in a folder below this", folder, metavar="DIR")
+    add("--out", "keep each run in a folder below this", Path, metavar="DIR")
     add_json(add)
     return run_script(parser, print_runs, argv)
 

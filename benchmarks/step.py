@@ -12,15 +12,15 @@ from typing import Any
 from benchmarks.options import add_json, add_steps, run_script, script
 from benchmarks.printing import show_kernels, show_rows
 from benchmarks.timing import RANGE, Row, noise_for, save_rows, time_steps
-from ptlf.commands.parser import folder, whole
+from ptlf.commands.parser import whole
 from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
 from ptlf.report.live import console
 from ptlf.run.build import choose_device
 from ptlf.run.config import Config
-from ptlf.run.environment import environment, source_commit
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
+from ptlf.run.record import environment, source_commit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--first", "freeze from the input on, not around the middle", bool)
     add("--streamed", "read the images from a file, none held on the device", bool)
     add("--plain", "freeze with requires_grad=False alone", bool)
-    add("--profile", "leave a trace of every stage in this folder, and list the kernels", folder)
+    add("--profile", "leave a trace of every stage in this folder, and list the kernels", Path)
     add_steps(add)
     add_json(add)
     return run_script(parser, print_steps, argv)

@@ -10,9 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
-from ptlf.core.files import write_whole
-from ptlf.report.drawing import Colours, file_png, file_svg, look, style, themed
-from ptlf.report.figures.freezing import ratio_low
+from ptlf.report.drawing import Colours, look, save_picture, style, themed
+from ptlf.report.figures import ratio_low
 from ptlf.report.runs import Group, RunRecord
 from ptlf.run.results import Json
 from reproduction.figures_text import overlap
@@ -42,8 +41,7 @@ def write_paper_figures(found: Mapping[tuple[str, tuple[str, ...]], Sequence[Jso
             out.mkdir(parents=True, exist_ok=True)
             with style(colours):
                 canvas = draw([groups[row] for row in rows], colours)
-                write_whole(out / f"{name}.svg", file_svg(canvas, name))
-                write_whole(out / f"{name}.png", file_png(canvas))
+                save_picture(canvas, out, name)
             written += 2
     return written
 

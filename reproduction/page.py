@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from scipy.special import stdtrit
 
+from benchmarks.frontier_picture import later_seconds
 from ptlf.core.errors import UserError
-from ptlf.report.paired import Interval, Ratio, interval, mean_ratio, verdict
-from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, RunRecord, at, later_mean, later_seconds
+from ptlf.report.intervals import Interval, Ratio, interval, mean_ratio, verdict
+from ptlf.report.runs import STEADY_LEARNING, RunRecord, at, later_mean
 from ptlf.report.tables import new_table, note
 from ptlf.run.results import STEADY, Json, epoch_lines
 from reproduction.figures_text import HEADING, SMALL_RUNS, full_figures
@@ -41,7 +42,7 @@ WIDEST = 1000  # columns, more than any table has
 
 
 COSTS: Mapping[str, Value] = {
-    "time": lambda run: RunRecord(Path(), run).value(STEADY_SECONDS[LEARNING_SECONDS]),
+    "time": lambda run: RunRecord(Path(), run).value(STEADY_LEARNING),
     "memory": lambda run: at(run, ("cost", "mean_kept_bytes")),
     "flops": lambda run: at(run, ("cost", "backward_flops")),
 }

@@ -54,8 +54,7 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if "pictures" not in request.fixturenames:
         empty = Markup('<svg role="img"></svg>')
         monkeypatch.setattr("ptlf.report.page.pictures_as_svg", lambda figure, _: [(p, empty) for p in figure.pictures])
-        monkeypatch.setattr("ptlf.report.page.file_svg", lambda canvas, name: "")
-        monkeypatch.setattr("ptlf.report.page.file_png", lambda canvas: b"")
+        monkeypatch.setattr("ptlf.report.page.save_picture", lambda canvas, folder, name: None)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ptlf import evaluation
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.evaluation import summary
 from ptlf.report.page import page
-from ptlf.report.runs import policy_of, read_comparison
+from ptlf.report.runs import read_comparison
 from ptlf.run.config import Config, from_dict
 from ptlf.run.recipes import name_of, recipe
 from ptlf.run.results import SCHEMA, epoch_lines, to_columns
@@ -25,7 +25,8 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
     config = as_dict(from_dict(merge(Config, recipe(name), merge(Config, {}, *layers))))
     draw = random.Random(f"{name}{seed}{sorted(dotted.items())}")
     names = [f"stages.{place}.conv" for place in range(units)]
-    freezing = [] if policy_of(config) == "none" else [entry(draw, t, names, config) for t in range(2, tasks + 1)]
+    policy = config["freezing"]["policy"]["name"]
+    freezing = [entry(draw, task, names, config) for task in range(2, tasks + 1) if policy != "none"]
     epochs = [
         line(draw, task, epoch, sum(e["epoch"] <= epoch for f in freezing if f["task"] == task for e in f["events"]))
         for task in range(1, tasks + 1)
@@ -39,7 +40,7 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
         "uses_labels": config["objective"]["name"] == "supervised",
         "status": "finished",
         "name": name_of(config),
-        "baseline": config["method"]["name"] == "lump" and policy_of(config) == "none",
+        "baseline": config["method"]["name"] == "lump" and policy == "none",
         "config": config,
         "environment": {"torch": "2", "device": "cpu", "device_name": "<machine>"},
         "seed": seed,

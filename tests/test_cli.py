@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +19,7 @@ from PIL import Image
 from ptlf.cli import main
 from ptlf.commands.parser import make_parser, parse_words
 from ptlf.encoders import ENCODERS
-from ptlf.report.paired import interval
+from ptlf.report.intervals import interval
 from ptlf.run.recipes import VARIANTS, resolve_config
 from ptlf.run.sweep import plan
 
@@ -73,8 +74,8 @@ def test_sweep_compares_and_skips_what_is_done(capsys, tmp_path) -> None:
     assert "already finished" in capsys.readouterr().out
     assert (tmp_path / "digits-simsiam-lump-seed0" / "results.json").stat().st_mtime_ns == before
     rate = json.loads((tmp_path / "digits-simsiam-lump-seed0" / "results.json").read_text())["config"]["training"]["lr"]
-    told = refused(*words, "--training.lr", "0.01")
-    assert f"holds a run with other settings (training.lr was {rate} and is 0.01); choose another --out" in told
+    why = f"holds a run with other settings (training.lr was {rate} and is 0.01); choose another --out"
+    assert why in refused(*words, "--training.lr", "0.01")
     assert main([*words, "--evaluation.batch=77", "--checkpoint.keep_tasks=9"]) == 0
     assert "2 runs: 2 done" in capsys.readouterr().out
 
@@ -104,23 +105,23 @@ def test_a_sweep_of_several_seeds_ends_with_their_means(capsys, tmp_path) -> Non
 
 def test_what_cannot_work_is_refused_before_the_work(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PTLF_DATA", str(tmp_path / "data"))
-    recipes = ["digits/simsiam/lump", "split-cifar10/simsiam/lump"]
-    error = refused("sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
-    assert "the runs are of different streams" in error
+    words = ["sweep", "digits/simsiam/lump", "split-cifar10/simsiam/lump", "--out", str(tmp_path / "s")]
+    assert "the runs are of different streams" in refused(*words, "--device", "cpu")
     monkeypatch.setattr("ptlf.run.sweep.check_comparable", lambda configs: None)
-    assert "cifar10" in refused("sweep", *recipes, "--out", str(tmp_path / "s"), "--device", "cpu")
+    assert "cifar10" in refused(*words, "--device", "cpu")
     assert not (tmp_path / "s").exists()
-    told = refused("report", str(tmp_path), "--out", str(tmp_path / "none" / "x.html"))
-    assert "argument --out: there is no folder" in told and not (tmp_path / "none").exists()
-    photograph = tmp_path / "0001.jpg"
-    photograph.write_text("a photograph")
     monkeypatch.chdir(tmp_path)
-    told = refused("report", str(tmp_path), "--out", photograph.name)
-    assert f"argument --out: must name a file that ends with .html or .htm, not '{photograph.name}'" in told
-    assert photograph.read_text() == "a photograph"
-    for value in ("nan", "1.5", "-0.1", "much"):
-        told = refused("data", "pack", ".", "--name", "x", "--size", "8", "--test-fraction", value)
-        assert "argument --test-fraction: must be a number" in told
+    Path("0001.jpg").write_text("a photograph")
+    for command, why in {
+        "report . --out none/x.html": "argument --out: there is no folder",
+        "report . --out 0001.jpg": "argument --out: must name a file that ends with .html or .htm, not '0001.jpg'",
+        **{
+            f"data pack . --name x --size 8 --test-fraction {value}": "argument --test-fraction: must be a number"
+            for value in ("nan", "1.5", "-0.1", "much")
+        },
+    }.items():
+        assert why in refused(*command.split())
+    assert Path("0001.jpg").read_text() == "a photograph" and not Path("none").exists()
 
 
 def test_sweep_refuses_what_it_would_ignore(tmp_path) -> None:
@@ -132,25 +133,20 @@ def test_sweep_refuses_what_it_would_ignore(tmp_path) -> None:
 
 
 def test_evaluate_changes_the_probes_only(tmp_path) -> None:
-    error = refused("evaluate", str(run_folder(tmp_path)), "--encoder.name", "resnet18")
-    assert "changes the probes only; leave out --encoder.name" in error
+    words = ["evaluate", str(run_folder(tmp_path)), "--encoder.name", "resnet18"]
+    assert "changes the probes only; leave out --encoder.name" in refused(*words)
 
 
-def test_list_names_everything(capsys) -> None:
-    assert main(["list"]) == 0
-    shown = capsys.readouterr().out
+def test_list_names_everything() -> None:
+    shown = run_cli("list").out
     for name in ("split-cifar10", "barlow_twins", "multitask", "correlation", "resnet18-mini", "adamw", "knn_class"):
         assert f"\n  {name} " in shown.replace("\n", " \n")
     assert "`ptlf list recipes` names them" in shown
-    assert main(["list", "methods"]) == 0
-    methods = capsys.readouterr().out
-    assert "streams:" not in methods and all(f"\n  {name} " in methods for name in VARIANTS)
-    assert main(["list", "recipes"]) == 0
-    assert "\n  split-cifar10/barlow_twins/ptlf-deep\n" in capsys.readouterr().out
+    assert "\n  split-cifar10/barlow_twins/ptlf-deep\n" in run_cli("list", "recipes").out
     for family in ("probes", "views", "methods"):
-        assert main(["list", family]) == 0
-        lines = capsys.readouterr().out.splitlines()[1:]
-        assert all(len(line.split()) > 1 for line in lines), family
+        heading, *lines = run_cli("list", family).out.splitlines()
+        assert heading == f"{family}:" and all(len(line.split()) > 1 for line in lines)
+    assert {line.split()[0] for line in lines} >= VARIANTS.keys()
 
 
 def test_help_of_every_command(capsys) -> None:
@@ -166,17 +162,10 @@ def test_help_of_every_command(capsys) -> None:
 BAD_SETTINGS = {
     "--recipe digits/simsam/lump": "unknown recipe 'digits/simsam/lump'; did you mean 'digits/simsiam/lump'?",
     "--recipe digits/supervised/lump": "there is no recipe 'digits/supervised/lump': objective 'supervised' cannot be ",
-    "--training.epoch 3": "unknown key 'training.epoch'; did you mean 'training.epochs'?",
-    "--training.epochs -1": "training.epochs must be at least 1, not -1",
     "--training.epochs": "--training.epochs needs a value",
     "epochs=3": "unexpected argument 'epochs=3': settings are given as --key value, such as --training.epochs 2",
     "a/b/c": "unexpected argument 'a/b/c': settings are given as --key value, such as --recipe a/b/c",
-    "--objective byl": "unknown objective 'byl'; did you mean 'byol'?",
-    "--training adamw": "training must hold keys and values, not 'adamw'",
     "--training.optimizer adam": "unknown optimizer 'adam'; did you mean 'adamw'?",
-    "--training.optimizer.beta1 0.8": "unknown key 'training.optimizer.beta1'",
-    "--probes.linear true": "probes.linear must hold keys and values, not True",
-    "--freezing.policy.sharpness 2": "unknown key 'freezing.policy.sharpness'",
     "--method conftest:tiny_encoder": "method 'conftest:tiny_encoder' must be a subclass of Method",
     "--stream.name split-cifar1": "unknown stream 'split-cifar1'; did you mean 'split-cifar10'?",
     "--encoder.name resnet-18": "unknown encoder 'resnet-18'; did you mean 'resnet18'?",
@@ -210,8 +199,8 @@ def test_bad_settings(tmp_path, monkeypatch) -> None:
 
 def test_cuda_where_there_is_none(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    error = refused("train", "--out", str(tmp_path / "run"), "--device", "cuda")
-    assert "torch sees no GPU here; use --device cpu" in error
+    words = ["train", "--out", str(tmp_path / "run"), "--device", "cuda"]
+    assert "torch sees no GPU here; use --device cpu" in refused(*words)
 
 
 def test_files_and_folders_that_cannot_be_used(tmp_path) -> None:
@@ -237,8 +226,7 @@ def test_a_folder_of_runs_in_place_of_a_run(tmp_path, place: str) -> None:
     verbs += [["embed", runs, str(tmp_path / "photographs"), "--out", str(tmp_path / "f.npz")]]
     verbs += [["report", runs]] * ("/" in place)  # which takes a folder of runs
     for words in verbs:
-        told = refused(*words)
-        assert f"{runs} is no run but holds some; name one of them, as {where}" in told, words
+        assert f"{runs} is no run but holds some; name one of them, as {where}" in refused(*words), words
     assert "there is no configuration file" in refused("evaluate", where)
 
 
@@ -255,16 +243,19 @@ def full(descriptor: int) -> None:
 
 def test_a_full_disk_ends_the_run_with_a_sentence(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "fsync", full)
-    error = refused("train", "--out", str(tmp_path / "run"), *QUICK)
-    assert "no space left on the disk" in error
+    assert "no space left on the disk" in refused("train", "--out", str(tmp_path / "run"), *QUICK)
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_wrong_words(tmp_path) -> None:
-    assert "invalid choice" in refused("trian")
-    assert "--out" in refused("train")
-    assert "unexpected argument '--fast'; see `ptlf data list --help`" in refused("data", "list", "--fast")
-    assert "unknown family 'method'; did you mean 'methods'?" in refused("list", "method")
+def test_wrong_words() -> None:
+    for words, why in {
+        "trian": "invalid choice",
+        "train": "--out",
+        "data list --fast": "unexpected argument '--fast'; see `ptlf data list --help`",
+        "list method": "unknown family 'method'; did you mean 'methods'?",
+    }.items():
+        assert why in refused(*words.split())
+    assert "an argument is empty" in refused("train", "--out", "")
 
 
 BROKEN = """
@@ -283,7 +274,7 @@ def test_an_error_of_a_plugin_is_not_blamed_on_the_system_or_the_user(capsys, tm
         with pytest.raises(OSError, match=why):
             main(["train", "--out", name, *QUICK, "--method", f"broken_method:{name}"])
     capsys.readouterr()
-    monkeypatch.setattr("ptlf.commands.data.pack_images", lambda *given, **how: Path("images/x/y.png").read_bytes())
+    monkeypatch.setattr("ptlf.commands.data.pack_images", lambda *args, **options: Path("images/x/y.png").read_bytes())
     for source, code in {"images": 2, "images.npz": None}.items():  # a file of the user's, and another
         words = ["data", "pack", source, "--name", "x", "--size", "8"]
         with nullcontext() if code else pytest.raises(FileNotFoundError):
@@ -299,7 +290,7 @@ def test_debug_shows_the_traceback_of_every_error(capsys, tmp_path, monkeypatch,
     trace, _, sentence = capsys.readouterr().err.strip().rpartition("\n")
     assert sentence.startswith("ptlf: encoder 'nowhere:thing' cannot be imported")
     assert "Traceback" in trace and "ModuleNotFoundError: No module named 'nowhere'" in trace
-    assert "unexpected argument 'more'" in capsys.readouterr().err or main(["data", "list", *words, "more"]) == 2
+    assert main(["data", "list", *words, "more"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -319,34 +310,17 @@ def test_options_settings_and_other_words_come_in_any_order() -> None:
     assert options["overrides"] == ["--training.epochs", "2", "--device", "cpu", "--log=[wandb]"]
 
 
-LAZY = {
-    "lazy_encoder.py": """
-import subprocess, sys
-from multiprocessing import get_context
-from conftest import tiny_encoder
-from lazy_words import word
-def encoder():
-    from lazy_later import Later
-    with get_context("spawn").Pool(1) as pool:
-        assert pool.map(Later(), [1]) == [2]
-    return tiny_encoder()
-""",
-    "lazy_words.py": "word = 1",
-    "lazy_later.py": "class Later:\n    def __call__(self, number): return number + 1",
-}
-
-
 def test_the_working_folder_is_on_the_path_only_while_it_is_needed(tmp_path, monkeypatch) -> None:
-    for name, text in LAZY.items():
-        (tmp_path / name).write_text(text)
+    code = "def encoder():\n    import conftest, lazy_words\n    return conftest.maps()"
+    (tmp_path / "lazy_encoder.py").write_text(code)
+    (tmp_path / "lazy_words.py").touch()
     monkeypatch.chdir(tmp_path)
     before = sys.path.copy()
     entry = ENCODERS.find("lazy_encoder:encoder")
-    assert sys.path == before
-    with pytest.raises(ImportError, match="lazy_later"):
+    with pytest.raises(ImportError, match="lazy_words"):
         entry.make(entry.Config())
     words = ["train", "--out", "run", *QUICK, "--encoder.name", "lazy_encoder:encoder"]
-    assert main(words) == 0  # and imports more later, also in another process
+    assert "'lazy_encoder:encoder' cannot be trained" in refused(*words)  # found, now that more is imported
     assert sys.path == before
 
 
@@ -379,14 +353,13 @@ class TestData:
 
     def test_a_broken_image_is_named(self, capsys, tmp_path) -> None:
         (tmp_path / "images" / "ant" / "bad.png").write_bytes(b"")
-        error = refused(*self.pack(tmp_path))
-        assert "bad.png" in error
-        assert "--on-error skip" in error
+        assert re.search("bad.png.*--on-error skip", refused(*self.pack(tmp_path)))
         assert main(self.pack(tmp_path, "--on-error", "skip")) == 0
         assert "bad.png" in capsys.readouterr().err
 
     def test_a_cut_pack_is_named(self, tmp_path) -> None:
         assert main(self.pack(tmp_path)) == 0
+        assert "--overwrite" in refused(*self.pack(tmp_path))
         images = tmp_path / "data" / "pets" / "train.npy"
         images.write_bytes(images.read_bytes()[:-5])
         words = ["train", "--out", str(tmp_path / "run"), "--stream.name", "folder", "--stream.pack", "pets"]
@@ -394,13 +367,13 @@ class TestData:
         assert "damaged: pets" in refused("data", "verify", "pets")
 
     def test_other_refusals(self, tmp_path) -> None:
-        assert "unknown data set 'cifar11'; did you mean 'cifar10'?" in refused("data", "get", "cifar11")
-        assert "no packed data sets" in refused("data", "verify")
         (tmp_path / "empty").mkdir()
-        error = refused("data", "pack", str(tmp_path / "empty"), "--name", "x", "--size", "8")
-        assert str(tmp_path / "empty") in error
-        assert main(self.pack(tmp_path)) == 0
-        assert "--overwrite" in refused(*self.pack(tmp_path))
+        for words, why in {
+            "data get cifar11": "unknown data set 'cifar11'; did you mean 'cifar10'?",
+            "data verify": "no packed data sets",
+            f"data pack {tmp_path / 'empty'} --name x --size 8": str(tmp_path / "empty"),
+        }.items():
+            assert why in refused(*words.split())
 
     def test_a_full_disk_leaves_nothing(self, capsys, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(os, "fsync", full)

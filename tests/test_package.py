@@ -41,24 +41,20 @@ def wheel(tmp_path_factory) -> Path:
     return found
 
 
-def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_has_the_package_and_nothing_else_and_the_sdist_no_tests(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if not name.startswith(f"ptlf-{ptlf.__version__}.dist-info/")}
         about = message_from_bytes(file.read(f"ptlf-{ptlf.__version__}.dist-info/METADATA"))
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ptlf").rglob("*.*") if path.suffix != ".pyc"}
-    assert names == sources
+    assert names == {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "ptlf").rglob("*.*") if path.suffix != ".pyc"
+    }
     assert {"ptlf/py.typed", "ptlf/report/templates/page.html"} <= names
     assert about["Version"] == ptlf.__version__
     assert {"all", "export", "lightning", "test", "timm", "trackers"} <= set(about.get_all("Provides-Extra"))
-
-
-def test_the_sdist_has_the_same_package_and_no_tests(wheel: Path) -> None:
     (sdist,) = wheel.parent.glob("*.tar.gz")
     with tarfile.open(sdist) as file:
         inside = {name.partition("/")[2] for name in file.getnames()}
-    with zipfile.ZipFile(wheel) as file:
-        assert {name for name in file.namelist() if name.startswith("ptlf/")} <= inside
-    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"} <= inside
+    assert names | {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"} <= inside
     assert not {"tests", "results", "benchmarks", "reproduction"} & inside
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import shtab
 
-from ptlf.commands.parser import TRACKERS, folder, make_parser, new_file, new_page
+from ptlf.commands.parser import TRACKERS, make_parser, new_file, new_page
 from ptlf.core.settings import describe
 from ptlf.run.config import Config
 from ptlf.run.recipes import recipe_names
@@ -18,7 +18,7 @@ def completion(shell: str) -> None:
                 action.choices = recipes
             elif action.dest == "log":
                 action.choices = TRACKERS
-            elif action.dest in ("source", "images") or action.type in (Path, folder, new_file, new_page):
+            elif action.dest in ("source", "images") or action.type in (Path, new_file, new_page):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
         for key, _, about in settings if verb.get_default("takes_overrides") else ():
             for option in dict.fromkeys((f"--{key}", f"--{key.removesuffix('.name')}")):  # `--method si` is enough

@@ -18,11 +18,7 @@ from ptlf.stream.squares import OnError
 
 
 def evaluate(
-    folder: Path,
-    probe: Sequence[str] | None,
-    on_error: OnError,
-    trust_code: bool,
-    overrides: Sequence[str],
+    folder: Path, probe: Sequence[str] | None, on_error: OnError, trust_code: bool, overrides: Sequence[str]
 ) -> None:
     for word in (word.partition("=")[0] for word in overrides if word.startswith("--")):
         if not may_change(word[2:].replace("-", "_")):
@@ -36,7 +32,7 @@ def evaluate(
     probes, eval_splits = evaluate_run(folder, config, probe, labelled=labelled, on_error=on_error)
     start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
     for name, values in probes.items():
-        show_matrix(console, name, values, eval_splits, values["test_images"], start)
+        show_matrix(console, name, values, eval_splits, start)
     for name, values in probes.items():
         if words := worsened(name, values, start, images_of_mean(values["test_images"])):
             console.print(words, style="yellow", soft_wrap=True)
@@ -52,6 +48,4 @@ def embed(folder: Path, images: Sequence[str], out: Path, **how: Any) -> None:
 def export(folder: Path, to: Path, **how: Any) -> None:
     """how: the arguments of `export_run`."""
     difference, greatest = export_run(folder, to, **how)
-    tell(
-        f"{to}: checked on random images; differs from PyTorch by {difference:.1e} where features reach {greatest:.2g}"
-    )
+    tell(f"{to}: checked on random images; differs from PyTorch by {difference:.1e}, features reach {greatest:.2g}")

@@ -55,6 +55,8 @@ def parse_words(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], l
 def parse_options(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Of one command, in any order: its options by name, and words that have no place. What looks like an option and
     is none of the parser's is a setting."""
+    if "" in words:
+        parser.error("an argument is empty, as of a shell variable that is not set")
     settings: list[str] = []
     others: list[str] = []
     rest = list(words)
@@ -107,12 +109,6 @@ whole = bounded(int, 0, 2**63 - 1)
 positive = bounded(int, 1, 1_000_000)
 pixels = bounded(int, 1, 8192)
 share = bounded(float, 0, 1)
-
-
-def folder(text: str) -> Path:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must name a folder, not nothing; . is this one")
-    return Path(text)
 
 
 def new_file(text: str, ends: Sequence[str] = ()) -> Path:
@@ -179,8 +175,8 @@ def add_training_verbs(verb: Verb) -> None:
     add = verb("train", "train", "Train an encoder on a stream and test it after every task.", overrides=True)
     add("--recipe", "STREAM/OBJECTIVE/METHOD (see `ptlf list recipes`; default: see below)")
     add("-c --config", "YAML file whose settings override the recipe's, such as a run's config.yaml", Path)
-    add("--out", "folder for results.json, metrics.jsonl, the encoder and checkpoints", folder)
-    add("--resume", "continue the run in this folder, with its own settings", folder, metavar="DIR")
+    add("--out", "folder for results.json, metrics.jsonl, the encoder and checkpoints", Path)
+    add("--resume", "continue the run in this folder, with its own settings", Path, metavar="DIR")
     add_log(add)
     add_trust(add)
 
@@ -192,7 +188,7 @@ def add_training_verbs(verb: Verb) -> None:
     )
     usage = "%(prog)s RUN [SOURCE] [--recipe ...] [--watch DIR] [...]"
     add = verb("learn", "train", about, overrides=True, usage=usage, epilog=epilog)
-    add("folder", "the run's folder; made with the first task", folder, metavar="RUN")
+    add("folder", "the run's folder; made with the first task", Path, metavar="RUN")
     add("source", "the images of the next task", nargs="?", metavar="SOURCE")
     add("--recipe", "for a new run: STREAM/OBJECTIVE/METHOD; its stream is not used (default: arriving/simsiam/ptlf)")
     add("-c --config", "for a new run: YAML file whose settings override the recipe's", Path)
@@ -217,7 +213,7 @@ def add_training_verbs(verb: Verb) -> None:
     epilog = "Settings, such as --training.epochs 20, apply to all runs."
     add = verb("sweep", "train", about, overrides=True, usage=usage, epilog=epilog)
     add("recipes", "STREAM/OBJECTIVE/METHOD (see `ptlf list recipes`)", nargs="+", metavar="RECIPE")
-    add("--out", "folder for a folder per run; finished runs are kept", folder, required=True, metavar="DIR")
+    add("--out", "folder for a folder per run; finished runs are kept", Path, required=True, metavar="DIR")
     add("--seeds", "every recipe is trained with every seed", whole, nargs="+", default=[0], metavar="SEED")
     add_log(add)
     add("--cluster", "submit every run as a job of submitit, here or to Slurm", choices=("local", "slurm"))
@@ -234,7 +230,7 @@ def add_encoder_verbs(verb: Verb) -> None:
         "The scores are kept in DIR/evaluations.json, and `ptlf report DIR` shows the latest."
     )
     add = verb("evaluate", "encoder", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
-    add("folder", "the run's folder", folder, metavar="DIR")
+    add("folder", "the run's folder", Path, metavar="DIR")
     add_trust(add)
     add("--probe", "probes to run (see `ptlf list probes`; default: those the run used)", nargs="+", metavar="NAME")
     add_on_error(add, "broken images of --stream.labelled")
@@ -259,13 +255,13 @@ def add_encoder_verbs(verb: Verb) -> None:
 
 def add_showing_verbs(verb: Verb) -> None:
     add = verb("report", "show", "Draw one or more runs as a page of tables and pictures.")
-    add("folders", "a run's folder, or a folder of runs", folder, nargs="+", metavar="DIR")
+    add("folders", "a run's folder, or a folder of runs", Path, nargs="+", metavar="DIR")
     add("--out", "the page (default: report.html in DIR; for several DIR, in this folder)", new_page, metavar="FILE")
-    add("--figures", "folder for the pictures, as SVG and as PNG", folder, metavar="DIR")
+    add("--figures", "folder for the pictures, as SVG and as PNG", Path, metavar="DIR")
     add("--baseline", "the run that costs are relative to: a recipe or a folder (default: LUMP)")
 
     add = verb("watch", "ptlf.report.watch:watch", "Follow a run from its files: loss, speed, frozen units, time left.")
-    add("folder", "the run's folder, here or on a shared disk", folder, metavar="DIR")
+    add("folder", "the run's folder, here or on a shared disk", Path, metavar="DIR")
     add("--once", "show the state once, then exit", bool)
 
     families = "streams, data, objectives, methods, policies, encoders, optimizers, probes, trackers, views, recipes"
@@ -285,7 +281,7 @@ def add_showing_verbs(verb: Verb) -> None:
 def add_data_verbs(verb: Verb) -> None:
     get = verb("data get", "data", "Download a data set and pack it.")
     get("name", "the data set (see `ptlf list data`)")
-    get("--source", "an unpacked image folder, or the official archive, already on disk", folder)
+    get("--source", "an unpacked image folder, or the official archive, already on disk", Path)
     get("--url", "another address of the official archive")
     get("--keep-archive", "keep the downloaded archive", bool)
     epilog = (
@@ -293,7 +289,7 @@ def add_data_verbs(verb: Verb) -> None:
         "Face data set (a folder of `save_to_disk`, .parquet files); .npz."
     )
     pack = verb("data pack", "data", "Pack images into memory-mapped files.", epilog=epilog)
-    pack("source", "a folder or file, see below", folder, metavar="SOURCE")
+    pack("source", "a folder or file, see below", Path, metavar="SOURCE")
     pack("--name", "name of the packed set; a stream reads it with --stream.pack NAME", required=True)
     pack("--size", "side of the square images in pixels", pixels, required=True)
     about = "how images become squares: crop (the centre), squash (all, distorted), pad (all, between grey bars)"

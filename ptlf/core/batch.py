@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,51 +21,26 @@ class Batch:
     mixed: list[Tensor] = field(default_factory=list)  # inputs of the loss: the views, or a mixture of them
     targets: list[Tensor] = field(default_factory=list)  # (B, D) each: projections by the objective's teacher
     outputs: Tensor | None = None  # (B, feature_dim) of the first mixed view, for methods that store them
-    packed: Tensor | None = None  # after `to`: the bytes that labels, uniforms and draws are views of
 
     def __len__(self) -> int:
         return len(self.images)
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on the device. Labels, uniforms and draws are sent in one transfer."""
-        packed = to_device(to_bytes(self.drawn()), device)
-        labels, uniforms, *draws = from_bytes(packed, self.drawn())
-        named = dict(zip(self.draws, draws, strict=True))
-        images = to_device(self.images, device)
-        return replace(self, images=images, labels=labels, uniforms=uniforms, draws=named, packed=packed)
+        draws = {name: to_device(draw, device) for name, draw in self.draws.items()}
+        images, labels, uniforms = (to_device(tensor, device) for tensor in (self.images, self.labels, self.uniforms))
+        return replace(self, images=images, labels=labels, uniforms=uniforms, draws=draws)
 
     def fill(self, other: Batch) -> None:
-        """Copy the other batch into this one, in place. Both have the same layout; this one was made by `to`."""
-        assert self.packed is not None
-        self.images.copy_(pinned(other.images, self.images.device), non_blocking=True)
-        self.packed.copy_(pinned(to_bytes(other.drawn()), self.packed.device), non_blocking=True)
+        """Copy the other batch, which has the same layout, into this one, in place."""
+        for mine, its in zip(self.inputs().values(), other.inputs().values(), strict=True):
+            mine.copy_(pinned(its, mine.device), non_blocking=True)
 
     def layout(self) -> Layout:
         """Name, shape and dtype of every input."""
-        tensors = {"images": self.images, "labels": self.labels, "uniforms": self.uniforms, **self.draws}
-        return tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        return tuple((name, tensor.shape, tensor.dtype) for name, tensor in self.inputs().items())
 
-    def drawn(self) -> list[Tensor]:
-        return [self.labels, self.uniforms, *self.draws.values()]
-
-
-def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors' bytes, one after the other, each padded to 16."""
-    packed = torch.empty(sum(map(padded_size, tensors)), dtype=torch.uint8)
-    for view, tensor in zip(from_bytes(packed, tensors), tensors, strict=True):
-        view.copy_(tensor)
-    return packed
-
-
-def from_bytes(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Inverse of `to_bytes`, as views of `packed`; `like` gives shapes and dtypes."""
-    parts = zip(packed.split([padded_size(tensor) for tensor in like]), like, strict=True)
-    return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]
-
-
-def padded_size(tensor: Tensor) -> int:
-    """Bytes, padded to 16 so that the next tensor is aligned for any dtype."""
-    return -(-tensor.nbytes // 16) * 16
+    def inputs(self) -> dict[str, Tensor]:
+        return {"images": self.images, "labels": self.labels, "uniforms": self.uniforms, **self.draws}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

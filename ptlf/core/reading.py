@@ -1,10 +1,9 @@
-"""Text, JSON and YAML that others wrote: of bounded size and depth, read as data alone, of the shape that is needed.
+"""Text, JSON and YAML that others wrote: read as data alone, of the shape that is needed.
 
 Whatever is wrong becomes a UserError that names the file, the place and the way out.
 """
 
 import json
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +13,8 @@ import yaml
 
 from ptlf.core.errors import UserError
 from ptlf.core.words import printable, short_repr
-from ptlf.freezing import format_bytes
 
-MAX_BYTES = 256 << 20  # of a JSON file; results of 200 tasks are 1 MB
-MAX_YAML = 256 << 10  # of a YAML file; a run's settings are 3 kB
+MAX_YAML = 256 << 10  # characters of a YAML text; a run's settings are 3 kB
 MAX_DEPTH = 32  # of collections in a YAML text
 MAX_NUMBER = 1e30  # of a number in a record
 
@@ -27,21 +24,16 @@ TYPE_NAMES |= {dict: "a dictionary", list: "a list"}
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # what using a damaged record raises
 
 
-def read_text(path: Path, most: int = MAX_BYTES) -> str:
-    """The UTF-8 text of a regular file of at most `most` bytes. A missing file raises FileNotFoundError."""
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a file. A missing one raises FileNotFoundError."""
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
+        if path.exists() and not path.is_file():  # a FIFO or a device may have no end
             raise UserError(f"{path} cannot be read: it is no regular file")
-        if status.st_size > most:
-            raise UserError(f"{path} cannot be read: it has more than {format_bytes(most)}")
         return path.read_bytes().decode()
     except FileNotFoundError:
         raise
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} cannot be read: byte {error.start} is not UTF-8 text") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
 
 
 def read_json(path: Path, hint: str = "") -> Any:
@@ -164,7 +156,7 @@ def load_yaml(text: str) -> Any:
 
 def read_yaml_file(path: Path) -> Any:
     """A missing file raises FileNotFoundError."""
-    text = read_text(path, MAX_YAML)
+    text = read_text(path)
     try:
         return load_yaml(text)
     except yaml.YAMLError as error:

@@ -3,8 +3,7 @@
 from ptlf.evaluation.accuracy_matrix import accuracy, forward_transfer, summary
 from ptlf.evaluation.gallery import Gallery
 from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig
-from ptlf.evaluation.prober import EvaluationConfig, Prober
-from ptlf.evaluation.probes import PROBES
+from ptlf.evaluation.prober import PROBES, EvaluationConfig, Prober
 
 __all__ = ["OWN", "PROBES", "SEEN", "EvaluationConfig", "Gallery", "Probe", "ProbeConfig", "Prober"]
 __all__ += ["accuracy", "forward_transfer", "summary"]

@@ -11,49 +11,32 @@ Row = Sequence[float | None]
 Matrix = Sequence[Row]
 
 
+def summary(matrix: Matrix) -> dict[str, Any]:
+    """All metrics, for the record; `*_by_task` are those after each task."""
+    if not matrix:
+        return {"matrix": [], "accuracy": None, "forgetting": None}
+    tested = [index for index, value in enumerate(matrix[-1]) if value is not None]
+    columns = [[value for row in matrix if (value := row[index]) is not None] for index in tested]
+    lost = _mean(column[0] - column[-1] for column in columns if len(column) > 1)
+    by_task = forgetting_by_task(matrix)
+    return {
+        "matrix": matrix,
+        "accuracy": accuracy(matrix),
+        "forgetting": by_task[-1],
+        "forgetting_just_learned": lost,  # since right after the split's own task, as in LUMP's public code
+        "backward_transfer": None if lost is None else -lost,
+        "accuracy_by_task": [accuracy([row]) for row in matrix],
+        "forgetting_by_task": by_task,
+    }
+
+
 def accuracy(matrix: Matrix) -> float | None:
     """Mean of the last row."""
     return _mean(value for value in matrix[-1] if value is not None)
 
 
-def forgetting(matrix: Matrix) -> float | None:
-    """Mean of (best accuracy before the last task) - (accuracy after it), over the splits evaluated before it."""
-    return _mean(max(column[:-1]) - column[-1] for column in _columns(matrix) if len(column) > 1)
-
-
-def forgetting_just_learned(matrix: Matrix) -> float | None:
-    """Mean of (accuracy right after the split's own task) - (final accuracy), as in LUMP's public code."""
-    return _mean(column[0] - column[-1] for column in _columns(matrix) if len(column) > 1)
-
-
-def backward_transfer(matrix: Matrix) -> float | None:
-    """Mean of (final accuracy) - (accuracy right after the split's own task): the effect of later tasks on earlier."""
-    lost = forgetting_just_learned(matrix)
-    return None if lost is None else -lost
-
-
-def forward_transfer(future: Row, untrained: Row) -> float | None:
-    """Mean over the splits of (accuracy just before the split's own task) - (accuracy of the untrained encoder)."""
-    return _mean(a - b for a, b in zip(future, untrained, strict=True) if a is not None and b is not None)
-
-
-def summary(matrix: Matrix) -> dict[str, Any]:
-    """All metrics, for the record; `*_by_task` are those after each task."""
-    if not matrix:
-        return {"matrix": [], "accuracy": None, "forgetting": None}
-    return {
-        "matrix": matrix,
-        "accuracy": accuracy(matrix),
-        "forgetting": forgetting(matrix),
-        "forgetting_just_learned": forgetting_just_learned(matrix),
-        "backward_transfer": backward_transfer(matrix),
-        "accuracy_by_task": [accuracy([row]) for row in matrix],
-        "forgetting_by_task": forgetting_by_task(matrix),
-    }
-
-
 def forgetting_by_task(matrix: Matrix) -> list[float | None]:
-    """`forgetting` after each task, in one pass."""
+    """After each task, the mean of (best accuracy before) - (accuracy after it), over the splits evaluated before."""
     best: dict[int, float] = {}  # accuracy by split, so far
     found = []
     for row in matrix:
@@ -63,10 +46,9 @@ def forgetting_by_task(matrix: Matrix) -> list[float | None]:
     return found
 
 
-def _columns(matrix: Matrix) -> list[list[float]]:
-    """Accuracies of each split, from its first evaluated row to the last."""
-    evaluated = [index for index, value in enumerate(matrix[-1]) if value is not None]
-    return [[value for row in matrix if (value := row[index]) is not None] for index in evaluated]
+def forward_transfer(future: Row, untrained: Row) -> float | None:
+    """Mean over the splits of (accuracy just before the split's own task) - (accuracy of the untrained encoder)."""
+    return _mean(a - b for a, b in zip(future, untrained, strict=True) if a is not None and b is not None)
 
 
 def _mean(values: Iterable[float]) -> float | None:

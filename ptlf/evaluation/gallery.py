@@ -41,7 +41,7 @@ class Gallery:
     def __init__(
         self, stream: Stream, prepare: Prepare, device: torch.device, *, config: EvaluationConfig, seed: int
     ) -> None:
-        self.prepare, self.device, self.batch, self.seed = prepare, device, config.batch, seed
+        self.prepare, self.device, self.batch, self.seed = prepare, device, min(config.batch, BATCH), seed
         numbers = config.limited(range(len(stream.tasks)))
         tasks = [stream.tasks[number] for number in numbers]
         splits = [split for split in stream.eval_splits if split.since in numbers and not split.always]
@@ -49,13 +49,8 @@ class Gallery:
         if {split.since for split in splits} != set(numbers):
             self.drawn = [(task.name, task.images, task.train) for task in tasks]
         self.labelled = all(task.classes for task in tasks)
-        self.group_names = [name for name, _, _ in self.drawn]
-        self.label_names = list(stream.classes) if self.labelled else self.group_names
+        self.classes = stream.classes
         self.looks: dict[str, dict[str, Any]] = {}
-
-    def restore(self, looks: dict[str, dict[str, Any]]) -> None:
-        """Those of a checkpoint, where there are none yet."""
-        self.looks = self.looks or looks
 
     def read(self) -> None:
         """The images, drawn from the shuffled tasks in turn, unless they are here already."""
@@ -89,7 +84,7 @@ class Gallery:
         self.read()
         parts = []
         with eval_mode(encoder), phase("features", len(self.pixels)) as advance:
-            for part in torch.from_numpy(self.pixels).split(min(self.batch, BATCH)):
+            for part in torch.from_numpy(self.pixels).split(self.batch):
                 parts.append(F.normalize(encoder(self.prepare(part.to(self.device))).float(), dim=1).cpu())
                 advance(len(part))
         features = torch.cat(parts)  # (N, D)
@@ -103,19 +98,19 @@ class Gallery:
         """Images are tile numbers in the sprite; points are (x, y) in [0, 1]."""
         self.read()
         shown = sorted({*self.queries} | {n for look in self.looks.values() for row in look["neighbours"] for n in row})
-        tile = {index: number for number, index in enumerate(shown)}
-        looks = {moment: dict(look) for moment, look in self.looks.items()}
-        for look in looks.values():
-            look["neighbours"] = [[tile[n] for n in row] for row in look["neighbours"]]
+        tile, names = {index: number for number, index in enumerate(shown)}, [name for name, _, _ in self.drawn]
         return {
             "labelled": self.labelled,  # false: the labels are the tasks
-            "groups": self.group_names,
-            "labels": self.label_names,
-            "sprite": sprite([self.pixels[index] for index in shown]),
+            "groups": names,
+            "labels": list(self.classes) if self.labelled else names,
+            "sprite": sprite(self.pixels[shown]),
             "tiles": [[int(self.groups[index]), int(self.labels[index])] for index in shown],  # group, label
             "queries": [tile[index] for index in self.queries],
-            "point_groups": [int(group) for group in self.groups[:POINTS]],
-            "looks": looks,
+            "point_groups": self.groups[:POINTS].tolist(),
+            "looks": {
+                moment: {**look, "neighbours": [[tile[index] for index in row] for row in look["neighbours"]]}
+                for moment, look in self.looks.items()
+            },
         }
 
 
@@ -149,13 +144,12 @@ def flat_map(features: np.ndarray) -> list[list[float]]:
     return [[round(float(x), 3), round(float(y), 3)] for x, y in points]
 
 
-def sprite(pixels: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Images (S, S, 3) uint8 as tiles of one, row by row, in a data URL. PNG if that is small enough, else JPEG."""
-    size = min(TILE, pixels[0].shape[0])
-    columns = int(np.ceil(np.sqrt(len(pixels))))
+def sprite(pixels: np.ndarray) -> dict[str, Any]:
+    """Images (N, S, S, 3) uint8 as tiles of one, row by row, in a data URL. PNG if that is small enough, else JPEG."""
+    size, columns = min(TILE, pixels.shape[1]), int(np.ceil(np.sqrt(len(pixels))))
     sheet = Image.new("RGB", (columns * size, -(-len(pixels) // columns) * size))
     for number, tile in enumerate(pixels):
-        image = Image.fromarray(np.asarray(tile)).resize((size, size), Image.Resampling.LANCZOS)
+        image = Image.fromarray(tile).resize((size, size), Image.Resampling.LANCZOS)
         sheet.paste(image, (number % columns * size, number // columns * size))
     for kind in ("png", "jpeg"):
         buffer = io.BytesIO()

@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ptlf.core.errors import UserError
 from ptlf.core.settings import key
-from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score
+from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score, per_cent_equal
+
+CHUNK = 1024  # queries at once; bounds the memory for their similarities to the bank
 
 
 @dataclass
@@ -39,8 +39,8 @@ class KnnTask(Probe[KnnTaskConfig]):
         return {"k": min(self.config.k or min(200, seen_tasks), smallest)}
 
     def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
-        k, classes = self.used(labels, seen_tasks)["k"], int(labels.max()) + 1
-        return partial(knn_accuracy, features, labels, k=k, temperature=self.config.temperature, classes=classes)
+        how = {**self.used(labels, seen_tasks), "temperature": self.config.temperature}
+        return lambda queries, truth: per_cent_equal(knn_predict(features, labels, queries, **how), truth)
 
     def settings(self) -> dict[str, Any]:
         own = {name: value for name, value in super().settings().items() if name != "enabled"}
@@ -55,30 +55,14 @@ class KnnClass(KnnTask):
     forward = False
 
 
-def knn_predict(
-    bank: Tensor, bank_labels: Tensor, queries: Tensor, *, k: int, temperature: float, classes: int, chunk: int = 1024
-) -> Tensor:
-    """Labels (Q,) predicted for queries (Q, D) from the k most similar vectors of the bank (N, D).
-
-    Similarity is the cosine; memory is bounded by `chunk` x N similarities.
-    """
-    if k > len(bank):
-        raise UserError(f"k is {k}, but the kNN bank holds {len(bank)} images; choose a k of at most {len(bank)}")
+def knn_predict(bank: Tensor, bank_labels: Tensor, queries: Tensor, *, k: int, temperature: float) -> Tensor:
+    """Labels (Q,) predicted for queries (Q, D) from the k vectors of the bank (N, D) with the largest cosine."""
     bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
-    predicted = []
-    for part in queries.split(chunk):
-        similarity, nearest = (part @ bank.T).topk(k, dim=1)  # (chunk, k)
+    classes, predicted = int(bank_labels.max()) + 1, []
+    for part in queries.split(CHUNK):
+        similarity, nearest = (part @ bank.T).topk(k, dim=1)  # (CHUNK, k)
         votes = torch.zeros(len(part), classes, dtype=similarity.dtype, device=similarity.device)
         weights = ((similarity - similarity[:, :1]) / temperature).exp()  # relative to the nearest: exp overflows
         votes.scatter_add_(1, bank_labels[nearest], weights)
         predicted.append(votes.argmax(dim=1))
     return torch.cat(predicted)
-
-
-def knn_accuracy(
-    bank: Tensor, bank_labels: Tensor, queries: Tensor, labels: Tensor, *, k: int, temperature: float, classes: int,
-    chunk: int = 1024,
-) -> float:  # fmt: skip
-    """Per cent of the queries whose predicted label is right."""
-    predicted = knn_predict(bank, bank_labels, queries, k=k, temperature=temperature, classes=classes, chunk=chunk)
-    return 100 * float((predicted == labels).double().mean())

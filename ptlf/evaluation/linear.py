@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ptlf.core.settings import key
-from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score
+from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig, Score, per_cent_equal
 
 
 @dataclass
@@ -25,18 +25,6 @@ class LinearConfig(ProbeConfig):
     standardise: bool = key(True, "scale features by mean and deviation of the bank; off in CaSSLe's protocol")
 
 
-@dataclass(frozen=True)
-class Classifier:
-    weight: Tensor  # (C, D)
-    bias: Tensor  # (C,)
-    classes: Tensor  # (C,) the label each output stands for
-
-    def accuracy(self, features: Tensor, labels: Tensor) -> float:
-        """Per cent of the features (N, D) whose largest output stands for their label."""
-        predicted = self.classes[F.linear(features, self.weight, self.bias).argmax(1)]
-        return 100 * float((predicted == labels).double().mean())
-
-
 class Linear(Probe[LinearConfig]):
     """Softmax regression by SGD, within tasks and among all classes."""
 
@@ -44,12 +32,16 @@ class Linear(Probe[LinearConfig]):
     rows: ClassVar[Mapping[str, str]] = {"linear_task": OWN, "linear": SEEN}
 
     def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
-        # The same order of images at every call: the accuracy is a function of the features alone.
-        return linear_fit(features, labels, self.config, torch.Generator().manual_seed(0)).accuracy
+        weight, bias, classes = linear_fit(features, labels, self.config)
+        return lambda inputs, truth: per_cent_equal(classes[F.linear(inputs, weight, bias).argmax(1)], truth)
 
 
-def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig, generator: torch.Generator) -> Classifier:
-    """Softmax regression over the labels (N,) that occur, on features (N, D), from zero weights."""
+def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax regression over the labels (N,) that occur, on features (N, D), from zero weights.
+
+    Returns the weight (C, D), the bias (C,) and the label (C,) that each output stands for.
+    """
+    generator = torch.Generator().manual_seed(0)  # so that the accuracy is a function of the features alone
     classes, targets = labels.unique(return_inverse=True)
     mean, deviation = features.double().mean(0), features.double().std(0, correction=0).clamp_min(1e-6)
     if config.standardise:
@@ -71,4 +63,4 @@ def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig, generator
     if config.standardise:  # for features as they were before
         unscaled = weight.double() / deviation
         weight, bias = unscaled.float(), (bias - unscaled @ mean).float()
-    return Classifier(weight, bias, classes)
+    return weight, bias, classes

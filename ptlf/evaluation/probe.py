@@ -43,3 +43,7 @@ class Probe(Generic[C]):
     def settings(self) -> dict[str, Any]:
         """What the accuracies were measured with, for the record."""
         return as_dict(self.config)
+
+
+def per_cent_equal(predicted: Tensor, labels: Tensor) -> float:
+    return 100 * float((predicted == labels).double().mean())

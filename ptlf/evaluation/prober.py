@@ -1,7 +1,7 @@
 """The probes on a stream: features of the splits' images, and an accuracy for every split that counts by now."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.core.errors import UserError, warn
 from ptlf.core.phases import Advance, Phase, silent
+from ptlf.core.registry import Registry
 from ptlf.core.settings import key
+from ptlf.evaluation.knn import KnnClass, KnnTask
+from ptlf.evaluation.linear import Linear
 from ptlf.evaluation.probe import OWN, Probe, ProbeConfig
-from ptlf.evaluation.probes import PROBES
 from ptlf.stream import EvalSplit, Images, Stream
 from ptlf.stream.loading import Sources
 
@@ -23,6 +25,11 @@ Row = list[float | None]
 Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
 Prepare = Callable[[Tensor], Tensor]  # stored images as the encoder's input
 Bank = tuple[Images, np.ndarray]  # images, and the indices of those that count
+
+# To add a probe: a file with a subclass of `Probe`, and its name here.
+PROBES: Registry[type[Probe]] = Registry(
+    "probe", "ptlf.probes", Probe, {"knn_task": KnnTask, "knn_class": KnnClass, "linear": Linear}
+)
 
 
 @dataclass
@@ -72,102 +79,78 @@ class Prober:
         if not stream.eval_splits:
             raise UserError(f"stream {stream.name} has no labelled test images to evaluate on")
         self.sources = sources or Sources(device)
-        self.settings_by_name = probes
-        self.choose([name for name, settings in probes.items() if settings.enabled])
-
-    def choose(self, names: Sequence[str]) -> None:
-        """Use only these probes, enabled or not."""
-        kinds = {name: PROBES.find(name) for name in names}
-        self.probes = [kind(self.settings_by_name.get(name) or kind.Config()) for name, kind in kinds.items()]
-        used = self.used(len(self.stream.tasks))
-        for name, probe in zip(kinds, self.probes, strict=True):
+        chosen = {name: PROBES.find(name)(settings) for name, settings in probes.items() if settings.enabled}
+        self.rows_of = [(probe, name, bank) for probe in chosen.values() for name, bank in probe.rows.items()]
+        used = self.used(len(stream.tasks))
+        for name, probe in chosen.items():
             for setting, value in {pair for row in probe.rows for pair in used[row].items()}:
                 asked = getattr(probe.config, setting, None)
                 if asked is not None and asked != value:
                     small = f"the smallest class has {value} images to compare with"
-                    warning = f"probes.{name}.{setting} is {asked}, but {small}: {value} is used"
-                    warn(warning)
+                    warn(f"probes.{name}.{setting} is {asked}, but {small}: {value} is used")
 
     def used(self, task: int) -> dict[str, dict[str, Any]]:
         """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""
-        tested, tasks = self.config.tested(self.stream.eval_splits, task), self.tasks_seen(task)
+        tested = self.config.tested(self.stream.eval_splits, task)
         if not tested:
-            return {name: {} for probe in self.probes for name in probe.rows}
+            return {name: {} for _, name, _ in self.rows_of}
         splits, banks = self.banks(task)
-        labels_of = [torch.from_numpy(images.labels[chosen]) for images, chosen in banks]
-        own_banks = [labels for split, labels in zip(splits, labels_of, strict=False) if split in tested]
-        all_seen = torch.cat(labels_of)
+        labels = [torch.from_numpy(images.labels[chosen]) for images, chosen in banks]
+        own = [one for split, one in zip(splits, labels, strict=False) if split in tested]
         found: dict[str, dict[str, Any]] = {}
-        for probe in self.probes:
-            for name, bank in probe.rows.items():
-                own = [probe.used(labels, tasks) for labels in (own_banks if bank == OWN else [all_seen])]
-                found[name] = {key: min(each[key] for each in own) for key in own[0]}
+        for probe, name, bank in self.rows_of:
+            each = [probe.used(one, self.tasks_seen(task)) for one in (own if bank == OWN else [torch.cat(labels)])]
+            found[name] = {key: min(settings[key] for settings in each) for key in each[0]}
         return found
 
     def rows(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
         """A row of each accuracy matrix after task number `task` (from 0), with None for splits that are not tested.
         Splits that are not tested are in the bank of all classes seen nevertheless."""
         splits, tasks = self.stream.eval_splits, self.tasks_seen(task)
-        chosen = self.config.tested(splits, task)
-        rows: dict[str, Row] = {name: [None] * len(splits) for probe in self.probes for name in probe.rows}
-        if not chosen:
+        tested = self.config.tested(splits, task)
+        rows: dict[str, Row] = {name: [None] * len(splits) for _, name, _ in self.rows_of}
+        if not tested:
             return rows
         owners, banks = self.banks(task)
-        encoded = self.encode(encoder, [*banks, *((split.test_images, split.test) for split in chosen)], phase)
-        own_banks = dict(zip(owners, encoded, strict=False))
-        tests = zip(chosen, encoded[len(banks) :], strict=True)
-        tested = [(split, own_banks[split], test) for split, test in tests]
+        encoded = self.encode(encoder, [*banks, *((split.test_images, split.test) for split in tested)], phase)
+        own_banks, tests = dict(zip(owners, encoded, strict=False)), encoded[len(banks) :]
         features, labels = (torch.cat(part) for part in zip(*encoded[: len(banks)], strict=True))
         with phase("probes", len(rows) * len(tested), "scores") as advance:
-            for probe in self.probes:
-                for name, bank in probe.rows.items():
-                    score = probe.fit(features, labels, tasks) if bank != OWN else None
-                    for split, own_bank, test in tested:
-                        own = None if score else own_accuracy(probe, encoder, split, own_bank, test, tasks)
-                        rows[name][splits.index(split)] = score(*test) if score else own
-                        advance(1)
+            for probe, name, bank in self.rows_of:
+                score = probe.fit(features, labels, tasks) if bank != OWN else None
+                for split, test in zip(tested, tests, strict=True):
+                    own = None if score else own_accuracy(probe, encoder, split, own_banks[split], test, tasks)
+                    rows[name][splits.index(split)] = score(*test) if score else own
+                    advance(1)
         return rows
-
-    def seen(self, task: int) -> list[EvalSplit]:
-        return [split for split in self.stream.eval_splits if split.since <= task]
 
     def tasks_seen(self, task: int) -> int:
         """How many, after task number `task` (from 0), with or without test images."""
         return sum(each.joined for each in self.stream.tasks[: task + 1])
 
-    @property
-    def shared(self) -> bool:
-        """Whether a probe needs the bank of all classes seen."""
-        return any(bank != OWN for probe in self.probes for bank in probe.rows.values())
-
     def banks(self, task: int) -> tuple[list[EvalSplit], list[Bank]]:
         """Splits whose banks are needed after task number `task`, and the banks: theirs and, for the bank of all
         classes seen, what no split has, which is training images of classes without test images."""
-        if not self.shared:
-            tested = self.config.tested(self.stream.eval_splits, task)
-            return tested, [(split.bank_images, split.bank) for split in tested]
-        seen = self.seen(task)
-        banks = [(split.bank_images, split.bank) for split in seen]
-        for each in self.stream.tasks[: task + 1]:
+        shared = any(bank != OWN for _, _, bank in self.rows_of)
+        seen = [split for split in self.stream.eval_splits if split.since <= task]
+        splits = seen if shared else self.config.tested(self.stream.eval_splits, task)
+        banks = [(split.bank_images, split.bank) for split in splits]
+        for each in self.stream.tasks[: task + 1] if shared else ():
             covered = [split.bank for split in seen if split.bank_images is each.images]
             rest = np.setdiff1d(each.train, np.concatenate([*covered, each.train[:0]]))
             if each.classes and len(rest):
                 banks.append((each.images, rest))
-        return seen, banks
+        return splits, banks
 
-    def future(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
-        """Accuracies on the splits whose task comes after task number `task`, by row, for forward transfer."""
-        return self.ahead(encoder, [split for split in self.stream.eval_splits if split.since == task + 1], phase)
-
-    def ahead(self, encoder: nn.Module, splits: Sequence[EvalSplit], phase: Phase = silent) -> dict[str, Row]:
-        """Accuracies on splits whose task is yet to come, by row; as many tasks count as seen as right after it, so
-        that the figures do not depend on what comes later still."""
-        forward = [probe for probe in self.probes if probe.forward]
-        owners = {name: probe for probe in forward for name, bank in probe.rows.items() if bank == OWN}
+    def ahead(self, encoder: nn.Module, tasks: Container[int], phase: Phase = silent) -> dict[str, Row]:
+        """Accuracies on the splits of tasks that are yet to come, by row, for forward transfer. As many tasks count as
+        seen as right after each, so that the figures do not depend on what comes later still."""
+        owners = {name: probe for probe, name, bank in self.rows_of if probe.forward and bank == OWN}
+        splits = [split for split in self.stream.eval_splits if split.since in tasks]
         if not owners or not splits:
             return {name: [] for name in owners}
-        banks = [(split.bank_images, split.bank) for split in splits]
-        encoded = self.encode(encoder, [*banks, *((split.test_images, split.test) for split in splits)], phase)
+        banks, tests = ([(s.bank_images, s.bank) for s in splits], [(s.test_images, s.test) for s in splits])
+        encoded = self.encode(encoder, [*banks, *tests], phase)
         tested = list(zip(splits, encoded[: len(banks)], encoded[len(banks) :], strict=True))
         return {
             name: [own_accuracy(probe, encoder, *one, self.tasks_seen(one[0].since)) for one in tested]
@@ -187,8 +170,8 @@ class Prober:
         # Every process looks at its share; the last image fills up what cannot be shared equally.
         filled = torch.cat((chosen, chosen[-1:].expand(-len(chosen) % processes.world_size())))
         mine = filled[processes.shard(len(filled))]
+        parts = []
         with source.batches(mine.split(self.config.batch)) as batches:
-            parts = []
             for batch in batches:
                 parts.append(encoder(self.prepare(batch)).float())
                 advance(len(batch) * processes.world_size())
@@ -197,8 +180,7 @@ class Prober:
     def settings(self) -> dict[str, dict[str, Any]]:
         """What the accuracies were measured with, by row."""
         limit = {} if self.config.tasks == "all" else {"tasks": self.config.tasks}
-        pairs = [(probe, name, bank) for probe in self.probes for name, bank in probe.rows.items()]
-        return {name: {**probe.settings(), "bank": bank, **limit} for probe, name, bank in pairs}
+        return {name: {**probe.settings(), "bank": bank, **limit} for probe, name, bank in self.rows_of}
 
 
 def own_accuracy(

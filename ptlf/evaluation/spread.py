@@ -2,10 +2,8 @@
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-
-from ptlf.evaluation.prober import eval_mode
 
 COLLAPSED = 1e-3  # encoders that learn have 0.1 to 0.5, or 0.01 while running statistics of norms lag behind
 
@@ -14,12 +12,6 @@ def spaced(indices: np.ndarray, most: int) -> np.ndarray:
     """At most `most` indices, evenly spaced from the first: images sorted by class are all represented."""
     count = min(most, len(indices))
     return indices[np.arange(count) * len(indices) // max(1, count)]
-
-
-def feature_spread(encoder: nn.Module, images: Tensor) -> float:
-    """Of the images' features. `images` are inputs of the encoder."""
-    with eval_mode(encoder):
-        return spread(encoder(images).float().flatten(1))
 
 
 def spread(features: Tensor) -> float:

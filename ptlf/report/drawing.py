@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -17,6 +18,7 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
+from ptlf.core.files import write_whole
 from ptlf.core.words import clipped
 from ptlf.report.runs import Group
 
@@ -152,18 +154,16 @@ def page_svg(canvas: Canvas, name: str, label: str, colours: Colours) -> Markup:
     return Markup(f"{head} {style}>" + re.sub(r"\s+", " ", body))
 
 
-def file_svg(canvas: Canvas, name: str) -> str:
-    return re.sub(r"font-family: [^;\"]*", f"font-family: {FONT}", written_svg(canvas, name))
+def save_picture(canvas: Canvas, folder: Path, name: str) -> None:
+    """As NAME.svg and NAME.png."""
+    svg = re.sub(r"font-family: [^;\"]*", f"font-family: {FONT}", written_svg(canvas, name))
+    write_whole(folder / f"{name}.svg", svg)
+    canvas.savefig(png := io.BytesIO(), format="png", dpi=300)
+    write_whole(folder / f"{name}.png", png.getvalue())
 
 
 def written_svg(canvas: Canvas, name: str) -> str:
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         canvas.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
-
-
-def file_png(canvas: Canvas) -> bytes:
-    buffer = io.BytesIO()
-    canvas.savefig(buffer, format="png", dpi=300)
     return buffer.getvalue()

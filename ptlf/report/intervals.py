@@ -1,11 +1,74 @@
-"""How sure an accuracy is, from the number of test images alone; and whether training improved it at all."""
+"""How sure a figure is: t intervals over seeds, and Wilson's from the number of test images alone."""
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy.special import stdtrit
 
 from ptlf.run.results import Json
 
 Z = 1.96  # of 95 %
 RANDOM, GIVEN, BEFORE = "random encoder", "given encoder", "encoder before training"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean of `count` values. `half` is half the width of its 95 % t interval, None for a single value."""
+
+    mean: float
+    half: float | None
+    count: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.half is not None and abs(self.mean) > self.half
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Geometric mean of `count` ratios by seed, and the ends of its 95 % interval: None for a single one. Without a
+    seed in common, count is 0 and the mean the ratio of the means."""
+
+    mean: float
+    ends: tuple[float, float] | None
+    count: int
+
+
+def interval(values: Collection[float]) -> Interval | None:
+    if not values:
+        return None
+    half = None
+    if len(values) > 1:
+        half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(statistics.fmean(values), half, len(values))
+
+
+def mean_ratio(values: Sequence[float]) -> Ratio | None:
+    """Of positive values. The interval is that of their logarithms, so that its ends are positive."""
+    found = interval([math.log(value) for value in values])
+    if found is None:
+        return None
+    ends = None if found.half is None else (math.exp(found.mean - found.half), math.exp(found.mean + found.half))
+    return Ratio(math.exp(found.mean), ends, found.count)
+
+
+def cost_ratio(mine: Mapping[int, float], base: Mapping[int, float]) -> Ratio | None:
+    """Of costs by seed."""
+    both = [(mine[seed], base[seed]) for seed in sorted(mine) if seed in base]
+    if both and all(a > 0 and b > 0 for a, b in both):
+        return mean_ratio([a / b for a, b in both])
+    if not mine or not any(base.values()):
+        return None
+    return Ratio(statistics.fmean(mine.values()) / statistics.fmean(base.values()), None, 0)
+
+
+def verdict(found: Interval | None, rising: bool) -> str:
+    """`rising`: more is better."""
+    if found is None or not found.excludes_zero:
+        return ""
+    return "better" if (found.mean > 0) == rising else "worse"
 
 
 def wilson(percent: float, images: float) -> tuple[float, float]:
@@ -14,11 +77,6 @@ def wilson(percent: float, images: float) -> tuple[float, float]:
     centre = (share + Z**2 / (2 * images)) / (1 + Z**2 / images)
     half = Z / (1 + Z**2 / images) * (share * (1 - share) / images + Z**2 / (4 * images**2)) ** 0.5
     return 100 * (centre - half), 100 * (centre + half)
-
-
-def half_width(percent: float, images: float) -> float:
-    low, high = wilson(percent, images)
-    return (high - low) / 2
 
 
 def images_of_mean(counts: Sequence[int]) -> float | None:
@@ -53,17 +111,7 @@ def worsened(probe: str, values: Json, start: str, images: float | None) -> str:
 
 
 def neighbours_used(values: Json) -> str:
-    """The k that was used, of a probe with one, as ", k = 20", and why where it is not the one of the settings."""
-    asked, used = values["settings"].get("k"), [row["k"] for row in values.get("used_by_task") or [] if "k" in row]
-    if asked is None:
-        return ""
-    rule = "number of tasks seen so far, at most 200" if by_tasks_seen(values) else ""
-    if not used or {asked} == set(used):
-        return f", k = {rule or asked}"
-    span = str(used[0]) if len(set(used)) == 1 else f"{min(used)} to {max(used)}"
-    return f", k = {span} ({rule or f'{asked} was set; the smallest class has fewer images'})"
-
-
-def by_tasks_seen(values: Json) -> bool:
-    """Whether the k of this probe is the number of tasks seen, so that it differs from task to task."""
-    return values["settings"].get("k") == "min(200, tasks seen)"
+    """The k of a probe that has one, as "k = 20": those that were used, or the one of the settings where older records
+    do not say."""
+    used = [row["k"] for row in values.get("used_by_task") or [] if "k" in row] or [values["settings"].get("k")]
+    return "" if used == [None] else f"k = {used[0]}" if len({*used}) == 1 else f"k = {min(used)} to {max(used)}"

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ptlf.core.phases import Advance, cannot_move
 from ptlf.report.measures import duration
@@ -33,13 +32,6 @@ def tell(line: str) -> None:
     console.print(line, highlight=False, soft_wrap=True)
 
 
-class Percentage(TextColumn):
-    """Nothing where there is nothing to count."""
-
-    def render(self, task: Task) -> Text:
-        return Text("") if task.total is None else super().render(task)
-
-
 class Live(Watcher):
     """One bar: of the phase that the run is in, or of all steps of the stream, with loss, views per second, units
     frozen and time left. Without a terminal, lines: every phase that is new, the first and the last epoch of a task,
@@ -50,7 +42,7 @@ class Live(Watcher):
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            Percentage("{task.percentage:>3.0f}%"),
+            TaskProgressColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(),
             console=console,
@@ -59,48 +51,46 @@ class Live(Watcher):
         )
         self.bar = self.progress.add_task(name, visible=False, figures="")
         self.begun, self.last_line = False, clock()
-        self.told: set[str] = set()  # phases
+        self.phases: set[str] = set()  # that have a line
 
     def begin(self, about: Sequence[str], tasks: int, epochs: int, units: int, frozen: int, done: int) -> None:
         self.tasks, self.epochs, self.units, self.frozen = tasks, epochs, units, frozen
         console.print(f"{self.name}: " + "\n  ".join(about), soft_wrap=self.progress.disable)
         self.progress.reset(self.bar, total=tasks * epochs, completed=done, visible=True, figures="")
         self.progress.start()
-        self.begun, self.loss, self.place, self.task = True, "", "", -1
+        self.begun, self.loss, self.task = True, "", -1
         self.started = self.last_line = self.clock()
 
     @contextmanager
     def phase(self, name: str, of: int | None = None, unit: str = "images") -> Iterator[Advance]:
-        counted = f" {of:,} {unit}" if of else ""
-        if name not in self.told:
-            self.told.add(name)
-            self.last_line = self.clock()
-            self.line(f"{name}{':' * bool(counted)}{counted}")
+        counted = f"{of:,} {unit}" if of else ""
+        if name not in self.phases:
+            self.phases.add(name)
+            self.line(f"{name}: {counted}" if counted else name)
         self.progress.update(self.bar, visible=False)
-        shown = self.progress.add_task(name, total=of, figures=counted.strip())
+        bar = self.progress.add_task(name, total=of, figures=counted)
         self.progress.start()
         done = 0
 
         def advance(amount: int) -> None:
             nonlocal done
             done += amount
-            figures, now = f"{done:,} of {of or done:,} {unit}", self.clock()
-            self.progress.update(shown, advance=amount, figures=figures)
-            if now - self.last_line >= EVERY:
-                self.last_line = now
+            figures = f"{done:,} of {of or done:,} {unit}"
+            self.progress.update(bar, advance=amount, figures=figures)
+            if self.clock() - self.last_line >= EVERY:
                 self.line(f"{name}: {figures}")
 
         try:
             yield advance
         finally:
-            self.progress.remove_task(shown)
+            self.progress.remove_task(bar)
             self.progress.update(self.bar, visible=self.begun)
             if not self.begun:
                 self.progress.stop()
 
     def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None:
-        self.frozen, self.steps, self.epoch, self.epoch_started = frozen, steps, epoch, self.clock()
-        self.rate = 0.0  # views per second; stays so if the run was stopped after the epoch's last step
+        self.steps, self.epoch, self.epoch_started = steps, epoch, self.clock()
+        self.frozen, self.speed = frozen, f"{frozen}/{self.units} frozen"
         self.place = f"task {task + 1} of {self.tasks}, epoch {epoch + 1} of {self.epochs}"
         if task != self.task:
             self.task, self.task_started, self.stepped = task, self.epoch_started, 0
@@ -108,27 +98,19 @@ class Live(Watcher):
 
     def step(self, views: int) -> None:
         self.stepped += 1
-        self.rate = views / max(self.clock() - self.epoch_started, 1e-9)
-        self.progress.update(self.bar, advance=1 / self.steps, figures=f"{self.loss}{self.speed}")
-
-    @property
-    def speed(self) -> str:
-        rate = f"{self.rate:,.0f} views/s, " if self.rate else ""
-        return f"{rate}{self.frozen}/{self.units} frozen"
+        rate = views / max(self.clock() - self.epoch_started, 1e-9)
+        self.speed = f"{rate:,.0f} views/s, {self.frozen}/{self.units} frozen"
+        self.progress.update(self.bar, advance=1 / self.steps, figures=self.loss + self.speed)
 
     def end_epoch(self, losses: Mapping[str, float]) -> None:
         self.loss = "".join(f"{name} {value:.4f}, " for name, value in losses.items())
-        now = self.clock()
+        now, left = self.clock(), (self.epochs - self.epoch - 1) * self.steps
         if self.epoch in (0, self.epochs - 1) or now - self.last_line >= EVERY:
-            self.last_line = now
-            self.line(f"{self.place}: {self.loss}{self.speed}, {now - self.started:.0f} s{self.left(now)}")
-
-    def left(self, now: float) -> str:
-        """Of the task, by the mean of its steps since the run was begun or resumed. Tasks differ in size."""
-        steps = (self.epochs - self.epoch - 1) * self.steps
-        if not steps or not self.stepped:
-            return ""
-        return f", about {duration(steps * (now - self.task_started) / self.stepped)} more for this task"
+            words = f"{self.place}: {self.loss}{self.speed}, {now - self.started:.0f} s"
+            if left and self.stepped:  # by the mean of the task's steps since the run was begun or resumed
+                each = (now - self.task_started) / self.stepped
+                words += f", about {duration(left * each)} more for this task"
+            self.line(words)
 
     def end_task(self, task: int, rows: Mapping[str, list[float | None]]) -> None:
         seen = {probe: [value for value in row if value is not None] for probe, row in rows.items()}
@@ -139,6 +121,7 @@ class Live(Watcher):
 
     def line(self, text: str) -> None:
         """Where there is no bar."""
+        self.last_line = self.clock()
         if self.progress.disable:
             console.print(f"  {text}", soft_wrap=True, highlight=False)
 

@@ -1,6 +1,7 @@
-"""Every figure that tables, page and charts show of a run: where it is in the record, and how it is written.
+"""Every figure that tables, page and charts show of a run: where it is in the record, how it is written and compared.
 
-A new cost is measured and recorded elsewhere, and shown everywhere by a line in `COSTS`.
+A new cost is measured and recorded elsewhere, and shown everywhere by a line in `COSTS`. Methods are compared by seed;
+"better" and "worse" are said only where the 95 % t interval of the mean difference excludes zero.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ptlf.report.intervals import BEFORE, RANDOM
-from ptlf.report.runs import LATER_KEPT, LATER_PEAK, STEADY_SECONDS
+from ptlf.report.intervals import BEFORE, RANDOM, Interval, Ratio, cost_ratio, interval, verdict
+from ptlf.report.runs import LATER_KEPT, LATER_PEAK
+from ptlf.run.results import STEADY
 
 if TYPE_CHECKING:
     from ptlf.report.runs import Comparison, Group
@@ -20,6 +22,13 @@ SCALES = {"MiB": 2**20, "T": 1e12, "G": 1e9}  # of the recorded value; 1 for oth
 WITHIN, AMONG = "within the task", "among all classes"
 LATER = "mean after task 1"
 PROBES = {"knn": "kNN", "linear": "linear", "ridge": "ridge"}
+OVER_SEEDS = "±: half the width of the 95 % t interval over the seeds"  # beside a mean
+RATIOS = "×: geometric mean of the ratios by seed"
+MEMORY = (
+    "mean after task 1: over the epochs in which units may freeze; the peak of a whole run is mostly that of its first "
+    "epochs, before any froze"
+)
+COMPILING = " without compiling"  # in titles, which are short: three runs stand beside them in 80 columns
 
 
 @dataclass(frozen=True)
@@ -54,11 +63,39 @@ class Measure:
         """With its unit; long times in minutes."""
         if value is None:
             return "-"
-        return show_seconds(value) if self.unit == "s" else f"{self.show(value)} {self.unit}"
+        if self.unit == "s":
+            return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+        return f"{self.show(value)} {self.unit}"
 
+    def half(self, group: Group) -> float | None:
+        """Half the width of the 95 % t interval of its mean over the seeds; None for a single one."""
+        found = interval(group.values(self.path).values())
+        return found.half if found else None
 
-def show_seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+    def difference(self, group: Group, base: Group | None) -> Interval | None:
+        """To the baseline's run of the same seed. None for the baseline itself and without a seed in common."""
+        if base is None or base is group:
+            return None
+        mine, theirs = group.values(self.path), base.values(self.path)
+        return interval([mine[seed] - theirs[seed] for seed in sorted(mine) if seed in theirs])
+
+    def said(self, found: Interval | None) -> str:
+        """A difference as in "+0.31 ± 0.25 better"."""
+        if found is None:
+            return "-"
+        half = "" if found.half is None else f" ± {self.show(found.half, found.mean)}"
+        return f"{'+' * (found.mean > 0)}{self.show(found.mean)}{half} {verdict(found, self.rising)}".rstrip()
+
+    def ratio(self, group: Group, base: Group | None) -> Ratio | None:
+        """Of a cost to the baseline's; None for the baseline itself."""
+        if not self.cost or base is None or base is group:
+            return None
+        return cost_ratio(group.values(self.path), base.values(self.path))
+
+    def times(self, group: Group, base: Group | None) -> str:
+        """The ratio as in "0.71×"; empty where there is none."""
+        found = self.ratio(group, base)
+        return f"{found.mean:.2f}×" if found else ""
 
 
 def duration(value: float) -> str:
@@ -98,11 +135,10 @@ def reference_measures(probe: str) -> list[Measure]:
 
 
 def cost(title: str, key: str, unit: str, digits: int = 1, short: str = "", below: str = "", **more: Any) -> Measure:
-    more.setdefault("cost", True)
-    return Measure(title, ("cost", key), unit, digits, short=short, below=below, **more)
+    return Measure(title, ("cost", key), unit, digits, short=short, below=below, **{"cost": True, **more})
 
 
-COSTS = [
+COSTS = [  # the first two are what a wait for the compiler adds to
     cost("training time", "learning_seconds", "s", 1, "time", "all in, seconds"),
     cost("training steps", "train_seconds", "s", epoch="seconds", indent="  "),
     # The baseline spends next to none on most of these: no ratio.
@@ -120,11 +156,6 @@ COSTS = [
     cost("backward FLOPs", "backward_flops", "T", 3, "FLOPs", "backward, T", epoch="backward_flops"),
 ]
 MAIN_COSTS = [measure for measure in COSTS if measure.short]
-COMPILING = " without compiling"  # in titles, which are short: three runs stand beside them in 80 columns
-MEMORY = (
-    "mean after task 1: over the epochs in which units may freeze; the peak of a whole run is mostly that of its first "
-    "epochs, before any froze"
-)
 
 
 def main_measures(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:
@@ -143,17 +174,23 @@ def all_measures(comparison: Comparison) -> list[Measure]:
 
 
 def recorded(comparison: Comparison, measures: Sequence[Measure]) -> list[Measure]:
-    """Those that a run has; seconds as they stand beside other runs'."""
-    found = [m for m in measures if any(group.values(m.path) for group in comparison.groups)]
-    return steady(found, comparison.groups)
-
-
-def steady(costs: Sequence[Measure], groups: Sequence[Group]) -> list[Measure]:
-    """Where runs stand beside each other, seconds of training are without the wait for the compiler, as in ratios."""
+    """Those that a run has. Where runs stand beside each other, their seconds of training are `steady`."""
+    groups = comparison.groups
+    found = [m for m in measures if any(group.values(m.path) for group in groups)]
     engines = {run.results["environment"].get("engine") for group in groups for run in group.runs}
     waited = len(groups) > 1 and engines != {"eager"}  # or may have: older records do not say
-    found = {m: STEADY_SECONDS.get(m.path) if waited else None for m in costs}
-    return [
-        replace(m, title=m.title + COMPILING, path=path, below=m.below and "no compiling, s") if path else m
-        for m, path in found.items()
-    ]
+    return [steady(m) if waited and m in COSTS[:2] else m for m in found]
+
+
+def steady(measure: Measure) -> Measure:
+    """Seconds without the wait for the compiler, as in ratios."""
+    place, key = measure.path
+    below = measure.below and "no compiling, s"
+    return replace(measure, title=measure.title + COMPILING, path=(place, f"steady_{key}"), below=below)
+
+
+def notes(comparison: Comparison, measures: Sequence[Measure]) -> list[str]:
+    """How to read means and costs of these measures."""
+    found = [OVER_SEEDS, *[RATIOS] * bool(comparison.baseline)] * comparison.seeds
+    found += [MEMORY] * any(group.values(LATER_KEPT) for group in comparison.groups)
+    return found + [f"without compiling: {STEADY}"] * any(COMPILING in measure.title for measure in measures)

@@ -1,6 +1,8 @@
 """The report: one HTML file that needs nothing else, and the same pictures as files."""
 
+import json
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,14 +15,13 @@ from markupsafe import Markup, escape
 
 from ptlf import __version__
 from ptlf.core.files import write_whole
-from ptlf.report import paired
-from ptlf.report.drawing import FONT, Colours, coded, file_png, file_svg, page_svg, style, themed
-from ptlf.report.intervals import wilson
-from ptlf.report.measures import COMPILING, MAIN_COSTS, MEMORY, Measure, main_measures, probe_measures, recorded
-from ptlf.report.runs import FEATURES, LATER_KEPT, OLDER, Comparison, Group, RunRecord, read_comparison
+from ptlf.report.drawing import FONT, Colours, coded, page_svg, save_picture, style, themed
+from ptlf.report.intervals import neighbours_used, wilson
+from ptlf.report.measures import MAIN_COSTS, Measure, main_measures, notes, probe_measures, recorded
+from ptlf.report.runs import FEATURES, OLDER, Comparison, Group, RunRecord, read_comparison
 from ptlf.report.sections import Figure, Picture, sections
+from ptlf.report.tables import percent
 from ptlf.run.compat import arrived_tasks, identity_settings
-from ptlf.run.results import STEADY
 
 COLUMNS = 8  # of a table
 
@@ -38,11 +39,9 @@ def write_figures(folders: Sequence[Path], out: Path, baseline: str | None = Non
     colours, written = themed(False, comparison.tasks), 0
     out.mkdir(parents=True, exist_ok=True)
     with style(colours):
-        figures = [figure for section in sections(comparison) for figure in section.figures]
-        for picture in (picture for figure in figures for picture in figure.pictures):
+        for picture in [p for section in sections(comparison) for figure in section.figures for p in figure.pictures]:
             if canvas := picture.draw(colours):
-                write_whole(out / f"{picture.name}.svg", file_svg(canvas, picture.name))
-                write_whole(out / f"{picture.name}.png", file_png(canvas))
+                save_picture(canvas, out, picture.name)
                 written += 2
     return written
 
@@ -68,8 +67,7 @@ def page(comparison: Comparison) -> str:
         columns=math.ceil(len(measures) / max(math.ceil(len(measures) / COLUMNS), 1)) or 1,  # of tables of like width
         later=[row for group in groups for row in later_rows(group)],
         unlabelled=[features_table(group) for group in groups if not group.first["probes"]],
-        others=paired.several_seeds(groups, base),
-        paired=paired,
+        others=comparison.paired,
         caption=caption(comparison, measures),
         problems=list(problems(comparison)),
         settings=differing_values(comparison),
@@ -84,26 +82,20 @@ def page(comparison: Comparison) -> str:
 
 def caption(comparison: Comparison, measures: Sequence[Measure]) -> str:
     """How to read the table."""
-    groups, base = comparison.groups, comparison.baseline
+    groups = comparison.groups
     tested = any(group.interval(("probes", p, "accuracy")) for group in groups for p in comparison.probes)
     older = any("test_images" not in group.first for group in groups if group.first["probes"])
-    words = (
-        paired.OVER_SEEDS * comparison.seeds,
-        f"×: geometric mean over the seeds of the ratios to {base.label}" if base and comparison.seeds else "",
-        "in small print: the accuracy before training" * bool(comparison.probes)
-        + ", and the 95 % interval (Wilson) from the number of test images alone" * tested
-        + f" ({OLDER})" * (tested and older),
-        "activation memory: the bytes that autograd saves between forward and backward",
-        MEMORY * any(group.values(LATER_KEPT) for group in groups),
-        f"without compiling: {STEADY}" * any(COMPILING in measure.title for measure in measures),
-    )
-    return ". ".join(part[0].upper() + part[1:] for part in words if part) + "."
+    small = "in small print: the accuracy before training"
+    small += ", and the 95 % interval (Wilson) from the number of test images alone" * tested
+    small += f" ({OLDER})" * (tested and older)
+    words = [small] * bool(comparison.probes) + notes(comparison, measures)
+    words.append("activation memory: the bytes that autograd saves between forward and backward")
+    return ". ".join(part[0].upper() + part[1:] for part in words) + "."
 
 
 def as_code(note: str) -> Markup:
     """Words between backticks as code."""
-    pieces = [escape(piece) for piece in note.split("`")]
-    return Markup("").join(Markup(f"<code>{piece}</code>") if n % 2 else piece for n, piece in enumerate(pieces))
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(note))))
 
 
 def drawn(figures: Sequence[Figure], tasks: int) -> list[dict[str, Any]]:
@@ -114,37 +106,37 @@ def drawn(figures: Sequence[Figure], tasks: int) -> list[dict[str, Any]]:
 
 
 def pictures_as_svg(figure: Figure, colours: Colours) -> list[tuple[Picture, Markup]]:
-    canvases = [(picture, picture.draw(colours)) for picture in figure.pictures]
-    labels = {p.name: f"{figure.title}, {p.group.label}" if p.group else figure.title for p in figure.pictures}
-    return [(p, page_svg(canvas, p.name, labels[p.name], colours)) for p, canvas in canvases if canvas]
+    found = []
+    for picture in figure.pictures:
+        if canvas := picture.draw(colours):
+            label = f"{figure.title}, {picture.group.label}" if picture.group else figure.title
+            found.append((picture, page_svg(canvas, picture.name, label, colours)))
+    return found
 
 
 def title_of_page(comparison: Comparison) -> str:
-    base, stream = comparison.baseline, comparison.groups[0].config["stream"]["name"]
-    others = [group.label for group in comparison.groups if group is not base or len(comparison.groups) == 1]
-    if len(comparison.groups) == 1:
-        return others[0]
+    base, groups = comparison.baseline, comparison.groups
+    if len(groups) == 1:
+        return groups[0].label
+    others = [group.label for group in groups if group is not base]
     names = " and ".join(others) if len(others) < 3 else f"{len(others)} configurations"
-    return f"{names} against {base.label} on {stream}" if base else f"{names} on {stream}"
+    return f"{names}{f' against {base.label}' if base else ''} on {groups[0].config['stream']['name']}"
 
 
 def sentence(group: Group, base: Group | None, measures: Sequence[Measure]) -> str:
     """What came out of a run: its figures, and what the seeds in common with the baseline's say of them."""
     said, single = [], False
-    for measure in measures:
-        if (mean := group.mean(measure.path)) is None:
-            continue
-        words = f"{measure.short} {measure.words(mean)}"
-        difference, ratio = paired.compared(group, base, measure), paired.ratio(group, base, measure)
+    for measure in [measure for measure in measures if group.values(measure.path)]:
+        words = f"{measure.short} {measure.words(group.mean(measure.path))}"
+        difference, ratio = measure.difference(group, base), measure.ratio(group, base)
         single = single or bool(difference and difference.half is None)
         if ratio:
             words += f" ({ratio.mean:.2f}×" + (", 95 % {:.2f} to {:.2f})".format(*ratio.ends) if ratio.ends else ")")
         elif difference and base:
-            words += f" ({paired.words(difference, measure)} against {base.label})"
+            words += f" ({measure.said(difference)} against {base.label})"
         said.append(words)
     if not group.first["probes"]:
-        later = later_rows(group)
-        tested = [f"{row['accuracy']} % ({row['probe']}) on labels that came later" for row in later[:1]]
+        tested = [f"{row['accuracy']} % ({row['probe']}) on labels that came later" for row in later_rows(group)[:1]]
         said = tested or ["no labelled test images: its accuracy is not known", *said]
     joint = "; it learned all tasks at once: a bound for continual methods, not one of them" * group.joint
     return ", ".join(said) + joint + "; one seed does not tell a difference" * single
@@ -153,10 +145,10 @@ def sentence(group: Group, base: Group | None, measures: Sequence[Measure]) -> s
 def features_table(group: Group) -> dict[str, Any]:
     """Of a run without labels: a row of its features per task, and how labels that come later test it."""
     found = {title: group.feature(key) for key, title in FEATURES.items()}
-    names, tasks = group.first["tasks"], sorted(found["spread"])
     rows = [
-        (f"task {task}, {names[task - 1]}", [(title, *values[task]) for title, values in found.items()])
-        for task in tasks
+        (f"task {task}, {name}", [(title, *values[task]) for title, values in found.items()])
+        for task, name in enumerate(group.first["tasks"], start=1)
+        if task in found["spread"]
     ]
     command = f"ptlf evaluate {shlex.quote(str(group.runs[0].folder))} --stream.labelled FOLDER"
     return {"group": group, "rows": rows, "command": command}
@@ -166,17 +158,16 @@ def later_rows(group: Group) -> list[dict[str, Any]]:
     """A row per probe of each seed's latest test on labels that came later."""
     rows = []
     for run, test in [(run, run.later) for run in group.runs if run.later]:
-        tasks = len(run.results["tasks"])
-        learnt = str(tasks) if test["tasks"] == tasks else f"{test['tasks']} of {tasks}"
-        row = {"group": group, "seed": run.results.get("seed"), "tasks": learnt, "date": test["date"][:10]}
+        tasks, learnt = len(run.results["tasks"]), test["tasks"]
+        where = {"group": group, "seed": run.results.get("seed"), "date": test["date"][:10]}
+        where["tasks"] = str(tasks) if learnt == tasks else f"{learnt} of {tasks}"
         for probe, values in test["probes"].items():
-            if (accuracy := values.get("accuracy")) is None:
-                continue
-            before, images = values.get("untrained_accuracy"), sum(values["test_images"])
-            shown = {"accuracy": f"{accuracy:.2f}", "interval": "{:.1f} to {:.1f}".format(*wilson(accuracy, images))}
-            shown |= {"before": "-" if before is None else f"{before:.2f}", "images": f"{images} of {test['images']}"}
-            k = [f", k = {used['k']}" for used in values.get("used_by_task") or [] if "k" in used]
-            rows.append(row | shown | {"probe": probe + "".join(k[:1])})
+            if (accuracy := values.get("accuracy")) is not None:
+                images = sum(values["test_images"])
+                figures = {"accuracy": percent(accuracy), "before": percent(values.get("untrained_accuracy"))}
+                figures["interval"] = "{:.1f} to {:.1f}".format(*wilson(accuracy, images))
+                name = ", ".join(filter(None, (probe, neighbours_used(values))))
+                rows.append(where | figures | {"probe": name, "images": f"{images} of {test['images']}"})
     return rows
 
 
@@ -185,7 +176,7 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
     groups = comparison.groups
     yield from ((folder.name, f" is left out: {why}.") for folder, why in comparison.damaged.items())
     yield from ((g.label, f" is {g.state}; it is shown as far as it got.") for g in groups if g.state)
-    yield from ((g.label, f": {warning}.") for g in groups for warning in (*g.worse(), *g.falling()))
+    yield from ((g.label, f": {warning}.") for g in groups for warning in g.warnings())
     if len(comparison.epochs) > 1:
         trained = f"The runs trained for {' or '.join(map(str, comparison.epochs))} epochs of a task"
         yield "", f"{trained}: their costs, and what costs are relative to, differ for that too; so may their accuracy."
@@ -200,9 +191,8 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
 def differing_values(comparison: Comparison) -> dict[str, list[str]]:
     """The settings in which the runs differ, with each run's value; the rest they share, or has no effect."""
     flat = [identity_settings(group.config) for group in comparison.groups]
-    as_yaml = {"None": "null", "True": "true", "False": "false"}
-    keys = dict.fromkeys(key for one in flat for key in one)
-    rows = {key: [as_yaml.get(value := str(one.get(key, "-")), value) for one in flat] for key in keys}
+    shown = [{key: value if isinstance(value, str) else json.dumps(value) for key, value in f.items()} for f in flat]
+    rows = {key: [one.get(key, "-") for one in shown] for key in dict.fromkeys(key for one in shown for key in one)}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 

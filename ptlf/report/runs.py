@@ -18,16 +18,10 @@ from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_evaluati
 RUN_FILES = ("results.json", "config.yaml")  # one of them makes a folder a run
 RUN_COLOURS = 8
 Key = TypeVar("Key", int, tuple[int, int])
+# Computed from what the record says, see `RunRecord.value`.
 LATER_KEPT = ("cost", "later_kept_bytes")
 LATER_PEAK = ("cost", "later_peak_memory_bytes")
-LEARNING = ("seconds", "correlation_seconds", "rebuild_seconds")  # of an epoch
-LEARNING_SECONDS = ("cost", "learning_seconds")
-# Seconds of the record, and the same without the wait for the compiler, as they stand beside other runs'.
-STEADY_SECONDS: dict[tuple[str, ...], tuple[str, ...]] = {
-    LEARNING_SECONDS: ("cost", "steady_learning_seconds"),
-    ("cost", "train_seconds"): ("cost", "steady_train_seconds"),
-}
-RECORDED_SECONDS = {steady: recorded for recorded, steady in STEADY_SECONDS.items()}
+STEADY_LEARNING = ("cost", "steady_learning_seconds")
 FEATURES = {"effective_rank": "effective rank", "spread": "spread"}  # what is measured of them without labels
 OLDER = "records of older versions do not hold it"  # why a figure of some runs is missing
 FALLEN = 0.5  # times the best value: below that it is told
@@ -45,36 +39,18 @@ class RunRecord:
     def config(self) -> Json:
         return self.results["config"]
 
-    @property
-    def finished(self) -> bool:
-        return self.results["status"] == "finished"
-
     @cached_property
     def epochs(self) -> list[Json]:
         return epoch_lines(self.results)
 
     def value(self, path: Sequence[str]) -> float | None:
-        """The number at this path of the record, if it is there; or computed: a mean over the epochs after the first
-        task, seconds without the wait for the compiler."""
-        path = tuple(path)
-        if path in (LATER_KEPT, LATER_PEAK):
-            return later_mean(self.epochs, path[-1].removeprefix("later_"))
-        value = at(self.results, RECORDED_SECONDS.get(path, path))
-        return value if value is None or path not in RECORDED_SECONDS else value - compiling_seconds(self.results)
-
-    @property
-    def known(self) -> dict[str, Json]:
-        """What the encoder knew before the stream, by probe."""
-        return known_probes(self.results)
-
-    @property
-    def state(self) -> str:
-        """Empty for a finished run, else what is there of it."""
-        if self.finished:
-            return ""
-        word = "unfinished" if self.results["status"] == "running" else self.results["status"]
-        total = len(self.results["tasks"]) * self.config["training"]["epochs"]
-        return f"{word}: {len(self.epochs)} of {total} epochs written down"
+        """The number at this path of the record, if it is there. "later_" before the last key: its mean over the epochs
+        of the tasks after the first, in which nothing freezes; "steady_": without the wait for the compiler."""
+        *place, key = path
+        if key.startswith("later_"):
+            return later_mean(self.epochs, key.removeprefix("later_"))
+        value = at(self.results, (*place, key.removeprefix("steady_")))
+        return value - compiling_seconds(self.results) if value is not None and key.startswith("steady_") else value
 
 
 @dataclass
@@ -105,30 +81,35 @@ class Group:
         return len(self.first["tasks"]) == 1 and len(self.first["eval_splits"]) > 1
 
     @property
+    def start(self) -> str:
+        return start_of(self.first)
+
+    @property
     def first_row(self) -> str:
         """What the encoder before training is called beside the trained one."""
         return "as given" if self.first.get("encoder_weights") else "untrained"
 
     @property
     def state(self) -> str:
-        return self.runs[0].state
+        """Empty for finished runs, else what is there of one."""
+        status = self.first["status"]
+        done, total = len(self.runs[0].epochs), len(self.first["tasks"]) * self.config["training"]["epochs"]
+        word = "unfinished" if status == "running" else status
+        return "" if status == "finished" else f"{word}: {done} of {total} epochs written down"
 
-    def values(self, path: Sequence[str]) -> list[float]:
-        """One number per seed that has it."""
-        return [float(value) for run in self.runs if (value := run.value(path)) is not None]
+    def values(self, path: Sequence[str]) -> dict[int, float]:
+        """By seed, of the runs that have it."""
+        found = {int(run.results.get("seed") or 0): run.value(path) for run in self.runs}
+        return {seed: float(value) for seed, value in found.items() if value is not None}
 
     def mean(self, path: Sequence[str]) -> float | None:
-        values = self.values(path)
+        values = self.values(path).values()
         return statistics.fmean(values) if values else None
 
-    def spread(self, path: Sequence[str]) -> float | None:
-        """Sample standard deviation over seeds."""
-        values = self.values(path)
-        return statistics.stdev(values) if len(values) > 1 else None
-
-    @property
-    def start(self) -> str:
-        return start_of(self.first)
+    def deviation(self, path: Sequence[str]) -> float:
+        """Sample standard deviation over seeds, 0 of a single one."""
+        values = self.values(path).values()
+        return statistics.stdev(values) if len(values) > 1 else 0.0
 
     def interval(self, path: Sequence[str]) -> tuple[float, float] | None:
         """Of a probe's mean accuracy, at 95 %, from the number of test images, which seeds share."""
@@ -142,15 +123,8 @@ class Group:
         if path[0] != "probes" or path[-1] != "accuracy":
             return []
         bounds, before = self.interval(path), self.mean((*path[:-1], "untrained_accuracy"))
-        words = [f"{bounds[0]:.1f} to {bounds[1]:.1f}"] if bounds else []
+        words = ["{:.1f} to {:.1f}".format(*bounds)] if bounds else []
         return words + ([f"{self.start} {before:.2f}"] if before is not None else [])
-
-    def worse(self) -> Iterator[str]:
-        """Of each probe by which the encoder was better before training."""
-        for probe in self.first["probes"]:
-            means = {key: self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy")}
-            if words := worsened(probe, means, self.start, images_behind(self.first, probe, "accuracy")):
-                yield words
 
     def feature(self, key: str) -> dict[int, tuple[float | None, float]]:
         """`effective_rank` or `spread` by task: of the encoder before training, where that is known, and after the
@@ -161,25 +135,26 @@ class Group:
         )
         return {task: (before[task][0] if task in before else None, mean) for task, (mean, _) in after.items()}
 
-    def falling(self) -> Iterator[str]:
-        """Signs of a collapse, with labels or without: an accuracy may hide it."""
-        entries = [entry for run in self.runs for entry in run.results.get("features") or []]
-        counts = {entry["task"]: entry.get("images") or 0 for entry in entries}
-        for key, title in FEATURES.items():
+    def warnings(self) -> Iterator[str]:
+        """Probes by which the encoder was better before training; signs of a collapse, which an accuracy may hide."""
+        for probe in self.first["probes"]:
+            values = {key: self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy")}
+            if words := worsened(probe, values, self.start, images_behind(self.first, probe, "accuracy")):
+                yield words
+        counts = {e["task"]: e.get("images") or 0 for run in self.runs for e in run.results.get("features") or []}
+        for key, title in FEATURES.items() if counts else ():
             by_task = self.feature(key)
             # Features of few images have a low rank for that alone. Older records do not say how many there were.
-            comparable = {t: after for t, (_, after) in by_task.items() if 2 * counts[t] >= max(counts.values())}
-            if not comparable:
-                continue
-            last, best, newest = max(comparable), max(comparable, key=lambda task: comparable[task]), max(by_task)
+            found = {task: after for task, (_, after) in by_task.items() if 2 * counts[task] >= max(counts.values())}
+            last, best, newest = max(found), max(found, key=lambda task: found[task]), max(by_task)
             before, after = by_task[newest]
-            if comparable[last] < FALLEN * comparable[best]:
-                fell = f"from {comparable[best]:.3g} after task {best} to {comparable[last]:.3g} after task {last}"
+            fell = ""
+            if found[last] < FALLEN * found[best]:
+                fell = f"from {found[best]:.3g} after task {best} to {found[last]:.3g} after task {last}"
             elif before is not None and after < FALLEN * before:
                 fell = f"from {before:.3g} ({self.start}) to {after:.3g} after task {newest}, on the same images"
-            else:
-                continue
-            yield f"the {title} of the features fell {fell}: a sign that they collapse"
+            if fell:
+                yield f"the {title} of the features fell {fell}: a sign that they collapse"
 
 
 @dataclass
@@ -203,6 +178,13 @@ class Comparison:
         return any(len(group.runs) > 1 for group in self.groups)
 
     @property
+    def paired(self) -> list[Group]:
+        """Those with at least two seeds in common with the baseline."""
+        own = {run.results.get("seed") for run in self.baseline.runs} if self.baseline else set()
+        others = [group for group in self.groups if group is not self.baseline]
+        return [group for group in others if len(own & {run.results.get("seed") for run in group.runs}) > 1]
+
+    @property
     def epochs(self) -> list[int]:
         """Of a task; several if the runs differ in it. The least first."""
         return sorted({group.config["training"]["epochs"] for group in self.groups})
@@ -218,20 +200,23 @@ def at(results: Any, path: Sequence[str]) -> float | None:
 
 
 def later_mean(epochs: Sequence[Json], key: str) -> float | None:
-    """Of a cost, the mean over the epochs of the tasks after the first, in which nothing freezes."""
     later = [value for line in epochs if line["task"] > 1 and (value := line.get(key)) is not None]
     return statistics.fmean(later) if later else None
-
-
-def later_seconds(epochs: Sequence[Json]) -> float | None:
-    """Of learning in the tasks after the first, in which nothing freezes: steps, correlations, rebuilds."""
-    later = [line for line in epochs if line["task"] > 1]
-    return sum(line.get(key) or 0.0 for line in later for key in LEARNING) if later else None
 
 
 def known_probes(results: Json) -> dict[str, Json]:
     """Of `evaluation.reference`, by probe."""
     return (results.get("reference") or {}).get("probes", {})
+
+
+def means(pairs: Iterable[tuple[Key, float | None]]) -> dict[Key, tuple[float, float]]:
+    """Mean and sample standard deviation (0 for a single one) of the known values of each key, sorted by key."""
+    found: dict[Key, list[float]] = {}
+    for key, value in pairs:
+        if value is not None:
+            found.setdefault(key, []).append(value)
+    spreads = {key: statistics.stdev(values) if len(values) > 1 else 0.0 for key, values in found.items()}
+    return {key: (statistics.fmean(found[key]), spreads[key]) for key in sorted(found)}
 
 
 def read_comparison(folders: Sequence[Path], baseline: str | None = None) -> Comparison:
@@ -245,7 +230,8 @@ def read_comparison(folders: Sequence[Path], baseline: str | None = None) -> Com
             damaged[folder] = str(error)
     if not runs:
         raise UserError(f"no run to report on: {next(iter(damaged.values()))}")
-    check_records_comparable(runs)
+    for run in runs[1:]:
+        check_records_comparable(run, runs[0])
     groups = group_seeds(runs)
     name_groups(groups)
     base = choose_baseline(groups, baseline)
@@ -264,9 +250,8 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> RunRecord:
-    run = RunRecord(folder, read_results(folder))
+    run, path = RunRecord(folder, read_results(folder)), folder / "gallery.json"
     run.later = next(reversed(read_evaluations(folder)), None)
-    path = folder / "gallery.json"
     try:
         run.gallery = check_gallery(read_json(path))
     except FileNotFoundError:
@@ -278,36 +263,25 @@ def read_run(folder: Path) -> RunRecord:
     return run
 
 
-def check_records_comparable(runs: Sequence[RunRecord]) -> None:
+def check_records_comparable(run: RunRecord, first: RunRecord) -> None:
     """Figures may stand side by side only if they answer the same question: the same tests on the same images."""
-    asked: list[dict[str, Json]] = []
-    for run in runs:
-        settings = {probe: values["settings"] for probe, values in run.results["probes"].items()}
-        splits = {"number of eval_splits": len(run.results["eval_splits"])}
-        asked.append({"streams": stream_settings(run.config), "eval_splits": splits, "probes": flatten(settings)})
-        both = f"{run.folder} and {runs[0].folder} cannot be compared"
-        for what in asked[0]:
-            if found := describe_difference(asked[-1][what], asked[0][what]):
-                raise UserError(f"{both}: their {what} differ ({found}); report on them separately")
-        if found := other_images(run.results, runs[0].results):
-            raise UserError(f"{both}: their tasks are of different images ({found}); report on them separately")
-
-
-def means(pairs: Iterable[tuple[Key, float | None]]) -> dict[Key, tuple[float, float]]:
-    """Mean and sample standard deviation (0 for a single one) of the known values of each key, sorted by key."""
-    found: dict[Key, list[float]] = {}
-    for key, value in pairs:
-        if value is not None:
-            found.setdefault(key, []).append(value)
-    spreads = {key: statistics.stdev(values) if len(values) > 1 else 0.0 for key, values in found.items()}
-    return {key: (statistics.fmean(found[key]), spreads[key]) for key in sorted(found)}
+    both, asked = f"{run.folder} and {first.folder} cannot be compared", []
+    for one in (run, first):
+        settings = {probe: values["settings"] for probe, values in one.results["probes"].items()}
+        splits = {"number of eval_splits": len(one.results["eval_splits"])}
+        asked.append({"streams": stream_settings(one.config), "eval_splits": splits, "probes": flatten(settings)})
+    for what, mine in asked[0].items():
+        if found := describe_difference(mine, asked[1][what]):
+            raise UserError(f"{both}: their {what} differ ({found}); report on them separately")
+    if found := other_images(run.results, first.results):
+        raise UserError(f"{both}: their tasks are of different images ({found}); report on them separately")
 
 
 def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
     """Finished runs of one configuration, see `identity_key`, are one group; others stand alone."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        name = identity_key(run.config) if run.finished else str(run.folder)
+        name = identity_key(run.config) if run.results["status"] == "finished" else str(run.folder)
         if any(run.config["seed"] == other.config["seed"] for other in groups.get(name, ())):
             name = str(run.folder)  # the same seed again is no further seed
         groups.setdefault(name, []).append(run)
@@ -317,35 +291,28 @@ def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
 def name_groups(groups: list[Group]) -> None:
     """Recipe names without what they all begin with; where two are equal, the settings that differ and count; then the
     folder."""
-    parts = [group.first["name"].split("/") for group in groups]
-    while len(groups) > 1 and all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
-        parts = [part[1:] for part in parts]
-    for group, part in zip(groups, parts, strict=True):
-        group.label = "/".join(part)
+    names = [group.first["name"] for group in groups]
+    while len(groups) > 1 and all("/" in name for name in names) and len({name.split("/")[0] for name in names}) == 1:
+        names = [name.partition("/")[2] for name in names]
+    for group, name in zip(groups, names, strict=True):
+        group.label = name
     for twins in same_label(groups):
         flat = [identity_settings(twin.config) for twin in twins]
         # Keys that only some have belong to a section whose name differs, which says it all.
         keys = [key for key in flat[0] if all(key in one for one in flat) and len({str(one[key]) for one in flat}) > 1]
         whole = {key: key.removesuffix(".name") for key in keys}  # objective.name is the objective
-        last = Counter(name.split(".")[-1] for name in whole.values())
+        ends = {key: name.rpartition(".")[2] for key, name in whole.items()}
+        short = {key: end if [*ends.values()].count(end) == 1 else whole[key] for key, end in ends.items()}
         for twin, values in zip(twins, flat, strict=True):
-            short = {
-                key: name.split(".")[-1] if last[name.split(".")[-1]] == 1 else name for key, name in whole.items()
-            }
             settings = ", ".join(f"{short[key]} {values[key]}" for key in keys[:2])
             twin.label += f" ({settings or twin.runs[0].folder.name})"
-    for twins in same_label(groups):
-        for twin in twins:
-            twin.label += f" in {twin.runs[0].folder.name}"
+    for twin in (twin for twins in same_label(groups) for twin in twins):
+        twin.label += f" in {twin.runs[0].folder.name}"
 
 
 def same_label(groups: list[Group]) -> list[list[Group]]:
     labels = Counter(group.label for group in groups)
     return [[group for group in groups if group.label == label] for label, count in labels.items() if count > 1]
-
-
-def policy_of(config: Json) -> str:
-    return config["freezing"]["policy"]["name"]
 
 
 def choose_baseline(groups: list[Group], name: str | None) -> Group | None:

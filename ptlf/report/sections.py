@@ -4,13 +4,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from matplotlib.figure import Figure as Canvas
 
+from ptlf.report import figures
 from ptlf.report.drawing import Colours
-from ptlf.report.figures import accuracy, freezing, gallery, lines
+from ptlf.report.figures import Series
 from ptlf.report.intervals import neighbours_used
-from ptlf.report.measures import COSTS, SCALES, Measure, main_measures, title_of
+from ptlf.report.measures import COSTS, SCALES, main_measures, title_of
 from ptlf.report.runs import FEATURES, OLDER, Comparison, Group
 from ptlf.run.results import Json
 
@@ -28,8 +30,7 @@ DEVIATION = " {} are one standard deviation over seeds, narrower than an interva
 MARKED = "Triangles mark freezing."
 
 
-@dataclass
-class Picture:
+class Picture(NamedTuple):
     """group: the run, where a figure has a picture per run."""
 
     name: str
@@ -39,12 +40,9 @@ class Picture:
 
 @dataclass
 class Figure:
-    """grid: how many pictures stand beside each other on a wide page."""
-
     title: str
     how: str
     pictures: Sequence[Picture]
-    grid: str = "halves"
 
 
 @dataclass
@@ -54,29 +52,28 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, title: str, how: str, pictures: Sequence[Picture], grid: str = "halves") -> None:
+    def add(self, title: str, how: str, pictures: Sequence[Picture]) -> None:
         if pictures:
-            self.figures.append(Figure(title, how, pictures, grid))
+            self.figures.append(Figure(title, how, pictures))
 
     def add_per_run(
         self, title: str, how: str, name: str, draw: Callable[[Group, Colours], Canvas], groups: Sequence[Group]
     ) -> None:
-        slugs = [re.sub(r"[\W_]", "-", group.label.lower()).strip("-") for group in groups]
-        pictures = [Picture(f"{name}-{slug}", partial(draw, g), g) for slug, g in zip(slugs, groups, strict=True)]
-        self.add(title, how, pictures)
+        names = [f"{name}-" + re.sub(r"[\W_]", "-", group.label.lower()).strip("-") for group in groups]
+        self.add(title, how, [Picture(n, partial(draw, group), group) for n, group in zip(names, groups, strict=True)])
+
+    def add_over_tasks(
+        self, title: str, how: str, name: str, lines: Sequence[tuple[Group, Series]], highest: float | None = 100.0
+    ) -> None:
+        """A line per run, if any has a value. highest: that there can be."""
+        found = [(group, series) for group, series in lines if series]
+        how += DEVIATION.format("Bands") * any(len(group.runs) > 1 for group, _ in found)
+        self.add(title, how, [Picture(name, partial(figures.over_tasks, found, highest))] * bool(found))
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    makers = (
-        answer_section,
-        accuracy_section,
-        learning_section,
-        ratio_section,
-        freezing_section,
-        cost_section,
-        gallery_section,
-    )
-    return [make(comparison) for make in makers]
+    first = (answer_section, accuracy_section, learning_section, ratio_section)
+    return [make(comparison) for make in (*first, freezing_section, cost_section, gallery_section)]
 
 
 def answer_section(comparison: Comparison) -> Section:
@@ -89,8 +86,8 @@ def answer_section(comparison: Comparison) -> Section:
     how += DEVIATION.format("Whiskers") * comparison.seeds
     if comparison.probes or len(comparison.groups) > 1:  # else there is nothing to compare
         measures = main_measures(comparison, comparison.probes[:1])
-        glance = [Picture("-".join(("answer", *m.path[1:])), partial(accuracy.answer, comparison, m)) for m in measures]
-        section.add("All runs at a glance", how, glance, "thirds")
+        glance = [Picture("-".join(("answer", *m.path[1:])), partial(figures.answer, comparison, m)) for m in measures]
+        section.add("All runs at a glance", how, glance)
     if base is None and len(comparison.groups) > 1:
         none = "No baseline: none of these runs is LUMP without freezing; `--baseline` names another one."
         section.notes.append(none)
@@ -101,24 +98,21 @@ def accuracy_section(comparison: Comparison) -> Section:
     section, groups = Section("accuracy", "What was learned, and what was kept"), comparison.groups
     for probe in comparison.probes:
         for what, how in OVER_TASKS.items():
-            found = [(group, lines.by_task(group, probe, what)) for group in groups]
-            if any(series for _, series in found):
-                line = Picture(f"{what}-{probe}", partial(lines.over_tasks, found, 100.0))
-                how += DEVIATION.format("Bands") * comparison.seeds
-                section.add(f"{what.capitalize()} over tasks, {title_of(probe)}", how, [line])
-        tested = [group for group in groups if accuracy.matrix_cells(group, probe)]
-        how = "Accuracy in % after each task (row) on the classes of each task (column): a column shows forgetting;"
-        if tested:  # with the same settings, or they are refused
-            records = [group.first["probes"][probe] for group in tested]
-            used = [row for values in records for row in values.get("used_by_task") or []]
-            how += neighbours_used(records[0] | {"used_by_task": used}).replace(", k", " k", 1) + "."
-        draw = partial(accuracy.matrix, probe, accuracy.matrix_bounds(groups, probe))
-        section.add_per_run(f"Accuracy matrix, {title_of(probe)}", how, f"matrix-{probe}", draw, tested)
+            title = f"{what.capitalize()} over tasks, {title_of(probe)}"
+            found = [(group, figures.by_task(group, probe, what)) for group in groups]
+            section.add_over_tasks(title, how, f"{what}-{probe}", found)
+        tested = [group for group in groups if figures.matrix_cells(group, probe)]
+        how = "Accuracy in % after each task (row) on the classes of each task (column): a column shows forgetting"
+        records = [group.first["probes"][probe] for group in tested]
+        used = [row for values in records for row in values.get("used_by_task") or []]
+        k = [neighbours_used(records[0] | {"used_by_task": used})] if tested else []
+        draw = partial(figures.matrix, probe, figures.matrix_bounds(groups, probe))
+        title, how = f"Accuracy matrix, {title_of(probe)}", "; ".join(filter(None, [how, *k])) + "."
+        section.add_per_run(title, how, f"matrix-{probe}", draw, tested)
     for probe in comparison.known:
         how = "Accuracy in % on the images of evaluation.reference, before the first task (0) and after each."
-        known = [(group, lines.known_by_task(group, probe)) for group in groups]
-        line = Picture(f"known-{probe}", partial(lines.over_tasks, known, 100.0))
-        section.add(f"What it knew before, {title_of(probe)}", how, [line])
+        found = [(group, figures.known_by_task(group, probe)) for group in groups]
+        section.add_over_tasks(f"What it knew before, {title_of(probe)}", how, f"known-{probe}", found)
     if untested := [group.label for group in groups if not group.first["probes"]]:
         needs = "That needs labelled test images and evaluation.enabled"
         section.notes.append(f"Not evaluated: {', '.join(untested)}. {needs}.")
@@ -128,19 +122,13 @@ def accuracy_section(comparison: Comparison) -> Section:
 def learning_section(comparison: Comparison) -> Section:
     section = Section("learning", "How it learned, without labels")
     epochs = [line for group in comparison.groups for run in group.runs for line in run.epochs]
-    pictures = []
-    for name in dict.fromkeys(name for line in epochs for name in line.get("loss", {})):
-
-        def loss(line: Json, name: str = name) -> float | None:
-            return line.get("loss", {}).get(name)
-
-        pictures.append(Picture(f"loss-{name}", partial(lines.over_epochs, comparison, name, loss, False)))
+    names = dict.fromkeys(name for line in epochs for name in line.get("loss", {}))
+    losses = [(name, lambda line, name=name: line.get("loss", {}).get(name)) for name in names]
+    pictures = [Picture(f"loss-{n}", partial(figures.over_epochs, comparison, n, loss, False)) for n, loss in losses]
     section.add("Losses", f"The mean of each loss over every epoch, with its own scale. {MARKED}", pictures)
     for key, how in OF_FEATURES.items():
-        found = [(group, lines.features_by_task(group, key)) for group in comparison.groups]
-        if any(series for _, series in found):
-            picture = Picture(key, partial(lines.over_tasks, found, None))
-            section.add(f"{FEATURES[key].capitalize()} of the features", how, [picture])
+        found = [(group, figures.features_by_task(group, key)) for group in comparison.groups]
+        section.add_over_tasks(f"{FEATURES[key].capitalize()} of the features", how, key, found, None)
     older = [group.label for group in comparison.groups if "features" not in group.first]
     if 0 < len(older) < len(comparison.groups):
         section.notes.append(f"No effective rank and no spread of {', '.join(older)}: {OLDER}.")
@@ -148,10 +136,10 @@ def learning_section(comparison: Comparison) -> Section:
 
 
 def ratio_section(comparison: Comparison) -> Section:
-    section, groups = Section("correlation", "Which units were chosen, and why"), freezing.having(comparison, "ratios")
+    section, groups = Section("correlation", "Which units were chosen, and why"), figures.having(comparison, "ratios")
     how = "A line is a task, a row a unit: far right, the new task would change what the past used; filled dots froze."
     how += " Units that would not have frozen at any ratio have none."
-    draw = partial(freezing.ratio_lines, freezing.ratio_low(groups))
+    draw = partial(figures.ratio_lines, figures.ratio_low(groups))
     section.add_per_run("Task-correlation ratio by unit", how, "ratios", draw, groups)
     if not groups:
         section.notes.append("No run computed correlation ratios; a run with `--freezing.policy correlation` does.")
@@ -159,49 +147,47 @@ def ratio_section(comparison: Comparison) -> Section:
 
 
 def freezing_section(comparison: Comparison) -> Section:
-    section, groups = Section("freezing", "What froze, and when"), freezing.having(comparison, "events")
+    section, groups = Section("freezing", "What froze, and when"), figures.having(comparison, "events")
     how = "Units run down, the epochs of all tasks across: a filled cell is a unit that was not updated."
     how += " Paler cells froze in only some of the seeds." * comparison.seeds
-    section.add_per_run("Freezing map", how, "freezing", freezing.freezing_map, groups)
+    section.add_per_run("Freezing map", how, "freezing", figures.freezing_map, groups)
     if idle := [group.label for group in comparison.groups if group not in groups]:
         section.notes.append(f"No unit froze in {', '.join(idle)}.")
     return section
 
 
 def cost_section(comparison: Comparison) -> Section:
-    section = Section("cost", "What it cost, epoch by epoch")
-    lines_of = [line for group in lines.with_epochs(comparison) for run in group.runs for line in run.epochs]
-    pictures = []
+    section, pictures = Section("cost", "What it cost, epoch by epoch"), []
+    epochs = [line for group in figures.with_epochs(comparison) for run in group.runs for line in run.epochs]
     for measure in (measure for measure in COSTS if measure.epoch):
-        if highest := max((line.get(measure.epoch) or 0 for line in lines_of), default=0):
-            pictures.append(Picture(f"cost-{measure.epoch}", partial(cost_picture, comparison, measure, highest)))
+        highest = max((line.get(measure.epoch) or 0 for line in epochs), default=0)
+        unit = "G" if measure.unit == "T" and highest < SCALES["T"] else measure.unit
+        title = f"{measure.title.split(',')[0]}, {unit}" + " per epoch" * (unit != "MiB")
+
+        def value(line: Json, key: str = measure.epoch, scale: float = SCALES.get(unit, 1)) -> float | None:
+            return None if line.get(key) is None else line[key] / scale
+
+        if highest:
+            draw = partial(figures.over_epochs, comparison, title, value, True)
+            pictures.append(Picture(f"cost-{measure.epoch}", draw))
     how = f"One cost per panel over all epochs; the seconds are of the steps alone. {MARKED}"
     section.add("Time and memory", how, pictures)
-    if not lines_of:
+    if not epochs:
         section.notes.append("No epoch has been written down yet; a run writes them after its first task.")
     return section
 
 
-def cost_picture(comparison: Comparison, measure: Measure, highest: float, colours: Colours) -> Canvas | None:
-    unit = "G" if measure.unit == "T" and highest < SCALES["T"] else measure.unit
-    title = f"{measure.title.split(',')[0]}, {unit}" + " per epoch" * (unit != "MiB")
-
-    def value(line: Json) -> float | None:
-        return None if line.get(measure.epoch) is None else line[measure.epoch] / SCALES.get(unit, 1)
-
-    return lines.over_epochs(comparison, title, value, True, colours)
-
-
 def gallery_section(comparison: Comparison) -> Section:
-    section = Section("gallery", "What the encoder learned to see")
-    shown = [group for group in comparison.groups if gallery.shown_gallery(group)]
+    section, shown = Section("gallery", "What the encoder learned to see"), []
     for group in comparison.groups:
-        if group not in shown:
+        if figures.shown_gallery(group):
+            shown.append(group)
+        else:
             why = group.runs[0].gallery_problem or "it is drawn when the run has finished"
             section.notes.append(f"No pictures of {group.label}: {why}.")
     how = "An image, then those with the nearest features; faded and underlined where of another class or task."
-    section.add_per_run("Nearest images before and after", how, "neighbours", gallery.nearest_images, shown)
-    mapped = [group for group in shown if gallery.has_maps(group)]
+    section.add_per_run("Nearest images before and after", how, "neighbours", figures.nearest_images, shown)
+    mapped = [group for group in shown if figures.has_maps(group)]
     how = "Each dot is an image, coloured by its task; close dots have similar features (t-SNE, axes mean nothing)."
-    section.add_per_run("Map of the features", how, "features", gallery.feature_map, mapped)
+    section.add_per_run("Map of the features", how, "features", figures.feature_map, mapped)
     return section

@@ -1,7 +1,7 @@
 """A run watched from its files alone, so it may be on another machine: loss, speed, frozen units, time left."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +11,11 @@ from rich.text import Text
 
 from ptlf.core.files import lock_holder
 from ptlf.report.live import console
-from ptlf.report.measures import show_seconds
+from ptlf.report.measures import duration
 from ptlf.report.tables import percent
 from ptlf.run.results import Json, epoch_lines, read_lines, read_results
 
 EVERY = 2.0  # seconds between two reads
-WRITTEN = ("metrics.jsonl", "results.json")  # what a run writes as it goes
 
 
 @dataclass
@@ -30,22 +29,13 @@ class Snapshot:
     holder: str  # the process that trains, as "PROCESS on MACHINE"
     alive: bool | None  # whether it still holds the run's lock; None: this machine cannot tell
 
-    def __post_init__(self) -> None:
-        self.tasks, self.epochs = len(self.results["tasks"]), int(self.results["config"]["training"]["epochs"])
-        self.last: Json = self.lines[-1] if self.lines else {"task": 1, "epoch": 0}
-        self.killed = self.results["status"] == "running" and self.alive is False
-        self.going = self.results["status"] == "running" and not self.killed
+    @property
+    def killed(self) -> bool:
+        return self.results["status"] == "running" and self.alive is False
 
     @property
-    def epoch_seconds(self) -> float | None:
-        """Of an epoch like the last task's worth of them, with its share of evaluation, correlation and freezing."""
-        recent = [line["seconds"] for line in self.lines[-self.epochs :] if "seconds" in line]
-        if not recent:
-            return None
-        cost = self.results["cost"]
-        others = sum(cost.get(f"{purpose}_seconds") or 0.0 for purpose in ("correlation", "rebuild", "eval"))
-        factor = 1 + others / cost["train_seconds"] if cost.get("train_seconds") else 1.0
-        return sum(recent) / len(recent) * factor
+    def going(self) -> bool:
+        return self.results["status"] == "running" and not self.killed
 
 
 def read_snapshot(folder: Path) -> Snapshot:
@@ -57,41 +47,45 @@ def read_snapshot(folder: Path) -> Snapshot:
     return Snapshot(folder, results, lines, skipped, holder, alive)
 
 
-def view(snapshot: Snapshot, quiet: float = 0.0) -> Text:
-    """quiet: seconds without a new line, as the watcher saw them."""
-    results, last, each = snapshot.results, snapshot.last, snapshot.epoch_seconds
+def view(snapshot: Snapshot) -> Text:
+    results, cost, lines = snapshot.results, snapshot.results["cost"], snapshot.lines
+    tasks, epochs = len(results["tasks"]), results["config"]["training"]["epochs"]
+    last: Json = lines[-1] if lines else {"task": 1, "epoch": 0}
     where = results["environment"].get("device_name") or results["environment"].get("device") or "unknown device"
     status = "not running any more" if snapshot.killed else results["status"]
-    done, total = len(snapshot.lines), max(snapshot.tasks * snapshot.epochs, 1)
-    place = f"task {last['task']}/{snapshot.tasks}, epoch {last['epoch']}/{snapshot.epochs}, {100 * done / total:.0f}%"
-    if each is not None and snapshot.going:  # without a clock, as another machine's may differ
-        place += f", {show_seconds(each * (total - done))} left"
+    share = 100 * len(lines) / max(tasks * epochs, 1)
+    place, each = f"task {last['task']}/{tasks}, epoch {last['epoch']}/{epochs}, {share:.0f}%", 0.0
+    if recent := [line["seconds"] for line in lines[-epochs:] if "seconds" in line]:
+        # As long as a task's worth of the last epochs, with their share of evaluation, correlation and freezing.
+        others = sum(cost.get(f"{purpose}_seconds") or 0.0 for purpose in ("correlation", "rebuild", "eval"))
+        each = sum(recent) / len(recent) * (1 + others / (cost.get("train_seconds") or float("inf")))
+        if snapshot.going:  # without a clock, as another machine's may differ
+            place += f", {duration(each * (tasks * epochs - len(lines)))} left"
     values = [f"{name} {value}" for name, value in last.get("loss", {}).items()]
-    if "views_per_second" in last:
-        values.append(f"{last['views_per_second']:,.0f} views/s")
+    values += [f"{last['views_per_second']:,.0f} views/s"] if "views_per_second" in last else []
     values += [f"{last.get('frozen', 0)}/{len(results['units'])} frozen"]
     rows = [f"{results['name']}, seed {results.get('seed')}: {status}, on {where}", place]
-    rows += [", ".join(values) if snapshot.lines else "no epoch finished yet"]
+    rows += [", ".join(values) if lines else "no epoch finished yet"]
     for probe, found in results["probes"].items():
         if found["matrix"]:
             words = f"accuracy {percent(found.get('accuracy'))}, forgetting {percent(found.get('forgetting'))}"
             rows.append(f"{probe} after task {len(found['matrix'])}: {words}")
-    return Text("\n").join([*map(Text, rows), *(Text(warning, "yellow") for warning in warnings(snapshot, quiet))])
+    return Text("\n").join([*map(Text, rows), *(Text(words, "yellow") for words in warnings(snapshot, each))])
 
 
-def warnings(snapshot: Snapshot, quiet: float) -> Iterator[str]:
-    """Why a run that calls itself running may not be; and lines that cannot be read."""
-    written = [path.stat().st_mtime for name in WRITTEN if (path := snapshot.folder / name).exists()]
-    silent = max(quiet, time.time() - max(written, default=time.time()))
-    if snapshot.going and silent > max(60.0, 10 * (snapshot.epoch_seconds or 60.0)):
+def warnings(snapshot: Snapshot, each: float) -> list[str]:
+    """Why a run that calls itself running may not be; and lines that cannot be read. each: seconds of an epoch."""
+    found, paths = [], [snapshot.folder / name for name in ("metrics.jsonl", "results.json")]
+    silent = time.time() - max(path.stat().st_mtime if path.exists() else 0.0 for path in paths)
+    if snapshot.going and silent > max(60.0, 10 * (each or 60.0)):
         still = f"; process {snapshot.holder} still holds the run" if snapshot.alive else ": the run may have stopped"
-        yield f"no new line for {show_seconds(silent)}{still}"
+        found.append(f"no new line for {duration(silent)}{still}")
     if snapshot.killed:
-        verb = "learn" if snapshot.results.get("arrived") else "train --resume"
-        ended = f"process {snapshot.holder} exited without updating its status"
-        yield f"{ended}; `ptlf {verb} {snapshot.folder}` continues the run"
+        again = f"ptlf {'learn' if snapshot.results.get('arrived') else 'train --resume'} {snapshot.folder}"
+        found.append(f"process {snapshot.holder} exited without updating its status; `{again}` continues the run")
     if snapshot.skipped:
-        yield f"{snapshot.skipped} lines of metrics.jsonl cannot be read"
+        found.append(f"{snapshot.skipped} lines of metrics.jsonl cannot be read")
+    return found
 
 
 def watch(
@@ -103,13 +97,9 @@ def watch(
         sleep(EVERY)  # the run has just begun
     snapshot = read_snapshot(folder)
     if once:
-        console.print(view(snapshot))
-        return
-    seen, since = len(snapshot.lines), time.monotonic()
+        return console.print(view(snapshot))
     with Live(view(snapshot), console=console, auto_refresh=False) as live:
         while snapshot.going:
             sleep(EVERY)
             snapshot = read_snapshot(folder)
-            if len(snapshot.lines) != seen:
-                seen, since = len(snapshot.lines), time.monotonic()
-            live.update(view(snapshot, time.monotonic() - since), refresh=True)
+            live.update(view(snapshot), refresh=True)

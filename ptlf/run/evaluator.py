@@ -1,8 +1,7 @@
 """What a run looks at between its steps: correlation, cost, accuracy, features."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.phases import Advance, Phase, silent
 from ptlf.evaluation.prober import eval_mode
-from ptlf.evaluation.spread import effective_rank, feature_spread, spaced, spread
+from ptlf.evaluation.spread import effective_rank, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.subspace import NotFinite
 from ptlf.run.components import Components
@@ -45,8 +44,11 @@ class Evaluator:
         self.encoder, self.stream = components.model.encoder, components.stream
         self.step_costs: dict[str, MeasuredStep] = {}  # by the trainer's variant
 
-    def correlate(self, at: Position, indices: np.ndarray) -> "TaskRatios":
-        """Ratios of units not yet frozen: the past is the memory, the gradient the new task's."""
+    def correlate(
+        self, at: Position, indices: np.ndarray
+    ) -> tuple[Callable[[Sequence[str]], dict[str, float]], TaskCorrelation]:
+        """A function that computes the ratios of units not yet frozen, by name, the same on all processes; and what it
+        has computed. The past is the memory, the gradient the new task's."""
         parts = self.components
         memory, freezer, settings = parts.method.memory, parts.freezing.freezer, parts.config.freezing
         assert memory is not None
@@ -64,7 +66,12 @@ class Evaluator:
                 keep=[parts.model],
                 combine=processes.all_reduce_mean_,
             )
-        return TaskRatios(correlation, measuring)
+
+        def ratios(names: Sequence[str]) -> dict[str, float]:
+            with measuring():
+                return processes.broadcast_object(correlation(names))
+
+        return ratios, correlation
 
     @contextmanager
     def correlating(self, place: str) -> Iterator[None]:
@@ -98,14 +105,14 @@ class Evaluator:
             return {}, {}, {}
         with self.testing(f"testing after task {task + 1} of {len(self.stream.tasks)}") as phase:
             rows = prober.rows(self.encoder, task, phase)
-            return rows, prober.future(self.encoder, task, phase), prober.used(task)
+            return rows, prober.ahead(self.encoder, [task + 1], phase), prober.used(task)
 
     def test_next(self, task: int) -> Rows:
         """The encoder as it is on task number `task`, before that is learnt."""
         if not self.components.prober:
             return {}
         with self.testing(f"testing on task {task + 1} before it is learnt") as phase:
-            return self.components.prober.future(self.encoder, task - 1, phase)
+            return self.components.prober.ahead(self.encoder, [task], phase)
 
     def test_untrained(self, known: int = 0) -> tuple[Rows, Rows]:
         """Rows of the untrained encoder on all splits, and its accuracies on tasks yet to come. known: tasks that it
@@ -113,10 +120,9 @@ class Evaluator:
         prober = self.components.prober
         if not prober:
             return {}, {}
-        new = [split for split in self.stream.eval_splits if split.since >= max(known, 1)]
         with self.testing("testing the encoder before training") as phase:
             untrained = prober.rows(self.encoder, len(self.stream.tasks), phase)
-            return untrained, prober.ahead(self.encoder, new, phase)
+            return untrained, prober.ahead(self.encoder, range(max(known, 1), len(self.stream.tasks)), phase)
 
     def test_reference(self) -> Rows:
         """What the encoder knew before, against a bank of its own."""
@@ -148,10 +154,10 @@ class Evaluator:
 
     def spread(self, indices: np.ndarray) -> tuple[float, int]:
         """Of the features of some images of the task that is trained, and how many they are."""
-        with self.clock("evaluation"):
+        with self.clock("evaluation"), eval_mode(self.encoder):
             chosen = torch.from_numpy(spaced(indices, 128))
-            images = self.components.prepare(self.components.trainer.source.gather(chosen))
-            return feature_spread(self.encoder, images), len(images)
+            features = self.encoder(self.components.prepare(self.components.trainer.source.gather(chosen)))
+            return spread(features.float().flatten(1)), len(features)
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now: "before" or "after" training."""
@@ -176,15 +182,3 @@ class Evaluator:
 
         with self.clock("evaluation"):
             yield phase
-
-
-@dataclass(frozen=True)
-class TaskRatios:
-    """Called with names of units, it computes their ratios, the same on all processes."""
-
-    correlation: TaskCorrelation
-    measuring: Callable[[], AbstractContextManager[None]]
-
-    def __call__(self, names: Sequence[str]) -> dict[str, float]:
-        with self.measuring():
-            return processes.broadcast_object(self.correlation(names))

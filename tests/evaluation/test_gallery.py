@@ -104,7 +104,7 @@ def test_a_stream_without_labels_is_coloured_by_task() -> None:
 
 def test_photographs_stay_small() -> None:
     noise = np.random.default_rng(0).integers(0, 255, (132, 224, 224, 3)).astype(np.uint8)
-    sheet = sprite(list(noise))
+    sheet = sprite(noise)
     assert sheet["size"] == 48
     assert len(sheet["image"]) < 150_000
     assert sheet["image"].startswith("data:image/jpeg;base64,")

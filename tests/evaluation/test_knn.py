@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ptlf.core.errors import UserError
-from ptlf.evaluation.knn import knn_accuracy, knn_predict
+from ptlf.evaluation import knn
+from ptlf.evaluation.knn import KnnTask, KnnTaskConfig, knn_predict
 
 
 def naive(bank, labels, queries, k, temperature, classes):
@@ -26,21 +26,16 @@ def naive(bank, labels, queries, k, temperature, classes):
 
 
 @pytest.mark.parametrize(("k", "temperature", "chunk"), [(1, 0.1, 7), (5, 0.1, 1000), (20, 0.5, 3), (60, 0.07, 8)])
-def test_agrees_with_a_naive_loop(k: int, temperature: float, chunk: int) -> None:
+def test_agrees_with_a_naive_loop(k: int, temperature: float, chunk: int, monkeypatch) -> None:
+    monkeypatch.setattr(knn, "CHUNK", chunk)
     rng = np.random.default_rng(k)
-    bank, queries = rng.normal(size=(60, 9)), rng.normal(size=(31, 9))
-    labels, truth = rng.integers(0, 4, 60), rng.integers(0, 4, 31)
+    bank, queries = rng.normal(size=(180, 9)), rng.normal(size=(31, 9))
+    labels, truth = rng.permutation(np.arange(180) % 3), rng.integers(0, 4, 31)
     votes = naive(bank, labels, queries, k, temperature, 4)
     tensors = [torch.from_numpy(array) for array in (bank, labels, queries, truth)]
-    settings = {"k": k, "temperature": temperature, "classes": 4, "chunk": chunk}
-    assert knn_predict(*tensors[:3], **settings).tolist() == votes.argmax(1).tolist()
-    expected = 100 * float((votes.argmax(1) == truth).mean())
-    assert knn_accuracy(*tensors, **settings) == pytest.approx(expected, abs=1e-6)
-
-
-def test_k_must_fit_in_the_bank() -> None:
-    with pytest.raises(UserError, match="k is 4, but the kNN bank holds 3 images"):
-        knn_predict(torch.ones(3, 2), torch.zeros(3, dtype=torch.long), torch.ones(1, 2), k=4, temperature=1, classes=1)
+    assert knn_predict(*tensors[:3], k=k, temperature=temperature).tolist() == votes.argmax(1).tolist()
+    score = KnnTask(KnnTaskConfig(k=k, temperature=temperature)).fit(*tensors[:2], 1)
+    assert score(*tensors[2:]) == pytest.approx(100 * float((votes.argmax(1) == truth).mean()), abs=1e-6)
 
 
 def test_a_small_temperature_is_that_of_the_nearest_and_does_not_overflow() -> None:
@@ -49,7 +44,7 @@ def test_a_small_temperature_is_that_of_the_nearest_and_does_not_overflow() -> N
     labels = torch.arange(3).repeat(40)
     bank, queries = (centres[labels] + 0.7 * torch.randn(120, 16) for _ in range(2))
     small, exact = (
-        knn_predict(bank.to(kind), labels, queries.to(kind), k=30, temperature=0.005, classes=3)
+        knn_predict(bank.to(kind), labels, queries.to(kind), k=30, temperature=0.005)
         for kind in (torch.float32, torch.float64)
     )
     assert small.tolist() == exact.tolist()

@@ -12,6 +12,7 @@ from torch import nn
 
 from ptlf.evaluation import PROBES, EvaluationConfig, Prober
 from ptlf.evaluation.knn import KnnClassConfig, KnnTaskConfig
+from ptlf.evaluation.linear import LinearConfig
 from ptlf.stream import Stream, StreamConfig
 from ptlf.stream.task import Dataset, Images, split
 
@@ -48,9 +49,7 @@ def make_prober(stream: Stream, tasks: str = "all", **probes) -> Prober:
 @pytest.mark.parametrize("tasks", ["last:1", "last:2", "sample:2"])
 def test_classes_that_are_not_tested_stay_in_the_bank_of_all_classes_seen(stream: Stream, tasks: str) -> None:
     """A limit leaves out test images, and changes no accuracy on the others: of every probe."""
-    limited, prober = make_prober(stream, tasks), make_prober(stream)
-    for each in (limited, prober):
-        each.choose([*PROBES])
+    limited, prober = (make_prober(stream, limit, linear=LinearConfig(enabled=True)) for limit in (tasks, "all"))
     for after in range(TASKS):
         found, expected = limited.rows(nn.Flatten(), after), prober.rows(nn.Flatten(), after)
         for name, row in found.items():
@@ -111,17 +110,16 @@ def test_tasks_without_test_images_were_seen_too(stream: Stream) -> None:
         after = len(known.tasks) - 1
         assert make_prober(known).rows(nn.Flatten(), after)["knn_task"][-1] == pytest.approx(expected[-1])
         assert make_prober(known).used(after)["knn_task"] == {"k": TASKS}
-    assert make_prober(last).future(nn.Flatten(), 1)["knn_task"] == [pytest.approx(expected[-1])]
+    assert make_prober(last).ahead(nn.Flatten(), [2])["knn_task"] == [pytest.approx(expected[-1])]
 
 
 def test_the_future_is_the_next_task_as_the_untrained_encoder_is_tested_on_it(stream: Stream, prober: Prober) -> None:
     expected = [by_hand(stream, task, k=task + 1) for task in range(TASKS)]
     assert len(set(expected)) == TASKS
-    found = [prober.future(nn.Flatten(), task)["knn_task"] for task in range(TASKS)]
+    found = [prober.ahead(nn.Flatten(), [task + 1])["knn_task"] for task in range(TASKS)]
     assert found == [pytest.approx(expected[1:2]), pytest.approx(expected[2:3]), []]
-    assert prober.ahead(nn.Flatten(), stream.eval_splits[1:])["knn_task"] == pytest.approx(expected[1:])
-    prober.choose(["knn_class"])
-    assert prober.future(nn.Flatten(), 0) == {}
+    assert prober.ahead(nn.Flatten(), range(1, TASKS))["knn_task"] == pytest.approx(expected[1:])
+    assert make_prober(stream, knn_task=KnnTaskConfig(enabled=False)).ahead(nn.Flatten(), [1]) == {}
 
 
 def test_no_more_neighbours_than_the_smallest_class_has_images(stream: Stream, capsys) -> None:

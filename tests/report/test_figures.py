@@ -19,9 +19,9 @@ from PIL import Image
 from test_page import GALLERY
 
 from ptlf.cli import main
+from ptlf.report import figures
 from ptlf.report.checks import tile_pixels
 from ptlf.report.drawing import STEPS, coded, end_of, look, luminance, page_svg, style, themed
-from ptlf.report.figures import accuracy, freezing, gallery, lines
 from ptlf.report.measures import main_measures
 from ptlf.report.runs import RUN_COLOURS, Comparison, Group, RunRecord, read_comparison, read_run
 from ptlf.report.sections import cost_section, learning_section
@@ -85,9 +85,9 @@ def test_pictures_as_files_leave_matplotlib_as_it_was(tmp_path: Path) -> None:
 
 def test_a_picture_on_the_page_has_colours_of_the_style_sheet_and_ids_of_its_own(tmp_path: Path) -> None:
     comparison, codes = compare(tmp_path, *made_up.pair()), coded(3)
-    found = [(group, lines.by_task(group, "knn_task", "accuracy")) for group in comparison.groups]
+    found = [(group, figures.by_task(group, "knn_task", "accuracy")) for group in comparison.groups]
     with style(codes):
-        one, other = (page_svg(lines.over_tasks(found, 100.0, codes), name, "<a>", codes) for name in "ab")
+        one, other = (page_svg(figures.over_tasks(found, 100.0, codes), name, "<a>", codes) for name in "ab")
     for text in (one, other):
         assert 'aria-label="&lt;a&gt;"' in text and "<text" in text and "font-family" not in text
         assert "var(--run1)" in text and "#fe" not in text and "metadata" not in text
@@ -99,7 +99,7 @@ def test_costs_in_the_answer_are_relative_to_the_baseline(tmp_path: Path) -> Non
     comparison = compare(tmp_path, *made_up.pair())
     costs = [measure for measure in main_measures(comparison, comparison.probes) if measure.cost]
     for measure, ratio in zip(costs, (0.25, 0.6, 0.5), strict=True):
-        (axes,) = accuracy.answer(comparison, measure, COLOURS).axes
+        (axes,) = figures.answer(comparison, measure, COLOURS).axes
         bars = [np.ptp(line.get_xdata()) for line in axes.lines if line.get_linewidth() == 3]
         assert bars[1] / bars[0] == pytest.approx(ratio), measure.title
         assert [text.get_text() for text in axes.texts][1] == f"{ratio:.2f}×"
@@ -121,11 +121,11 @@ def frozen_in_epochs_3_and_5(tmp_path: Path) -> Comparison:
 def test_the_freezing_map_is_filled_from_the_epoch_of_the_freeze_on(frozen_in_epochs_3_and_5: Comparison) -> None:
     (group,) = frozen_in_epochs_3_and_5.groups
     first, second, third, _ = group.first["units"]
-    bars = [freezing.frozen_bars(group, 2, unit, 6, 6) for unit in (first, second, third)]
+    bars = [figures.frozen_bars(group, 2, unit, 6, 6) for unit in (first, second, third)]
     assert bars == [[(8, 4, "frozen")], [(10, 2, "frozen")], []]
     two = Group([*group.runs, RunRecord(Path(), made_up.results(tasks=2, units=4) | {"freezing": []})])
-    assert freezing.frozen_bars(two, 2, first, 6, 6) == [(8, 4, "heat6")]  # in one of two seeds
-    (axes,) = freezing.freezing_map(group, COLOURS).axes
+    assert figures.frozen_bars(two, 2, first, 6, 6) == [(8, 4, "heat6")]  # in one of two seeds
+    (axes,) = figures.freezing_map(group, COLOURS).axes
     assert axes.get_xlim() == (0, 12) and len(axes.collections) == 4
 
 
@@ -140,7 +140,7 @@ def test_costs_by_epoch_mark_the_epoch_of_the_freeze(frozen_in_epochs_3_and_5: C
 
 
 BROKEN = [
-    {"queries": [7]}, {"tiles": [[9, 0]]}, {"point_groups": [0]}, {"sprite": GALLERY["sprite"] | {"width": 2}},
+    {"queries": [7]}, {"tiles": [[9, 0]]}, {"point_groups": [0]}, {"sprite": GALLERY["sprite"] | {"columns": 2}},
     {"sprite": GALLERY["sprite"] | {"image": "data:image/png;base64,AAAA"}}, {"tiles": [[0, 0]] * 9}, {"queries": []},
     {"looks": {"after": GALLERY["looks"]["after"]}}, {"looks": {"before": {"neighbours": [[], []], "points": []}}},
     {"looks": {"before": {"neighbours": [[0], [3]], "points": []}}}, {"labels": []}, {"tiles": [[0, 0, 0]] * 3},
@@ -170,17 +170,17 @@ def test_tiles_are_cut_in_the_order_of_the_sheet() -> None:
 def test_images_of_another_class_are_faded_and_underlined(tmp_path: Path) -> None:
     made_up.write(tmp_path / "run", made_up.results(), GALLERY)
     (group,) = read_comparison([tmp_path]).groups
-    (axes,) = gallery.nearest_images(group, COLOURS).axes
+    (axes,) = figures.nearest_images(group, COLOURS).axes
     faded = [image.get_alpha() for image in axes.images]
     assert faded == [None, 0.4, 0.4, 0.4, 0.4, None, None, 0.4, None, 0.4] and len(axes.lines) == 6
     assert axes.get_title("left") == "Of the same class: 1 of 4 untrained, 1 of 4 trained"
-    first, second = gallery.feature_map(group, COLOURS).axes
+    first, second = figures.feature_map(group, COLOURS).axes
     assert [len(axes.lines) for axes in (first, second)] == [3, 3]
 
 
 def test_units_keep_the_end_of_their_names_where_they_differ() -> None:
     names = [f"backbone.encoder.stages.{stage}.0.shortcut.0" for stage in (1, 2, 3)]
-    _, axes = freezing.unit_frame(names, COLOURS)
+    _, axes = figures.unit_frame(names, COLOURS)
     short = [label.get_text() for label in axes.get_yticklabels()]
     assert len(set(short)) == 3 and all(words.startswith("…") and len(words) == 24 for words in short)
 
@@ -202,12 +202,12 @@ def test_bands_of_accuracy_end_at_100(tmp_path: Path) -> None:
         runs[-1]["probes"]["knn_task"] |= {"accuracy_by_task": [value, 90.0], "accuracy": value}
     comparison = compare(tmp_path, *runs)
     (group,) = comparison.groups
-    (axes,) = lines.over_tasks([(group, lines.by_task(group, "knn_task", "accuracy"))], 100.0, COLOURS).axes
+    (axes,) = figures.over_tasks([(group, figures.by_task(group, "knn_task", "accuracy"))], 100.0, COLOURS).axes
     (band,), (line,) = axes.collections, axes.lines
     heights = band.get_paths()[0].vertices[:, 1]
     assert list(line.get_ydata()) == [98.5, 90.0]
     assert (heights.max(), heights.min()) == (100.0, 90.0)
-    (axes,) = accuracy.answer(comparison, main_measures(comparison, ["knn_task"])[0], COLOURS).axes
+    (axes,) = figures.answer(comparison, main_measures(comparison, ["knn_task"])[0], COLOURS).axes
     (whisker,) = axes.containers[0].lines[2][0].get_segments()
     assert whisker[:, 0] == pytest.approx([98.5 - np.std([97, 100], ddof=1), 100.0])
 
@@ -219,7 +219,7 @@ def ticks(canvas: Canvas, axis: str) -> list[str]:
 def test_a_matrix_names_rows_and_columns_and_shows_every_accuracy(tmp_path: Path) -> None:
     results = made_up.results(tasks=2)
     results["reference"] = {"probes": {"knn_task": {"before": 1.0, "after": [2.0, 3.0]}}}  # far below the others
-    draw: Callable[[Group], Canvas] = partial(accuracy.matrix, "knn_task", (50.0, 99.0), colours=COLOURS)
+    draw: Callable[[Group], Canvas] = partial(figures.matrix, "knn_task", (50.0, 99.0), colours=COLOURS)
     for arrived, rows in (
         (0, ["untrained", "task 1", "task 2"]),
         (2, ["untrained", "task 1, monday", "task 2, tuesday"]),

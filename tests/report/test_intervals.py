@@ -44,17 +44,10 @@ def test_only_splits_that_were_tested_count() -> None:
     assert images_behind(made_up.results(), "knn_task", "accuracy") is None  # a record of an earlier version
 
 
-def test_the_neighbours_used_used_are_named() -> None:
+def test_the_neighbours_used_are_named() -> None:
     values: dict[str, Any] = {"settings": {"k": 200}}
-    assert neighbours_used(values) == ", k = 200"
-    assert neighbours_used(values | {"used_by_task": [{"k": 200}, {"k": 200}]}) == ", k = 200"
-    assert neighbours_used(values | {"used_by_task": [{"k": 30}, {"k": 12}]}) == (
-        ", k = 12 to 30 (200 was set; the smallest class has fewer images)"
-    )
-    growing = {"settings": {"k": "min(200, tasks seen)"}}
-    assert neighbours_used(growing) == ", k = number of tasks seen so far, at most 200"
-    used = {"used_by_task": [{"k": 1}, {"k": 2}]}
-    assert neighbours_used(growing | used) == ", k = 1 to 2 (number of tasks seen so far, at most 200)"
+    for used, said in (([], "k = 200"), ([200, 200], "k = 200"), ([30, 12], "k = 12 to 30")):
+        assert neighbours_used(values | {"used_by_task": [{"k": k} for k in used]}) == said
     assert neighbours_used({"settings": {"lr": 1}}) == ""
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import made_up
@@ -36,9 +36,11 @@ def running(tmp_path: Path) -> Path:
 
 
 def shown(folder: Path, quiet: float = 0.0) -> str:
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(view(read_snapshot(folder), quiet))
-    return console.export_text()
+    """quiet: seconds since the run wrote something."""
+    for name in ("metrics.jsonl", "results.json"):
+        if (folder / name).exists():
+            os.utime(folder / name, (time.time() - quiet,) * 2)
+    return view(read_snapshot(folder)).plain
 
 
 def test_once(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +52,7 @@ def test_once(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1,234" in text
     assert "1/4" in text
     # 10 epochs left of 2 s each, and for every 12 s of training 6 s of everything else
-    assert "30.0 s left" in text
+    assert "30 s left" in text
 
 
 def test_a_line_that_is_being_written_waits(running: Path) -> None:
@@ -70,7 +72,7 @@ def test_before_the_first_epoch(running: Path) -> None:
 
 def test_silence_is_named(running: Path) -> None:
     assert "may have stopped" not in shown(running, 50)
-    assert "no new line for 10.0 min: the run may have stopped" in shown(running, 600)
+    assert "no new line for 10 min: the run may have stopped" in shown(running, 600)
 
 
 def test_a_dead_process_is_named(running: Path) -> None:
@@ -100,12 +102,6 @@ def test_a_dead_process_is_named(running: Path) -> None:
     assert naps == []  # there is nothing to wait for
     (running / ".lock").write_text("17 on another-machine\n")
     assert "exited without" not in shown(running)
-
-
-def test_a_machine_gone_silent(running: Path) -> None:
-    for name in ("metrics.jsonl", "results.json"):
-        os.utime(running / name, (0, 0))  # in 1970
-    assert re.search(r"no new line for \d{8}\.\d min: the run may have stopped", shown(running))
 
 
 def test_it_follows_until_the_end(running: Path) -> None:

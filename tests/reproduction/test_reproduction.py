@@ -22,8 +22,8 @@ from scipy import stats
 
 from ptlf.core.errors import UserError
 from ptlf.report.drawing import style, themed
-from ptlf.report.paired import interval
-from ptlf.report.runs import LEARNING_SECONDS, STEADY_SECONDS, Group, RunRecord
+from ptlf.report.intervals import interval
+from ptlf.report.runs import STEADY_LEARNING, Group, RunRecord
 from reproduction.__main__ import make_parser
 from reproduction.figures import later_entries, task_overlaps, updated_units, write_paper_figures
 from reproduction.page import (
@@ -180,7 +180,7 @@ def test_the_document_has_every_cell_and_the_runs_values() -> None:
     accuracy = results["probes"]["knn_task"]["accuracy"]
     wanted = ["SimSiam, SI", "Split CIFAR-10", f"{accuracy:.2f}", "92.75 (sd 0.06)", f"{accuracy - 92.75:+.2f} ±0.30"]
     assert [cell.strip().replace("−", "-") for cell in line.split("|")][1:6] == wanted
-    seconds = RunRecord(Path(), results).value(STEADY_SECONDS[LEARNING_SECONDS])
+    seconds = RunRecord(Path(), results).value(STEADY_LEARNING)
     assert f"| 0 | {results['commit'][:7]} | NVIDIA H200 | {seconds:.0f} |" in line
     told = next(line for line in rows if line.startswith("| SimSiam, CaSSLe | Split CIFAR-10 |"))
     assert told.count("‡") == 2

@@ -24,7 +24,6 @@ from torch import nn
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import Gallery
-from ptlf.evaluation.spread import feature_spread
 from ptlf.freezing import ProgressiveFreezing
 from ptlf.methods.si import SI
 from ptlf.report.live import Watcher
@@ -338,14 +337,6 @@ def test_a_gradient_that_is_not_finite_ends_the_correlation_in_one_sentence(tiny
         run.train()
     assert "after-task01.ckpt" in told.value.__notes__[0]
     assert read_results(tmp_path / "run")["status"] == "failed"
-
-
-def test_features_that_are_spread_or_not() -> None:
-    torch.manual_seed(0)
-    images = torch.randn(512, 3, 4, 4)
-    assert feature_spread(nn.Flatten(), images) == pytest.approx(1, abs=0.02)
-    assert feature_spread(nn.Flatten(), images[:1].expand(512, -1, -1, -1)) == pytest.approx(0, abs=1e-6)
-    assert feature_spread(nn.Flatten(), images + 10) == pytest.approx(0.1, abs=0.01)
 
 
 def test_a_collapse_is_warned_about_once(tiny, capsys) -> None:

@@ -24,7 +24,7 @@ from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import gallery
 from ptlf.evaluation.spread import effective_rank
-from ptlf.report.figures.accuracy import tasks_of_splits
+from ptlf.report.figures import tasks_of_splits
 from ptlf.report.tables import show_results
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.loop import Run
@@ -139,7 +139,7 @@ def test_images_of_no_task_are_tested_among_all_classes(world: Path, tmp_path: P
         said = run_cli(*words, *(["--probe", *chosen] if chosen else []))
         assert re.findall(r"^(\w+): accuracy in %", said.out, re.M) == rows
         assert ("probes.knn_class.k is 200" in said.err) == (rows == ["knn_class"])
-    assert "k = 2 (number of tasks seen so far" in said.out
+    assert ", k = 2, bank" in said.out
 
 
 @pytest.mark.parametrize("text", ["[", '[{"date": "", "tasks": 1, "images": "", "sha256": ""}]'])

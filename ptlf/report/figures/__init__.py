@@ -1,1 +1,0 @@
-"""The pictures of a report: from runs to drawings."""
