@@ -51,8 +51,7 @@ def hf_entry(path: str) -> EncoderEntry:
         folder = where if where.is_dir() else where.parent
         here = {"local_files_only": True, "trust_remote_code": False}  # no download, no code in the folder
         settings = transformers.AutoConfig.from_pretrained(where, **here)
-        has_weights = where.is_dir() and any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
-        if has_weights:
+        if where.is_dir() and any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
             model = transformers.AutoModel.from_pretrained(where, config=settings, **here)
         else:
             if config.image_size and hasattr(settings, "image_size"):

@@ -38,8 +38,7 @@ class FreezeSchedule:
             if not 0 <= ratio <= 1:
                 raise ValueError(f"the {name} freeze ratio must lie in [0, 1], not {ratio}")
         if self.shape != "constant" and self.final < self.initial:
-            limits = f"final {self.final} is below initial {self.initial}"
-            raise ValueError(f"a {self.shape} freeze schedule rises: {limits}")
+            raise ValueError(f"a {self.shape} schedule rises: final {self.final} is below initial {self.initial}")
 
     def __call__(self, epoch: int) -> float:
         """Freeze ratio of `epoch`, counted from 0."""

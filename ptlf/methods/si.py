@@ -42,11 +42,9 @@ class SI(Method[SIConfig]):
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         losses = super().losses(model, batch)
         if self.task > 0:
-            losses["penalty"] = self.config.strength * self.penalty(model)
+            penalty = _Penalty.apply(list(self.importance), list(self.anchor), *model.encoder.parameters())
+            losses["penalty"] = self.config.strength * penalty
         return losses
-
-    def penalty(self, model: Model) -> Tensor:
-        return _Penalty.apply(list(self.importance), list(self.anchor), *model.encoder.parameters())
 
     @torch.no_grad()
     def after_backward(self, model: Model, lr: float | Tensor) -> None:

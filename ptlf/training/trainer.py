@@ -119,8 +119,7 @@ class Trainer:
         self.update_rule = OPTIMIZERS.find(self.config.optimizer.name)
         self.kept_state: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter that ever trained, see prepare_state
         self.rebuilds = 0
-        self.variant = ""  # the key of the step's operations
-        self.built: tuple[str, Addresses] | None = None  # arguments of the last `engine.rebuild`
+        self.variant, self.addresses = "", Addresses()  # the key of the step's operations, and where its tensors are
         self.sent: dict[str, int] = {}  # bytes of gradients that a step exchanges, by variant
 
     @property
@@ -192,8 +191,8 @@ class Trainer:
         views = make_views(batch.images, batch.uniforms, self.view_specs, self.view_size, augment, at_once=at_once)
         return [view.contiguous(memory_format=torch.channels_last) for view in views] if self.channels_last else views
 
-    def rebuild(self) -> str:
-        """The step's operations changed (a freeze, a thaw, a new task). Returns their key."""
+    def rebuild(self) -> None:
+        """The step's operations changed (a freeze, a thaw, a new task)."""
         self.optimizer.zero_grad(set_to_none=True)
         self.rebuilds += 1
         kept = self.kept_state if self.engine_kind == "captured" else {}
@@ -202,10 +201,8 @@ class Trainer:
         addresses = tuple(tensor.data_ptr() for tensor in self.held())
         if not complete:  # the first step creates state: it must run uncaptured, and no earlier graph may be replayed
             addresses += (self.rebuilds,)
-        self.built = name, addresses
-        self.engine.rebuild(*self.built)
-        self.variant = name
-        return name
+        self.variant, self.addresses = name, addresses
+        self.engine.rebuild(name, addresses)
 
     def held(self) -> list[Tensor]:
         """All that a step reads or writes besides its batch."""
@@ -275,8 +272,7 @@ class Trainer:
         try:
             yield
         finally:
-            if self.built is not None:
-                self.engine.rebuild(*self.built)
+            self.engine.rebuild(self.variant, self.addresses)
             self.sampled = None
 
     def sample_gradients(

@@ -56,7 +56,8 @@ def promise(model: nn.Module, freezer: Freezer, step: Callable[[], object], chos
     check()
     freezer.freeze(chosen)
     held = [parameter for unit in freezer.units if unit.name in freezer.frozen for parameter in unit.parameters()]
-    assert held and not any(parameter in optimizer.state for optimizer in freezer.optimizers for parameter in held)
+    assert held and all(parameter.grad is None for parameter in held)
+    assert not any(parameter in optimizer.state for optimizer in freezer.optimizers for parameter in held)
     check()
     freezer.thaw(freezer.frozen[0])
     check()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from architectures import HUGGING, OWN, hugging, own
 from test_correlation import reference_ratio, svd_ratio
-from test_freezer import gradients, plainly_frozen
+from test_freezer import compare
 from torch import Tensor, nn
 
 from ptlf.freezing.correlation import correlation_ratios
@@ -53,30 +53,21 @@ def test_every_parameter_is_in_one_unit_or_named_with_a_reason(name):
     assert [parameter.requires_grad for parameter in model.parameters()][:2] == [True, False]
 
 
-def extras(name: str) -> dict[str, list[str]]:
-    model, example = make(name)
-    return {unit.name: list(unit.extra) for unit in find_units(model, example)}
-
-
 def norm(path: str) -> list[str]:
     return [f"{path}.weight", f"{path}.bias"]
 
 
-def test_norms_belong_to_the_layers_they_feed_and_the_rest_to_the_layer_before():
-    found = extras("timm-like")
-    assert found["patch"] == ["cls_token", "pos_embed"]
-    for block in ("blocks.0", "blocks.1"):
-        attention = [*norm(f"{block}.norm1"), f"{block}.attn.table", *norm(f"{block}.attn.q_norm")]
-        assert found[f"{block}.attn.qkv"] == attention
-        assert found[f"{block}.attn.proj"] == [f"{block}.ls1.gamma"]
-        assert found[f"{block}.mlp.0"] == norm(f"{block}.norm2")
-        assert found[f"{block}.mlp.2"] == [f"{block}.ls2.gamma"]
-    assert found["blocks.2.mlp.2"] == ["blocks.2.ls2.gamma", *norm("norm")]
-
-
 def test_extra_parameters_belong_to_the_layer_they_feed_or_the_one_before():
-    """Norms after a residual sum to the layer before, parameters in front to the first, queries to their attention."""
+    """Norms to the layer they feed or, after a residual sum, to the one before; parameters in front to the first,
+    queries to their attention, and the rest to the layer before."""
+    attention = [*norm("blocks.1.norm1"), "blocks.1.attn.table", *norm("blocks.1.attn.q_norm")]
     for name, unit, expected in (
+        ("timm-like", "patch", ["cls_token", "pos_embed"]),
+        ("timm-like", "blocks.1.attn.qkv", attention),
+        ("timm-like", "blocks.1.attn.proj", ["blocks.1.ls1.gamma"]),
+        ("timm-like", "blocks.1.mlp.0", norm("blocks.1.norm2")),
+        ("timm-like", "blocks.1.mlp.2", ["blocks.1.ls2.gamma"]),
+        ("timm-like", "blocks.2.mlp.2", ["blocks.2.ls2.gamma", *norm("norm")]),
         ("encoder post", "layers.0.self_attn", norm("layers.0.norm1")),
         ("encoder post", "layers.0.linear2", norm("layers.0.norm2")),
         ("encoder pre", "layers.1.self_attn", norm("layers.1.norm1")),
@@ -86,7 +77,8 @@ def test_extra_parameters_belong_to_the_layer_they_feed_or_the_one_before():
         ("words", "pool", ["query"]),
         ("pre-activation", "blocks.1.1", [*norm("blocks.1.0"), "slope.weight"]),
     ):
-        assert extras(name)[unit] == expected, (name, unit)
+        found = {unit.name: list(unit.extra) for unit in find_units(*make(name))}
+        assert found[unit] == expected, (name, unit)
 
 
 @pytest.mark.parametrize("name", [*OWN, *HUGGING, "vit plain", "resnet plain"])
@@ -99,17 +91,10 @@ def test_gradients_equal_plain_pytorch_for_any_frozen_set(name):
     sets = [names, names[: len(names) // 2], *(draw.sample(names, k) for k in (1, 2, len(names) // 2, len(names) - 1))]
     for chosen in sets:
         freezer.freeze_only(chosen)
-        plainly_frozen(twin, find_units(twin, example), set(chosen))
-        twin.load_state_dict(model.state_dict())
-        outputs = [module(example) for module in (model, twin)]
-        torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
+        compare(model, freezer, twin, example)
         if chosen is names:
             outside = trace(model, example).outside
             assert {key for key, p in model.named_parameters() if p.requires_grad} == set(outside)
-            continue
-        found, expected = (gradients(module, example) for module in (model, twin))
-        assert found.keys() == expected.keys()
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     freezer.unfreeze()
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert all("forward" not in module.__dict__ for module in model.modules())
@@ -228,9 +213,8 @@ def test_ratios_of_an_attention_count_all_its_projections(threshold):
         else:
             weights, grads = layer.in_proj_weight.chunk(3), layer.in_proj_weight.grad.chunk(3)
         biases = layer.in_proj_bias.chunk(3)
-        q, k, v = (
-            (x @ w.T + b).unflatten(-1, (2, 4)).transpose(1, 2) for x, w, b in zip(given, weights, biases, strict=True)
-        )
+        projected = (x @ w.T + b for x, w, b in zip(given, weights, biases, strict=True))
+        q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in projected)
         heads = ((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
         matrices = [x.detach().reshape(-1, x.shape[-1]).T.numpy() for x in (*given, heads)]
         products = list(zip([g.numpy() for g in (*grads, layer.out_proj.weight.grad)], matrices, strict=True))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from architectures import hugging
 from promise import network as plain_network
 from promise import snapshot
-from test_freezer import OPTIMIZERS, SOME, equal, gradients, images, plainly_frozen, small
+from test_freezer import OPTIMIZERS, SOME, compare, equal, gradients, images, small
 from torch import Tensor, nn
 
 from ptlf.freezing.cost import backward_flops, format_bytes, kept_bytes, parse_bytes, state_bytes
@@ -72,15 +72,6 @@ def test_what_means_no_unit_is_refused_and_nothing_happens():
             with pytest.raises(error, match=re.escape(message)):
                 act(wanted)
         assert freezer.frozen == (), wanted
-
-
-def compare(model: nn.Module, freezer: Freezer, twin: nn.Module, x: Tensor) -> None:
-    """Gradients and features of the frozen module against its copy, plainly frozen."""
-    plainly_frozen(twin, Freezer(twin, example=x, save_memory=False).units, set(freezer.frozen))
-    twin.load_state_dict(model.state_dict())
-    found = gradients(model, x)
-    torch.testing.assert_close(found, gradients(twin, x), rtol=1e-9, atol=1e-9)
-    assert {k for k, p in model.named_parameters() if p.requires_grad} == set(found)
 
 
 def test_thawing_some_units_restores_masks_folding_and_statistics_of_those_alone():
@@ -208,14 +199,6 @@ def network(name: str, batch: int) -> tuple[nn.Module, Tensor]:
     return plain_network(name)[0], images(batch, 16)
 
 
-MAKERS = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "plain sgd": lambda p: torch.optim.SGD(p, 0.1),
-    "adamw": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
-    "lars": OPTIMIZERS["lars"],
-}
-
-
 @pytest.mark.parametrize("share", ["first", "middle", "all"])
 @pytest.mark.parametrize("name", ["resnet", "vit", "convnext"])
 def test_the_estimate_is_what_is_then_measured(name, share):
@@ -252,10 +235,10 @@ def test_the_estimate_is_what_is_then_measured(name, share):
         freezer.freeze(chosen)
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-def test_the_state_of_an_optimizer_is_known_before_its_first_step(maker):
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_state_of_an_optimizer_is_known_before_its_first_step(kind):
     model = small()
-    optimizer = MAKERS[maker](model.parameters())
+    optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     expected = state_bytes(optimizer, list(model.parameters()))
     assert not optimizer.state

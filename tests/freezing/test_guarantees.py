@@ -16,7 +16,7 @@ import pytest
 import torch
 from architectures import own
 from promise import NETWORKS, PREFIX, SCATTERED, keys_of, network, promise, snapshot
-from test_freezer import OPTIMIZERS, equal, loss_of, plainly_frozen
+from test_freezer import OPTIMIZERS, compare, equal, loss_of, plainly_frozen
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -30,16 +30,7 @@ SETS = {"prefix": PREFIX, "scattered": SCATTERED}
 CASES = list(itertools.product(NETWORKS, SETS))
 
 
-def same_gradients(model: nn.Module, twin: nn.Module) -> None:
-    found, expected = ({k: p.grad for k, p in m.named_parameters() if p.grad is not None} for m in (model, twin))
-    assert found.keys() == expected.keys()
-    torch.testing.assert_close(found, expected)
-
-
-Made = tuple[nn.Module, torch.optim.Optimizer, Freezer, Tensor]
-
-
-def made(name: str, kind: str = "sgd", seed: int = 0) -> Made:
+def made(name: str, kind: str = "sgd", seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Freezer, Tensor]:
     model, x = network(name, seed)
     optimizer = OPTIMIZERS[kind](model.train().parameters())
     return model, optimizer, Freezer(model, optimizer, example=x[:2]), x
@@ -161,43 +152,28 @@ def test_compiled(name, save_memory):
     compiled = torch.compile(model, backend="aot_eager", dynamic=False)
     for chosen in ([], names[:2], names[1::2], names[2:4], [], names[:1]):
         freezer.freeze_only(chosen)
-        plainly_frozen(twin, find_units(twin, x[:2]), set(chosen))
-        twin.load_state_dict(model.state_dict())
-        for module in (compiled, twin):
-            module.zero_grad()
-            loss_of(module, x).backward()
-        same_gradients(model, twin)
+        compare(model, freezer, twin, x, compiled)
     freezer.thaw()
     freezer.optimizers = [optimizer := OPTIMIZERS["sgd"](model.parameters())]
     promise(model, freezer, stepper(compiled, optimizer, x), names[1:3])
-
-
-class Checkpointed(nn.Module):
-    """A network whose blocks are computed anew in backward."""
-
-    def __init__(self, model: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.model, self.reentrant = model, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x, call=lambda block, y: checkpoint(block, y, use_reentrant=self.reentrant))
 
 
 @pytest.mark.parametrize(("name", "chosen"), CASES)
 def test_activation_checkpointing(name, chosen):
     model, optimizer, freezer, x = made(name)
     twin = copy.deepcopy(model)
+    blocks = [model.stem, *model.stages] if name == "resnet" else [model.embedding, *model.blocks, model.pool]
     for reentrant in (False, True):
-        x.requires_grad_(reentrant)  # which that kind needs to give any gradient
-        wrapped = Checkpointed(model, reentrant)
+
+        def wrapped(y: Tensor, reentrant: bool = reentrant) -> Tensor:
+            for block in blocks:
+                y = checkpoint(block, y, use_reentrant=reentrant)
+            return y.mean((2, 3)) if name == "resnet" else y
+
         freezer.freeze(SETS[chosen][name])
-        plainly_frozen(twin, find_units(twin, x[:2].detach()), set(freezer.frozen))
-        twin.load_state_dict(model.state_dict())
-        for module in (wrapped, twin):
-            module.zero_grad()
-            loss_of(module, x).backward()
-        same_gradients(model, twin)
+        compare(model, freezer, twin, x, wrapped)
         freezer.thaw()
+        x.requires_grad_(reentrant)  # which that kind needs to give any gradient
         promise(model, freezer, stepper(wrapped, optimizer, x), SETS[chosen][name])
 
 
@@ -240,7 +216,8 @@ def test_gradient_accumulation_with_a_freeze_midway(name, chosen):
     for part in parts[1:]:
         for module in (model, twin):
             loss_of(module, part).backward()
-    same_gradients(model, twin)
+    found, expected = ({k: p.grad for k, p in m.named_parameters() if p.grad is not None} for m in (model, twin))
+    torch.testing.assert_close(found, expected)
     freezer.thaw()
     promise(model, freezer, stepper(model, optimizer, x, parts=3), SETS[chosen][name])
 

@@ -76,7 +76,7 @@ def finish(processes: list[subprocess.Popen], seconds: float) -> list[tuple[int,
 def found(tmp_path_factory) -> dict[str, dict[str, Any]]:
     """Results of the runs of `worker.py`: in a single process ("alone"), and in the first and second of two."""
     folder = tmp_path_factory.mktemp("found")
-    for code, text in finish(start([str(HERE / "worker.py"), str(folder)], 2), 240):
+    for code, text in finish(start([str(HERE / "worker.py"), "double", str(folder)], 2), 240):
         assert code == 0, text
     alone, pair = ([torch.load(folder / f"{name}{rank}.pt") for rank in (0, 1)] for name in ("alone", "pair"))
     return {"alone": alone[0] | alone[1], "first": pair[0], "second": pair[1]}

@@ -72,13 +72,6 @@ def test_one_pass_equals_two(frozen: tuple[str, ...]) -> None:
     assert all(m.views == 1 for m in one.modules() if hasattr(m, "views"))
 
 
-def test_shared_statistics_would_show() -> None:
-    views = torch.randn(2, 6, 3, 8, 8, dtype=torch.float64)
-    views[1] = 3 * views[1] + 1
-    apart, together = model_of(small()).encode(list(views))[0], small()(views.flatten(0, 1))[:6].float()
-    assert (apart - together).abs().max() > 0.01
-
-
 def test_other_norms_keep_two_passes() -> None:
     assert takes_views_in_one_pass(small())
     assert not takes_views_in_one_pass(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
@@ -94,24 +87,6 @@ def light_compiler(monkeypatch):
     yield
     parts.compile_part.cache_clear()
     torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_compiled_parts_follow_freezing_and_thawing(light_compiler) -> None:
-    plain, fast = small(), small()
-    views = list(torch.randn(2, 4, 3, 8, 8, dtype=torch.float64))
-    fast_parts = FastParts(4, CPU)
-    freezers = [Freezer(encoder, example=views[0]) for encoder in (plain, fast)]
-    for frozen in ((), FROZEN[:1], FROZEN, None, FROZEN[1:2]):
-        for freezer in freezers:
-            freezer.thaw() if frozen is None else freezer.freeze(frozen)
-        torch.testing.assert_close(gradients(fast, views, fast_parts), gradients(plain, views), rtol=0, atol=1e-5)
-    reused = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for freezer in freezers:
-        freezer.thaw()
-        freezer.freeze(FROZEN)
-    gradients(fast, views, fast_parts)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == reused  # a set seen before is not compiled again
 
 
 def test_only_full_batches_are_compiled(monkeypatch) -> None:
@@ -133,16 +108,6 @@ def test_only_full_batches_are_compiled(monkeypatch) -> None:
         called.clear()
     encoder.eval()(torch.randn(8, 3, 8, 8, dtype=torch.float64))
     assert called == []
-
-
-def test_the_compiler_s_settings_are_as_before(light_compiler) -> None:
-    def settings() -> dict[str, object]:
-        return {name: getattr(torch._dynamo.config, name) for name in parts.DYNAMO}
-
-    before = settings()
-    assert before != parts.DYNAMO
-    FastParts(4, CPU).encode(small(), torch.randn(4, 3, 8, 8, dtype=torch.float64))
-    assert settings() == before
 
 
 def test_running_out_of_variants_is_an_error(light_compiler, monkeypatch) -> None:
@@ -205,18 +170,6 @@ def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, met
     run.trainer.engine = Recorded(run.trainer.body, run.device)
     run.train()
     assert rebuilt == ([0, 0] if method == "pnn" else [0, 0, 1, 2])
-
-
-def test_an_encoder_that_cannot_be_compiled_says_so(light_compiler) -> None:
-    class Odd(nn.Module):
-        def forward(self, x):
-            torch._dynamo.graph_break()
-            return x.mean((2, 3))
-
-    odd = nn.Sequential(nn.Conv2d(3, 4, 3), Odd())
-    fast_parts = FastParts(4, CPU)
-    with pytest.raises(UserError, match=r"Sequential cannot be compiled \(.*\); use --training.engine eager"):
-        fast_parts.encode(odd, torch.randn(4, 3, 8, 8))
 
 
 class Blocks(nn.Module):
@@ -386,20 +339,15 @@ def test_what_has_moved_is_captured_anew(steps) -> None:
     assert steps("a", 8, 8, addresses=(1, 2)) == ["run", "capture", "replay"]  # one of a kind is kept
 
 
-def test_the_graphs_not_used_for_longest_go_first(steps, recording, monkeypatch) -> None:
+def test_the_graphs_not_used_for_longest_go_first_and_all_where_memory_is_scarce(steps, recording, monkeypatch) -> None:
     monkeypatch.setattr(engine, "KEPT", 2)
     for variant in "aab":
         steps(variant, 8, 8, 8, 8)
     assert steps("a", 8) == ["replay"]
     steps("c", 8, 8)
-    assert list(recording.kept) == ["a", "c"]
-
-
-def test_graphs_go_at_once_where_memory_is_scarce(steps, recording, monkeypatch) -> None:
-    steps("a", 8, 8, 8, 8)
-    assert recording.graphs()
+    assert list(recording.kept) == ["a", "c"] and recording.graphs()
     monkeypatch.setattr(engine, "is_scarce", lambda device: True)
-    recording.rebuild("a")
+    recording.rebuild("c")
     assert not recording.graphs() and recording.captured == {}
 
 
@@ -504,10 +452,14 @@ class TapedEngine(engine.CapturedEngine):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.trainer.body, run.device, run.config.training.batch)
-        self.run, self.did = run, []
+        self.run, self.did, self.sampled = run, [], []
+
+    def note(self, what: str) -> None:
+        did = self.did if self.run.trainer.sampled is None else self.sampled
+        did.append((self.run.progress.position.task, what))
 
     def uncaptured(self, batch):
-        self.did.append((self.run.progress.position.task, "run"))
+        self.note("run")
         return self.body(batch)
 
     def capture(self, mine, batch):
@@ -519,7 +471,7 @@ class TapedEngine(engine.CapturedEngine):
         with torch.no_grad():
             for tensor, value in zip(held, before, strict=True):
                 tensor.detach().copy_(value)
-        self.did.append((self.run.progress.position.task, "capture"))
+        self.note("capture")
         mine.batch, mine.graph = batch, tape
 
 
@@ -575,11 +527,9 @@ def test_replayed_graphs_train_like_the_step_itself(tiny, recording, monkeypatch
     config = small_config(tiny, objective, method, training__schedule="cosine", training__lr=0.02)
     plain, taped = trained_both_ways(config, monkeypatch)
     assert_same_run(plain, taped)
-    recorded = {task for task, _ in taped.trainer.engine.did}
-    if METHODS[method].joint:
-        assert recorded == {0}
-    else:  # in the third task nothing runs but what was recorded before, unless steps depend on the task's number
-        assert recorded == ({0, 1, 2} if METHODS[method].recapture == "every_task" else {0, 1})
+    # In the third task nothing runs but what was recorded before, unless steps depend on the task's number.
+    expected = {0, 1, 2} if METHODS[method].recapture == "every_task" else {0, 1}
+    assert {task for task, _ in taped.trainer.engine.did} == ({0} if METHODS[method].joint else expected)
 
 
 @pytest.mark.parametrize("objective", ["simsiam", "mocov2plus"])
@@ -588,39 +538,30 @@ def test_gradients_for_the_ratios_are_replayed(tiny, recording, monkeypatch, obj
     settings = {"freezing__policy": "correlation", "freezing__final": 0.67, "encoder__name": "conftest:tiny_resnet"}
     settings |= {"objective__queue": 48} if objective == "mocov2plus" else {}
     config = tiny(f"digits/{objective}/finetune", method__name="lump", **{**SMALL, **settings})
-    sampled: list[tuple[int, str]] = []
-
-    class Noted(TapedEngine):
-        def uncaptured(self, batch):
-            losses = super().uncaptured(batch)
-            sampled.extend(self.did[-1:] if self.run.trainer.sampled is not None else [])
-            return losses
-
-        def capture(self, mine, batch):
-            super().capture(mine, batch)
-            sampled.extend(self.did[-1:] if self.run.trainer.sampled is not None else [])
-
-    monkeypatch.setitem(globals(), "TapedEngine", Noted)
     plain, taped = trained_both_ways(config, monkeypatch)
     assert_same_run(plain, taped)
     ratios = [[entry["ratios"] for entry in run.freezing.log] for run in (plain, taped)]
     assert ratios[0] == ratios[1]
     assert len({*ratios[0][0].values(), *ratios[0][1].values()}) > 4
-    assert sampled == [(1, "run"), (1, "capture")]
+    assert taped.trainer.engine.sampled == [(1, "run"), (1, "capture")]
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "adamw"])
-def test_replayed_graphs_with_another_optimizer(tiny, recording, monkeypatch, optimizer: str) -> None:
-    config = small_config(tiny, "simsiam", "lump", training__optimizer=optimizer, training__lr=0.01)
-    assert_same_run(*trained_both_ways(config, monkeypatch))
+KEEP = {"freezing__final": 0.67, "freezing__thaw": "needed"}
 
 
-@pytest.mark.parametrize("policy", ["ascending", "correlation"])
-def test_replayed_graphs_of_units_that_stay_frozen(tiny, recording, monkeypatch, policy: str) -> None:
-    """Where a task begins with units frozen."""
-    keep = {"freezing__final": 0.67, "freezing__thaw": "needed"}
-    config = small_config(tiny, "simsiam", "lump", **keep, freezing__policy=policy)
-    plain, taped = trained_both_ways(config, monkeypatch)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"training__optimizer": "lars", "training__lr": 0.01},
+        {"training__optimizer": "adamw", "training__lr": 0.01},
+        {**KEEP, "freezing__policy": "ascending"},
+        {**KEEP, "freezing__policy": "correlation"},
+    ],
+    ids=["lars", "adamw", "ascending", "correlation"],
+)
+def test_replayed_graphs_with_other_settings(tiny, recording, monkeypatch, settings: dict) -> None:
+    """With another optimizer, and where a task begins with units frozen."""
+    plain, taped = trained_both_ways(small_config(tiny, "simsiam", "lump", **settings), monkeypatch)
     assert_same_run(plain, taped)
     assert plain.freezing.log == taped.freezing.log
     assert len(plain.freezing.log[1]["order"]) == 2
@@ -656,22 +597,17 @@ def test_every_encoder_of_a_step_goes_through_the_accelerator(tiny, monkeypatch,
             finally:
                 self.inside = False
 
-    def look(module: nn.Module, given: object) -> None:
-        if module.training:
-            called.append(door.inside)
-
     run = Run(small_config(tiny, objective, method, stream__per_class=8))
     door, called = Door(), []
     run.model.accelerator = door
     for module in (*run.model.modules(), *run.method.modules()):
         if isinstance(module, nn.Conv2d):
-            module.register_forward_pre_hook(look)
-    run.trainer.rebuild()
-    for _ in run.trainer.epoch(run.stream.tasks[0].train, 0, run.trainer.begin_epoch()):
-        pass
-    run.method.begin_task(1, run.model)
-    for _ in run.trainer.epoch(run.stream.tasks[1].train, 0, run.trainer.begin_epoch()):
-        pass
+            module.register_forward_pre_hook(lambda module, given: module.training and called.append(door.inside))
+    for number, task in enumerate(run.stream.tasks[:2]):
+        run.method.begin_task(number, run.model)
+        run.trainer.rebuild()
+        for _ in run.trainer.epoch(task.train, 0, run.trainer.begin_epoch()):
+            pass
     assert called and all(called)
 
 

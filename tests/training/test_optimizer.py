@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from ptlf.freezing import Freezer
 from ptlf.run.build import make_optimizer
 from ptlf.run.loop import Run
 from ptlf.training.optimizers import LARS, OPTIMIZERS, UpdateRule, prepare_state
@@ -193,20 +192,6 @@ def test_an_optimizer_that_names_no_first_state_replays_no_earlier_graph(tiny, m
         run.trainer.rebuild()
     ((places),) = seen.values()
     assert len(set(places)) == 3
-
-
-def test_the_state_of_frozen_units_is_dropped() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    for rule in OPTIMIZERS.values():
-        optimizer = rule.make(rule.Config(), list(model.parameters()), 0.01)
-        model(torch.ones(2, 4)).square().sum().backward()
-        optimizer.step()
-        assert len(optimizer.state) == 4
-        freezer = Freezer(model, optimizer, example=torch.ones(2, 4))
-        freezer.freeze(["0"])
-        assert set(optimizer.state) == set(model[2].parameters())
-        freezer.thaw()
-        model.zero_grad()
 
 
 def test_the_learning_rate_by_hand() -> None:

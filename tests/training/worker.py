@@ -1,7 +1,11 @@
-"""Tiny runs in float64, in one process and in two: `python worker.py FOLDER` saves their results.
+"""Tiny runs in one process and in two: `python worker.py MODE FOLDER` saves their results.
 
-In float64 the order of summation changes only about the ninth digit, so that a distributed run can be compared with
-that of a single process up to its end.
+double: as one of two processes, in float64. There the order of summation changes only about the ninth digit, so that a
+distributed run can be compared with that of a single process up to its end.
+fast: as one of two processes. The first takes steps alone, eagerly and with the whole batch. Then both take their
+shares of them with the kernels of `ptlf.kernels.norm`, in Triton's interpreter, and train with steps that are replayed.
+one: without a process group, or in a group of its own under torchrun, there also with synchronised norms. On a GPU the
+steps are captured and the group speaks NCCL.
 """
 
 from __future__ import annotations
@@ -14,14 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
+if __name__ == "__main__":
+    os.environ |= {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if sys.argv[1] == "fast" else {})
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import pytest
 import torch
 from conftest import tiny_config, tiny_encoder
 from torch import Tensor, nn
 
 from ptlf.core import processes
+from ptlf.kernels import FastParts, can_fuse, parts
 from ptlf.model import Model, gradient
 from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import Teacher
@@ -30,7 +37,7 @@ from ptlf.run.components import Components
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.run.watcher import Watcher
-from ptlf.training import trainer
+from ptlf.training import engine, trainer
 
 COMMON: dict[str, Any] = {
     "training__epochs": 2,
@@ -60,6 +67,36 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "simsiam local": {"method__name": "cassle", "distributed__sync_batch_norm": False},
 }  # fmt: skip
+
+FROZEN = [(), ("stem.conv",), ("stages.0.0.conv2", "stages.1.0.shortcut.0")]
+RESIDUAL: dict[str, Any] = {
+    "encoder__name": "conftest:tiny_resnet",
+    "stream__per_class": 16,
+    "training__batch": 16,
+    "training__lr": 0.01,
+    "memory__size": 24,
+    "evaluation__enabled": False,
+    "freezing__policy": "ascending",
+}
+FAST_RUNS: dict[str, dict[str, Any]] = {
+    "simsiam lump": {},
+    "barlow_twins der": {"objective__projection": 16},
+    "mocov2plus cassle": {"objective__queue": 48, "method__hidden": 16},
+}
+
+GPU = torch.cuda.is_available()
+ALONE: dict[str, Any] = {
+    **RESIDUAL,
+    "encoder__name": "resnet18" if GPU else "conftest:tiny_resnet",
+    "stream__groups": [[0, 1], [2, 3]],
+    "stream__per_class": None if GPU else 48,
+    "training__epochs": 3,
+    "training__batch": 32,
+    "training__last_batch": "drop",
+    "freezing__initial": 0.2,
+    "freezing__final": 0.4,
+    "device": "cuda" if GPU else "cpu",
+}
 
 
 def encode_double(model: Model, views: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
@@ -106,15 +143,14 @@ class Notes(Watcher):
 
     def step(self, views: int) -> None:
         if self.fresh:
-            parts = {"model": self.run.model, "method": self.run.method}
-            self.gradients[self.place] = {
-                f"{part}.{name}": p.grad.clone()
-                for part, module in parts.items()
-                for name, p in module.named_parameters()
-                if p.grad is not None
-            }
+            self.gradients[self.place] = gradients_of(self.run)
             self.sent[self.place] = SENT.pop() if SENT else 0
         self.fresh = False
+
+
+def gradients_of(run: Run) -> dict[str, Tensor]:
+    parameters = [*run.model.named_parameters("model"), *run.method.named_parameters("method")]
+    return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
 SENT: list[int] = []  # the bytes of gradients that the last step really sent
@@ -151,21 +187,90 @@ def train(name: str) -> dict[str, Any]:
         "per_epoch": epoch_lines(results),
         "model": run.model.state_dict(),
         "method": run.method.state_dict(),
-        "unit_bytes": {
-            unit.name: sum(p.numel() * p.element_size() for p in unit.parameters())
-            for unit in run.freezing.freezer.units
-        },
+        "unit_bytes": {unit.name: sum(p.nbytes for p in unit.parameters()) for unit in run.freezing.freezer.units},
         "random": run.components.random.state_dict(),
     }
 
 
+def steps(name: str, *, fast: bool) -> list[dict[str, Any]]:
+    """Two steps with each frozen set: losses, gradients, state."""
+    objective, method = name.split()
+    run = Run(tiny_config(f"digits/{objective}/finetune", method__name=method, **RESIDUAL | FAST_RUNS[name]))
+    if fast:  # as on a GPU, but with a light compiler
+        accelerator = FastParts(processes.share(run.config.training.batch), run.device)
+        accelerator.has_kernels, run.model.accelerator, run.trainer.engine_kind = True, accelerator, "compiled"
+        assert can_fuse(run.model.encoder)
+    run.method.begin_task(0, run.model)
+    found = []
+    for frozen in FROZEN:
+        run.freezing.freezer.thaw()
+        run.freezing.freezer.freeze(frozen)
+        run.trainer.rebuild()
+        state = run.trainer.begin_epoch()
+        for _ in run.trainer.epoch(run.stream.tasks[0].train, 0, state):
+            pass
+        found.append(
+            {
+                "losses": dict(state.losses),
+                "gradients": gradients_of(run),
+                "model": {key: value.clone() for key, value in run.model.state_dict().items()},
+                "method": {key: value.clone() for key, value in run.method.state_dict().items()},
+                "sent": run.trainer.sent_bytes(),
+            }
+        )
+    return found
+
+
+def check_replays() -> None:
+    """Steps that are recorded and replayed, collectives included, leave the bits of steps as they are."""
+    from test_engine import assert_same_run, small_config, trained_both_ways
+
+    for name in ("graph_pool_handle", "Stream"):
+        setattr(torch.cuda, name, lambda *device: None)
+    engine.is_scarce = lambda device: False
+    with pytest.MonkeyPatch.context() as patch:
+        for objective, method in (("barlow_twins", "der"), ("mocov2plus", "cassle")):
+            plain, taped = trained_both_ways(small_config(tiny_config, objective, method), patch)
+            assert_same_run(plain, taped)
+            assert "capture" in {done for _, done in taped.trainer.engine.did}
+            assert taped.trainer.sent_bytes() == plain.trainer.sent_bytes() > 0
+            assert not taped.trainer.engine.graphs()  # NCCL would wait for them
+
+
+def train_one(synchronised: bool) -> dict[str, Any]:
+    run = Run(tiny_config("digits/simsiam/lump", **ALONE, distributed__sync_batch_norm=synchronised))
+    assert run.trainer.engine_kind == ("captured" if GPU else "eager")
+    results = run.train()
+    state = {**run.model.state_dict(), **{f"method {key}": value for key, value in run.method.state_dict().items()}}
+    rows = {key: value[:-1] if "memory." in key and value.ndim else value for key, value in state.items()}
+    losses = [loss for line in epoch_lines(results) for loss in line["loss"].values()]
+    return {"losses": losses, "state": {key: value.cpu() for key, value in rows.items()}}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Model.encode = encode_double  # type: ignore[method-assign]
-    Components.prepare = prepare_double  # type: ignore[method-assign]
-    build.measure_savings = different_savings
-    count_sent_bytes()
-    rank = int(os.environ["RANK"])
-    torch.save({name: train(name) for name in list(RUNS)[rank::2]}, f"{sys.argv[1]}/alone{rank}.pt")
-    with processes.process_group():
-        torch.save({name: train(name) for name in RUNS}, f"{sys.argv[1]}/pair{rank}.pt")
+    mode, folder = sys.argv[1:]
+    rank = int(os.environ.get("RANK", "0"))
+    if mode == "double":
+        Model.encode = encode_double  # type: ignore[method-assign]
+        Components.prepare = prepare_double  # type: ignore[method-assign]
+        build.measure_savings = different_savings
+        count_sent_bytes()
+        torch.save({name: train(name) for name in list(RUNS)[rank::2]}, f"{folder}/alone{rank}.pt")
+        with processes.process_group():
+            torch.save({name: train(name) for name in RUNS}, f"{folder}/pair{rank}.pt")
+    elif mode == "fast":
+        parts.BACKEND = os.environ.get("COMPILER", "aot_eager")
+        if rank == 0:
+            torch.save({name: steps(name, fast=False) for name in FAST_RUNS}, f"{folder}/alone.pt")
+        with processes.process_group():
+            torch.save({name: steps(name, fast=True) for name in FAST_RUNS}, f"{folder}/pair{rank}.pt")
+            check_replays()
+    else:
+        torch._inductor.config.deterministic = True  # no choice of kernels by their timing
+        # In place of the fastest that cuDNN finds: those are other ones in every process.
+        engine.CapturedEngine.arithmetic = lambda self, batch=None: engine.Engine.arithmetic(self)
+        with processes.process_group():
+            kinds = {"group local": False, "group": True} if processes.joined() else {"alone": False}
+            for kind, synchronised in kinds.items():
+                torch.save(train_one(synchronised), f"{folder}/{kind}.pt")
