@@ -26,7 +26,7 @@ from ptlf.encoders.resnet import Bottleneck, ResNet
 from ptlf.encoders.vit import ViT
 from ptlf.freezing import Freezer, Unit, find_units
 from ptlf.freezing.cost import backward_flops, kept_bytes
-from ptlf.run.environment import environment, source_commit
+from ptlf.run.record import environment, source_commit
 from ptlf.run.results import write_json
 from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
 

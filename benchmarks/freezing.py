@@ -22,7 +22,7 @@ from ptlf.freezing.cost import backward_flops, kept_bytes
 from ptlf.freezing.savings import measure_savings
 from ptlf.report.live import console
 from ptlf.run.build import choose_device, make_encoder
-from ptlf.run.environment import environment
+from ptlf.run.record import environment
 from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
 
 

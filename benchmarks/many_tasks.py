@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ptlf import Learner
-from ptlf.run.environment import environment, source_commit
+from ptlf.run.record import environment, source_commit
 from ptlf.run.results import write_json
 from ptlf.run.watcher import Watcher
 

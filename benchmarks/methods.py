@@ -12,8 +12,8 @@ from benchmarks.printing import show_rows
 from benchmarks.timing import RANGE, save_rows, steps_in_task
 from ptlf.report.live import console
 from ptlf.run.build import choose_device
-from ptlf.run.environment import environment, source_commit
 from ptlf.run.recipes import resolve_config
+from ptlf.run.record import environment, source_commit
 
 
 def main(argv: Sequence[str] | None = None) -> int:

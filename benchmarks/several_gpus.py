@@ -22,9 +22,9 @@ from benchmarks.timing import noise_for, time_steps
 from ptlf.core import processes
 from ptlf.core.batch import Batch
 from ptlf.run.config import Config, from_dict
-from ptlf.run.environment import environment, source_commit
 from ptlf.run.loop import Run
 from ptlf.run.recipes import recipe
+from ptlf.run.record import environment, source_commit
 from ptlf.run.results import write_json
 
 Row = dict[str, Any]

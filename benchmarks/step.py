@@ -18,9 +18,9 @@ from ptlf.core.settings import as_dict
 from ptlf.report.live import console
 from ptlf.run.build import choose_device
 from ptlf.run.config import Config
-from ptlf.run.environment import environment, source_commit
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
+from ptlf.run.record import environment, source_commit
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -128,7 +128,7 @@ class Learner:
     @property
     def encoder(self) -> nn.Module:
         """The encoder as the last task left it, in eval mode."""
-        return self._loaded().module
+        return self._loaded().module.requires_grad_()
 
     @property
     def exists(self) -> bool:

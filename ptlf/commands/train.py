@@ -15,7 +15,6 @@ from ptlf.learner import Learner
 from ptlf.report.live import Live, console, tell
 from ptlf.report.tables import show_results, show_runs
 from ptlf.run import sweep as sweeps
-from ptlf.run.cluster import train_as_jobs
 from ptlf.run.config import Config, read_yaml
 from ptlf.run.fitting import free_settings
 from ptlf.run.folder import check_vacant, has_finished, has_finished_as
@@ -135,7 +134,7 @@ def open_learner(
 
 
 def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, overrides: Words, **jobs: Any) -> None:
-    """jobs: `cluster`, `jobs` and `job_options`, for `cluster.train_as_jobs`."""
+    """jobs: `cluster`, `jobs` and `job_options`, for `train_as_jobs`."""
     if any(word.partition("=")[0] == "--seed" for word in overrides):
         raise UserError("`ptlf sweep` takes --seeds, such as --seeds 0 1 2, in place of --seed")
     if baseline:
@@ -154,7 +153,7 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
     done = len(runs) - len(missing)
     tell(sweeps.describe_runs(done, missing))
     if jobs["cluster"]:
-        train_as_jobs(missing, out / "jobs", **jobs, tell=tell)
+        sweeps.train_as_jobs(missing, out / "jobs", **jobs, tell=tell)
     else:
         for run, results in sweeps.train_all(missing, Live, tell, done):
             show_results(console, results, run.folder, brief=True)

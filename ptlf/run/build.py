@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,7 +191,10 @@ def make_checked_stream(config: Config, folder: Path | None, given: Stream | Non
         stream = stream or make_stream(config, folder)
     with refused:
         named_views(config.views.name, config.views.size or (stream.size if stream else 32))
-    check_combination(config, stream, refused)
+    with refused:
+        refused.problems += contradictions(config, stream)
+        if stream and stream.arrived:
+            check_grows(config)
     with refused:
         check_warmup(config.training)
     with refused:
@@ -202,25 +205,17 @@ def make_checked_stream(config: Config, folder: Path | None, given: Stream | Non
     return stream
 
 
-def check_combination(config: Config, stream: Stream | None, refused: Refusals) -> None:
-    """Refuse settings that do not go together. stream: None where it cannot be made."""
+def contradictions(config: Config, stream: Stream | None) -> Iterator[str]:
+    """Settings that do not go together. stream: None where it cannot be made."""
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
     initial, final = config.freezing.initial, config.freezing.final
-    with refused:
-        if initial > final:
-            shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
-            raise UserError(f"{shares}; what is frozen stays frozen, so the share can only rise")
-    with refused:
-        if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
-            raise UserError(f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none")
-    with refused:
-        if why := conflict(objective, method):
-            names = f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}"
-            raise UserError(f"{names}: {why}")
-    with refused:
-        if stream and stream.arrived:
-            check_grows(config)
-    with refused:
-        if stream and objective.needs_labels and stream.data.folders == "tasks":
-            lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
-            raise UserError(f"{lacking}; choose another objective")
+    if initial > final:
+        shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
+        yield f"{shares}; what is frozen stays frozen, so the share can only rise"
+    if POLICIES.find(config.freezing.policy.name).freezes and not method.freezable:
+        yield f"method {config.method.name!r} chooses itself what trains; use --freezing.policy none"
+    if why := conflict(objective, method):
+        yield f"objective {config.objective.name!r} cannot be trained with method {config.method.name!r}: {why}"
+    if stream and objective.needs_labels and stream.data.folders == "tasks":
+        lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
+        yield f"{lacking}; choose another objective"

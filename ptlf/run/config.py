@@ -1,6 +1,5 @@
 """The complete configuration of a run, assembled from the sections that sit beside what they configure."""
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,18 +67,6 @@ class Config:
         self.log = list(dict.fromkeys(self.log))
         for name in self.log:
             TRACKERS.find(name)
-
-
-def resume_command(folder: Path, config: Config, *, module: bool = False, arrived: bool = False) -> str:
-    """What to type to continue the run in the folder. module: its encoder was given as one, in Python. arrived: tasks
-    have arrived in it."""
-    names = [config.stream.name, config.objective.name, config.method.name, *config.probes]
-    names += [config.freezing.policy.name, config.training.optimizer.name, *config.log]
-    code = ENCODERS.names_code(config.encoder.name) or any(":" in name for name in names)
-    if module:
-        return f"ptlf.Learner.load({str(folder)!r}, encoder=MODULE{', trust_code=True' if code else ''}).learn()"
-    verb = "learn" if arrived else "train --resume"
-    return f"ptlf {verb} {shlex.quote(str(folder))}{' --trust-code' if code else ''}"
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:

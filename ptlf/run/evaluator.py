@@ -1,8 +1,7 @@
 """What a run looks at between its steps: correlation, cost, accuracy, features."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -45,8 +44,11 @@ class Evaluator:
         self.encoder, self.stream = components.model.encoder, components.stream
         self.step_costs: dict[str, MeasuredStep] = {}  # by the trainer's variant
 
-    def correlate(self, at: Position, indices: np.ndarray) -> "TaskRatios":
-        """Ratios of units not yet frozen: the past is the memory, the gradient the new task's."""
+    def correlate(
+        self, at: Position, indices: np.ndarray
+    ) -> tuple[Callable[[Sequence[str]], dict[str, float]], TaskCorrelation]:
+        """A function that computes the ratios of units not yet frozen, by name, the same on all processes; and what it
+        has computed. The past is the memory, the gradient the new task's."""
         parts = self.components
         memory, freezer, settings = parts.method.memory, parts.freezing.freezer, parts.config.freezing
         assert memory is not None
@@ -64,7 +66,12 @@ class Evaluator:
                 keep=[parts.model],
                 combine=processes.all_reduce_mean_,
             )
-        return TaskRatios(correlation, measuring)
+
+        def ratios(names: Sequence[str]) -> dict[str, float]:
+            with measuring():
+                return processes.broadcast_object(correlation(names))
+
+        return ratios, correlation
 
     @contextmanager
     def correlating(self, place: str) -> Iterator[None]:
@@ -175,15 +182,3 @@ class Evaluator:
 
         with self.clock("evaluation"):
             yield phase
-
-
-@dataclass(frozen=True)
-class TaskRatios:
-    """Called with names of units, it computes their ratios, the same on all processes."""
-
-    correlation: TaskCorrelation
-    measuring: Callable[[], AbstractContextManager[None]]
-
-    def __call__(self, names: Sequence[str]) -> dict[str, float]:
-        with self.measuring():
-            return processes.broadcast_object(self.correlation(names))

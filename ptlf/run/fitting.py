@@ -81,22 +81,20 @@ def fit_pack(values: Settings, free: Collection[str]) -> tuple[Settings, str]:
     if found is None:
         return values, ""
     pack, counts = found
-    divided: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     if "stream.tasks" in free and pack.folders != "tasks":
-        divided = division(pack, len(counts), values["stream"])
-        values = merge(Config, values, {"stream": divided})
-    return fit_settings(values, free, expected_sizes(values), pack.size, divided)
+        chosen = division(pack, len(counts), values["stream"])
+        values = merge(Config, values, *[nested(name, value) for name, value in chosen.items()])
+    return fit_settings(values, free, expected_sizes(values), pack.size, chosen)
 
 
 def fit_settings(
     values: Settings, free: Collection[str], sizes: Sequence[int], size: int, divided: Settings | None = None
 ) -> tuple[Settings, str]:
-    """`values`, all settings, with what is free chosen for tasks of `sizes` images of `size` px, and a sentence on it.
-
-    divided: settings of the stream that were chosen before.
-    """
+    """`values`, all settings, with what is free chosen for tasks of `sizes` images of `size` px, and a sentence on it
+    and on `divided`, what was chosen for the stream."""
     machine, pixels = this_machine(values["device"]), values["views"]["size"] or size
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = dict(divided or {})
     if "encoder" in free:
         chosen["encoder.name"] = machine.network(pixels)
     if "training.batch" in free and sizes:
@@ -106,7 +104,7 @@ def fit_settings(
         chosen["training.epochs"] = max(machine.epochs(flops, sum(sizes)), 2 * values["training"]["warmup"])
     values = merge(Config, values, *[nested(name, value) for name, value in chosen.items()])
     words = []
-    for name, value in ({f"stream.{name}": value for name, value in (divided or {}).items()} | chosen).items():
+    for name, value in chosen.items():
         if isinstance(value, list):
             value = f"[{len(value)} tasks of {'+'.join(str(len(group)) for group in value)} classes]"
         words.append(f"--{name} {value}")
@@ -119,11 +117,12 @@ def division(pack: Pack, classes: int, stream: Settings) -> dict[str, Any]:
     """`tasks`, or `groups` where that number does not divide the classes: up to five tasks, of two classes or more."""
     tasks = min(MAX_TASKS, max(2, classes // 2), classes)
     if classes % tasks == 0:
-        return {"tasks": tasks}
+        return {"stream.tasks": tasks}
     fixed = stream["class_order"] != "natural" or stream["classes"] is not None
     if fixed or classes > MAX_GROUPED:
-        return {"tasks": max(number for number in range(1, tasks + 1) if classes % number == 0)}
-    return {"groups": [[pack.names[number] for number in group] for group in np.array_split(range(classes), tasks)]}
+        return {"stream.tasks": max(number for number in range(1, tasks + 1) if classes % number == 0)}
+    groups = np.array_split(range(classes), tasks)
+    return {"stream.groups": [[pack.names[number] for number in group] for group in groups]}
 
 
 def class_counts(settings: Settings) -> tuple[Pack, np.ndarray] | None:

@@ -135,10 +135,9 @@ def restore_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> No
     except (SafetensorError, OSError, ValueError) as error:
         raise damaged(path, error, RESTORE_HINT) from None
     own = encoder.state_dict()
-    for name, there, here in differing_shapes(tensors, own):
-        raise UserError(
-            f"{path} is not of an encoder like this one: {name} has the shape {there} there and {here} here"
-        )
+    for key, there, here in differing_shapes(tensors, own):
+        what = f"{key} has the shape {there} there and {here} here"
+        raise UserError(f"{path} is not of an encoder like this one: {what}")
     if bad := [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]:
         raise UserError(f"{path} is damaged: {short_repr(bad[0])} holds numbers that are not finite; {RESTORE_HINT}")
     encoder.load_state_dict({**own, **tensors})

@@ -84,7 +84,6 @@ class LoadedEncoder:
 
     @property
     def fit(self) -> Fit:
-        """How images become squares."""
         return self.card.get("fit", "crop")
 
     def preprocess(self, images: Any) -> Tensor:

@@ -228,10 +228,11 @@ class Run:
         at, record, freezing = self.progress.position, self.record, self.freezing
         record.begin_epoch(self.clock.seconds)
         with self.clock("rebuild"):
-            ratios = self.evaluator.correlate(at, indices) if freezing.needs_ratios(at.epoch) else None
+            needed = freezing.needs_ratios(at.epoch)
+            ratios, correlation = self.evaluator.correlate(at, indices) if needed else (None, None)
             record.newly_frozen = freezing.begin_epoch(at.epoch, ratios)
-            if ratios is not None:
-                freezing.log_directions(ratios.correlation.directions)
+            if correlation is not None:
+                freezing.log_directions(correlation.directions)
             if changed := bool(record.newly_frozen) or at.epoch == 0:
                 self.trainer.rebuild()
         return changed

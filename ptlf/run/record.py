@@ -1,11 +1,17 @@
 """How far a run has come, and what it writes down: the `probes` and `cost` of its results.json."""
 
+import platform
 import statistics
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import torch
+
+import ptlf
 from ptlf import evaluation
 from ptlf.core.reading import recordable
 from ptlf.run.results import to_columns
@@ -103,10 +109,7 @@ class Record:
     def end_task(
         self, task: int, rows: Mapping[str, Row], future: Mapping[str, Row], used: Mapping[str, dict[str, Any]]
     ) -> None:
-        """After task number `task` (from 0). The tasks before the first with test images have empty rows.
-
-        used: the settings of each row that depend on the images seen by now.
-        """
+        """As `Evaluator.test_task` gives them. The tasks before the first with test images have empty rows."""
         for probe, row in rows.items():
             matrix, settings = self.matrices.setdefault(probe, []), self.used.setdefault(probe, [])
             matrix[:0] = [[None] * len(row) for _ in range(task - len(matrix))]
@@ -164,3 +167,28 @@ def cost_of_task(epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     seconds, *others = (sum(line[key] for line in epochs) for key in sums)
     last = {key: epochs[-1][key] for key in ("kept_bytes", "peak_memory_bytes")}
     return {"task": epochs[-1]["task"], "train_seconds": seconds, **dict(zip(sums[1:], others, strict=True)), **last}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": device.type,
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def source_commit() -> str | None:
+    """Commit of the source tree, with `-dirty` if files have changed; None if the package is not a checkout."""
+    tree = Path(ptlf.__file__).resolve().parent.parent
+    if not (tree / ".git").exists():
+        return None
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

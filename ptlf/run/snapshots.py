@@ -6,6 +6,7 @@ The checksum says that a checkpoint is as it was written: an error while it is l
 import contextlib
 import functools
 import json
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,15 +23,15 @@ from ptlf.core.files import write_whole
 from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.settings import as_dict
 from ptlf.core.words import short_repr
+from ptlf.encoders import ENCODERS
 from ptlf.encoders.weights import KEY
 from ptlf.run.compat import describe_changes
 from ptlf.run.components import Components
-from ptlf.run.config import from_dict, read_yaml, resume_command, to_yaml
-from ptlf.run.environment import environment, source_commit
+from ptlf.run.config import from_dict, read_yaml, to_yaml
 from ptlf.run.folder import ENCODER, START, differing_shapes, save_encoder
 from ptlf.run.inference import card_of
 from ptlf.run.recipes import name_of
-from ptlf.run.record import Progress, Record
+from ptlf.run.record import Progress, Record, environment, source_commit
 from ptlf.run.results import SCHEMA, Json, write_json
 from ptlf.stream import Stream
 from ptlf.stream.task import digest
@@ -62,8 +63,14 @@ class Snapshots:
 
     def command(self, folder: Path) -> str:
         """What to type to resume the run."""
-        parts = self.components
-        return resume_command(folder, parts.config, module=parts.encoder_given, arrived=parts.stream.arrived > 0)
+        config = self.components.config
+        names = [config.stream.name, config.objective.name, config.method.name, *config.probes, *config.log]
+        names += [config.freezing.policy.name, config.training.optimizer.name]
+        code = ENCODERS.names_code(config.encoder.name) or any(":" in name for name in names)
+        if self.components.encoder_given:
+            return f"ptlf.Learner.load({str(folder)!r}, encoder=MODULE{', trust_code=True' if code else ''}).learn()"
+        verb = "learn" if self.components.stream.arrived else "train --resume"
+        return f"ptlf {verb} {shlex.quote(str(folder))}{' --trust-code' if code else ''}"
 
     def due(self) -> bool:
         return self.checkpoints is not None and self.checkpoints.due(self.progress.position)

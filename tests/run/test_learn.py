@@ -754,36 +754,25 @@ def test_arrays_and_npz_are_tasks(run: Path, tmp_path: Path) -> None:
 
 def test_which_tasks_are_tested() -> None:
     tasks = list(range(10))
-    assert EvaluationConfig(tasks="all").limited(tasks) == tasks
-    assert EvaluationConfig(tasks="last:3").limited(tasks) == [7, 8, 9]
-    assert EvaluationConfig(tasks="last:30").limited(tasks) == tasks
+    for words, expected in {"all": tasks, "last:3": [7, 8, 9], "last:30": tasks}.items():
+        assert EvaluationConfig(tasks=words).limited(tasks) == expected
     sample = EvaluationConfig(tasks="sample:4").limited(tasks)
-    assert len(set(sample)) == 4
+    assert len(set(sample)) == 4 and sample[-1] == 9
     assert sample == sorted(sample) == EvaluationConfig(tasks="sample:4").limited(tasks)
-    assert sample[-1] == 9
     for wrong in ("last:0", "last", "some", "last:x"):
         with pytest.raises(UserError, match=r"evaluation\.tasks must be"):
             EvaluationConfig(tasks=wrong)
 
 
-class Pairs(torch.utils.data.Dataset):
-    def __init__(self, pixels: np.ndarray) -> None:
-        self.pixels = pixels
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, str]:
-        return Image.fromarray(self.pixels[index]), "ab"[index % 2]
-
-
-def test_lists_and_data_sets_are_learnt_and_embedded(tmp_path: Path) -> None:
+def test_lists_and_pairs_are_learnt_and_embedded(tmp_path: Path) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (24, SIZE + 3, SIZE + 1, 3), dtype=np.uint8)
+    images = [Image.fromarray(image) for image in pixels]
     learner = ptlf.Learner(tiny_encoder(), out=tmp_path / "run", size=SIZE, **FAST, **{"probes.knn_class.k": 3})
-    learner.learn([Image.fromarray(image) for image in pixels], name="list", watcher=QUIET)
-    results = learner.learn(Pairs(pixels[::-1]), name="pairs", test_fraction=0.25, watcher=QUIET)
+    learner.learn(images, name="list", watcher=QUIET)
+    pairs = [(image, "ab"[number % 2]) for number, image in enumerate(images[::-1])]
+    results = learner.learn(pairs, name="pairs", test_fraction=0.25, watcher=QUIET)
     assert results["tasks"] == ["list", "pairs"] and results["eval_splits"] == ["pairs"]
-    features = learner.embed(Pairs(pixels))
+    features = learner.embed(images)
     assert np.array_equal(features, learner.embed(list(pixels))) and features.shape == (24, 16)
     module = ptlf.load_encoder(tmp_path / "run", encoder=tiny_encoder(), device="cpu")
     assert np.allclose(module.embed(pixels), features, atol=1e-6)

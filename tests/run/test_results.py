@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ptlf.core.errors import UserError
-from ptlf.run import environment
+from ptlf.run import record
 from ptlf.run.results import compiling_seconds, read_results, to_columns, to_json, to_lines
 
 
@@ -17,15 +17,15 @@ def test_a_changed_tree_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "ptlf").mkdir()
     module = tmp_path / "ptlf" / "__init__.py"
     module.write_text("")
-    monkeypatch.setattr(environment.ptlf, "__file__", str(module))
-    assert environment.source_commit() is None
+    monkeypatch.setattr(record.ptlf, "__file__", str(module))
+    assert record.source_commit() is None
     for words in (["init"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "first"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
-    clean = environment.source_commit()
+    clean = record.source_commit()
     assert clean is not None
     assert len(clean) == 40
     module.write_text("changed = True")
-    assert environment.source_commit() == f"{clean}-dirty"
+    assert record.source_commit() == f"{clean}-dirty"
 
 
 def test_lists_of_plain_values_are_on_one_line() -> None:
