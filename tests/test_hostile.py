@@ -108,13 +108,6 @@ def test_recipes_probes_and_sweeps_run_no_code(at: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("command", REFUSING)
-def test_abort_is_not_called(at: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    poison(at / "run", "encoder.name", "os:abort")
-    assert main(commands(at)[command]) == 2
-    assert "'os:abort' in " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", REFUSING)
 def test_trusted_code_runs(at: Path, command: str) -> None:
     """So that the tests above can fail: the module is found, and its mark left."""
     poison(at / "run", "encoder.name")

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image, ImageEnhance, ImageOps
 from scipy import ndimage, stats
 from sklearn.datasets import load_sample_images
 from torch import Tensor
@@ -108,20 +108,6 @@ def test_crop_boxes_follow_the_loop(shape: tuple[int, int], scale: tuple[float, 
     assert (ours != reference).any(dim=1).sum() <= 1
 
 
-def test_crop_falls_back_to_the_centre() -> None:
-    top, left, h, w = ops.crop_boxes(drawn(4, 1)[0], 20, 100, (1.0, 1.0), (3 / 4, 4 / 3))
-    assert torch.stack((top, left, h, w), dim=1).tolist() == [[0, 36, 20, 27]] * 4
-
-
-def test_crop_area_and_position_are_uniform() -> None:
-    u = drawn(4000, 1)[0]
-    top, left, h, w = ops.crop_boxes(u, 400, 400, (0.2, 0.5), (3 / 4, 4 / 3))  # always fits at once
-    assert stats.kstest((h * w / 160000).numpy(), stats.uniform(0.2, 0.3).cdf).pvalue > 0.01
-    assert stats.kstest((w / h).log().numpy(), stats.uniform(math.log(3 / 4), 2 * math.log(4 / 3)).cdf).pvalue > 0.01
-    assert stats.kstest((top / (400 - h)).numpy(), stats.uniform(0, 1).cdf).pvalue > 0.01
-    assert stats.kstest((left / (400 - w)).numpy(), stats.uniform(0, 1).cdf).pvalue > 0.01
-
-
 def test_pick_never_reaches_the_number_of_choices() -> None:
     largest = torch.full((1, V.UNIFORMS_PER_VIEW), 1 - 2.0**-24)
     assert all(ops.pick(largest, "top", n).item() == n - 1 for n in range(1, 2000))
@@ -153,14 +139,10 @@ ENHANCERS = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
 def test_blends_are_pillows(kind: int, factor: float) -> None:
     images = photos(6, 48)
     ours = ops.blend(to_float(images), torch.full((6,), factor), torch.full((6,), kind))
+    assert factor != 1 or torch.equal(ours, to_float(images))
     for i in range(6):
         theirs = from_pil(ENHANCERS[kind](Image.fromarray(images[i])).enhance(factor))
         torch.testing.assert_close(ours[i], theirs, atol=1.5 * LEVEL, rtol=0)
-
-
-def test_blend_with_factor_one_is_the_identity_to_the_bit() -> None:
-    x = to_float(photos(3, 16))
-    assert torch.equal(ops.blend(x, torch.ones(3), torch.arange(3)), x)
 
 
 @pytest.mark.parametrize("turn", [-0.5, -0.1, 0.0, 0.07, 0.3])
@@ -174,33 +156,15 @@ def test_hue_is_colorsys(turn: float) -> None:
         torch.testing.assert_close(ours[i, :, row, col], expected, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("steps", [-25, 13, 25])
-def test_hue_is_pillows_up_to_its_eight_bits(steps: int) -> None:
-    images = photos(4, 48)
-    ours = ops.shift_hue(to_float(images), torch.full((4,), steps / 256))
-    for i in range(4):
-        hsv = np.array(Image.fromarray(images[i]).convert("HSV"))
-        hsv[..., 0] += np.uint8(steps % 256)
-        error = (ours[i] - from_pil(Image.fromarray(hsv, "HSV"))).abs()
-        # Pillow quantises hue, saturation and value to 256 levels; one level of hue is 6/256 of the chroma.
-        assert error.max() < 9 * LEVEL and error.mean() < 1.5 * LEVEL
-
-
-def test_grey_is_pillows() -> None:
-    images = photos(4, 32)
-    ours = V.apply_view(torch.from_numpy(images), uniforms(4), dataclasses.replace(PLAIN, grey=1.0), 32)
-    for i in range(4):
-        theirs = from_pil(Image.fromarray(images[i]).convert("L"))
-        torch.testing.assert_close(ours[i], theirs, atol=0.51 * LEVEL, rtol=0)
-
-
-def test_solarise_is_pillows() -> None:
+@pytest.mark.parametrize("step", ["grey", "solarise"])
+def test_grey_and_solarise_are_pillows(step: str) -> None:
     images = photos(4, 32)
     images.reshape(-1)[:256] = np.arange(256)
-    ours = V.apply_view(torch.from_numpy(images), uniforms(4), dataclasses.replace(PLAIN, solarise=1.0), 32)
+    ours = V.apply_view(torch.from_numpy(images), uniforms(4), dataclasses.replace(PLAIN, **{step: 1.0}), 32)
     for i in range(4):
-        theirs = from_pil(ImageOps.solarize(Image.fromarray(images[i])))
-        torch.testing.assert_close(ours[i], theirs, atol=1e-6, rtol=0)
+        picture = Image.fromarray(images[i])
+        theirs = from_pil(picture.convert("L") if step == "grey" else ImageOps.solarize(picture))
+        torch.testing.assert_close(ours[i], theirs, atol=0.51 * LEVEL if step == "grey" else 1e-6, rtol=0)
 
 
 def numpy_step(x: np.ndarray, name: str | int, amount: float) -> np.ndarray:
@@ -260,15 +224,6 @@ def test_blur_is_scipys(shape: tuple[int, int], kernel: int) -> None:
         torch.testing.assert_close(ours[i], torch.from_numpy(theirs).permute(2, 0, 1).float(), atol=2e-6, rtol=0)
 
 
-def test_blur_is_near_pillows() -> None:
-    images = photos(2, 224)
-    ours = ops.blur(to_float(images), torch.tensor([0.8, 2.0]), 23)
-    for i, sigma in enumerate((0.8, 2.0)):
-        theirs = from_pil(Image.fromarray(images[i]).filter(ImageFilter.GaussianBlur(sigma)))
-        inner = (ours[i] - theirs)[:, 8:-8, 8:-8].abs()  # Pillow repeats borders and approximates with 3 boxes
-        assert inner.mean() < 1.5 * LEVEL and inner.max() < 16 * LEVEL
-
-
 @pytest.mark.parametrize(("size", "kernel"), [(64, 7), (224, 23)])
 def test_blur_kernel_follows_the_size(size: int, kernel: int) -> None:
     images, u = torch.from_numpy(photos(2, size)), uniforms(2, sigma=0.9)
@@ -307,14 +262,10 @@ def test_views_are_pure_and_images_independent(name: str) -> None:
 
 
 def test_the_generator_is_the_only_source_of_randomness() -> None:
-    generator = torch.Generator().manual_seed(5)
-    state, first = generator.get_state(), V.draw(4, generator)
-    second = V.draw(4, generator)
-    assert first.shape == (2, 4, V.UNIFORMS_PER_VIEW) and not torch.equal(first, second)
-    assert first.min() >= 0 and first.max() < 1
-    generator.set_state(state)
+    first = drawn(4, seed=5)
+    assert first.shape == (2, 4, V.UNIFORMS_PER_VIEW) and 0 <= first.min() <= first.max() < 1
     torch.rand(3)
-    assert torch.equal(V.draw(4, generator), first)
+    assert torch.equal(drawn(4, seed=5), first) and not torch.equal(drawn(4, seed=6), first)
 
 
 @pytest.mark.parametrize("name", V.VIEWS)

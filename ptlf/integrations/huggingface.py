@@ -1,24 +1,13 @@
 """A callback for the Trainer of Hugging Face that freezes units during training, also after a resume."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from ptlf.integrations.plan import FreezingPlan
-
-if TYPE_CHECKING:
-    from transformers import TrainerState, TrainingArguments
-
-try:
-    from transformers import TrainerCallback
-    from transformers.trainer_callback import ExportableState
-except ImportError:  # the class says so when it is made
-
-    class TrainerCallback:  # type: ignore[no-redef]
-        pass
-
-    ExportableState = object  # type: ignore[assignment, misc]
 
 
 class FreezingCallback(TrainerCallback, ExportableState):
@@ -30,11 +19,9 @@ class FreezingCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if ExportableState is object:
-            raise ImportError("FreezingCallback needs transformers: pip install transformers accelerate")
         self.plan = FreezingPlan(*args, **kwargs)
 
-    def on_train_begin(self, args: "TrainingArguments", state: "TrainerState", *control: Any, **others: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *control: Any, **others: Any) -> None:
         model: nn.Module = others["model"]
         states: Any = state.stateful_callbacks or {}
         if state.global_step > 0 and (kept := states.get(type(self).__name__)):
@@ -48,11 +35,11 @@ class FreezingCallback(TrainerCallback, ExportableState):
 
         self.plan.begin(model, [others["optimizer"]], int(total) or None, loss_fn, lambda: others["train_dataloader"])
 
-    def on_epoch_begin(self, args: "TrainingArguments", state: "TrainerState", *control: Any, **others: Any) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *control: Any, **others: Any) -> None:
         if self.plan.by == "epoch":
             self.plan.at(int(state.epoch or 0))
 
-    def on_step_begin(self, args: "TrainingArguments", state: "TrainerState", *control: Any, **others: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *control: Any, **others: Any) -> None:
         if self.plan.by == "step":
             self.plan.at(state.global_step)
 

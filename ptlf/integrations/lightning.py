@@ -2,21 +2,14 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ptlf.integrations.plan import FreezingPlan
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
-try:
-    from lightning.pytorch import Callback
-except ImportError:  # the class says so when it is made
-    Callback = object
 
 
 class FreezingCallback(Callback):
@@ -28,12 +21,10 @@ class FreezingCallback(Callback):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if Callback is object:
-            raise ImportError("FreezingCallback needs Lightning: pip install lightning")
         super().__init__()
         self.plan = FreezingPlan(*args, **kwargs)
 
-    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         wrapped = trainer.strategy.model
         if isinstance(wrapped, DistributedDataParallel) and not wrapped.find_unused_parameters:
             raise ValueError("units freeze under DDP only with Trainer(strategy='ddp_find_unused_parameters_true')")
@@ -53,15 +44,15 @@ class FreezingCallback(Callback):
         optimizers, broadcast = trainer.optimizers, trainer.strategy.broadcast
         self.plan.begin(pl_module, optimizers, total, loss_fn, lambda: trainer.train_dataloader, broadcast)
 
-    def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.plan.by == "epoch":
             self.plan.at(trainer.current_epoch)
 
-    def on_train_batch_start(self, trainer: "Trainer", pl_module: "LightningModule", *batch: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         if self.plan.by == "step":
             self.plan.at(trainer.global_step)
 
-    def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self.plan.end()
 

@@ -7,7 +7,7 @@ import pickle
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -118,36 +118,22 @@ class Source:
     names: tuple[str, ...] | None = None  # class folders to use, in label order; None: all, sorted
 
 
-TORONTO = "https://www.cs.toronto.edu/~kriz/cifar-"
+CIFAR10, CIFAR100 = (f"https://www.cs.toronto.edu/~kriz/cifar-{classes}-python.tar.gz" for classes in (10, 100))
 STANFORD = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 IMAGENET100_WNIDS = tuple((Path(__file__).parent / "imagenet100_wnids.txt").read_text().split())
 FROM_IMAGENET = "give --source an ImageNet folder with train/WNID/ and val/WNID/; 100 classes are packed at 256 px"
 
 SOURCES: dict[str, Source] = {
     "cifar10": Source(
-        "60,000 images of 10 classes at 32 px",
-        32,
-        10,
-        f"{TORONTO}10-python.tar.gz",
-        "c58f30108f718f92721af3b95e74349a",
-        cifar10,
+        "60,000 images of 10 classes at 32 px", 32, 10, CIFAR10, "c58f30108f718f92721af3b95e74349a", cifar10
     ),
     "cifar100": Source(
-        "60,000 images of 100 classes at 32 px",
-        32,
-        100,
-        f"{TORONTO}100-python.tar.gz",
-        "eb9058c3a382ffc7106e4002c42a8d85",
-        cifar100,
+        "60,000 images of 100 classes at 32 px", 32, 100, CIFAR100, "eb9058c3a382ffc7106e4002c42a8d85", cifar100
     ),
-    "tinyimagenet": Source(
-        "110,000 images of 200 classes at 64 px",
-        64,
-        200,
-        STANFORD,
-        "90528d7ca1a48142e341f4ef8d21d0de",
-        tinyimagenet,
-        tinyimagenet_folder,
+    "tinyimagenet": replace(
+        Source("110,000 images of 200 classes at 64 px", 64, 200, STANFORD, "90528d7ca1a48142e341f4ef8d21d0de"),
+        read=tinyimagenet,
+        read_folder=tinyimagenet_folder,
     ),
     "imagenet100": Source(FROM_IMAGENET, 256, 100, names=IMAGENET100_WNIDS),
 }

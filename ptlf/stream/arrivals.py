@@ -66,10 +66,8 @@ def arrivals(folder: Path) -> list[Pack]:
 
 def missing(folder: Path, number: int, name: str = "NAME") -> UserError:
     """number: of the task among those that arrived, from 1."""
-    which = f"{number:04}-{folder_name(name)}"
-    return UserError(
-        f"task {number} of those that arrived is missing: there is no {folder / TASKS / which}; put it back"
-    )
+    file = folder / TASKS / f"{number:04}-{folder_name(name)}"
+    return UserError(f"task {number} of those that arrived is missing: there is no {file}; put it back")
 
 
 def arrived_names(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Large files and folders: atomic folders, free space, checksums, progress bars, and disk errors as user errors."""
+"""Large files and folders: atomic folders, progress bars, and disk errors as user errors."""
 
 import errno
 import os
@@ -14,7 +14,6 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from ptlf.core.errors import UserError, info
 from ptlf.core.files import locked, sync_folder
 from ptlf.core.phases import cannot_move
-from ptlf.freezing import format_bytes
 
 # What people and programs keep beside images: notes, labels, tables, pages, settings, edits, previews, sound and film.
 NOT_IMAGES = (
@@ -56,12 +55,6 @@ def tidy(target: Path) -> None:
             os.rename(folder, target)  # the process ended between the two renames of `staged`
         elif found:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def check_space(root: Path, needed: int) -> None:
-    free = shutil.disk_usage(root).free
-    if needed > free:
-        raise UserError(f"no space left on {root}: {format_bytes(needed)} needed, {format_bytes(free)} free")
 
 
 @contextmanager

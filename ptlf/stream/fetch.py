@@ -49,7 +49,7 @@ def get(
     with disk_errors(folder):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            made = pack_archive(entry, download(entry, url, folder, name, packing.progress), target, packing)
+            made = pack_splits(entry, download(entry, url, folder, name, packing.progress), target, packing)
             if not keep_archive:
                 shutil.rmtree(folder)
         finally:
@@ -59,17 +59,17 @@ def get(
     return made
 
 
-def pack_archive(entry: Source, file: Path, target: Path, options: PackOptions) -> Pack:
-    assert entry.read is not None
-    return pack_splits(entry, entry.read(file), target, file.name, options)
-
-
-def pack_splits(entry: Source, splits: Splits, target: Path, source: str, options: PackOptions) -> Pack:
+def pack_splits(entry: Source, source: Path, target: Path, options: PackOptions, splits: Splits | None = None) -> Pack:
+    """Pack the splits of a folder, or else those of the archive."""
+    place = str(source.resolve()) if splits else source.name
+    if splits is None:
+        assert entry.read is not None
+        splits = entry.read(source)
     names = splits["train"].names or ()
     if len(names) != entry.classes:
         raise UserError(f"{source} has {len(names)} classes, {target.name} has {entry.classes}")
-    pack = Pack(target, entry.size, "classes", (), source=source)
-    return write_squares(pack, splits, options, partial(number_classes, source=source, names=names))
+    pack = Pack(target, entry.size, "classes", (), source=place)
+    return write_squares(pack, splits, options, partial(number_classes, source=place, names=names))
 
 
 def pack_source(entry: Source, source: Path, target: Path, options: PackOptions) -> Pack:
@@ -77,7 +77,7 @@ def pack_source(entry: Source, source: Path, target: Path, options: PackOptions)
     name = target.name
     if source.is_dir():
         if entry.read_folder and (splits := entry.read_folder(source)):
-            return pack_splits(entry, splits, target, str(source.resolve()), options)
+            return pack_splits(entry, source, target, options, splits)
         if not (source / "train").is_dir() or not any((source / split).is_dir() for split in ("test", "val")):
             raise UserError(f"{source} must hold train/CLASS/... and test/CLASS/... or val/CLASS/... for {name}")
         if entry.names is None and (count := len(subfolders(source / "train"))) != entry.classes:
@@ -90,7 +90,7 @@ def pack_source(entry: Source, source: Path, target: Path, options: PackOptions)
     if (md5 := file_digest(source, "md5")) != entry.md5:
         whose = f"the archive of {name} has {entry.md5}"
         raise UserError(f"{source} has md5 {md5}, {whose}; download it again ({entry.url})")
-    return pack_archive(entry, source, target, options)
+    return pack_splits(entry, source, target, options)
 
 
 class DownloadBar:

@@ -20,7 +20,7 @@ from ptlf.core.files import file_digest
 from ptlf.core.reading import DAMAGE, check_shape, explain, parse_json, read_text
 from ptlf.stream.archives import SOURCES
 from ptlf.stream.decode import FITS, Fit
-from ptlf.stream.disk import check_space, disk_errors, natural, progress_bar, quote_names, staged
+from ptlf.stream.disk import disk_errors, natural, progress_bar, quote_names, staged
 
 SPLIT = {"count": (1, 10**10), "bytes": (1, 10**15), "images": str, "sha256": str, "labels": str, "labels_sha256": str}
 MANIFEST = {"schema": int, "size": (1, 100_000), "names": [str], "splits": {"*": SPLIT}, "fit?": str}
@@ -182,7 +182,6 @@ def write_pack(
     """
     with disk_errors(pack.path), staged(pack.path) as folder:
         check_target(pack.path, overwrite)
-        check_space(pack.path.parent, sum(count for count, _ in chunks.values()) * pack.size**2 * 3)
         labels = {}
         for split, (count, images) in chunks.items():
             with progress_bar(f"packing {pack.name} {split}", count, progress) as advance:

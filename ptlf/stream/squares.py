@@ -118,8 +118,6 @@ def refuse_broken(problems: Sequence[tuple[str, str]]) -> None:
 def note_skipped(name: str, skipped: Sequence[dict[str, str]], total: int, where: str = "") -> None:
     """where: all of them are named."""
     if skipped:
-        lines = [f"{name}: skipped {len(skipped)}, of {total} images:"]
-        lines += [f"{entry['file']}: {entry['why']}" for entry in skipped[:SHOWN_SKIPS]]
-        if len(skipped) > SHOWN_SKIPS:
-            lines.append(f"and {len(skipped) - SHOWN_SKIPS} more{where}")
-        warn("\n  ".join(lines))
+        lines = [f"{entry['file']}: {entry['why']}" for entry in skipped]
+        more = [f"and {len(lines) - SHOWN_SKIPS} more{where}"] if len(lines) > SHOWN_SKIPS else []
+        warn("\n  ".join([f"{name}: skipped {len(lines)}, of {total} images:", *lines[:SHOWN_SKIPS], *more]))

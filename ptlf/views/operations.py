@@ -94,9 +94,6 @@ def pick(u: Tensor, name: str, choices: Tensor | int) -> Tensor:
     return (u[:, COLUMNS[name]] * choices).floor()
 
 
-# ---------------------------------------------------------------- crop, resize and flip: one matrix product per axis
-
-
 def crop(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
     """(B, H, W, 3) uint8 -> (B, 3, size, size) in [0, 1]: cropped, resized and flipped."""
     height, width = images.shape[1:3]
@@ -183,9 +180,6 @@ def separable(x: Tensor, rows: Tensor, columns: Tensor, clamp: bool = False) -> 
     return x.view(b, rows.shape[1], c, columns.shape[1]).transpose(1, 2)
 
 
-# ---------------------------------------------------------------- colour
-
-
 def jitter(x: Tensor, u: Tensor, view: View) -> Tensor:
     """Brightness, contrast, saturation and hue in a random order, with probability view.jitter per image."""
     on = happens(u, "jitter", view.jitter)
@@ -258,9 +252,6 @@ def normalise_channels(x: Tensor, mean: Triple, std: Triple) -> Tensor:
     offsets = [torch.full((1, 1, 1), -m / s, device=x.device) for m, s in zip(mean, std, strict=True)]
     scales = [torch.full((1, 1, 1), 1 / s, device=x.device) for s in std]
     return torch.addcmul(torch.cat(offsets), x, torch.cat(scales))
-
-
-# ---------------------------------------------------------------- blur
 
 
 def blur(x: Tensor, sigma: Tensor, kernel: int) -> Tensor:

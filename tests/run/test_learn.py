@@ -542,7 +542,7 @@ def test_a_full_disk_while_packing(run: Path, root: Path, monkeypatch) -> None:
         raise OSError(28, "full", "here")
 
     before = files_in(run)
-    monkeypatch.setattr(pack, "check_space", full)
+    monkeypatch.setattr(pack, "write_images", full)
     assert "no space left on here" in learn(run, root / "pictures" / "day2", code=2).err
     assert files_in(run) == before
 

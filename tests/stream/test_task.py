@@ -39,12 +39,9 @@ def test_orders_natural_seeded_and_given() -> None:
     assert given.tasks[0].classes == (5, 4, 3)
 
 
-def test_groups_name_the_classes_of_each_task() -> None:
+def test_groups_name_the_classes_in_place_of_a_source_s_number(tmp_path) -> None:
     stream = split(fake(), StreamConfig(groups=[["a"], ["b", "f", 2]]), seed=0)
     assert [task.classes for task in stream.tasks] == [(0,), (1, 5, 2)]
-
-
-def test_groups_take_the_place_of_a_source_s_number_of_classes(tmp_path) -> None:
     source = StreamEntry("of ten", tasks=2, classes=4, embedded=lambda config: fake())
     stream = open_stream(StreamConfig(name="four", groups=[["a"], ["f"]]), source, tmp_path, seed=0)
     assert [task.classes for task in stream.tasks] == [(0,), (5,)]
