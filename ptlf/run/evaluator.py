@@ -12,8 +12,8 @@ from torch import Tensor
 from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.phases import Advance, Phase, silent
+from ptlf.evaluation.metrics import effective_rank, spaced, spread
 from ptlf.evaluation.prober import eval_mode
-from ptlf.evaluation.spread import effective_rank, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.subspace import NotFinite
 from ptlf.run.components import Components

@@ -22,7 +22,7 @@ from torch import nn
 import ptlf
 from ptlf.core.errors import UserError
 from ptlf.evaluation import gallery
-from ptlf.evaluation.spread import effective_rank
+from ptlf.evaluation.metrics import effective_rank
 from ptlf.report.figures import tasks_of_splits
 from ptlf.report.tables import show_results
 from ptlf.run.config import from_dict, read_yaml
