@@ -76,23 +76,17 @@ def users_mistake(error: Exception, words: Sequence[str]) -> str | None:
     others, which are errors of the program or of a plugin."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror or error}" if is_named(error.filename, words) else None
+    if isinstance(error, OSError) and isinstance(error.filename, str):  # a file that the words name, or below one
+        named = [*words, *(word.partition("=")[2] for word in words), os.environ.get("PTLF_DATA") or "~/.cache/ptlf"]
+        places = [os.path.abspath(os.path.expanduser(word)) for word in named if word]
+        below = any(Path(os.path.abspath(error.filename)).is_relative_to(place) for place in places)
+        return f"{error.filename}: {error.strerror or error}" if below else None
     from ptlf.core.memory import too_large
 
     if (trouble := too_large(error)) is None:
         return None
     notes = "; ".join(getattr(error, "__notes__", ()))
     return f"{trouble}; {notes or 'ask for less: fewer or smaller images, a smaller batch'}"
-
-
-def is_named(file: object, words: Sequence[str]) -> bool:
-    """Whether the file is one that these words of a command name, or lies below one; or in the folder of data sets."""
-    if not isinstance(file, str):
-        return False
-    named = [*words, *(word.partition("=")[2] for word in words), os.environ.get("PTLF_DATA") or "~/.cache/ptlf"]
-    path = Path(os.path.abspath(file))
-    return any(path.is_relative_to(os.path.abspath(os.path.expanduser(word))) for word in named if word)
 
 
 def process() -> int:

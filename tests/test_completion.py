@@ -6,21 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from conftest import run_cli
 
-from ptlf.cli import main
 from ptlf.commands.parser import make_parser
 
 
-@pytest.fixture
-def script(capsys):
-    def printed(shell: str) -> str:
-        assert main(["completion", shell]) == 0
-        return capsys.readouterr().out
-
-    return printed
-
-
-def test_bash_completes_commands_options_recipes_settings_and_files(script, tmp_path) -> None:
+def test_bash_completes_commands_options_recipes_settings_and_files(tmp_path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "$(touch${IFS}mark)").touch()  # runs nothing
     cases: dict[str, set[str]] = {
@@ -39,10 +30,10 @@ def test_bash_completes_commands_options_recipes_settings_and_files(script, tmp_
         "train --log w": {"wandb"},
         "completion z": {"zsh"},
     }
-    code = script("bash")
+    code = run_cli("completion", "bash").out
     for words in cases:
-        given = [f"'{word}'" for word in words.split(" ")]
-        code += f"\nCOMP_WORDS=(ptlf {' '.join(given)}); COMP_CWORD={len(given)}; _shtab_ptlf"
+        quoted = [f"'{word}'" for word in words.split(" ")]
+        code += f"\nCOMP_WORDS=(ptlf {' '.join(quoted)}); COMP_CWORD={len(quoted)}; _shtab_ptlf"
         code += '; echo "= ${COMPREPLY[*]}"'
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     offered = [set(line[2:].split()) for line in done.stdout.splitlines() if line.startswith("= ")]
@@ -50,8 +41,8 @@ def test_bash_completes_commands_options_recipes_settings_and_files(script, tmp_
     assert not (tmp_path / "mark").exists()
 
 
-def test_every_command_and_option_is_there(script) -> None:
-    for text in map(script, ("bash", "zsh")):
+def test_every_command_and_option_is_there() -> None:
+    for text in (run_cli("completion", shell).out for shell in ("bash", "zsh")):
         for name, verb in make_parser().verbs.items():
             for word in (name.split()[-1], "--probes.knn_class.k", *verb._option_string_actions):
                 assert word in text, (name, word)

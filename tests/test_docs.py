@@ -248,18 +248,13 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
 
 
-def checked_out() -> set[str]:
-    """Files and folders of the repository, without what is made in it."""
+def test_links_lead_to_files_and_headings() -> None:
+    """In the repository. Of a page that is made, a sentence with its name mentions `make docs`."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         pytest.skip("not a checkout of the repository")
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     files = done.stdout.splitlines()
-    return {*files, *(str(folder) for file in files for folder in Path(file).parents)}
-
-
-def test_links_lead_to_files_and_headings() -> None:
-    """In the repository. Of a page that is made, a sentence with its name mentions `make docs`."""
-    there = checked_out()
+    there = {*files, *(str(folder) for file in files for folder in Path(file).parents)}
     for path in PAGES:
         text = FENCE.sub("", path.read_text())
         for address in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from paper_runs import paper_results
 
+from ptlf.report.runs import LATER_KEPT, RunRecord
 from reproduction.page import DIFFERENCES, differences, figure
 from reproduction.tables import METHODS, OBJECTIVES, TABLES
 
@@ -150,11 +151,7 @@ def training(runs: list[dict[str, Any]]) -> float:
 
 def kept_later(runs: list[dict[str, Any]]) -> float:
     """Bytes for backward, mean over the epochs of all tasks but the first, and over seeds."""
-    columns = [run["cost"]["per_epoch"] for run in runs]
-    return statistics.fmean(
-        statistics.fmean(kept for kept, task in zip(one["kept_bytes"], one["task"], strict=True) if task > 1)
-        for one in columns
-    )
+    return statistics.fmean(RunRecord(ROOT, run).value(LATER_KEPT) for run in runs)
 
 
 def test_costs_of_the_full_protocol() -> None:
@@ -177,8 +174,7 @@ def test_every_method_on_few_images() -> None:
     """Of seconds the first epoch counts as the second, where it took longer."""
 
     def cost(run: dict[str, Any], key: str) -> float:
-        first, second, *_ = run["cost"]["per_epoch"]["seconds"]
-        return run["cost"][key] - (first - min(first, second)) * key.endswith("seconds")
+        return RunRecord(ROOT, run).value(("cost", f"{'steady_' * key.endswith('seconds')}{key}"))
 
     rows = table_rows(RECIPES, "| steps | total |")
     (base,) = kept("small-table/lump")

@@ -1,5 +1,7 @@
 """The commands of `ptlf` and their options. Importing this file is quick: it imports no torch."""
 
+from __future__ import annotations
+
 import argparse
 import re
 import sys
@@ -17,11 +19,9 @@ DEBUG = "show the traceback of every error, as PTLF_DEBUG=1 does"
 
 
 class Parser(argparse.ArgumentParser):
-    """Of `ptlf`, or of one of its commands. verbs: of `ptlf`, the parsers of the commands."""
+    """Of `ptlf`, or of one of its commands."""
 
-    def __init__(self, *positional: Any, **options: Any) -> None:
-        super().__init__(*positional, **options)
-        self.verbs: dict[str, Parser] = {}
+    verbs: dict[str, Parser]  # of `ptlf`: the parsers of its commands
 
     def format_help(self) -> str:
         if self.prog == "ptlf train":  # made only when it is shown, because making it imports torch
@@ -132,6 +132,7 @@ FITS = ("crop", "squash", "pad")
 
 def make_parser() -> Parser:
     parser = Parser(prog="ptlf", description="Self-supervised continual learning with progressive layer freezing.")
+    parser.verbs = {}
     parser.add_argument("--version", action="version", version=f"ptlf {__version__}")
     commands: dict[str, Any] = {"title": "commands", "metavar": "COMMAND"}
     families = {"": parser.add_subparsers(**commands)}

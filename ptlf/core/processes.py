@@ -91,9 +91,8 @@ def share(rows: int) -> int:
 
 
 def shard(rows: int) -> slice:
-    """The rows of this process. `rows` must be a multiple of the number of processes."""
-    size = share(rows)
-    return slice(_rank * size, (_rank + 1) * size)
+    """The rows of a batch that are this process's."""
+    return slice(_rank * share(rows), (_rank + 1) * share(rows))
 
 
 def _gather(rows: Tensor, mine: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Probes of frozen features, and what an accuracy matrix says."""
 
-from ptlf.evaluation.accuracy_matrix import accuracy, forward_transfer, summary
 from ptlf.evaluation.gallery import Gallery
+from ptlf.evaluation.metrics import accuracy, forward_transfer, summary
 from ptlf.evaluation.probe import OWN, SEEN, Probe, ProbeConfig
 from ptlf.evaluation.prober import PROBES, EvaluationConfig, Prober
 

@@ -124,9 +124,6 @@ def mean_gradients(units: Sequence[Unit], gradient_fn: GradientFn, batches: int)
     """By unit name, the weight gradient (groups, C_out / groups, m) of each product, float64, averaged over `batches`
     calls of `gradient_fn`."""
     owners = [(unit.name, weight) for unit in units for weight in unit.weights]
-    for name, weight in owners:
-        if not weight.requires_grad:
-            raise ValueError(f"unit {name!r} is frozen and has no gradient; leave it out of the units")
     weights = [weight for _, weight in owners]
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
     for _ in range(batches if units else 0):

@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 from markupsafe import Markup, escape
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
@@ -66,19 +66,13 @@ def themed(dark: bool, tasks: int) -> Colours:
     """Every role: those above, heat0.., on0.. (text upon heat), task0..."""
     found = {role: pair[dark] for role, pair in ROLES.items()}
     for step, heat in enumerate(ramp(HEAT[dark], STEPS)):
-        found |= {f"heat{step}": heat, f"on{step}": "#ffffff" if luminance(heat) < 0.195 else "#10151c"}
+        found |= {f"heat{step}": heat, f"on{step}": "#ffffff" if (step < 6 if dark else step > 7) else "#10151c"}
     return found | {f"task{number}": colour for number, colour in enumerate(ramp(TASK[dark], tasks))}
 
 
 def ramp(stops: Sequence[str], count: int) -> list[str]:
     scale = LinearSegmentedColormap.from_list("", stops)
     return [to_hex(scale(place / max(count - 1, 1))) for place in range(count)]
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance (WCAG), from 0 for black to 1 for white."""
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def coded(tasks: int) -> Colours:

@@ -53,6 +53,11 @@ def page(comparison: Comparison) -> str:
     groups, base, measures = comparison.groups, comparison.baseline, main_measures(comparison, comparison.probes)
     scores = probe_measures(comparison.probes[0])[:2] if comparison.probes else []
     headline = recorded(comparison, [*scores, *MAIN_COSTS[:2]])
+    with style(colours := coded(comparison.tasks)):
+        drawn = [
+            (section, [(f, svgs) for f in section.figures if (svgs := pictures_as_svg(f, colours))])
+            for section in sections(comparison)
+        ]
     return templates.get_template("page.html").render(
         comparison=comparison,
         groups=groups,
@@ -60,9 +65,7 @@ def page(comparison: Comparison) -> str:
         epochs=" or ".join(map(str, comparison.epochs)),
         title=title_of_page(comparison),
         sentences=[(group, sentence(group, base, headline)) for group in groups],
-        sections=[
-            vars(section) | {"figures": drawn(section.figures, comparison.tasks)} for section in sections(comparison)
-        ],
+        sections=drawn,
         measures=measures,
         columns=math.ceil(len(measures) / max(math.ceil(len(measures) / COLUMNS), 1)) or 1,  # of tables of like width
         later=[row for group in groups for row in later_rows(group)],
@@ -96,13 +99,6 @@ def caption(comparison: Comparison, measures: Sequence[Measure]) -> str:
 def as_code(note: str) -> Markup:
     """Words between backticks as code."""
     return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(note))))
-
-
-def drawn(figures: Sequence[Figure], tasks: int) -> list[dict[str, Any]]:
-    """Those that have something to show, with their pictures."""
-    with style(colours := coded(tasks)):
-        shown = [vars(figure) | {"drawn": pictures_as_svg(figure, colours)} for figure in figures]
-    return [figure for figure in shown if figure["drawn"]]
 
 
 def pictures_as_svg(figure: Figure, colours: Colours) -> list[tuple[Picture, Markup]]:

@@ -96,19 +96,15 @@ def show_runs(
 
 def side_by_side(console: Console, comparison: Comparison, title: str, names: Sequence[str]) -> Table:
     """A row per figure, a column per run."""
-    groups, base, table = comparison.groups, comparison.baseline, new_table(title, [""], names)
+    groups, table = comparison.groups, new_table(title, [""], names)
     for measure in all_measures(comparison):
-        if measure.path[0] == "cost":
-            cells = [f"{measure.words(g.mean(measure.path))}  {measure.times(g, base)}" for g in groups]
-            table.add_row(measure.indent + measure.title, *[cell.rstrip() for cell in cells])
-        else:
-            table.add_row(row_name(measure), *[score(measure, group) for group in groups])
+        name = measure.indent + measure.title if measure.path[0] == "cost" else row_name(measure)
+        table.add_row(name, *[cell(measure, group, comparison.baseline) for group in groups])
     for key, name in FEATURES.items():
         last = [[after for _, after in group.feature(key).values()][-1:] for group in groups]
         if any(last):
-            table.add_row(
-                f"{name} of the features, last task", *[percent(values[0] if values else None) for values in last]
-            )
+            cells = [percent(values[0] if values else None) for values in last]
+            table.add_row(f"{name} of the features, last task", *cells)
     return table
 
 
@@ -122,9 +118,16 @@ def as_list(console: Console, comparison: Comparison, title: str, names: Sequenc
         headings.append(cost if m.cost else f"{m.path[1]}, %".replace("_", "\n") if m.rising else "for-\ngets")
     table = new_table(title, ["run"], headings, padding=(0, 1 if console.width >= 100 else 0))
     for name, group in zip(names, comparison.groups, strict=True):
-        costs = [m.times(group, base) or m.words(group.mean(m.path)) if m.cost else "" for m in measures]
-        table.add_row(name, *[cost or score(m, group, interval=False) for m, cost in zip(measures, costs, strict=True)])
+        table.add_row(name, *[cell(measure, group, base, brief=True) for measure in measures])
     return table
+
+
+def cell(measure: Measure, group: Group, base: Group | None, *, brief: bool = False) -> str:
+    """A score with its intervals; a cost and its ratio, or only one of them."""
+    if measure.path[0] != "cost":
+        return score(measure, group, interval=not brief)
+    mean, times = measure.words(group.mean(measure.path)), measure.times(group, base)
+    return times or mean if brief else f"{mean}  {times}".rstrip()
 
 
 def row_name(measure: Measure) -> str:

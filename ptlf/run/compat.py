@@ -15,8 +15,7 @@ NO_EFFECT = MAY_CHANGE - {"evaluation.tasks"}  # on the figures of a finished ru
 # Runs that differ in these alone are of one configuration: they learn the same, and are tested on the same.
 NON_IDENTITY = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
 # Methods that did not read `objective.distill_scale`, which is no more.
-WITHOUT_DISTILLING = {"finetune", "lump", "si", "der", "pnn", "pfr", "multitask"}
-
+WITHOUT_DISTILLING = ("finetune", "lump", "si", "der", "pnn", "pfr", "multitask")
 OLDER_LINEAR = {"enabled", "epochs", "batch", "lr", "momentum", "weight_decay"}  # settings of `probes.linear`
 
 
@@ -28,7 +27,7 @@ def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     def section(name: str) -> Json:
         value = config.get(name)
-        return value if isinstance(value, dict) else {"name": value}
+        return value if isinstance(value, dict) else {"name": value} if isinstance(value, str) else {}
 
     freezing, objective, probes, views = map(section, ("freezing", "objective", "probes", "views"))
     if freezing.get("ratios") in ("needed", "all"):  # both gave the same choices

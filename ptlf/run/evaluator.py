@@ -12,8 +12,8 @@ from torch import Tensor
 from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.phases import Advance, Phase, silent
+from ptlf.evaluation.metrics import effective_rank, spaced, spread
 from ptlf.evaluation.prober import eval_mode
-from ptlf.evaluation.spread import effective_rank, spaced, spread
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.subspace import NotFinite
 from ptlf.run.components import Components
@@ -147,9 +147,7 @@ class Evaluator:
 
     def measure_untrained(self, known: int = 0) -> list[dict[str, Any]]:
         """Features of the untrained encoder on all tasks but the first `known`, where no accuracy says more."""
-        if self.components.prober:
-            return []
-        numbers = range(known, len(self.stream.tasks))
+        numbers = () if self.components.prober else range(known, len(self.stream.tasks))
         return [entry for number in numbers for entry in self.measure_features(number)]
 
     def spread(self, indices: np.ndarray) -> tuple[float, int]:

@@ -12,7 +12,7 @@ from ptlf.core import processes
 from ptlf.core.errors import warn
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
-from ptlf.evaluation.spread import COLLAPSED
+from ptlf.evaluation.metrics import COLLAPSED
 from ptlf.integrations.trackers import Trackers
 from ptlf.run.components import Components, fill_memory
 from ptlf.run.config import Config

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ptlf.core.errors import UserError
-from ptlf.core.reading import check_shape, load_yaml, parse_json, read_json, read_text
+from ptlf.core.reading import check_shape, load_yaml, parse_json, read_json
 from ptlf.core.words import printable, short_repr
 
 
@@ -46,7 +46,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
         with pytest.raises(UserError, match=f"{path} cannot be read"):
-            read_text(path)
+            read_json(path)
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none")
 

@@ -82,16 +82,11 @@ def test_images_follow_from_the_seed_and_are_spread() -> None:
     assert np.array_equal(first.pixels, same.pixels)
     assert not np.array_equal(first.pixels, other.pixels)
     assert np.bincount(first.labels[first.queries]).tolist() == [3, 3, 3, 3]
+    labels = np.repeat(np.arange(100), 2)
+    picked = labels[pick_queries(labels, 12)].tolist()
+    assert len(set(picked)) == 12 and picked[0] == 0 and picked[-1] >= 90
     turns = in_turn([np.arange(100), np.arange(4)], 20)
     assert np.bincount([number for _, number in turns]).tolist() == [16, 4]
-
-
-def test_many_labels_are_sampled_evenly() -> None:
-    labels = np.repeat(np.arange(100), 2)
-    picked = labels[pick_queries(labels, 12)]
-    assert len(set(picked.tolist())) == 12
-    assert picked[0] == 0
-    assert picked[-1] >= 90
 
 
 def test_a_stream_without_labels_is_coloured_by_task() -> None:

@@ -280,30 +280,23 @@ def test_an_estimate_leaves_no_fake_tensor_and_no_stale_weight_behind():
     assert {type(value) for value in gradients(model, x.double()).values()} == {Tensor}
 
 
-class Looks(nn.Module):
-    """A forward that depends on values, which fake tensors do not have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.second(x).relu() if float(x.detach().sum()) > -1e9 else x
-
-
 def test_a_forward_that_looks_at_values_is_measured_for_real():
-    model, x = Looks(), torch.randn(6, 4)
+    """Fake tensors have none."""
+
+    def look(module: nn.Module, args: object, output: Tensor) -> None:
+        float(output.detach().sum())
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()), torch.randn(6, 4)
+    model[0].register_forward_hook(look)
     freezer = Freezer(model, example=x)
-    estimate = freezer.estimate("first", x)
+    estimate = freezer.estimate("0", x)
     assert estimate.current.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
-    freezer.freeze("first")
+    freezer.freeze("0")
     assert estimate.if_frozen.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
 
 
-@pytest.mark.parametrize("name", ["resnet", "vit"])
-def test_a_budget_freezes_as_few_units_as_make_a_step_fit(name, caplog):
-    model, x = network(name, 8)
+def test_a_budget_freezes_as_few_units_as_make_a_step_fit(caplog):
+    model, x = network("resnet", 8)
     freezer = Freezer(model.train(), torch.optim.AdamW(model.parameters()), example=x[:2])
     nothing, everything = freezer.estimate([], x).current.bytes, freezer.estimate(len(freezer.units), x).if_frozen.bytes
     assert freezer.budget(nothing, x).names == ()

@@ -125,21 +125,21 @@ def test_settings_by_hand(converter: ModuleType) -> None:
     assert converter.convert_config(sharp)["freezing"]["policy"] == policy
 
 
-@pytest.mark.parametrize(
-    ("policy", "recipe", "method", "name", "baseline"),
-    [
-        ("none", "s/o/lump", "lump", "s/o/lump", True),
-        ("none", "", "lump", "s/o/lump", True),
-        ("none", "s/o/ptlf", "lump", "s/o/ptlf, no freezing", True),
-        ("correlation", "s/o/ptlf", "lump", "s/o/ptlf", False),
-        ("cost_aware", "s/o/ptlf", "lump", "s/o/ptlf + cost_aware freezing", False),
-        ("correlation", "s/o/ptlf", "si", "s/o/si + correlation freezing", False),
-        ("none", "t/o/si", "si", "s/o/si", False),
-    ],
-)
-def test_names(converter: ModuleType, policy: str, recipe: str, method: str, name: str, baseline: bool) -> None:
-    new = converter.convert(old_results() | {"config": old_config(policy, recipe, method)})
-    assert (new["name"], new["baseline"]) == (name, baseline)
+NAMES = [  # policy, recipe, method, name, whether it is the baseline
+    ("none", "s/o/lump", "lump", "s/o/lump", True),
+    ("none", "", "lump", "s/o/lump", True),
+    ("none", "s/o/ptlf", "lump", "s/o/ptlf, no freezing", True),
+    ("correlation", "s/o/ptlf", "lump", "s/o/ptlf", False),
+    ("cost_aware", "s/o/ptlf", "lump", "s/o/ptlf + cost_aware freezing", False),
+    ("correlation", "s/o/ptlf", "si", "s/o/si + correlation freezing", False),
+    ("none", "t/o/si", "si", "s/o/si", False),
+]
+
+
+def test_names(converter: ModuleType) -> None:
+    for policy, recipe, method, name, baseline in NAMES:
+        new = converter.convert(old_results() | {"config": old_config(policy, recipe, method)})
+        assert (new["name"], new["baseline"]) == (name, baseline)
 
 
 def test_files(converter: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,8 @@ def test_the_front_is_what_no_other_point_beats(rising: bool) -> None:
 
     wanted = {(p.cost, p.value) for p in found if not any(beats(other, p) for other in found)}
     assert [(p.cost, p.value) for p in front(found, rising)] == sorted(wanted)
+    equal = [Point(Group([], label), 1, 9, 0.0) for label in "ab"]
+    assert leading([*equal, Point(Group([], "c"), 1, 8 if rising else 10, 0.0)], rising) == {"a", "b"}
 
 
 def test_costs_are_of_the_later_tasks_relative_to_the_baseline(tmp_path: Path) -> None:
@@ -157,13 +159,6 @@ def test_without_labels_or_later_tasks_there_is_no_front(tmp_path: Path) -> None
     assert shown(comparison)[1]["none", "", ""] == ["-", "-"]
 
 
-def test_equal_points_lead_together() -> None:
-    found = [
-        Point(Group([], label), cost, value, 0.0) for label, cost, value in (("a", 1, 9), ("b", 1, 9), ("c", 1, 8))
-    ]
-    assert leading(found, rising=True) == {"a", "b"}
-
-
 def test_a_path_joins_one_order_and_initial_share_by_the_final_one(tmp_path: Path) -> None:
     comparison = grid(tmp_path)
     found = [Point(group, 1.0, 1.0, 0.0) for group in comparison.groups]
@@ -179,15 +174,7 @@ def test_a_path_joins_one_order_and_initial_share_by_the_final_one(tmp_path: Pat
 
 
 def test_a_plan_trains_nothing_and_the_command_shows_its_table(tmp_path: Path, capsys) -> None:
-    words = [
-        "digits/simsiam/lump",
-        "--out",
-        str(tmp_path / "runs"),
-        "--orders",
-        "ascending",
-        "--initial",
-        "0",
-    ]
+    words = ["digits/simsiam/lump", "--out", str(tmp_path / "runs"), "--orders", "ascending", "--initial", "0"]
     words += ["--stream.groups=[[0,1],[2,3]]", "--encoder.name=conftest:tiny_encoder", "--training.epochs=1"]
     words += ["--training.batch=128", "--device=cpu", "--evaluation.gallery=false", "--final", "0.4"]
     assert main([*words, "--plan"]) == 0

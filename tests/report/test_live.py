@@ -8,6 +8,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from conftest import StopsAt, tiny_config
 from rich.console import Console
 
 from ptlf.core import phases
+from ptlf.core.phases import Advance
 from ptlf.report import live
 from ptlf.report.live import EVERY, Live
 from ptlf.run.loop import Run
@@ -35,20 +38,11 @@ class Told(Watcher):
     def __init__(self) -> None:
         self.phases: list[dict[str, Any]] = []
 
-    def phase(self, name: str, of: int | None = None, unit: str = "images"):
+    @contextmanager
+    def phase(self, name: str, of: int | None = None, unit: str = "images") -> Iterator[Advance]:
         entry = {"name": name, "of": of, "unit": unit, "done": 0}
         self.phases.append(entry)
-        outer = super().phase(name, of, unit)
-
-        class Counting:
-            def __enter__(self):
-                outer.__enter__()
-                return lambda amount: entry.update(done=entry["done"] + amount)
-
-            def __exit__(self, *error: object) -> None:
-                outer.__exit__(*error)
-
-        return Counting()
+        yield lambda amount: entry.update(done=entry["done"] + amount)
 
 
 def test_every_phase_is_named_and_counted_to_its_end(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -24,7 +25,7 @@ from ptlf.report.page import page
 from ptlf.report.runs import FEATURES, Group, RunRecord, read_comparison
 from ptlf.report.tables import show_results, show_runs
 from ptlf.run.recipes import VARIANTS
-from ptlf.run.results import STEADY, epoch_lines, to_columns
+from ptlf.run.results import epoch_lines, to_columns
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -136,22 +137,6 @@ def test_costs_are_relative_to_lump(two: list[Path]) -> None:
         html(two, "lumb")
 
 
-def test_seconds_and_ratios_leave_the_wait_for_the_compiler_out(tmp_path: Path) -> None:
-    """In headline and table, with 60 s more in LUMP's first epoch and with none; the page says so. A run alone has its
-    whole seconds."""
-    for wait in (0.0, 60.0):
-        lump, ptlf = made_up.pair()
-        lump = made_up.wait_for_compiler(lump, wait)
-        text = page_of(tmp_path, {"lump": lump, "ptlf": ptlf})
-        assert rows(text)["lump"]["cost.steady_learning_seconds"] == (pytest.approx(100.0), "100.0")
-        assert "time 25.0 s (0.25×)" in headline(text)
-        assert re.search(r'data-measure="cost.steady_learning_seconds" data-value="25.0"><span>25.0 <b>0.25×</b>', text)
-        assert f"Without compiling: {STEADY}." in unescape(text)
-    alone = page_of(tmp_path, [lump])
-    (cells,) = rows(alone).values()
-    assert cells["cost.learning_seconds"] == (160.0, "160.0") and "compiling" not in alone
-
-
 def headline(text: str) -> str:
     return re.findall('<ul class="headline">.*?</ul>', text, re.S)[0]
 
@@ -198,14 +183,12 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
 
 
 def test_runs_of_different_epochs_stand_side_by_side_and_the_page_says_so(tmp_path: Path) -> None:
+    """In the charts the epochs of the shorter run stand in their task."""
     words, runs = "trained for 4 or 6 epochs of a task", [run_of("lump"), run_of("ptlf")]
     assert words not in page_of(tmp_path, runs)
     text = page_of(tmp_path, [*runs, run_of("ptlf", training__epochs=4)])
     assert words in text and "4 or 6 epochs each" in text
     assert set(rows(text)) == {"lump", "ptlf (epochs 6)", "ptlf (epochs 4)"}
-
-
-def test_the_epochs_of_a_shorter_run_stand_in_their_task() -> None:
     shorter = Group([RunRecord(Path(), made_up.results(training__epochs=4))])
     places = list(mean_line(shorter, lambda line: line["seconds"], 6))
     assert {(place - 1) // 6 + 1 for place in places} == {1, 2, 3} and places[:5] == [1, 2, 3, 4, 7]
@@ -293,19 +276,13 @@ def test_what_is_missing_is_named_with_what_would_fill_it(tmp_path: Path) -> Non
         assert words in section(text, name), name
 
 
-def test_intervals_are_explained_only_where_the_number_of_test_images_is_known(tmp_path: Path) -> None:
-    changes: list[dict] = [{"test_images": [66, 66, 66]}, {}, {"probes": {}}]
-    pages = [page_of(tmp_path, [made_up.results() | change]) for change in changes]
-    assert ["95 % interval (Wilson)" in text for text in pages] == [True, False, False]
-
-
 def test_what_older_records_lack_is_said_once_and_not_drawn(tmp_path: Path) -> None:
     """One record with the number of test images and the features, two without."""
     runs = {method: run_of(method) for method in ("lump", "si", "der")}
     features = [{"task": task, "spread": 0.4, "effective_rank": 9.0} for task in (1, 2, 3)]
     runs["der"] |= {"test_images": [66, 66, 66], "features": features}
     text = unescape(page_of(tmp_path, runs))
-    assert text.count("do not hold it") == 2
+    assert "95 % interval (Wilson)" not in page_of(tmp_path, [runs["si"]]) and text.count("do not hold it") == 2
     assert "number of test images alone (records of older versions do not hold it)" in text
     missing = "No effective rank and no spread of lump, si: records of older versions do not hold it."
     assert missing in section(text, "learning")
@@ -449,9 +426,8 @@ RANKS: list[tuple[list[float], list[float], str]] = [  # after each task, before
 ]
 
 
-@pytest.mark.parametrize("labelled", [False, True])
-def test_features_that_fall_are_told(tmp_path: Path, capsys, labelled: bool) -> None:
-    for ranks, untrained, told in RANKS:
+def test_features_that_fall_are_told(tmp_path: Path, capsys) -> None:
+    for labelled, (ranks, untrained, told) in itertools.product((False, True), RANKS):
         results = without_labels(ranks, untrained)
         results["probes"] = made_up.results(tasks=len(ranks))["probes"] if labelled else {}
         text = page_of(tmp_path, [results], GALLERY)
@@ -464,8 +440,8 @@ def test_features_that_fall_are_told(tmp_path: Path, capsys, labelled: bool) -> 
 def test_a_task_of_few_images_is_no_collapse(tmp_path: Path) -> None:
     """Features of five images span at most four directions, whatever the encoder."""
     results = without_labels([30.0, 29.0, 3.0], [8.0, 8.0, 2.0])
-    for name in ("features", "untrained_features"):
-        results[name][0]["images"] = results[name][1]["images"] = 80
+    for entry in (*results["features"][:2], *results["untrained_features"][:2]):
+        entry["images"] = 80
     assert "a sign that they collapse" not in page_of(tmp_path, [results])
     results["features"][1]["effective_rank"] = 5.0
     assert "fell from 30 after task 1 to 5 after task 2: a sign that they collapse" in page_of(tmp_path, [results])

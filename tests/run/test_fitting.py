@@ -14,7 +14,6 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 import ptlf
-from ptlf.cli import main
 from ptlf.core.errors import Refusals, UserError
 from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS
@@ -152,12 +151,10 @@ def test_flops_of_the_networks() -> None:
     assert {machine.network(size) for machine in (CORES, GPU) for size in (8, 32, 64, 65, 224)} == set(FLOPS_PER_PIXEL)
 
 
-def test_all_refusals_at_once(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_refusals_at_once(root: Path, tmp_path: Path) -> None:
     words = ["--stream.pack", "classes", "--stream.tasks", "4", "--training.batch", "256", "--training.warmup", "9"]
     words += ["--training.epochs", "9", "--views.name", "nope", "--freezing.initial", "0.9", "--device", "tpu"]
-    out = tmp_path / "out"
-    assert main(["train", "--recipe", "folder/simsiam/ptlf", "--out", str(out), *words]) == 2
-    told = capsys.readouterr().err
+    told = run_cli("train", "--recipe", "folder/simsiam/ptlf", "--out", tmp_path / "out", *words, code=2).err
     for part in (
         "(1) device must be auto",
         "(2) 4 tasks do not divide the 14 classes",
@@ -168,7 +165,7 @@ def test_all_refusals_at_once(root: Path, tmp_path: Path, capsys: pytest.Capture
     ):
         assert part in told
     assert len(told.strip().splitlines()) == 1
-    assert not out.exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_all_wrong_settings_at_once() -> None:

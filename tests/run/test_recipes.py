@@ -93,6 +93,7 @@ def test_settings_of_older_versions() -> None:
     assert compat.identity_key(of_old) == compat.identity_key(recipe_of_today)
     for sections in ({"views": {"size": 32}, "stream": "split-tinyimagenet"}, {"views": {"size": 64}}):
         assert from_dict(sections).views.memory == "memory"
+    assert from_dict({"stream": "split-tinyimagenet"}).views.memory == "memory-tinyimagenet"
 
 
 def test_kept_runs_are_of_todays_recipes() -> None:

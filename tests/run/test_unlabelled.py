@@ -20,10 +20,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
 import ptlf
-from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import gallery
-from ptlf.evaluation.spread import effective_rank
+from ptlf.evaluation.metrics import effective_rank
 from ptlf.report.figures import tasks_of_splits
 from ptlf.report.tables import show_results
 from ptlf.run.config import from_dict, read_yaml
@@ -53,7 +52,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_digits(root / "labelled" / "test", [0, 1, 2, 3], 80, 10, by_class=True)
     words = ["train", "--recipe", "folder/simsiam/lump", "--stream.pack", "days", "--data-root", str(root / "data")]
     words += ["--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2", "--training.batch", "40"]
-    assert main([*words, "--training.lr", "0.03", "--device", "cpu", "--out", str(root / "run")]) == 0
+    run_cli(*words, "--training.lr", "0.03", "--device", "cpu", "--out", root / "run")
     return root
 
 
@@ -150,7 +149,7 @@ def test_a_damaged_file_of_later_tests_breaks_no_page(world: Path, tmp_path: Pat
 
 
 def page_of(run: Path) -> str:
-    assert main(["report", str(run)]) == 0
+    run_cli("report", run)
     return (run / "report.html").read_text()
 
 
@@ -192,13 +191,12 @@ def test_features_of_the_untrained_encoder_stand_beside_those_of_each_task(world
         assert entry["images"] == len(features) == 80
         assert entry["effective_rank"] == pytest.approx(effective_rank(features), rel=1e-4)
     words = ["--size", "16", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2", "--device", "cpu"]
-    words += ["--training.batch", "40", "--trust-code"]
-    assert main(["learn", str(tmp_path / "days"), str(world / "days" / "monday"), *words]) == 0
-    assert main(["learn", str(tmp_path / "days"), str(world / "days" / "tuesday"), "--trust-code"]) == 0
+    for day, chosen in {"monday": [*words, "--training.batch", "40"], "tuesday": []}.items():
+        run_cli("learn", tmp_path / "days", world / "days" / day, *chosen, "--trust-code")
     assert json.loads((tmp_path / "days" / "results.json").read_text())["untrained_features"] == untrained
 
 
-def test_the_headline_without_labels_says_what_is_known(world: Path, capsys) -> None:
+def test_the_headline_without_labels_says_what_is_known(world: Path) -> None:
     page = (world / "run" / "report.html").read_text()
     header = page[page.index("<header>") : page.index("</header>")]
     results = json.loads((world / "run" / "results.json").read_text())
@@ -223,7 +221,7 @@ def test_the_learner_refuses_the_same_settings(world: Path, tmp_path: Path) -> N
     assert one["knn_class"]["matrix"] == other["knn_class"]["matrix"]
 
 
-def test_an_encoder_that_training_made_worse_is_named(world: Path, tmp_path: Path, capsys) -> None:
+def test_an_encoder_that_training_made_worse_is_named(world: Path, tmp_path: Path) -> None:
     """Here one whose features are all the same."""
     shutil.copytree(world / "run", tmp_path / "run")
     file = tmp_path / "run" / "encoder.safetensors"
@@ -233,10 +231,9 @@ def test_an_encoder_that_training_made_worse_is_named(world: Path, tmp_path: Pat
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     results["encoder_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     (tmp_path / "run" / "results.json").write_text(json.dumps(results))
-    words = [str(tmp_path / "run"), "--trust-code", "--stream.labelled", str(world / "labelled")]
-    assert main(["evaluate", *words, "--probe", "knn_class"]) == 0
+    words = ["--trust-code", "--stream.labelled", world / "labelled", "--probe", "knn_class"]
     pattern = r"training made knn_class worse: ([\d.]+) % before \(encoder before training\), 25\.00 % after"
-    (before,) = re.findall(pattern, capsys.readouterr().out)
+    (before,) = re.findall(pattern, run_cli("evaluate", tmp_path / "run", *words).out)
     assert float(before) > 50
 
 
@@ -260,9 +257,8 @@ def test_a_task_without_test_images_is_learnt_and_not_tested(missing: int, tmp_p
     rows = [index for label in range(6) for index in np.flatnonzero(data.train.labels == label)[:20]]
     tests = [index for label in range(6) for index in np.flatnonzero(data.test.labels == label)[:6]]
     tests = [index for index in tests if data.test.labels[index] not in groups[missing]]
-    train, test = (
-        [(d.pixels[i], int(d.labels[i])) for i in part] for d, part in ((data.train, rows), (data.test, tests))
-    )
+    parts = ((data.train, rows), (data.test, tests))
+    train, test = ([(split.pixels[i], int(split.labels[i])) for i in part] for split, part in parts)
     ptlf.pack_images(train, tmp_path / "data" / "six", 16, test=test, progress=False)
     settings = {"stream__name": "folder", "stream__pack": "six", "stream__groups": groups, "views__size": 20}
     settings |= {"data_root": str(tmp_path / "data"), "training__batch": 40, "training__epochs": 1}
@@ -281,7 +277,7 @@ def test_a_task_without_test_images_is_learnt_and_not_tested(missing: int, tmp_p
     assert tasks_of_splits(json.loads((tmp_path / "run/results.json").read_text())) == [n + 1 for n in tested]
 
 
-def test_rows_are_of_the_tasks_that_were_learnt(tmp_path: Path, capsys) -> None:
+def test_rows_are_of_the_tasks_that_were_learnt(tmp_path: Path) -> None:
     """Of which the first had no labels: the table begins with the second."""
     for task in (1, 3):
         save_digits(tmp_path / f"t{task}", [task], 0, 12, by_class=False)
