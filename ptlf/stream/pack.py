@@ -84,15 +84,13 @@ class Pack:
 
     def load(self, name: str, shape: tuple[int, ...], dtype: type) -> Any:
         """A file of the set, memory-mapped."""
-        file, wanted = self.path / name, f"{np.dtype(dtype)} {shape} is expected; {hint(self.name)}"
-        if not file.is_file():
-            raise UserError(f"{file} is missing; {hint(self.name)}")
+        file = self.path / name
         try:
             array = np.load(file, mmap_mode="r")
         except Exception as error:  # numpy can raise almost any exception on a malformed file
-            found = f"{file.stat().st_size} bytes ({explain(error)})"
-            raise UserError(f"{file} cannot be read: it has {found} where {wanted}") from None
+            raise UserError(f"{file} cannot be read: {explain(error)}; {hint(self.name)}") from None
         if (array.shape, array.dtype) != (shape, dtype):
+            wanted = f"{np.dtype(dtype)} {shape} is expected; {hint(self.name)}"
             raise UserError(f"{file} holds {array.dtype} {array.shape} where {wanted}")
         return array
 

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -111,8 +112,7 @@ def refuse_or_skip(problems: Sequence[tuple[str, str]], skipped: list[dict[str, 
     skipped.extend({"file": file, "why": why} for file, why in problems)
 
 
-def refuse_broken(problems: Sequence[tuple[str, str]]) -> None:
-    refuse_or_skip(problems, [], None)
+refuse_broken = partial(refuse_or_skip, skipped=[], on_error=None)
 
 
 def note_skipped(name: str, skipped: Sequence[dict[str, str]], total: int, where: str = "") -> None:

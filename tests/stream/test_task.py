@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pictures import tree
 
 from ptlf.core.errors import UserError
 from ptlf.stream import STREAMS, Dataset, Images, StreamConfig, open_stream
@@ -99,13 +100,15 @@ def test_a_folder_per_task_has_one_exam_or_none() -> None:
 def test_folder_stream_needs_a_pack_and_tasks(tmp_path) -> None:
     with pytest.raises(UserError, match=r"needs stream\.pack"):
         open_stream(StreamConfig(name="folder"), STREAMS["folder"], tmp_path, 0)
-    from PIL import Image
-
-    for name in "ab":
-        (tmp_path / "source" / name).mkdir(parents=True)
-        for number in range(5):
-            Image.new("RGB", (9, 8), (number, 0, 0)).save(tmp_path / "source" / name / f"{number}.png")
-    pack_folder(tmp_path / "source", tmp_path, "mine", size=8, workers=1, test_fraction=0.2, progress=False)
+    pack_folder(
+        tree(tmp_path / "source", "a", "b", files=5),
+        tmp_path,
+        "mine",
+        size=8,
+        workers=1,
+        test_fraction=0.2,
+        progress=False,
+    )
     with pytest.raises(UserError, match=r"needs stream\.tasks"):
         open_stream(StreamConfig(name="folder", pack="mine"), STREAMS["folder"], tmp_path, 0)
     stream = open_stream(StreamConfig(name="folder", pack="mine", tasks=2), STREAMS["folder"], tmp_path, 0)
