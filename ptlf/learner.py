@@ -31,9 +31,9 @@ from ptlf.run.results import read_results
 from ptlf.run.watcher import Watcher
 from ptlf.stream.arrivals import accept, arrivals, check_watched, clear, pack_incoming, settled, task_name
 from ptlf.stream.decode import Fit
-from ptlf.stream.folders import subfolders
+from ptlf.stream.disk import subfolders
 from ptlf.stream.pack import Pack, data_root
-from ptlf.stream.squares import OnError
+from ptlf.stream.packing import OnError
 from ptlf.training.checkpoint import Checkpoints
 from ptlf.training.process import Stopped
 

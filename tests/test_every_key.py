@@ -24,7 +24,7 @@ from ptlf.core.settings import as_dict, describe
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
-from ptlf.stream.folders import pack_folder
+from ptlf.stream.packing import pack_folder
 from ptlf.training.trainer import MeasuredStep
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,6 @@ A row's command runs in a folder of its own, with a finished run in `done` and a
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -13,12 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -210,28 +206,6 @@ def test_rightly_accepted(row: str, place: Path, capfd: pytest.CaptureFixture[st
     shown = capfd.readouterr()
     assert "Traceback" not in shown.err
     assert all(line.isprintable() for line in shown.out.split("\n"))
-
-
-class Endless(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            while True:
-                self.wfile.write(b"x" * 65536)
-
-    def log_message(self, *words: Any) -> None: ...
-
-
-def test_a_download_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptlf.stream.fetch.MAX_BYTES", 1_000_000)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/a"
-        (sentence,) = sentences(run_cli("data", "get", "cifar10", "--url", url, "--data-root", tmp_path, code=2).err)
-        server.shutdown()
-    assert "the server sends more than 1000000 bytes; no archive here has as many" in sentence
-    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 0] == []
 
 
 LIMITED = """

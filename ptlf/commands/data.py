@@ -7,10 +7,9 @@ from typing import Any
 from ptlf.core.errors import UserError
 from ptlf.stream import fetch
 from ptlf.stream.disk import quote_names
-from ptlf.stream.folders import pack_folder
 from ptlf.stream.images import is_image_folder
 from ptlf.stream.pack import Folders, Pack, list_packs, verify_pack
-from ptlf.stream.packing import pack_images
+from ptlf.stream.packing import pack_folder, pack_images
 
 NO_PACKS = "no packed data sets in {}; `ptlf data get cifar10` gets one"
 

@@ -14,7 +14,7 @@ from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.export import export_run
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs
-from ptlf.stream.squares import OnError
+from ptlf.stream.packing import OnError
 
 
 def evaluate(

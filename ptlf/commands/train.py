@@ -22,7 +22,7 @@ from ptlf.run.loop import Run
 from ptlf.run.recipes import name_of, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs
 from ptlf.stream import STREAMS
-from ptlf.stream.folders import subfolders
+from ptlf.stream.disk import subfolders
 from ptlf.training.process import Stopped
 
 LEARN = "arriving/simsiam/ptlf"

@@ -3,8 +3,6 @@
 To add one: subclass `Tracker` and add a line to `TRACKERS`, or name it as package.module:Class.
 """
 
-import contextlib
-import importlib
 import json
 import os
 import secrets
@@ -15,10 +13,9 @@ from typing import Any
 
 import yaml
 
-from ptlf.core.errors import UserError, import_optional, warn
+from ptlf.core.errors import import_optional, warn
 from ptlf.core.files import write_whole
 from ptlf.core.registry import Registry
-from ptlf.core.words import short_repr
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 IDS = "trackers.json"  # in the run's folder: by tracker, the id under which it knows the run
@@ -79,13 +76,15 @@ class WandB(Tracker):
         self.package = import_optional("wandb", "--log", "trackers")
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
-        login = importlib.import_module("requests.utils").get_netrc_auth  # wandb depends on it
-        known = os.environ.get("WANDB_API_KEY") or login(os.environ.get("WANDB_BASE_URL", WANDB_URL))
+        from requests.utils import get_netrc_auth
+
+        known = os.environ.get("WANDB_API_KEY") or get_netrc_auth(os.environ.get("WANDB_BASE_URL", WANDB_URL))
         mode = os.environ.get("WANDB_MODE") or ("online" if known else "offline")
-        run_id = stored_id(folder)
-        if run_id is None:
-            run_id = secrets.token_hex(4)
-            write_whole(folder / IDS, json.dumps({"wandb": run_id}) + "\n")
+        if not (folder / IDS).exists():
+            write_whole(folder / IDS, json.dumps({"wandb": secrets.token_hex(4)}) + "\n")
+        run_id = json.loads((folder / IDS).read_bytes())["wandb"]
+        if not run_id.isalnum():  # folders are removed by this name
+            raise ValueError(f"{folder / IDS} holds {run_id!r}, which is no id of W&B")
         # A file that was not uploaded is replaced by one that holds all lines; W&B itself drops steps it has already.
         for place in (folder / "wandb").glob(f"offline-run-*-{run_id}"):
             if not any(place.glob("*.synced")):
@@ -122,14 +121,7 @@ class Trackers:
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.members: dict[str, Tracker] = {}
         for name in names:
-            kind = TRACKERS.find(name)
-            try:
-                self.members[name] = kind()
-            except UserError:
-                raise
-            except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-                raise UserError(f"tracker {short_repr(name)} cannot be made: {why}") from error
+            self.members[name] = TRACKERS.find(name)()
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         self._each("to begin", "begin", folder.resolve(), settings, lines)  # its own process may be in another folder
@@ -154,11 +146,3 @@ def numbers(line: Line) -> dict[str, float]:
     """The line's numbers by name, losses as loss/NAME. Text and lists are left out; a loss of "nan" is a number."""
     found = {name: value for name, value in line.items() if isinstance(value, int | float)}
     return found | {f"loss/{name}": float(value) for name, value in line.get("loss", {}).items()}
-
-
-def stored_id(folder: Path) -> str | None:
-    """The id under which W&B knows the run of this folder."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        found = str(json.loads((folder / IDS).read_bytes())["wandb"])
-        return found if found.isalnum() else None
-    return None

@@ -16,7 +16,7 @@ from ptlf.run.inference import load_encoder
 from ptlf.stream.disk import progress_bar
 from ptlf.stream.images import find_images, open_images
 from ptlf.stream.pack import data_root
-from ptlf.stream.squares import SHOWN_SKIPS, refuse_or_skip
+from ptlf.stream.packing import SHOWN_SKIPS, refuse_or_skip
 
 Labels = list[str | None]
 

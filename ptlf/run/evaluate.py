@@ -20,8 +20,7 @@ from ptlf.run.inference import load_encoder, rebuilt
 from ptlf.run.results import add_evaluation, read_results
 from ptlf.stream.images import find_images
 from ptlf.stream.pack import data_root
-from ptlf.stream.packing import labelled_dataset
-from ptlf.stream.squares import OnError
+from ptlf.stream.packing import OnError, labelled_dataset
 from ptlf.stream.task import digest, single_task_stream
 
 

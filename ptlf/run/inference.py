@@ -31,8 +31,8 @@ from ptlf.run.recipes import name_of
 from ptlf.run.results import refuse_folder_of_runs
 from ptlf.stream.decode import Fit
 from ptlf.stream.images import open_images
+from ptlf.stream.packing import SquareBatch, decode_squares, refuse_broken
 from ptlf.stream.rows import ImageSplit
-from ptlf.stream.squares import SquareBatch, decode_squares, refuse_broken
 from ptlf.views import normalise
 
 # How an image becomes a square of image_size; resizing is bicubic and antialiased.

@@ -7,15 +7,12 @@ import pickle
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from ptlf.core.errors import UserError
-from ptlf.core.reading import read_text
-from ptlf.stream.disk import files_below
 from ptlf.stream.rows import ImageSplit, Row, array_split, with_labels
 
 CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -62,44 +59,20 @@ def cifar100(archive: Path) -> Splits:
 
 
 def tinyimagenet(archive: Path) -> Splits:
-    top = "tiny-imagenet-200/"
-    with zipfile.ZipFile(archive) as opened:
-        files = [member.removeprefix(top) for member in opened.namelist() if member.startswith(top)]
-        annotations = opened.read(f"{top}val/val_annotations.txt").decode()
-
-    def read(names: Sequence[str]) -> Iterator[bytes]:
-        with zipfile.ZipFile(archive) as opened:
-            yield from (opened.read(top + name) for name in names)
-
-    return tiny_splits(files, annotations, archive, read)
-
-
-def tinyimagenet_folder(folder: Path) -> Splits | None:
-    """The extracted archive, or the folder that it lies in; None for a folder of other form."""
-    folder = next((path for path in (folder / "tiny-imagenet-200", folder) if path.is_dir()), folder)
-    if not (folder / "val" / "val_annotations.txt").is_file():
-        return None
-    files = [file.relative_to(folder).as_posix() for part in ("train", "val") for file in files_below(folder / part)]
-    annotations = read_text(folder / "val" / "val_annotations.txt")
-    return tiny_splits(files, annotations, folder, lambda names: (folder / name for name in names))
-
-
-def tiny_splits(
-    files: Sequence[str], annotations: str, top: Path, read: Callable[[Sequence[str]], Iterator[Any]]
-) -> Splits:
     """Classes are the sorted wnids. The classes of validation images, our test split, are in val_annotations.txt."""
-    wnids = dict(line.split("\t")[:2] for line in annotations.splitlines() if "\t" in line)
-    images = [PurePosixPath(file) for file in files if file.endswith(".JPEG")]
-    train = sorted((file.parts[1], str(file)) for file in images if file.parts[0] == "train")
-    val = sorted((wnids.get(file.name, ""), str(file)) for file in images if file.parts[0] == "val")
+    with zipfile.ZipFile(archive) as opened:
+        files = [PurePosixPath(name) for name in opened.namelist() if name.endswith(".JPEG")]
+        annotations = opened.read("tiny-imagenet-200/val/val_annotations.txt").decode()
+    wnids = dict(line.split("\t")[:2] for line in annotations.splitlines())
+    train = sorted((file.parts[2], str(file)) for file in files if file.parts[1] == "train")
+    val = sorted((wnids[file.name], str(file)) for file in files if file.parts[1] == "val")
     names = sorted({wnid for wnid, _ in train})
-    if unknown := [file for wnid, file in val if wnid not in names]:
-        raise UserError(f"{top}: val_annotations.txt gives no known class for {unknown[0]}")
 
     def split(part: Sequence[tuple[str, str]]) -> ImageSplit:
         def rows() -> Iterator[Row]:
-            for (wnid, file), image in zip(part, read([file for _, file in part]), strict=True):
-                yield Row(str(top / file), image, wnid)
+            with zipfile.ZipFile(archive) as opened:
+                for wnid, file in part:
+                    yield Row(file, opened.read(file), wnid)
 
         return ImageSplit(len(part), rows, names)
 
@@ -114,7 +87,6 @@ class Source:
     url: str | None = None  # of the official archive; None: cannot be downloaded
     md5: str = ""
     read: Callable[[Path], Splits] | None = None  # of the archive
-    read_folder: Callable[[Path], Splits | None] | None = None  # of an extracted archive without folders per class
     names: tuple[str, ...] | None = None  # class folders to use, in label order; None: all, sorted
 
 
@@ -130,10 +102,8 @@ SOURCES: dict[str, Source] = {
     "cifar100": Source(
         "60,000 images of 100 classes at 32 px", 32, 100, CIFAR100, "eb9058c3a382ffc7106e4002c42a8d85", cifar100
     ),
-    "tinyimagenet": replace(
-        Source("110,000 images of 200 classes at 64 px", 64, 200, STANFORD, "90528d7ca1a48142e341f4ef8d21d0de"),
-        read=tinyimagenet,
-        read_folder=tinyimagenet_folder,
+    "tinyimagenet": Source(
+        "110,000 images of 200 classes at 64 px", 64, 200, STANFORD, "90528d7ca1a48142e341f4ef8d21d0de", tinyimagenet
     ),
     "imagenet100": Source(FROM_IMAGENET, 256, 100, names=IMAGENET100_WNIDS),
 }

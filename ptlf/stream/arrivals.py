@@ -1,7 +1,6 @@
 """Tasks that arrive while a run goes on. Each is a packed set in `RUN/tasks/NUMBER-NAME`, in the order of arrival."""
 
 import hashlib
-import itertools
 import os
 import re
 import shutil
@@ -14,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from ptlf.core.errors import UserError
-from ptlf.stream.datasets import packed
-from ptlf.stream.disk import disk_errors, files_below, natural, not_an_image
-from ptlf.stream.folders import subfolders
+from ptlf.stream.disk import files_below, natural, not_an_image, subfolders
 from ptlf.stream.images import find_images, is_image_folder, own_side
 from ptlf.stream.pack import Chunk, Pack, open_pack, read_manifest, write_pack
 from ptlf.stream.packing import pack_images
-from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, unlabelled_stream
+from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, packed, unlabelled_stream
 
 TASKS, INCOMING = "tasks", ".incoming"
 NUMBERED = re.compile(r"(\d{4,})-(.+)")
@@ -32,12 +29,8 @@ class PackedImages(Images):
 
     def __init__(self, pack: Pack, split: str, numbers: np.ndarray) -> None:
         """numbers: the stream's label of each of the pack's names."""
-        checksum = pack.splits[split].checksum
-        vars(self).update(pack=pack, split=split, numbers=numbers, sha256=checksum)  # the class is frozen
-
-    pack: Pack
-    split: str
-    numbers: np.ndarray
+        self.pack, self.split, self.numbers = pack, split, numbers
+        self.sha256 = pack.splits[split].checksum
 
     def __len__(self) -> int:
         return self.pack.splits[self.split].count
@@ -82,8 +75,7 @@ def is_arrival(path: Path) -> bool:
 
 
 def task_name(pack: Pack) -> str:
-    found = NUMBERED.fullmatch(pack.name)
-    return found[2] if found else pack.name
+    return pack.name.partition("-")[2]
 
 
 def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> Stream:
@@ -154,8 +146,7 @@ def pack_incoming(
                 raise UserError(f"{sizes}; pack it again with --size {size}")
             options["fit"] = pack.fit
         elif is_image_folder(path):
-            with disk_errors(path):
-                labelled = bool(test_fraction or ((path / "train").is_dir() and subfolders(path / "train")))
+            labelled = bool(test_fraction or ((path / "train").is_dir() and subfolders(path / "train")))
     target = folder / TASKS / INCOMING / f"{number:04}-{folder_name(name or word)}"
     size = size or own_side(source) or default_size
     return pack_images(source, target, size, labelled=labelled, test_fraction=test_fraction, **options)
@@ -202,7 +193,7 @@ def reduced(pack: Pack, rows: np.ndarray) -> Pack:
 def accept(folder: Path, incoming: Pack) -> Pack:
     """The incoming pack as the run's next task. One with the name of an earlier task gets a number: monday-2."""
     taken, name = {task_name(pack) for pack in arrivals(folder)}, task_name(incoming)
-    ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    ends = ["", *(f"-{number}" for number in range(2, len(taken) + 2))]
     end = next(end for end in ends if name + end not in taken)
     target = folder / TASKS / (incoming.name + end)
     incoming.path.rename(target)

@@ -4,14 +4,14 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ptlf.core.errors import UserError, info
+from ptlf.core.errors import UserError
 from ptlf.core.files import locked, sync_folder
 from ptlf.core.phases import cannot_move
 
@@ -89,22 +89,12 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 
-def images_below(folder: Path, passed: list[Path]) -> list[Path]:
-    """`files_below`, without those that are no images by their ending, which go into `passed`. Files with other
-    endings, or none, are taken for images."""
-    files = files_below(folder)
-    passed += [file for file in files if not_an_image(file.name)]
-    return [file for file in files if not not_an_image(file.name)]
-
-
-def image_files(path: Path) -> list[Path]:
-    """`images_below`, of which there must be some."""
-    passed: list[Path] = []
-    with disk_errors(path):
-        files = images_below(path, passed)
-    note_passed(path, passed)
+def image_files(folder: Path) -> list[Path]:
+    """`files_below`, without those whose ending says that they are no images. There must be some."""
+    with disk_errors(folder):
+        files = [file for file in files_below(folder) if not not_an_image(file.name)]
     if not files:
-        raise UserError(f"{path} holds no images")
+        raise UserError(f"{folder} holds no images")
     return files
 
 
@@ -112,11 +102,10 @@ def not_an_image(name: str) -> bool:
     return name.lower().endswith(NOT_IMAGES)
 
 
-def note_passed(folder: Path, passed: Sequence[Path]) -> None:
-    if passed:
-        endings = ", ".join(sorted({file.suffix.lower() for file in passed}))
-        number = f"{len(passed)} file{'s' * (len(passed) != 1)}"
-        info(f"passed over {number} in {folder} that by the ending ({endings}) are no images")
+def subfolders(folder: Path) -> list[str]:
+    with disk_errors(folder):
+        names = (entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(names, key=natural)
 
 
 @contextmanager

@@ -3,25 +3,21 @@
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
 from ptlf.core.errors import UserError, unknown
 from ptlf.core.files import file_digest
-from ptlf.stream.archives import SOURCES, Source, Splits
-from ptlf.stream.disk import disk_errors, progress_bar
-from ptlf.stream.folders import pack_folder, subfolders
+from ptlf.stream.archives import SOURCES, Source
+from ptlf.stream.disk import disk_errors, progress_bar, subfolders
 from ptlf.stream.pack import Pack, check_target, data_root
-from ptlf.stream.rows import number_classes
-from ptlf.stream.squares import PackOptions, write_squares
+from ptlf.stream.packing import PackOptions, pack_folder, write_squares
 
 __all__ = ["SOURCES", "data_root", "get"]
 
 TIMEOUT_SECONDS = 60
 BLOCK_BYTES = 1 << 18
-MAX_BYTES = 4 << 30  # of an archive; the largest one known has 250 MB
 
 
 def get(
@@ -47,37 +43,24 @@ def get(
             return pack_source(entry, Path(source).expanduser(), target, packing)
     folder = target.parent / ".downloads" / name
     with disk_errors(folder):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            made = pack_splits(entry, download(entry, url, folder, name, packing.progress), target, packing)
-            if not keep_archive:
-                shutil.rmtree(folder)
-        finally:
-            for empty in (folder, folder.parent):
-                with suppress(OSError):
-                    empty.rmdir()  # fails if the folder is not empty
+        made = pack_archive(entry, download(entry, url, folder, name, packing.progress), target, packing)
+        if not keep_archive:
+            shutil.rmtree(folder)
+            with suppress(OSError):
+                folder.parent.rmdir()  # fails if other archives are kept
     return made
 
 
-def pack_splits(entry: Source, source: Path, target: Path, options: PackOptions, splits: Splits | None = None) -> Pack:
-    """Pack the splits of a folder, or else those of the archive."""
-    place = str(source.resolve()) if splits else source.name
-    if splits is None:
-        assert entry.read is not None
-        splits = entry.read(source)
-    names = splits["train"].names or ()
-    if len(names) != entry.classes:
-        raise UserError(f"{source} has {len(names)} classes, {target.name} has {entry.classes}")
-    pack = Pack(target, entry.size, "classes", (), source=place)
-    return write_squares(pack, splits, options, partial(number_classes, source=place, names=names))
+def pack_archive(entry: Source, archive: Path, target: Path, options: PackOptions) -> Pack:
+    assert entry.read is not None
+    pack = Pack(target, entry.size, "classes", (), source=archive.name)
+    return write_squares(pack, entry.read(archive), options)
 
 
 def pack_source(entry: Source, source: Path, target: Path, options: PackOptions) -> Pack:
     """Pack the archive or the image folder that the user has on the disk."""
     name = target.name
     if source.is_dir():
-        if entry.read_folder and (splits := entry.read_folder(source)):
-            return pack_splits(entry, source, target, options, splits)
         if not (source / "train").is_dir() or not any((source / split).is_dir() for split in ("test", "val")):
             raise UserError(f"{source} must hold train/CLASS/... and test/CLASS/... or val/CLASS/... for {name}")
         if entry.names is None and (count := len(subfolders(source / "train"))) != entry.classes:
@@ -90,27 +73,23 @@ def pack_source(entry: Source, source: Path, target: Path, options: PackOptions)
     if (md5 := file_digest(source, "md5")) != entry.md5:
         whose = f"the archive of {name} has {entry.md5}"
         raise UserError(f"{source} has md5 {md5}, {whose}; download it again ({entry.url})")
-    return pack_splits(entry, source, target, options)
+    return pack_archive(entry, source, target, options)
 
 
 class DownloadBar:
-    """What pooch tells of a download, on a bar. Ends one that is too large."""
+    """The part of tqdm's interface that pooch uses."""
 
     total = 0  # bytes that the server will send; 0: it does not say
 
     def __init__(self, advance: Callable[..., None]) -> None:
-        self.advance, self.done = advance, 0
+        self.advance = advance
 
     def update(self, amount: int) -> None:
-        self.done += amount
-        if max(self.total, self.done - BLOCK_BYTES) > MAX_BYTES:
-            raise UserError(f"the server sends more than {MAX_BYTES} bytes; no archive here has as many")
         self.advance(amount, total=self.total or None)
 
     def reset(self) -> None:
-        """Pooch tells the total once more in the end."""
-        self.advance(-self.done)
-        self.done = 0
+        """In the end pooch reports all bytes once more."""
+        self.advance = lambda *amount, **total: None
 
     def close(self) -> None: ...
 

@@ -20,8 +20,7 @@ from PIL import Image
 from ptlf.core.errors import UserError, import_optional
 from ptlf.core.reading import explain
 from ptlf.stream.decode import CHANNELS
-from ptlf.stream.disk import image_files, natural, not_an_image, quote_names
-from ptlf.stream.folders import split_folders, subfolders
+from ptlf.stream.disk import image_files, natural, not_an_image, quote_names, subfolders
 from ptlf.stream.pack import open_pack
 from ptlf.stream.rows import ImageSplit, Row, array_split, list_split, plain_label, with_labels, with_names
 
@@ -30,7 +29,6 @@ FORMS = "a folder of images, a packed set, an .npz or .npy file, a Hugging Face 
 IMAGE_KEYS = ("image", "img", "jpg", "png")
 LABEL_KEYS = ("label", "labels", "fine_label", "cls", "class")
 # Arrays of an .npz file: (images, labels) by split, as numpy users, MedMNIST and Keras name them.
-# `names`, if it is there, has the classes that labels number.
 ARRAYS = {
     "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("arr_0", "arr_1")),
     "test": (("test_images", "test_labels"), ("x_test", "y_test")),
@@ -58,7 +56,7 @@ def open_images(images: Any) -> dict[str, ImageSplit]:
         kinds = "a path, an array (N, H, W, 3), a list or a data set with a length"
         raise UserError(f"images cannot be read from a {type(images).__name__}; give {kinds}")
     if len(images) == 0:
-        raise UserError(f"{describe_source(images)} holds no images")
+        raise UserError(f"a {type(images).__name__} holds no images")
     if isinstance(images, np.ndarray | torch.Tensor):
         return {"train": array_split(images)}
 
@@ -84,7 +82,7 @@ def open_path(path: Path) -> dict[str, ImageSplit]:
     if is_saved(path):
         return open_images(load_saved(path))
     if files := parquet_files(path):
-        return {split: parquet_split(part) for split, part in by_split(files, path).items()}
+        return {split: parquet_split(part) for split, part in files.items()}
     if path.is_dir():
         return folder_splits(path)
     if path.suffix == ".npy":
@@ -108,15 +106,14 @@ def readable(path: Path, kind: str) -> Iterator[None]:
 
 def npz_splits(path: Path) -> dict[str, ImageSplit]:
     with readable(path, ".npz"), np.load(path, allow_pickle=False) as file:
-        used = {name for pairs in ARRAYS.values() for pair in pairs for name in pair} | {"names"}
+        used = {name for pairs in ARRAYS.values() for pair in pairs for name in pair}
         members, arrays = file.files, {name: file[name] for name in file.files if name in used}
-    names = [str(name) for name in arrays["names"]] if "names" in arrays else None
     splits: dict[str, ImageSplit] = {}
     for split, choices in ARRAYS.items():
         if pair := next((pair for pair in choices if pair[0] in arrays), None):
             splits[split] = open_images(arrays[pair[0]])["train"]
             if pair[1] in arrays:
-                splits[split] = with_labels(splits[split], arrays[pair[1]], names)
+                splits[split] = with_labels(splits[split], arrays[pair[1]])
     if "train" not in splits:
         wanted = quote_names(images for images, _ in ARRAYS["train"])
         raise UserError(f"{path} has no array called {wanted}; it has: {quote_names(members)}")
@@ -142,28 +139,24 @@ def load_saved(path: Path) -> Any:
     return parts
 
 
-def parquet_files(path: Path) -> list[Path]:
-    """A Parquet file, or those of a folder, or of its folders `train`, `test`, `data` and the like. None if there are
-    images or other folders beside them: then it is an image folder."""
+def parquet_files(path: Path) -> dict[str, list[Path]]:
+    """A Parquet file, or those of a folder, or of its folders `train`, `test`, `data` and the like, by split. None if
+    there are images or other folders beside them: then it is an image folder."""
     if not path.is_dir():
-        return [path] if path.suffix.lower() == ".parquet" else []
+        return {"train": [path]} if path.suffix.lower() == ".parquet" else {}
     inside = subfolders(path)
     if not {*inside} <= {"train", "data", *TESTS}:
-        return []
+        return {}
     below = [entry for folder in (path, *(path / name for name in inside)) for entry in folder.glob("[!.]*")]
-    files = [entry for entry in below if entry.suffix.lower() == ".parquet"]
-    others = [entry for entry in below if entry.suffix.lower() in Image.registered_extensions()]
-    return sorted(files, key=lambda file: natural(str(file))) if not others else []
-
-
-def by_split(files: Sequence[Path], root: Path) -> dict[str, list[Path]]:
-    """{"train": files} or {"train": files, "test": files}, by the words in their names below `root`."""
+    if any(entry.suffix.lower() in Image.registered_extensions() for entry in below):
+        return {}
     groups: dict[str, list[Path]] = {}
-    for file in files:
-        words = re.split("[^a-z]+", str(file.relative_to(root)).lower())
-        groups.setdefault(next((word for word in ("train", *TESTS) if word in words), "train"), []).append(file)
-    train, *tests = [groups[word] for word in ("train", *TESTS) if word in groups]
-    return {"train": train, **({"test": tests[0]} if tests else {})}
+    for file in sorted(below, key=lambda file: natural(str(file))):
+        if file.suffix.lower() == ".parquet":
+            words = re.split("[^a-z]+", str(file.relative_to(path)).lower())
+            groups.setdefault(next((word for word in ("train", *TESTS) if word in words), "train"), []).append(file)
+    parts = [groups[word] for word in ("train", *TESTS) if word in groups]
+    return dict(zip(("train", "test"), parts, strict=False))
 
 
 def parquet_split(files: Sequence[Path]) -> ImageSplit:
@@ -238,6 +231,21 @@ def folder_splits(path: Path) -> dict[str, ImageSplit]:
     return {split: list_split([file_row(file, tree) for file in image_files(tree)]) for split, tree in trees.items()}
 
 
+def split_folders(source: Path) -> dict[str, Path]:
+    """{"train": folder} or {"train": folder, "test": folder}: `train` and `test` (or `val`), if there are folders in
+    `train`; else the source itself."""
+    if not source.is_dir():
+        raise UserError(f"{source} is no folder; give one that holds a folder per class or task")
+    train, tests = source / "train", [folder for name in ("test", "val") if (folder := source / name).is_dir()]
+    known = subfolders(train) if train.is_dir() else []
+    if not known:
+        return {"train": source}
+    usable = [folder for folder in tests if {*known} & {*subfolders(folder)}]
+    if tests and not usable:
+        raise UserError(f"{tests[0]} holds none of the folders of {train}")
+    return {"train": train, **({"test": usable[0]} if usable else {})}
+
+
 def folder_of_folders(path: Path) -> bool:
     """Whether all images lie in folders."""
     entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
@@ -257,10 +265,6 @@ def find_images(value: str, root: Path) -> Path:
     if (root / value / "pack.json").is_file():
         return root / value
     raise UserError(f"there is no folder or file {value}, and no packed set of that name in {root}")
-
-
-def describe_source(images: Any) -> str:
-    return str(images) if isinstance(images, str | os.PathLike) else f"a {type(images).__name__}"
 
 
 def own_side(images: Any) -> int | None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -34,7 +35,9 @@ class ImageSource:
             resident = gpu and pixels.nbytes < torch.cuda.mem_get_info(device)[0] // 2
         self._pixels = pixels
         self._held = torch.from_numpy(np.array(pixels)).to(device) if resident else None
-        self._file = None if resident else open_file(pixels)
+        # Only a complete read-only memory map of a file is read from the file itself.
+        mapped = isinstance(pixels, np.memmap) and isinstance(pixels.base, mmap.mmap) and pixels.mode == "r"
+        self._file = PixelFile(pixels) if mapped and not resident else None  # type: ignore[arg-type]
         # Copies run on their own CUDA stream. Created once: the caching allocator has a memory pool per stream.
         self._copy_stream = torch.cuda.Stream(device) if gpu and not resident else None
 
@@ -101,26 +104,14 @@ class ImageSource:
 
 
 class Sources:
-    """An ImageSource for each set of images, made when it is first asked for. The latest are held, so that sets used in
-    turn, such as training and test images, are not opened or copied again; an older one only while others use it."""
-
-    HELD = 3
+    """An ImageSource for each set of images, made when it is first asked for. The latest are kept, so that sets used in
+    turn, such as training and test images, are not opened or copied again."""
 
     def __init__(self, device: torch.device, resident: bool | None = None) -> None:
-        self.device, self.resident = device, resident
-        self._held: deque[ImageSource] = deque(maxlen=self.HELD)
-        self._known: weakref.WeakValueDictionary[Images, ImageSource] = weakref.WeakValueDictionary()
+        self._source = lru_cache(3)(partial(ImageSource, device=device, resident=resident))
 
     def __call__(self, images: Images) -> ImageSource:
-        source = self._known.get(images)
-        if source is None:
-            if len(self._held) == self.HELD:
-                self._held.popleft()  # first: its memory may be what the new one needs
-            source = self._known[images] = ImageSource(images, self.device, self.resident)
-        elif source in self._held:
-            self._held.remove(source)
-        self._held.append(source)
-        return source
+        return self._source(images)
 
 
 class PixelFile:
@@ -134,17 +125,8 @@ class PixelFile:
 
     def read(self, rows: list[int], out: np.ndarray) -> None:
         for row, image in zip(rows, out, strict=True):
-            done, buffer, offset = 0, memoryview(image).cast("B"), self.begin + row * self.bytes
             with disk_errors(self.path):
-                while done < self.bytes and (read := os.preadv(self.descriptor, [buffer[done:]], offset + done)):
-                    done += read
-            if done < self.bytes:
-                cut = f"{self.path} is truncated: it holds {done} of the {self.bytes} bytes of image {row}"
+                read = os.preadv(self.descriptor, [image], self.begin + row * self.bytes)
+            if read < self.bytes:
+                cut = f"{self.path} is truncated: it holds {read} of the {self.bytes} bytes of image {row}"
                 raise UserError(f"{cut}; `ptlf data verify` checks packed sets")
-
-
-def open_file(pixels: np.ndarray) -> PixelFile | None:
-    """None if the pixels are no complete read-only memory map of a file."""
-    if not isinstance(pixels, np.memmap) or not isinstance(pixels.base, mmap.mmap) or pixels.mode != "r":
-        return None
-    return PixelFile(pixels) if pixels.flags.c_contiguous else None

@@ -20,16 +20,13 @@ from ptlf.core.files import file_digest
 from ptlf.core.reading import DAMAGE, check_shape, explain, parse_json, read_text
 from ptlf.stream.archives import SOURCES
 from ptlf.stream.decode import FITS, Fit
-from ptlf.stream.disk import disk_errors, natural, progress_bar, quote_names, staged
+from ptlf.stream.disk import disk_errors, natural, progress_bar, staged
 
 SPLIT = {"count": (1, 10**10), "bytes": (1, 10**15), "images": str, "sha256": str, "labels": str, "labels_sha256": str}
 MANIFEST = {"schema": int, "size": (1, 100_000), "names": [str], "splits": {"*": SPLIT}, "fit?": str}
 MANIFEST |= {"folders": str, "skipped": [{"file": str, "why": str}], "source": str}
 Folders = Literal["classes", "tasks"]
 Chunk: TypeAlias = tuple[np.ndarray, Sequence[Any]]  # images (n, S, S, 3) uint8, and the label of each
-Announced: TypeAlias = tuple[int, Iterable[Chunk]]  # number of images in all, and the chunks
-# Of the labels of all images by split, the names of the classes and the number of each label among them.
-Numbering: TypeAlias = Callable[[dict[str, list[Any]]], tuple[Sequence[str], dict[str, np.ndarray]]]
 SCHEMA = 1
 
 
@@ -148,8 +145,8 @@ def read_manifest(root: Path, name: str) -> Pack:
             raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
         splits = {split: Split(**entry) for split, entry in data["splits"].items()}
         files = [name for split in splits.values() for name in (split.images, split.labels)]
-        if not splits or any(Path(name).name != name or not name.isascii() for name in files):
-            raise ValueError("splits must name files beside pack.json")
+        if "train" not in splits or any(Path(name).name != name or not name.isascii() for name in files):
+            raise ValueError("splits must be train and test, with files beside pack.json")
         fit = data.get("fit") or FITS[0]
         if data["folders"] not in get_args(Folders) or fit not in FITS:
             raise ValueError(f"folders is {data['folders']!r}, fit is {fit!r}")
@@ -167,16 +164,16 @@ def hint(name: str, overwrite: bool = True) -> str:
 
 def write_pack(
     pack: Pack,
-    chunks: Mapping[str, Announced],
+    chunks: Mapping[str, tuple[int, Iterable[Chunk]]],
     *,
     overwrite: bool = False,
     progress: bool = False,
-    number: Numbering | None = None,
+    number: Callable[[dict[str, list[Any]]], tuple[Sequence[str], dict[str, np.ndarray]]] | None = None,
 ) -> Pack:
-    """Write a packed set: `pack` describes it, without splits; `chunks` are written as they come.
+    """Write a packed set: `pack` describes it, without splits.
 
-    `pack.skipped` may grow while the chunks are read. A split may have fewer images than announced.
-    number: called after the last chunk; None: labels are places in `pack.names`.
+    chunks: by split the number of images, or more, and the chunks, in which `pack.skipped` may grow.
+    number: gives the names and the number of each label, after the last chunk; None: labels are places in `pack.names`.
     """
     with disk_errors(pack.path), staged(pack.path) as folder:
         check_target(pack.path, overwrite)
@@ -185,8 +182,6 @@ def write_pack(
             with progress_bar(f"packing {pack.name} {split}", count, progress) as advance:
                 labels[split] = write_images(folder / f"{split}.npy", pack.size, count, images, advance)
         names, numbers = number(labels) if number else (pack.names, labels)
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(f"names repeat: {quote_names(repeated)}")
         splits = {}
         for split in chunks:
             pixels, file = folder / f"{split}.npy", folder / f"{split}_labels.npy"

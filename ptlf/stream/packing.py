@@ -1,27 +1,164 @@
-"""Images in any form, made square and packed, or read into memory: as many at a time as a batch has."""
+"""Images in any form, made square and packed, or read into memory: a batch at a time is in memory."""
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, unknown, warn
 from ptlf.freezing import format_bytes
-from ptlf.stream.datasets import packed
-from ptlf.stream.decode import Fit
-from ptlf.stream.disk import image_files
-from ptlf.stream.folders import pack_folder
-from ptlf.stream.images import describe_source, folder_of_folders, is_image_folder, open_images
-from ptlf.stream.pack import Pack, check_target
-from ptlf.stream.rows import ImageSplit, Row, hold_out, number_classes
-from ptlf.stream.squares import OnError, PackOptions, decode_squares, note_skipped, refuse_or_skip, write_squares
-from ptlf.stream.task import Dataset, Images
+from ptlf.stream.decode import FITS, BadImage, Fit, to_square
+from ptlf.stream.disk import image_files, subfolders
+from ptlf.stream.images import folder_of_folders, is_image_folder, open_images, split_folders
+from ptlf.stream.pack import Folders, Pack, check_name, check_target, write_pack
+from ptlf.stream.rows import ImageSplit, Row, hold_out, list_split, number_classes, with_labels
+from ptlf.stream.task import Dataset, Images, packed
 
 MAX_BYTES = 4 << 30  # of a labelled set that is read into memory
+OnError = Literal["refuse", "skip"]
+
+BATCH = 128  # images decoded at a time, and so many of their files in memory
+BATCH_BYTES = 16 << 20  # at most, of squares
+MAX_WORKERS = 16
+SHOWN_SKIPS = 20
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    on_error: OnError = "refuse"  # for an image that cannot be decoded
+    fit: Fit = "crop"  # how images become squares
+    workers: int | None = None  # decoding threads; None: one per core, at most 16
+    overwrite: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("on_error", self.on_error, get_args(OnError)), ("fit", self.fit, FITS)):
+            if value not in choices:
+                raise unknown(name, value, choices)
+        if self.workers is not None and self.workers < 1:
+            raise UserError(f"workers must be at least 1, not {self.workers}")
+
+
+class SquareBatch(NamedTuple):
+    """A batch of images, without those that cannot be read."""
+
+    names: list[str]
+    images: np.ndarray  # (n, S, S, 3) uint8
+    labels: list[Any]
+    problems: list[tuple[str, str]]  # name and reason
+
+
+def decode_squares(
+    images: ImageSplit, size: int, fit: Fit = "crop", workers: int | None = None
+) -> Iterator[SquareBatch]:
+    """Batches of squares, in order. Threads suffice: Pillow decodes and resizes outside Python's lock."""
+    step = min(BATCH, max(1, BATCH_BYTES // (size * size * 3)))
+    rows = iter(images.read())
+
+    def attempt(row: Row) -> np.ndarray | BadImage:
+        try:
+            return to_square(row.image, size, fit)
+        except BadImage as problem:
+            return problem
+
+    with ThreadPoolExecutor(workers or min(MAX_WORKERS, os.cpu_count() or 1)) as pool:
+        while batch := list(islice(rows, step)):
+            # Pillow's warnings are about large images and odd metadata, which do no harm. Filters are the process's:
+            # they are changed by one thread, while the others work.
+            with warnings.catch_warnings(action="ignore"):
+                pairs = list(zip(batch, pool.map(attempt, batch), strict=True))
+            kept = [row for row, made in pairs if isinstance(made, np.ndarray)]
+            squares = [made for _, made in pairs if isinstance(made, np.ndarray)]
+            problems = [(row.name, str(made)) for row, made in pairs if isinstance(made, BadImage)]
+            stacked = np.stack(squares) if squares else np.zeros((0, size, size, 3), np.uint8)
+            yield SquareBatch([row.name for row in kept], stacked, [row.label for row in kept], problems)
+
+
+def write_squares(
+    pack: Pack, splits: Mapping[str, ImageSplit], options: PackOptions, names: Sequence[str] | None = None
+) -> Pack:
+    """Decode and pack the splits; `pack` describes the set, without splits. names: that labels number."""
+    if pack.size < 1:
+        raise UserError(f"size must be at least 1, not {pack.size}")
+
+    def chunks(part: ImageSplit) -> Iterator[tuple[np.ndarray, Sequence[Any]]]:
+        for batch in decode_squares(part, pack.size, options.fit, options.workers):
+            refuse_or_skip(batch.problems, pack.skipped, options.on_error)
+            yield batch.images, [*zip(batch.names, batch.labels, strict=True)]
+
+    streams = {split: (part.count, chunks(part)) for split, part in splits.items()}
+    classes = splits["train"].names if names is None else names
+    number = partial(number_classes, source=pack.source, names=classes, counted=names is not None)
+    how: dict[str, Any] = {"overwrite": options.overwrite, "progress": options.progress}
+    made = write_pack(replace(pack, fit=options.fit), streams, number=number, **how)
+    total = sum(part.count for part in splits.values())
+    note_skipped(made.name, made.skipped, total, f", all named in {made.path / 'pack.json'}")
+    return made
+
+
+def refuse_or_skip(problems: Sequence[tuple[str, str]], skipped: list[dict[str, str]], on_error: str | None) -> None:
+    """problems: names and reasons, of those images that were looked at together with the first. on_error: None refuses
+    them where skipping is no way out."""
+    if problems and on_error != "skip":
+        (file, why), more = problems[0], len(problems) - 1
+        others = f" and at least {more} more" if more else ""
+        skip = ", or give --on-error skip (on_error='skip')" if on_error else ""
+        raise UserError(f"{file} cannot be used: {why}; repair or remove it{others}{skip}")
+    skipped.extend({"file": file, "why": why} for file, why in problems)
+
+
+refuse_broken = partial(refuse_or_skip, skipped=[], on_error=None)
+
+
+def note_skipped(name: str, skipped: Sequence[dict[str, str]], total: int, where: str = "") -> None:
+    """where: all of them are named."""
+    if skipped:
+        lines = [f"{entry['file']}: {entry['why']}" for entry in skipped]
+        more = [f"and {len(lines) - SHOWN_SKIPS} more{where}"] if len(lines) > SHOWN_SKIPS else []
+        warn("\n  ".join([f"{name}: skipped {len(lines)}, of {total} images:", *lines[:SHOWN_SKIPS], *more]))
+
+
+def pack_folder(
+    source: Path,
+    root: Path,
+    name: str,
+    *,
+    size: int,
+    folders: Folders = "classes",
+    test_fraction: float = 0.0,
+    names: Sequence[str] | None = None,
+    **options: Any,
+) -> Pack:
+    """Pack a folder of images: `train/NAME/...` (and `test/` or `val/`), or `NAME/...` directly.
+
+    There is one folder per class or per task, with files at any depth; hidden files (".x") and such as notes.txt are
+    left out. `names` selects and orders the folders. If there is no test folder, `test_fraction` holds out evenly
+    spaced files of each class.
+    options: of `PackOptions`.
+    """
+    source, target, packing = Path(source), Path(root) / name, PackOptions(**options)
+    check_name(name)
+    check_target(target, packing.overwrite)
+    if test_fraction and folders == "tasks":
+        raise UserError("test_fraction needs folders='classes'; give tasks their own test/ folder")
+    trees = split_folders(source)
+    chosen = {split: names or subfolders(tree) for split, tree in trees.items()}
+    if {*chosen["train"]} <= ({"train", "test", "val"} if trees["train"] == source else set()):
+        raise UserError(f"{source} holds no folders with images; put the images into one folder per class or task")
+    splits = {}
+    for split, tree in trees.items():
+        rows = [Row(str(file), file, name) for name in chosen[split] for file in image_files(tree / name)]
+        splits[split] = list_split(rows, names)
+    if test_fraction:
+        splits = hold_out(splits, test_fraction)
+    return write_squares(Pack(target, size, folders, (), source=str(source.resolve())), splits, packing)
 
 
 def pack_images(
@@ -48,7 +185,7 @@ def pack_images(
     """
     packing, target = PackOptions(**options), Path(target)
     check_target(target, packing.overwrite)
-    described = source = describe_source(images)
+    source = f"a {type(images).__name__}"
     if isinstance(images, str | os.PathLike):
         path = Path(images)
         source = str(path.resolve())
@@ -64,17 +201,16 @@ def pack_images(
         splits["test"] = open_images(test)["train"]
     has_labels = first_row(splits["train"]).label is not None
     if labelled and not has_labels:
-        raise UserError(f"{described} has no labels; give a folder per class, or pairs (image, label)")
+        raise UserError(f"{source} has no labels; give a folder per class, or pairs (image, label)")
     if not has_labels or labelled is False:
         if test_fraction or test is not None:
-            raise UserError(f"test images need labels, and {described} has none")
-        pack = Pack(target, size, "tasks", tuple(names or (target.name,)), source=source)
-        return write_squares(pack, {"train": splits["train"]}, packing)
+            raise UserError(f"test images need labels, and {source} has none")
+        (task,), part = names or (target.name,), splits["train"]
+        pack = Pack(target, size, "tasks", (), source=source)
+        return write_squares(pack, {"train": with_labels(part, [task] * part.count)}, packing)
     if test_fraction:
         splits = hold_out(splits, test_fraction)
-    classes = splits["train"].names if names is None else names
-    number = partial(number_classes, source=described, names=classes, counted=names is not None)
-    return write_squares(Pack(target, size, "classes", (), source=source), splits, packing, number)
+    return write_squares(Pack(target, size, "classes", (), source=source), splits, packing, names)
 
 
 def first_row(images: ImageSplit) -> Row:

@@ -30,8 +30,8 @@ class ImageSplit:
     names: Sequence[str] | None = None  # of all classes, in order; None: they are those of the labels
 
 
-def list_split(rows: Sequence[Row]) -> ImageSplit:
-    return ImageSplit(len(rows), lambda: rows)
+def list_split(rows: Sequence[Row], names: Sequence[str] | None = None) -> ImageSplit:
+    return ImageSplit(len(rows), lambda: rows, names)
 
 
 def array_split(images: Any, word: str = "image", first: int = 1) -> ImageSplit:

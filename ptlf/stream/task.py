@@ -1,17 +1,22 @@
-"""Stream and Task: which training images arrive in which order, and on which images the encoder is evaluated."""
+"""Streams: which training images arrive in which order, and on which images the encoder is evaluated."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ptlf.core.errors import UserError
+from ptlf.core.registry import Registry
 from ptlf.core.settings import key
 from ptlf.stream.decode import Fit
+from ptlf.stream.pack import open_pack
 
 
 @dataclass
@@ -27,7 +32,7 @@ class StreamConfig:
     resident: bool | None = key(None, "keep all images on the device, or prefetch them; null = keep them if they fit")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Images:
     """`pixels` (N, H, W, 3) uint8, possibly memory-mapped, and `labels` (N,) int64. Two are equal if they are one."""
 
@@ -111,6 +116,69 @@ class Stream:
         return replace(self, tasks=(everything,), eval_splits=splits)
 
 
+@dataclass(frozen=True)
+class StreamEntry:
+    """A stream's defaults. `pack` is its packed set; None: embedded, or given by the user."""
+
+    about: str
+    pack: str | None = None
+    tasks: int | None = None
+    classes: int | None = None
+    embedded: Callable[[Any], Dataset] | None = None  # makes the images, from an instance of Config
+    Config: type[StreamConfig] = StreamConfig
+    protocol: str = "lump"  # the settings its recipes start from
+    own: bool = False  # images of the user's: what fits them and the machine is chosen, see run/fitting.py
+    arriving: bool = False  # has no tasks of its own: `ptlf learn` brings them
+    presets: Mapping[str, Any] = field(default_factory=dict, hash=False)  # settings of its recipes, over the protocol's
+
+
+def stream_entry(make: Callable[[], Dataset], about: str = "", **more: Any) -> StreamEntry:
+    """The entry of a function that takes no settings."""
+    return StreamEntry(about, embedded=lambda config: make(), **more)
+
+
+def packed(root: Path, name: str) -> Dataset:
+    pack = open_pack(root, name)
+    splits = {name: Images(pack.images(name), pack.labels(name), pack.split(name).checksum) for name in pack.splits}
+    return Dataset(name, tuple(pack.names), splits["train"], splits.get("test"), pack.folders, pack.fit)
+
+
+@functools.cache
+def digits() -> Dataset:
+    """scikit-learn's 1797 handwritten digits, 8x8 grey enlarged to 16x16 RGB; every fifth image is a test image."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    grey = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # (N, 8, 8), 0..16 -> 0..255
+    pixels = np.repeat(np.repeat(grey, 2, axis=1), 2, axis=2)[..., None].repeat(3, axis=3)
+    labels = bunch.target.astype(np.int64)
+    held_out = np.arange(len(labels)) % 5 == 0
+    train, test = (Images(np.ascontiguousarray(pixels[part]), labels[part]) for part in (~held_out, held_out))
+    return Dataset("digits", tuple(str(digit) for digit in range(10)), train, test)
+
+
+def open_stream(config: StreamConfig, source: StreamEntry, root: Path, seed: int) -> Stream:
+    stream, pack = f"stream {config.name!r}", config.pack or source.pack
+    if source.embedded is not None:
+        if config.pack is not None:
+            raise UserError(f"{stream} is embedded and reads no stream.pack; use --stream.name folder")
+        data = source.embedded(config)
+    elif pack is None:
+        raise UserError(f"{stream} needs stream.pack: the name given to `ptlf data pack`")
+    else:
+        data = packed(root, pack)
+    if data.folders == "tasks":
+        return unlabelled_stream(data, config, packed(root, config.labelled) if config.labelled else None)
+    if config.labelled is not None:
+        why = "this set has a folder per class and is evaluated on its own test images"
+        raise UserError(f"stream.labelled is for sets with a folder per task; {why}; leave stream.labelled out")
+    if config.groups is None:
+        config = replace(config, tasks=config.tasks or source.tasks, classes=config.classes or source.classes)
+        if config.tasks is None:
+            raise UserError(f"{stream} needs stream.tasks (a number) or stream.groups (the classes of each task)")
+    return split(data, config, seed)
+
+
 def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
     """Divide the ordered classes among the tasks: consecutive classes, or the groups given."""
     if config.groups is not None:
@@ -188,11 +256,9 @@ def class_order(names: Sequence[str], config: StreamConfig, seed: int) -> list[i
     if isinstance(wanted, str):
         raise UserError(f"stream.class_order must be natural, seeded or a list of classes, not {wanted!r}")
     order = class_numbers(wanted, names, "class_order")
-    if config.classes is None and len(order) != len(names):
-        missing = ", ".join([name for c, name in enumerate(names) if c not in order][:8])
-        raise UserError(f"stream.class_order has {len(order)} classes, the stream has {len(names)}; missing: {missing}")
     if len(order) < count:
-        raise UserError(f"stream.class_order names {len(order)} classes, the stream takes {count}")
+        missing = ", ".join([name for c, name in enumerate(names) if c not in order][:8])
+        raise UserError(f"stream.class_order has {len(order)} classes, the stream takes {count}; missing: {missing}")
     return order[:count]
 
 
@@ -227,3 +293,22 @@ def digest(images: Images, chosen: np.ndarray) -> str:
         for part in np.array_split(chosen, max(1, len(chosen) // 1024)):
             found.update(np.ascontiguousarray(images.pixels[part]).tobytes())
     return found.hexdigest()
+
+
+# Streams by name. To add one: pack its images (`ptlf data pack`) or write a loader such as `digits`, and add a line.
+MEMBERS: dict[str, StreamEntry] = {
+    "digits": stream_entry(digits, "scikit-learn's digits, embedded, 5 tasks x 2 classes", tasks=5, protocol="digits"),
+    "split-cifar10": StreamEntry("CIFAR-10, 5 tasks x 2 classes, 32 px", "cifar10", tasks=5),
+    "split-cifar100": StreamEntry("CIFAR-100, 20 tasks x 5 classes, 32 px", "cifar100", tasks=20),
+    "split-tinyimagenet": StreamEntry(
+        "first 100 classes of Tiny-ImageNet, 20 x 5, 64 px",
+        "tinyimagenet",
+        tasks=20,
+        classes=100,
+        presets={"views": {"memory": "memory-tinyimagenet"}},
+    ),
+    "imagenet100": StreamEntry("100 ImageNet classes, 5 tasks x 20, 224 px", "imagenet100", 5, protocol="cassle"),
+    "arriving": StreamEntry("tasks that arrive one by one: `ptlf learn RUN IMAGES`", own=True, arriving=True),
+    "folder": StreamEntry("your own packed image folder, stream.pack: a folder per task or per class", own=True),
+}
+STREAMS: Registry[StreamEntry] = Registry("stream", "ptlf.streams", StreamEntry, MEMBERS, wrap=stream_entry)

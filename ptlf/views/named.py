@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ptlf.core.errors import unknown
 from ptlf.core.settings import key
-from ptlf.views.view import View
+from ptlf.views.operations import View
 
 TINY_MEAN, TINY_STD = (0.4802, 0.4480, 0.3975), (0.2770, 0.2691, 0.2821)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.228, 0.224, 0.225)  # .228 as in CaSSLe's code, not .229

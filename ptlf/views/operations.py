@@ -1,4 +1,4 @@
-"""Batched augmentation on the device: a pure function of uint8 images and of one row of uniforms per image.
+"""View, the settings of one augmentation, computed on the device from uint8 images and a row of uniforms per image.
 
 Shapes are static and no value is read on the host, so the code runs eagerly, compiled, or in a CUDA graph. Order: crop,
 flip, colour jitter, grey, blur, solarise, normalise. Values stay float32 after the crop; a Pillow pipeline would round
@@ -7,16 +7,59 @@ to 8 bits between steps.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ptlf.core.errors import UserError
-from ptlf.views.view import ATTEMPTS, COLUMNS, UNIFORMS_PER_VIEW, Pair, Triple, View
+
+BRIGHTNESS, CONTRAST, SATURATION = 0, 1, 2  # kinds of `blend`
+Pair = tuple[float, float]
+Triple = tuple[float, float, float]
+Interpolation = Literal["bilinear", "bicubic"]
+
+CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2615)
+
+# Columns of one row of uniforms: the areas of all crop attempts, their aspect ratios, then one column per name.
+ATTEMPTS = 10
+JITTER = ("jitter", "order", "brightness", "contrast", "saturation", "hue")
+NAMES = ("top", "left", "flip", *JITTER, "grey", "blur", "sigma", "solarise")
+COLUMNS = {name: 2 * ATTEMPTS + i for i, name in enumerate(NAMES)}
+UNIFORMS_PER_VIEW = 2 * ATTEMPTS + len(NAMES)
+
+
+@dataclass(frozen=True)
+class View:
+    """Settings of one view. A probability or strength of 0 skips the step."""
+
+    crop_scale: Pair = (0.2, 1.0)  # fraction of the image's area
+    crop_ratio: Pair = (3 / 4, 4 / 3)  # width / height
+    interpolation: Interpolation = "bilinear"
+    padding: int = 0  # pixels; > 0: crop `size` from the zero-padded image instead of a random resized crop
+    flip: float = 0.5  # probability
+    jitter: float = 0.0  # probability; the next four are strengths
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0  # in turns of the colour circle
+    grey: float = 0.0  # probability
+    blur: float = 0.0  # probability
+    blur_sigma: Pair = (0.1, 2.0)  # pixels
+    blur_kernel: int | None = None  # taps; None: size // 20 * 2 + 1
+    solarise: float = 0.0  # probability
+    mean: Triple = CIFAR_MEAN
+    std: Triple = CIFAR_STD
+
+
+def draw(batch: int, generator: torch.Generator, views: int = 2) -> Tensor:
+    """(views, batch, UNIFORMS_PER_VIEW) uniforms in [0, 1) on the CPU: all the randomness of the views."""
+    return torch.rand((views, batch, UNIFORMS_PER_VIEW), generator=generator)
+
 
 Augment = Callable[[Tensor, Tensor, View, int], Tensor]
-BRIGHTNESS, CONTRAST, SATURATION = 0, 1, 2  # kinds of `blend`
 
 
 @torch.no_grad()
@@ -47,8 +90,6 @@ def make_views(
 
     augment: `apply_view`, or a compiled version of it. at_once: views with equal settings are computed in one call.
     """
-    if len(u) != len(specs):
-        raise ValueError(f"there are {len(specs)} views, uniforms were drawn for {len(u)}")
     if at_once and all(view == specs[0] for view in specs):
         copies = images.repeat(len(specs), 1, 1, 1)
         return list(augment(copies, u.flatten(0, 1), specs[0], size).chunk(len(specs)))

@@ -245,14 +245,7 @@ def test_names_are_checked(tmp_path, monkeypatch, capsys) -> None:
     assert set(TRACKERS) >= set(parser.TRACKERS) == set(ALL)  # which --help and completion name
 
 
-class Refuses(Tracker):
-    def __init__(self) -> None:
-        raise RuntimeError("no key")
-
-
-def test_a_package_that_breaks_when_it_is_imported_or_made_is_named(tmp_path, monkeypatch) -> None:
-    with pytest.raises(UserError, match="tracker 'test_trackers:Refuses' cannot be made: RuntimeError: no key"):
-        Run(tiny_config(log="test_trackers:Refuses"), tmp_path / "run")
+def test_a_package_that_breaks_when_it_is_imported_is_named(tmp_path, monkeypatch) -> None:
     (tmp_path / "wandb.py").write_text("raise TypeError('Descriptors\\ncannot be created')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)

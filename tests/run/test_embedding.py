@@ -13,7 +13,7 @@ from PIL import Image
 
 import ptlf
 from ptlf.run.loop import Run
-from ptlf.stream.folders import pack_folder
+from ptlf.stream.packing import pack_folder
 
 RNG = np.random.default_rng(4)
 

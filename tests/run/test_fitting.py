@@ -23,7 +23,7 @@ from ptlf.run.fitting import EPOCHS, FLOPS_PER_PIXEL, Machine
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
 from ptlf.stream.arrivals import arrivals
-from ptlf.stream.folders import pack_folder
+from ptlf.stream.packing import pack_folder
 
 CORES, GPU = Machine(gpu=False, cores=2), Machine(gpu=True, cores=8)
 SIZE = 8

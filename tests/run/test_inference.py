@@ -17,7 +17,7 @@ import ptlf
 from ptlf.core.errors import UserError
 from ptlf.run.inference import read_card
 from ptlf.run.loop import Run
-from ptlf.stream.folders import pack_folder
+from ptlf.stream.packing import pack_folder
 
 RNG = np.random.default_rng(3)
 

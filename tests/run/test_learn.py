@@ -37,7 +37,7 @@ from ptlf.run.snapshots import Snapshots
 from ptlf.run.watcher import Watcher
 from ptlf.stream import pack
 from ptlf.stream.arrivals import arrivals, settled
-from ptlf.stream.folders import pack_folder
+from ptlf.stream.packing import pack_folder
 from ptlf.training.checkpoint import HostCopy, read_checkpoint, write_checkpoint
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import Trainer

@@ -23,10 +23,10 @@ from ptlf.run.evaluate import evaluate_run
 from ptlf.run.folder import restore_encoder
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
-from ptlf.stream.folders import pack_folder
+from ptlf.stream.packing import pack_folder
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import Trainer
-from ptlf.views import CIFAR_MEAN, CIFAR_STD
+from ptlf.views.operations import CIFAR_MEAN, CIFAR_STD
 
 # Every objective with two methods, and every method with two objectives.
 PAIRS = list(dict.fromkeys(

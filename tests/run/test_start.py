@@ -17,7 +17,7 @@ from ptlf.core.errors import UserError
 from ptlf.run.components import fill_memory
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
-from ptlf.stream.datasets import digits
+from ptlf.stream.task import digits
 from ptlf.training.process import Stopped
 
 KNOWN = [7, 8, 9]  # digits that the stream does not have

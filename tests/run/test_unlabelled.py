@@ -28,8 +28,8 @@ from ptlf.report.tables import show_results
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.loop import Run
 from ptlf.run.watcher import Watcher
-from ptlf.stream.datasets import digits
-from ptlf.stream.folders import pack_folder
+from ptlf.stream.packing import pack_folder
+from ptlf.stream.task import digits
 
 
 def save_digits(folder: Path, labels: list[int], start: int, count: int, *, by_class: bool) -> None:

@@ -8,8 +8,8 @@ from pictures import encoded, picture
 from PIL import Image
 
 from ptlf.stream.decode import BadImage, to_square
+from ptlf.stream.packing import decode_squares
 from ptlf.stream.rows import Row, list_split
-from ptlf.stream.squares import decode_squares
 
 
 def test_resize_and_crop_agree_with_doing_both_in_turn() -> None:

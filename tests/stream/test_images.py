@@ -13,11 +13,10 @@ from pictures import picture, tree
 from PIL import Image
 
 from ptlf.core.errors import UserError
-from ptlf.stream import squares
+from ptlf.stream import packing as squares
 from ptlf.stream.images import find_images, open_images
 from ptlf.stream.pack import Pack, open_pack
-from ptlf.stream.packing import labelled_dataset, pack_images, sample_images
-from ptlf.stream.squares import decode_squares
+from ptlf.stream.packing import decode_squares, labelled_dataset, pack_images, sample_images
 
 RNG = np.random.default_rng(1)
 PIXELS = RNG.integers(0, 256, (7, 10, 12, 3), dtype=np.uint8)
@@ -263,7 +262,6 @@ def test_what_is_no_set_of_images(tmp_path: Path, images: Any, message: str) -> 
 def test_bad_files(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", pixels=PIXELS)
     np.savez(tmp_path / "b.npz", images=np.array([object()], dtype=object))
-    np.savez(tmp_path / "g.npz", images=PIXELS, labels=LABELS, names=["cat", "dog"])
     (tmp_path / "c.npz").write_bytes(b"PK no zip")
     (tmp_path / "d.npy").write_bytes(b"no array")
     (tmp_path / "e.txt").write_text("words")
@@ -275,7 +273,6 @@ def test_bad_files(tmp_path: Path) -> None:
         "d.npy": "no readable .npy",
         "e.txt": "no images that can be read",
         "f": "holds no images",
-        "g.npz": "image 1 has the label 2, but labels number its 2 classes, from 0 to 1",
     }
     for name, message in messages.items():
         with pytest.raises(UserError, match=message):

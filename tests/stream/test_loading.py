@@ -15,10 +15,9 @@ from conftest import StopsAt, tiny_config
 from ptlf.core.errors import UserError
 from ptlf.run.loop import Run
 from ptlf.stream import loading
-from ptlf.stream.datasets import digits
 from ptlf.stream.loading import AHEAD, ImageSource
 from ptlf.stream.pack import Pack, write_pack
-from ptlf.stream.task import Images
+from ptlf.stream.task import Images, digits
 from ptlf.training.process import Stopped
 
 CPU = torch.device("cpu")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,8 @@ import pytest
 from ptlf.core.errors import UserError
 from ptlf.stream import pack as packing
 from ptlf.stream.disk import natural
-from ptlf.stream.folders import pack_folder
 from ptlf.stream.pack import list_packs, open_pack, verify_pack, write_pack
+from ptlf.stream.packing import pack_folder
 
 RNG = np.random.default_rng(0)
 
@@ -67,12 +66,6 @@ def test_bad_names(tmp_path: Path, name: str) -> None:
         pack_folder(tmp_path, tmp_path, name, size=4)
     with pytest.raises(UserError, match="cannot name"):
         open_pack(tmp_path, name)
-
-
-def test_names_of_classes_do_not_repeat(tmp_path: Path) -> None:
-    pack = replace(described(tmp_path / "s"), names=("a", "b", "a"))
-    with pytest.raises(UserError, match="names repeat: 'a'"):
-        write_pack(pack, {"train": (6, [arrays()])})
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
