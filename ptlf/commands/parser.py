@@ -299,7 +299,7 @@ def add_data_verbs(verb: Verb) -> None:
     pack("--folders", about, choices=("classes", "tasks"), default="classes")
     pack("--test-fraction", "share of each class held out for testing", share, default=0.0)
     for add in (get, pack):
-        add_on_error(add, "broken images and empty folders")
+        add_on_error(add)
         add("--workers", "decoding threads (default: one per core, at most 16)", bounded(int, 1, 1024))
         add("--overwrite", "replace the packed set if it exists", bool)
     verify = verb("data verify", "data", "Check packed sets against their checksums.")

@@ -29,6 +29,7 @@ FORMS = "a folder of images, a packed set, an .npz or .npy file, a Hugging Face 
 IMAGE_KEYS = ("image", "img", "jpg", "png")
 LABEL_KEYS = ("label", "labels", "fine_label", "cls", "class")
 # Arrays of an .npz file: (images, labels) by split, as numpy users, MedMNIST and Keras name them.
+# `names`, if it is there, has the classes that labels number.
 ARRAYS = {
     "train": (("images", "labels"), ("train_images", "train_labels"), ("x_train", "y_train"), ("arr_0", "arr_1")),
     "test": (("test_images", "test_labels"), ("x_test", "y_test")),
@@ -106,14 +107,15 @@ def readable(path: Path, kind: str) -> Iterator[None]:
 
 def npz_splits(path: Path) -> dict[str, ImageSplit]:
     with readable(path, ".npz"), np.load(path, allow_pickle=False) as file:
-        used = {name for pairs in ARRAYS.values() for pair in pairs for name in pair}
+        used = {name for pairs in ARRAYS.values() for pair in pairs for name in pair} | {"names"}
         members, arrays = file.files, {name: file[name] for name in file.files if name in used}
+    names = [str(name) for name in arrays["names"]] if "names" in arrays else None
     splits: dict[str, ImageSplit] = {}
     for split, choices in ARRAYS.items():
         if pair := next((pair for pair in choices if pair[0] in arrays), None):
             splits[split] = open_images(arrays[pair[0]])["train"]
             if pair[1] in arrays:
-                splits[split] = with_labels(splits[split], arrays[pair[1]])
+                splits[split] = with_labels(splits[split], arrays[pair[1]], names)
     if "train" not in splits:
         wanted = quote_names(images for images, _ in ARRAYS["train"])
         raise UserError(f"{path} has no array called {wanted}; it has: {quote_names(members)}")

@@ -262,6 +262,7 @@ def test_what_is_no_set_of_images(tmp_path: Path, images: Any, message: str) -> 
 def test_bad_files(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", pixels=PIXELS)
     np.savez(tmp_path / "b.npz", images=np.array([object()], dtype=object))
+    np.savez(tmp_path / "g.npz", images=PIXELS, labels=LABELS, names=["cat", "dog"])
     (tmp_path / "c.npz").write_bytes(b"PK no zip")
     (tmp_path / "d.npy").write_bytes(b"no array")
     (tmp_path / "e.txt").write_text("words")
@@ -273,6 +274,7 @@ def test_bad_files(tmp_path: Path) -> None:
         "d.npy": "no readable .npy",
         "e.txt": "no images that can be read",
         "f": "holds no images",
+        "g.npz": "image 1 has the label 2, but labels number its 2 classes, from 0 to 1",
     }
     for name, message in messages.items():
         with pytest.raises(UserError, match=message):
