@@ -157,7 +157,8 @@ def known_images(incoming: Pack, learnt: Sequence[Pack]) -> tuple[np.ndarray, li
     own, tasks = digests(incoming), []
     known = np.zeros(len(own), bool)
     for number, pack in enumerate(learnt, start=1):
-        if pack.source == incoming.source and (pack.path / pack.split("train").images).is_file():
+        same_place = pack.source == incoming.source and os.path.isabs(pack.source)  # not two lists in memory
+        if same_place and (pack.path / pack.split("train").images).is_file():
             found = np.isin(own, digests(pack))
             if found.any():
                 tasks.append(place(pack, number))
