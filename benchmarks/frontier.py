@@ -23,7 +23,7 @@ from ptlf.core.errors import UserError
 from ptlf.report.live import Live, console, tell
 from ptlf.report.measures import OVER_SEEDS, RATIOS, probe_measures, title_of
 from ptlf.report.runs import Comparison, read_comparison
-from ptlf.report.tables import new_table, note, score, show_results
+from ptlf.report.tables import cell, new_table, note, show_results
 from ptlf.run.folder import has_finished_as
 from ptlf.run.recipes import resolve_config
 from ptlf.run.sweep import Planned, Tell, describe_runs, train_all
@@ -110,7 +110,7 @@ def show_frontier(console: Console, recipe: str, comparison: Comparison) -> None
         freezing = group.config["freezing"]
         policy = freezing["policy"]["name"]
         shares = ["", ""] if policy == "none" else [f"{freezing[key]:g}" for key in ("initial", "final")]
-        cells = [score(measure, group, interval=False) for measure in scores]
+        cells = [cell(measure, group, None, brief=True) for measure in scores]
         table.add_row(policy, *shares, *cells, *[column.get(group.label, "-") for column in columns])
     console.print(table)
     if any(len(group.runs) > 1 for group in comparison.groups):

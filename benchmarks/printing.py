@@ -4,7 +4,8 @@ from rich.console import Console
 
 from ptlf.core.words import clipped
 from ptlf.report.measures import COSTS, Measure
-from ptlf.report.tables import new_table, note, shortened
+from ptlf.report.runs import split_prefix
+from ptlf.report.tables import new_table, note
 from ptlf.run.results import STEADY, Json
 
 TIMES = f"time relative to another run: {STEADY}"
@@ -60,7 +61,7 @@ def show_rows(console: Console, kind: str, title: str, rows: list[Json]) -> None
     """Of a benchmark of that kind; costs also relative to the first row."""
     names, columns = BENCHMARKS[kind]
     if "recipe" in names:
-        common, short = shortened([row["recipe"] for row in rows])
+        common, short = split_prefix([row["recipe"] for row in rows])
         title = f"{common}: {title}" if common else title
         rows = [row | {"recipe": name} for row, name in zip(rows, short, strict=True)]
     table = new_table(title, list(names.values()), [column.heading for column in columns])
@@ -74,9 +75,9 @@ def show_rows(console: Console, kind: str, title: str, rows: list[Json]) -> None
 def show_comparison(console: Console, comparison: Json) -> None:
     """The step by run and freeze stage, and below it the overheads; costs also relative to the first run."""
     runs, columns = comparison["runs"], STAGE_COLUMNS
-    common, names = shortened([run["run"] for run in runs])
-    names = names if len(names) > 1 else [common.split("/")[-1]]
-    title = f"{common} on {runs[0]['environment'].get('device_name')}; x: relative to {names[0]} in the same tasks"
+    common, names = split_prefix([run["run"] for run in runs])
+    title = f"{common or names[0]} on {runs[0]['environment'].get('device_name')}"
+    title += f"; x: relative to {names[0]} in the same tasks"
     table = new_table(title, ["run", "stage"], [column.heading for column in columns])
     for name, run in zip(names, runs, strict=True):
         table.add_section()

@@ -7,13 +7,12 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from ptlf.commands.parser import make_parser, parse_words
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, logger
 from ptlf.core.registry import working_folder_on_path
 from ptlf.core.words import printable, short_repr
 from ptlf.training.process import Stopped
@@ -48,7 +47,8 @@ def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *,
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     try:
-        with working_folder_on_path(), messages_on_stderr():
+        show_messages()
+        with working_folder_on_path():
             work()
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,18 +108,8 @@ class MessageHandler(logging.Handler):
         print(f"{kind}: {message}", file=sys.stderr)
 
 
-@contextmanager
-def messages_on_stderr() -> Iterator[None]:
-    """Inside, what ptlf logs is shown: warnings, and notes."""
-    logger = logging.getLogger("ptlf")
-    if any(isinstance(handler, MessageHandler) for handler in logger.handlers):
-        yield
-        return
-    handler, level = MessageHandler(), logger.level
-    logger.addHandler(handler)
+def show_messages() -> None:
+    """What ptlf logs goes to stderr from now on: warnings, and notes."""
     logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    if not any(isinstance(handler, MessageHandler) for handler in logger.handlers):
+        logger.addHandler(MessageHandler())

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from PIL import Image
 from torch import nn
 
-from ptlf.cli import main, messages_on_stderr
+from ptlf.cli import main, show_messages
 from ptlf.core.phases import Advance
 from ptlf.core.settings import merge, nested
 from ptlf.encoders.resnet import BasicBlock, ResNet
@@ -28,6 +28,11 @@ from ptlf.run.config import Config, from_dict
 from ptlf.run.loop import Run
 from ptlf.run.recipes import recipe
 from ptlf.run.watcher import Watcher
+
+QUICK = [
+    "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
+    "--training.batch", "128", "--device", "cpu", "--evaluation.gallery", "false",
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,7 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def process() -> Iterator[None]:
     torch.set_num_threads(1)  # tests are small: more threads only get in each other's way
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
-    with messages_on_stderr(), pytest.MonkeyPatch.context() as patch:
+    show_messages()
+    with pytest.MonkeyPatch.context() as patch:
         # Waiting for the disk proves nothing here; what must reach it is tested with an fsync of the test's own.
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield

@@ -15,7 +15,7 @@ import pytest
 from conftest import run_cli
 from test_every_key import value_at
 
-from ptlf.commands.parser import keys_help
+from ptlf.commands.parser import make_parser
 from ptlf.core.errors import UserError
 from ptlf.core.registry import Registry
 from ptlf.core.settings import nested
@@ -98,7 +98,7 @@ def test_registered_members_are_listed_with_their_keys_and_recipes() -> None:
     about = {"streams": "stripes, 2 tasks x 2 classes", "encoders": "two convolutions", "recipes": RECIPE}
     assert all(words in run_cli("list", family).out for family, words in about.items())
     assert {name for _, name, _ in MEMBERS} <= {line.split()[0] for line in run_cli("list").out.splitlines()}
-    keys = keys_help()
+    keys = make_parser().verbs["train"].format_help()
     assert all(f"\n  --{key} " in keys for key in KEYS)
     assert "align: weight of the term that keeps features apart" in keys
     assert {"stripes/align/lump", "stripes/supervised/shrink", "split-cifar10/align/ptlf"} <= set(recipe_names())

@@ -30,8 +30,6 @@ def data_pack(source: Path, name: str, data_root: str | None, folders: Folders, 
         raise UserError(f"--folders tasks is for a folder of image folders, and {source} is none; leave it out")
     else:
         show_pack(pack_images(source, root / name, **how))
-    if how["fit"] == "crop":
-        print("  what lies outside an image's centre square was cut off; --fit squash or pad keeps it")
 
 
 def data_verify(names: Sequence[str], data_root: str | None) -> None:

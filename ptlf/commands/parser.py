@@ -16,6 +16,10 @@ from ptlf.core.words import printable, short_repr
 
 Verb = Callable[..., Callable[..., None]]  # declares a command; what it returns adds an option to it
 DEBUG = "show the traceback of every error, as PTLF_DEBUG=1 does"
+TRACKERS = ("tensorboard", "wandb")
+FITS = ("crop", "squash", "pad")
+# Commands of before, and the programs that they are now.
+MOVED = {"reproduce": "-m reproduction", "bench": "benchmarks/step.py", "frontier": "benchmarks/frontier.py"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,8 +28,14 @@ class Parser(argparse.ArgumentParser):
     verbs: dict[str, Parser]  # of `ptlf`: the parsers of its commands
 
     def format_help(self) -> str:
-        if self.prog == "ptlf train":  # made only when it is shown, because making it imports torch
-            self.epilog = keys_help()
+        if self.prog == "ptlf train":  # only when it is shown, because this imports torch
+            from ptlf.core.settings import describe
+            from ptlf.run.config import Config
+            from ptlf.run.recipes import DEFAULT
+
+            rows = [row for row in describe(Config) if row[0] != "recipe"]
+            self.epilog = f"default recipe: {DEFAULT}\n\nsettings (default before the recipe):\n"
+            self.epilog += "\n".join(f"  --{key} {default}\n      {about}" for key, default, about in rows)
         return super().format_help()
 
     def error(self, message: str) -> Any:
@@ -33,19 +43,11 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def keys_help() -> str:
-    from ptlf.core.settings import describe
-    from ptlf.run.config import Config
-    from ptlf.run.recipes import DEFAULT
-
-    lines = [f"default recipe: {DEFAULT}\n\nsettings (default before the recipe):"]
-    lines += [f"  --{key} {default}\n      {about}" for key, default, about in describe(Config) if key != "recipe"]
-    return "\n".join(lines)
-
-
 def parse_words(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The options of the command that the words begin with, and words that have no place. Without a command: help, an
     error, or nothing."""
+    if words and words[0] in MOVED:
+        parser.error(f"`ptlf {words[0]}` is now `python {MOVED[words[0]]}`, in a clone of the repository")
     verb = next((name for name in (" ".join(words[:2]), *words[:1]) if name in parser.verbs), None)
     if verb is None:
         return vars(parser.parse_args(words)), []
@@ -93,8 +95,6 @@ def add_option(parser: Parser, names: str, about: str, kind: Callable[[str], Any
 
 
 def bounded(kind: type[int] | type[float], ge: float, le: float) -> Callable[[str], float]:
-    """Reads a number between these."""
-
     def read(text: str) -> float:
         with suppress(ValueError):
             if ge <= (value := kind(text)) <= le:
@@ -105,7 +105,7 @@ def bounded(kind: type[int] | type[float], ge: float, le: float) -> Callable[[st
     return read
 
 
-whole = bounded(int, 0, 2**63 - 1)
+seed = bounded(int, 0, 2**63 - 1)
 positive = bounded(int, 1, 1_000_000)
 pixels = bounded(int, 1, 8192)
 share = bounded(float, 0, 1)
@@ -126,18 +126,13 @@ def new_file(text: str, ends: Sequence[str] = ()) -> Path:
 new_page = partial(new_file, ends=(".html", ".htm"))
 
 
-TRACKERS = ("tensorboard", "wandb")
-FITS = ("crop", "squash", "pad")
-
-
 def make_parser() -> Parser:
     parser = Parser(prog="ptlf", description="Self-supervised continual learning with progressive layer freezing.")
     parser.verbs = {}
     parser.add_argument("--version", action="version", version=f"ptlf {__version__}")
     commands: dict[str, Any] = {"title": "commands", "metavar": "COMMAND"}
     families = {"": parser.add_subparsers(**commands)}
-    about = "Get, pack, check and list data sets."
-    data = families[""].add_parser("data", help=about, description=about)
+    data = families[""].add_parser("data", help="Get, pack, check and list data sets.")
     families["data"] = data.add_subparsers(required=True, **commands)
 
     def verb(name: str, file: str, about: str, *, overrides: bool = False, **texts: Any) -> Callable[..., None]:
@@ -152,24 +147,22 @@ def make_parser() -> Parser:
         parser.verbs[name] = made
         return partial(add_option, made)
 
-    add_training_verbs(verb)
-    add_encoder_verbs(verb)
-    add_showing_verbs(verb)
-    add_data_verbs(verb)
+    for add_verbs in (add_training_verbs, add_encoder_verbs, add_showing_verbs, add_data_verbs):
+        add_verbs(verb)
     return parser
 
 
-def add_log(add: Callable[..., None]) -> None:
-    about = f"also send what goes into metrics.jsonl to these trackers: {', '.join(TRACKERS)}, PACKAGE.MODULE:CLASS"
-    add("--log", about, nargs="+", action="extend", metavar="TRACKER")
-
-
-def add_trust(add: Callable[..., None]) -> None:
-    add("--trust-code", "allow the run's config to import your own classes (this executes code)", bool)
-
-
-def add_on_error(add: Callable[..., None], images: str = "broken images") -> None:
-    add("--on-error", f"what to do with {images}", choices=("refuse", "skip"), default="refuse")
+def add_shared(add: Callable[..., None], *options: str) -> None:
+    """Options that several commands have."""
+    if "log" in options:
+        about = f"also send what goes into metrics.jsonl to trackers: {', '.join(TRACKERS)}, PACKAGE.MODULE:CLASS"
+        add("--log", about, nargs="+", action="extend", metavar="TRACKER")
+    if "trust" in options:
+        add("--trust-code", "allow the run's config to import your own classes (this executes code)", bool)
+    if "on-error" in options:
+        add("--on-error", "what to do with broken images", choices=("refuse", "skip"), default="refuse")
+    if "workers" in options:
+        add("--workers", "decoding threads (default: one per core, at most 16)", bounded(int, 1, 1024))
 
 
 def add_training_verbs(verb: Verb) -> None:
@@ -178,8 +171,7 @@ def add_training_verbs(verb: Verb) -> None:
     add("-c --config", "YAML file whose settings override the recipe's, such as a run's config.yaml", Path)
     add("--out", "folder for results.json, metrics.jsonl, the encoder and checkpoints", Path)
     add("--resume", "continue the run in this folder, with its own settings", Path, metavar="DIR")
-    add_log(add)
-    add_trust(add)
+    add_shared(add, "log", "trust")
 
     about = "Learn a folder of images as a run's next task. The first one starts the run, later ones continue it."
     epilog = (
@@ -194,16 +186,12 @@ def add_training_verbs(verb: Verb) -> None:
     add("--recipe", "for a new run: STREAM/OBJECTIVE/METHOD; its stream is not used (default: arriving/simsiam/ptlf)")
     add("-c --config", "for a new run: YAML file whose settings override the recipe's", Path)
     add("--size", "for a new run: side of the square images in pixels (default: the images' own, or 32)", positive)
-    add_log(add)
-    add_trust(add)
+    add_shared(add, "log", "trust", "on-error", "workers")
     add("--name", "name of the task (default: the folder's)")
     add("--again", "learn SOURCE even if all its images were learnt before", bool)
     add("--new-only", "leave out images that earlier tasks took from SOURCE, for a folder that has grown", bool)
     add("--test-fraction", "where SOURCE has a folder per class: share of each to test on", share, default=0.0)
-    about = "for a new run: how images become squares, see `ptlf data pack --help` (default: crop)"
-    add("--fit", about, choices=FITS)
-    add_on_error(add)
-    add("--workers", "decoding threads (default: one per core, at most 16)", positive)
+    add("--fit", "for a new run: how images become squares, see `ptlf data pack` (default: crop)", choices=FITS)
     add("--watch", "learn every subfolder of DIR when it appears, the oldest first", Path, metavar="DIR")
     add("--settle", "with --watch: seconds without a change before a subfolder is learnt", float, default=30.0)
     add("--every", "with --watch: seconds between looks at DIR", float, default=10.0)
@@ -215,12 +203,11 @@ def add_training_verbs(verb: Verb) -> None:
     add = verb("sweep", "train", about, overrides=True, usage=usage, epilog=epilog)
     add("recipes", "STREAM/OBJECTIVE/METHOD (see `ptlf list recipes`)", nargs="+", metavar="RECIPE")
     add("--out", "folder for a folder per run; finished runs are kept", Path, required=True, metavar="DIR")
-    add("--seeds", "every recipe is trained with every seed", whole, nargs="+", default=[0], metavar="SEED")
-    add_log(add)
+    add("--seeds", "every recipe is trained with every seed", seed, nargs="+", default=[0], metavar="SEED")
+    add_shared(add, "log")
     add("--cluster", "submit every run as a job of submitit, here or to Slurm", choices=("local", "slurm"))
     add("--jobs", "with --cluster: jobs at the same time (default: all)", positive)
-    about = "with --cluster: options for submitit, such as slurm_partition=gpu"
-    add("--job-options", about, nargs="+", default=[], metavar="KEY=VALUE")
+    add("--job-options", "for submitit, such as slurm_partition=gpu", nargs="+", default=[], metavar="KEY=VALUE")
     add("--baseline", "the recipe, or its end, that costs are relative to (default: lump, if it is there)")
 
 
@@ -232,9 +219,8 @@ def add_encoder_verbs(verb: Verb) -> None:
     )
     add = verb("evaluate", "encoder", "Test the encoder of a finished run again.", overrides=True, epilog=epilog)
     add("folder", "the run's folder", Path, metavar="DIR")
-    add_trust(add)
+    add_shared(add, "trust", "on-error")
     add("--probe", "probes to run (see `ptlf list probes`; default: those the run used)", nargs="+", metavar="NAME")
-    add_on_error(add, "broken images of --stream.labelled")
 
     add = verb("embed", "encoder", "Write the features of any images, by the encoder of a run, to one file.")
     add("folder", "the run's folder", Path, metavar="RUN")
@@ -243,15 +229,14 @@ def add_encoder_verbs(verb: Verb) -> None:
     add("--out", about, new_file, required=True, metavar="FILE")
     add("--batch", "images per forward pass", positive, default=256)
     add("--device", "cpu or cuda; auto is cuda where there is a GPU", default="auto")
-    add_on_error(add)
-    add_trust(add)
+    add_shared(add, "trust", "on-error")
 
     add = verb("export", "encoder", "Write the encoder of a run for other programs, and check it against PyTorch.")
     add("folder", "the run's folder", Path, metavar="RUN")
     add("--to", "FILE.onnx, or FILE.pt2 (torch.export)", Path, required=True, metavar="FILE")
     add("--license", "the encoder's license, for the file's metadata, such as mit or cc-by-4.0", dest="licence")
     add("--overwrite", "replace an earlier export", bool)
-    add_trust(add)
+    add_shared(add, "trust")
 
 
 def add_showing_verbs(verb: Verb) -> None:
@@ -274,8 +259,7 @@ def add_showing_verbs(verb: Verb) -> None:
         "zsh: ptlf completion zsh > DIR/_ptlf, where DIR is a folder of $fpath\n"
         "Run it again after an update, or when a plugin adds recipes or settings."
     )
-    about = "Print a script that completes commands, options, recipes and settings in a shell."
-    add = verb("completion", "completion", about, epilog=epilog)
+    add = verb("completion", "completion", "Print a script that completes commands and settings.", epilog=epilog)
     add("shell", "bash or zsh", choices=("bash", "zsh"), metavar="SHELL")
 
 
@@ -285,22 +269,17 @@ def add_data_verbs(verb: Verb) -> None:
     get("--source", "an unpacked image folder, or the official archive, already on disk", Path)
     get("--url", "another address of the official archive")
     get("--keep-archive", "keep the downloaded archive", bool)
-    epilog = (
-        "SOURCE is recognised by its form: a folder per class or per task, perhaps in train/ and test/; a Hugging\n"
-        "Face data set (a folder of `save_to_disk`, .parquet files); .npz."
-    )
+    epilog = "SOURCE: a folder per class or task, perhaps in train/ and test/; a Hugging Face data set; .parquet; .npz."
     pack = verb("data pack", "data", "Pack images into memory-mapped files.", epilog=epilog)
     pack("source", "a folder or file, see below", Path, metavar="SOURCE")
     pack("--name", "name of the packed set; a stream reads it with --stream.pack NAME", required=True)
     pack("--size", "side of the square images in pixels", pixels, required=True)
     about = "how images become squares: crop (the centre), squash (all, distorted), pad (all, between grey bars)"
     pack("--fit", about, choices=FITS, default="crop")
-    about = "what a folder of images is; tasks are sorted by name, 2 before 10"
-    pack("--folders", about, choices=("classes", "tasks"), default="classes")
+    pack("--folders", "tasks are sorted by name, 2 before 10", choices=("classes", "tasks"), default="classes")
     pack("--test-fraction", "share of each class held out for testing", share, default=0.0)
     for add in (get, pack):
-        add_on_error(add, "broken images and empty folders")
-        add("--workers", "decoding threads (default: one per core, at most 16)", bounded(int, 1, 1024))
+        add_shared(add, "on-error", "workers")
         add("--overwrite", "replace the packed set if it exists", bool)
     verify = verb("data verify", "data", "Check packed sets against their checksums.")
     verify("names", "packed sets (default: all)", nargs="*", metavar="NAME")

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ptlf.core.errors import unknown
 from ptlf.encoders import ENCODERS
@@ -30,11 +29,15 @@ def report(folders: Sequence[Path], out: Path | None, figures: Path | None, base
 
 
 def list_members(what: str | None) -> None:
+    variants = {
+        name: "In recipes: " + ", ".join(f"{key} {value}" for key, value in variant.items())
+        for name, variant in VARIANTS.items()
+    }
     families: dict[str, dict[str, str]] = {
         "streams": {name: entry.about for name, entry in STREAMS.items()},
         "data": {name: entry.about for name, entry in fetch.SOURCES.items()},
         "objectives": summaries(OBJECTIVES),
-        "methods": summaries(METHODS) | {name: with_freezing(**variant) for name, variant in VARIANTS.items()},
+        "methods": summaries(METHODS) | variants,
         "policies": summaries(POLICIES),
         "encoders": {name: entry.about for name, entry in ENCODERS.items()},
         "optimizers": summaries(OPTIMIZERS),
@@ -55,11 +58,6 @@ def list_members(what: str | None) -> None:
             print(f"  {name:<36} {about}".rstrip())
     if what is None:
         print("A member of your own goes by PACKAGE.MODULE:ATTRIBUTE in place of a name; see CONTRIBUTING.md.")
-
-
-def with_freezing(method: str, policy: str, **settings: Any) -> str:
-    shares = "".join(f", freezing.{key} {value}" for key, value in settings.items())
-    return f"In recipes: {method} with freezing, freezing.policy {policy}{shares}"
 
 
 def summaries(family: Mapping[str, type]) -> dict[str, str]:

@@ -91,8 +91,6 @@ def learn(
     for word, value in {"SOURCE": source, "--name": name, "--new-only": how["new_only"]}.items():
         if watch and value:
             raise UserError(f"--watch takes its tasks from {watch}, every folder once; leave out {word}")
-    if not watch and once:
-        raise UserError("--once is for --watch DIR")
     learner = open_learner(folder, recipe, config, size, trust_code, overrides)
     if watch:
         results = None

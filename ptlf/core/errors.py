@@ -42,16 +42,13 @@ class Refusals:
             raise error
 
 
-def import_optional(module: str, user: str, extra: str, package: str = "") -> Any:
-    """The module, imported. user: what needs it; extra: the extra of ptlf that installs it; package: by default the
-    module's first name."""
+def import_optional(module: str, user: str, extra: str) -> Any:
+    """The module, imported. user: what needs it; extra: the extra of ptlf that installs it."""
     try:
         return importlib.import_module(module)
     except Exception as error:  # a package that is broken, or built for another torch, raises anything
-        package = package or module.partition(".")[0]
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
-        lacking = "is not installed" if missing else f"cannot be imported ({' '.join(str(error).split())})"
-        raise UserError(f"{user} needs {package}, which {lacking}: pip install 'ptlf[{extra}]'") from None
+        lacking = f"{user} needs {module}, which cannot be imported ({' '.join(str(error).split())})"
+        raise UserError(f"{lacking}: pip install 'ptlf[{extra}]'") from None
 
 
 def unknown(kind: str, value: object, known: Iterable[object]) -> UserError:
@@ -59,6 +56,5 @@ def unknown(kind: str, value: object, known: Iterable[object]) -> UserError:
     names, value = [str(name) for name in known], clipped(str(value))
     close = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    shown = names if len(names) <= 20 else difflib.get_close_matches(value, names, n=5, cutoff=0.0)
-    more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
-    return UserError(f"unknown {kind} {value!r}{hint} Known: {', '.join(shown)}{more}")
+    shown = names if len(names) <= 20 else [*difflib.get_close_matches(value, names, n=5, cutoff=0.0), "..."]
+    return UserError(f"unknown {kind} {value!r}{hint} Known: {', '.join(shown)}")

@@ -54,8 +54,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_error(path: Path, error: OSError) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"no space left on the disk for {path}; free some, or choose another place")
     return UserError(f"cannot write {path}: {error.strerror or error}; choose another place")
 
 

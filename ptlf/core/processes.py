@@ -160,41 +160,30 @@ def all_reduce_mean(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def all_reduce_mean_(tensors: Iterable[Tensor]) -> None:
-    """Means over the processes, in place, with one all-reduce for all tensors of a dtype.
-
-    They are copied into a flat buffer in the order of their memory, which must be the same on all processes.
-    """
-    tensors = list(tensors)
-    if not _joined:
-        return
+    """Means over the processes, in place, with one all-reduce for all tensors of a dtype."""
+    tensors = list(tensors) if _joined else []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         some = [tensor for tensor in tensors if tensor.dtype is dtype]
-        flat = torch.empty(sum(tensor.numel() for tensor in some), dtype=dtype, device=some[0].device)
-        parts = flat.split([tensor.numel() for tensor in some])
-        # Views with the tensors' own strides, where those leave no holes: copies are then copies of memory.
-        strides = [torch.empty_like(tensor, device="meta").stride() for tensor in some]
-        views = [p.as_strided(t.shape, s, p.storage_offset()) for t, s, p in zip(some, strides, parts, strict=True)]
-        torch._foreach_copy_(views, some)
+        flat = torch.cat([tensor.reshape(-1) for tensor in some])
         all_reduce_(flat)
         flat /= _world_size
-        torch._foreach_copy_(some, views)
+        parts = flat.split([tensor.numel() for tensor in some])
+        torch._foreach_copy_(some, [part.view(tensor.shape) for part, tensor in zip(parts, some, strict=True)])
 
 
 def all_reduce_max(values: list[int]) -> list[int]:
     """Elementwise maximum over the processes."""
-    if not _joined:
-        return values
     stacked = torch.tensor(values)
-    dist.all_reduce(stacked, dist.ReduceOp.MAX)
+    if _joined:
+        dist.all_reduce(stacked, dist.ReduceOp.MAX)
     return stacked.tolist()
 
 
 def broadcast_object(value: T) -> T:
     """The value of rank 0, on all processes."""
-    if not _joined:
-        return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    if _joined:
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
 
 

@@ -14,8 +14,6 @@ import yaml
 from ptlf.core.errors import UserError
 from ptlf.core.words import printable, short_repr
 
-MAX_YAML = 256 << 10  # characters of a YAML text; a run's settings are 3 kB
-MAX_DEPTH = 32  # of collections in a YAML text
 MAX_NUMBER = 1e30  # of a number in a record
 
 NUMBER = (int, float)
@@ -132,25 +130,21 @@ class Loader(yaml.SafeLoader):
                     return value
         return node.value
 
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):  # aliases let few lines grow without bound
+            raise yaml.YAMLError(f"write out what *{self.peek_event().anchor} stands for")
+        return super().compose_node(parent, index)
+
 
 for tag in ("int", "float", "bool", "timestamp"):
     Loader.add_constructor(f"tag:yaml.org,2002:{tag}", Loader.construct_plain)
 
 
 def load_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises a YAMLError, also for aliases, which let few lines grow without bound."""
-    if len(text) > MAX_YAML:
-        raise yaml.YAMLError(f"it has {len(text)} characters; at most {MAX_YAML} are read")
-    depth = 0
-    for event in yaml.parse(text, Loader=Loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise yaml.YAMLError(f"it is nested more than {MAX_DEPTH} deep")
-        if isinstance(event, yaml.AliasEvent):
-            raise yaml.YAMLError(f"write out what *{event.anchor} stands for")
+    """The value of a YAML text. Raises a YAMLError."""
     try:
         return yaml.load(text, Loader)
-    except (ValueError, TypeError) as error:  # such as a list as a key, or characters that are no YAML
+    except (ValueError, TypeError, RecursionError) as error:  # such as a list as a key, or characters that are no YAML
         raise yaml.YAMLError(str(error)) from None
 
 

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import UserError, warn
+from ptlf.core.errors import UserError
 from ptlf.core.phases import Advance, Phase, silent
 from ptlf.core.registry import Registry
 from ptlf.core.settings import key
-from ptlf.evaluation.knn import KnnClass, KnnTask
-from ptlf.evaluation.linear import Linear
-from ptlf.evaluation.probe import OWN, Probe, ProbeConfig
+from ptlf.evaluation.probes import OWN, KnnClass, KnnTask, Linear, Probe, ProbeConfig
 from ptlf.stream import EvalSplit, Images, Stream
 from ptlf.stream.loading import Sources
 
@@ -26,7 +24,7 @@ Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
 Prepare = Callable[[Tensor], Tensor]  # stored images as the encoder's input
 Bank = tuple[Images, np.ndarray]  # images, and the indices of those that count
 
-# To add a probe: a file with a subclass of `Probe`, and its name here.
+# To add a probe: a subclass of `Probe`, and its name here.
 PROBES: Registry[type[Probe]] = Registry(
     "probe", "ptlf.probes", Probe, {"knn_task": KnnTask, "knn_class": KnnClass, "linear": Linear}
 )
@@ -79,15 +77,8 @@ class Prober:
         if not stream.eval_splits:
             raise UserError(f"stream {stream.name} has no labelled test images to evaluate on")
         self.sources = sources or Sources(device)
-        chosen = {name: PROBES.find(name)(settings) for name, settings in probes.items() if settings.enabled}
-        self.rows_of = [(probe, name, bank) for probe in chosen.values() for name, bank in probe.rows.items()]
-        used = self.used(len(stream.tasks))
-        for name, probe in chosen.items():
-            for setting, value in {pair for row in probe.rows for pair in used[row].items()}:
-                asked = getattr(probe.config, setting, None)
-                if asked is not None and asked != value:
-                    small = f"the smallest class has {value} images to compare with"
-                    warn(f"probes.{name}.{setting} is {asked}, but {small}: {value} is used")
+        chosen = [PROBES.find(name)(settings) for name, settings in probes.items() if settings.enabled]
+        self.rows_of = [(probe, name, bank) for probe in chosen for name, bank in probe.rows.items()]
 
     def used(self, task: int) -> dict[str, dict[str, Any]]:
         """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""

@@ -50,7 +50,7 @@ class TensorBoard(Tracker):
     """TensorBoard event files, in RUN/tensorboard."""
 
     def __init__(self) -> None:
-        self.package = import_optional("torch.utils.tensorboard", "--log", "trackers", "tensorboard")
+        self.package = import_optional("torch.utils.tensorboard", "--log tensorboard", "trackers")
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         place = folder / "tensorboard"

@@ -11,15 +11,10 @@ from ptlf.core.reading import NUMBER, check_shape
 from ptlf.run.results import Json
 
 PLACE = (0, 10**6)
-GALLERY: Json = {
-    "sprite": {"image": str, "size": (1, 100_000), "columns": (1, 100_000)},
-    "groups": [str],
-    "labels": [str],
-    "queries": [PLACE],
-    "point_groups": [PLACE],
-    "tiles": [[PLACE]],
-    "looks": {"*": {"neighbours": [[PLACE]], "points": [[NUMBER]]}},
-}
+LOOK = {"neighbours": [[PLACE]], "points": [[NUMBER]]}
+SPRITE = {"image": str, "size": (1, 100_000), "columns": (1, 100_000)}
+GALLERY: Json = {"sprite": SPRITE, "groups": [str], "labels": [str], "looks": {"*": LOOK}}
+GALLERY |= {"queries": [PLACE], "point_groups": [PLACE], "tiles": [[PLACE]]}
 
 
 def check_gallery(gallery: Any) -> Json:
@@ -32,13 +27,12 @@ def check_gallery(gallery: Any) -> Json:
     for name, numbers in {"groups": groups + points, "labels": labels, "tiles": queries + near}.items():
         if max(numbers, default=-1) >= len(gallery[name]):
             raise ValueError(f"there are {len(gallery[name])} {name}, and number {max(numbers)} is named")
-    if not queries or ("after" in looks and "before" not in looks):
-        raise ValueError("it has no queries, or no look before training")
+    fits = bool(queries) and ("after" not in looks or "before" in looks)
     for look in looks.values():
-        if len(look["neighbours"]) != len(queries) or not all(look["neighbours"]):
-            raise ValueError(f"{len(queries)} queries, {len(look['neighbours'])} rows of neighbours, or an empty one")
-        if any(len(point) != 2 for point in look["points"]) or len(look["points"]) not in (0, len(points)):
-            raise ValueError(f"{len(look['points'])} points that are not pairs, or {len(points)} groups of points")
+        fits &= len(look["neighbours"]) == len(queries) and all(look["neighbours"])
+        fits &= len(look["points"]) in (0, len(points)) and all(len(point) == 2 for point in look["points"])
+    if not fits:
+        raise ValueError("its queries, neighbours and points do not fit together")
     return gallery
 
 
@@ -46,8 +40,8 @@ def tile_pixels(sheet: Json, count: int, most: int | None = None) -> np.ndarray:
     """The first `count` tiles (N, S, S, 3) of a sheet of images, with at most `most` pixels to a side."""
     columns, size = sheet["columns"], min(sheet["size"], most or sheet["size"])
     try:
-        url = base64.b64decode(sheet["image"].partition(",")[2])
-        with Image.open(io.BytesIO(url), formats=("PNG", "JPEG")) as image:
+        data = base64.b64decode(sheet["image"].partition(",")[2])
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as image:
             rows = image.height // sheet["size"]
             if columns * sheet["size"] != image.width or columns * rows < count:
                 raise ValueError(f"sprite of {image.width} x {image.height} pixels has no room for {count} tiles")

@@ -109,6 +109,10 @@ def over_epochs(comparison: Comparison, title: str, value: Value, zero: bool, co
     return canvas
 
 
+def scaled(key: str, scale: float, line: Json) -> float | None:
+    return None if line.get(key) is None else line[key] / scale
+
+
 def with_epochs(comparison: Comparison) -> list[Group]:
     """Runs on all tasks at once are left out beside others: an epoch of theirs is the whole stream."""
     known = [group for group in comparison.groups if group.runs[0].epochs]
@@ -136,12 +140,6 @@ def matrix_cells(group: Group, probe: str) -> Cells:
     return {place: mean for place, (mean, _) in means(cells).items()}
 
 
-def matrix_bounds(groups: Sequence[Group], probe: str) -> tuple[float, float]:
-    """One colour scale for all runs of a probe."""
-    cells = [value for group in groups for value in matrix_cells(group, probe).values()]
-    return (min(cells), max(cells)) if cells else (0.0, 100.0)
-
-
 def matrix(probe: str, bounds: tuple[float, float], group: Group, colours: Colours) -> Canvas:
     """Rows: after each task, the encoder before training on top; columns: the eval_splits, and what it knew before."""
     found, columns = dict(matrix_cells(group, probe)), [str(task) for task in tasks_of_splits(group.first)]
@@ -150,7 +148,7 @@ def matrix(probe: str, bounds: tuple[float, float], group: Group, colours: Colou
         found |= {(row, len(columns)): mean for row, (mean, _) in known.items() if row in rows}
         columns.append("before")
     days = group.first["tasks"] if group.first.get("arrived") else []  # folders, each with a name
-    names = {row: "all tasks" if group.joint else f"task {row}" for row in rows} | {0: group.first_row}
+    names = {row: "all tasks" if group.joint else f"task {row}" for row in rows} | {0: "beginning"}
     names |= {row: clipped(f"{names[row]}, {days[row - 1]}", 20) for row in rows if 0 < row <= len(days)}
     left = 10.0 + 5.0 * max(len(names[row]) for row in rows)
     wide = min((HALF - left - 8) / len(columns), 60.0)
@@ -193,14 +191,9 @@ def having(comparison: Comparison, what: str) -> list[Group]:
     return [group for group in comparison.groups if any(entry[what] for entry in group.first["freezing"])]
 
 
-def freezing_of(group: Group) -> list[Json]:
-    """What each seed recorded of each task."""
-    return [entry for run in group.runs for entry in run.results["freezing"]]
-
-
 def ratio_low(groups: Sequence[Group]) -> float:
     """The left end of the ratio axis, the same for all runs, so that they can be laid side by side."""
-    values = [ratio for group in groups for entry in freezing_of(group) for ratio in entry["ratios"].values()]
+    values = [ratio for group in groups for entry in group.freezing for ratio in entry["ratios"].values()]
     return math.floor(min(values) * 20) / 20 if values else 0.0
 
 
@@ -216,7 +209,7 @@ def unit_frame(units: Sequence[str], colours: Colours, **more: Any) -> tuple[Can
 
 def ratio_lines(low: float, group: Group, colours: Colours) -> Canvas:
     """Units down, ratio across, a line per task; a filled dot is a unit that froze in that task."""
-    units, entries = group.first["units"], freezing_of(group)
+    units, entries = group.first["units"], group.freezing
     tasks = sorted({entry["task"] for entry in entries if entry["ratios"]})
     canvas, axes = unit_frame(units, colours, keys=task_keys(tasks, colours))
     for task in tasks:
@@ -258,7 +251,7 @@ def freezing_map(group: Group, colours: Colours) -> Canvas:
 
 def frozen_bars(group: Group, task: int, unit: str, epochs: int, trained: int) -> list[tuple[int, int, str]]:
     """(first epoch of the stream, epochs, role of the colour) for each number of seeds in which the unit is frozen."""
-    events = [event for entry in freezing_of(group) if entry["task"] == task for event in entry["events"]]
+    events = [event for entry in group.freezing if entry["task"] == task for event in entry["events"]]
     starts = sorted(event["epoch"] for event in events if unit in event["frozen"])
     bars = []
     for count, (start, until) in enumerate(itertools.pairwise([*starts, trained + 1]), start=1):
@@ -267,19 +260,10 @@ def frozen_bars(group: Group, task: int, unit: str, epochs: int, trained: int) -
     return bars
 
 
-def shown_gallery(group: Group) -> Json | None:
-    """The gallery of the first seed that has one of the finished stream."""
-    return next((run.gallery for run in group.runs if run.gallery and "after" in run.gallery["looks"]), None)
-
-
-def has_maps(group: Group) -> bool:
-    return all((shown_gallery(group) or {})["looks"].get(moment, {}).get("points") for moment in MOMENTS)
-
-
 def nearest_images(group: Group, colours: Colours) -> Canvas:
     """A row per query: itself, its nearest before, its nearest after. Another class (another task, for images without
     labels) is faded and underlined."""
-    gallery = shown_gallery(group) or {}
+    gallery = group.gallery or {}
     labels = [label for _, label in gallery["tiles"]]
     pixels = tile_pixels(gallery["sprite"], len(labels), MAX_PIXELS)
     queries, looks = gallery["queries"], [gallery["looks"][moment]["neighbours"] for moment in MOMENTS]
@@ -290,9 +274,9 @@ def nearest_images(group: Group, colours: Colours) -> Canvas:
     )
     side, starts = (HALF - 20) / (2 * count + 1.6), (0.0, 1.3, count + 1.6)
     kind = "class" if gallery.get("labelled", True) else "task"
-    title = f"Of the same {kind}: {before} of {total} {group.first_row}, {after} of {total} trained"
+    title = f"Of the same {kind}: {before} of {total} before training, {after} of {total} trained"
     canvas, axes = frame(colours, side * len(queries) + 14, left=12.0, bottom=4.0, title=title)
-    for start, name in zip(starts, ("image", f"nearest, {group.first_row}", "nearest, trained"), strict=True):
+    for start, name in zip(starts, ("image", "nearest, before training", "nearest, trained"), strict=True):
         axes.text(start, -0.1, name, color=colours["soft"])
     for row, query in enumerate(queries):
         for start, tiles in zip(starts, ([query], *(near[row] for near in looks)), strict=True):
@@ -309,12 +293,12 @@ def nearest_images(group: Group, colours: Colours) -> Canvas:
 
 def feature_map(group: Group, colours: Colours) -> Canvas:
     """Two maps of the same images; near means similar. Axes have no meaning of their own."""
-    gallery = shown_gallery(group) or {}
+    gallery = group.gallery or {}
     keys = task_keys(range(1, len(gallery["groups"]) + 1), colours, linestyle="", marker="o")
     canvas, first = frame(colours, (HALF - 20) / 2, left=4.0, bottom=4.0, keys=keys, title=" ")
     box = first.get_position()
     canvas.delaxes(first)
-    for place, (moment, title) in enumerate(zip(MOMENTS, (group.first_row, "after the stream"), strict=True)):
+    for place, (moment, title) in enumerate(zip(MOMENTS, ("before training", "after the stream"), strict=True)):
         axes = canvas.add_axes((box.x0 + place * box.width * 0.51, box.y0, box.width * 0.49, box.height))
         points = np.reshape(gallery["looks"][moment]["points"], (-1, 2))
         for task, (_, style) in enumerate(keys):

@@ -2,26 +2,24 @@
 
 import json
 import math
-import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from ptlf import __version__
 from ptlf.core.files import write_whole
 from ptlf.report.drawing import FONT, Colours, coded, page_svg, save_picture, style, themed
 from ptlf.report.intervals import neighbours_used, wilson
 from ptlf.report.measures import MAIN_COSTS, Measure, main_measures, notes, probe_measures, recorded
-from ptlf.report.runs import FEATURES, OLDER, Comparison, Group, RunRecord, read_comparison
+from ptlf.report.runs import FEATURES, Comparison, Group, read_comparison
 from ptlf.report.sections import Figure, Picture, sections
 from ptlf.report.tables import percent
-from ptlf.run.compat import arrived_tasks, identity_settings
+from ptlf.run.compat import identity_settings
 
 COLUMNS = 8  # of a table
 
@@ -49,7 +47,6 @@ def write_figures(folders: Sequence[Path], out: Path, baseline: str | None = Non
 def page(comparison: Comparison) -> str:
     tidy: dict[str, Any] = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, **tidy)
-    templates.filters["code"] = as_code
     groups, base, measures = comparison.groups, comparison.baseline, main_measures(comparison, comparison.probes)
     scores = probe_measures(comparison.probes[0])[:2] if comparison.probes else []
     headline = recorded(comparison, [*scores, *MAIN_COSTS[:2]])
@@ -74,7 +71,7 @@ def page(comparison: Comparison) -> str:
         caption=caption(comparison, measures),
         problems=list(problems(comparison)),
         settings=differing_values(comparison),
-        commands=commands_to_repeat,
+        quote=shlex.quote,
         to_yaml=lambda config: yaml.safe_dump(config, sort_keys=False),
         version=__version__,
         light=themed(False, comparison.tasks),
@@ -87,18 +84,11 @@ def caption(comparison: Comparison, measures: Sequence[Measure]) -> str:
     """How to read the table."""
     groups = comparison.groups
     tested = any(group.interval(("probes", p, "accuracy")) for group in groups for p in comparison.probes)
-    older = any("test_images" not in group.first for group in groups if group.first["probes"])
     small = "in small print: the accuracy before training"
     small += ", and the 95 % interval (Wilson) from the number of test images alone" * tested
-    small += f" ({OLDER})" * (tested and older)
     words = [small] * bool(comparison.probes) + notes(comparison, measures)
     words.append("activation memory: the bytes that autograd saves between forward and backward")
     return ". ".join(part[0].upper() + part[1:] for part in words) + "."
-
-
-def as_code(note: str) -> Markup:
-    """Words between backticks as code."""
-    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(note))))
 
 
 def pictures_as_svg(figure: Figure, colours: Colours) -> list[tuple[Picture, Markup]]:
@@ -154,16 +144,14 @@ def later_rows(group: Group) -> list[dict[str, Any]]:
     """A row per probe of each seed's latest test on labels that came later."""
     rows = []
     for run, test in [(run, run.later) for run in group.runs if run.later]:
-        tasks, learnt = len(run.results["tasks"]), test["tasks"]
-        where = {"group": group, "seed": run.results.get("seed"), "date": test["date"][:10]}
-        where["tasks"] = str(tasks) if learnt == tasks else f"{learnt} of {tasks}"
         for probe, values in test["probes"].items():
             if (accuracy := values.get("accuracy")) is not None:
-                images = sum(values["test_images"])
-                figures = {"accuracy": percent(accuracy), "before": percent(values.get("untrained_accuracy"))}
-                figures["interval"] = "{:.1f} to {:.1f}".format(*wilson(accuracy, images))
-                name = ", ".join(filter(None, (probe, neighbours_used(values))))
-                rows.append(where | figures | {"probe": name, "images": f"{images} of {test['images']}"})
+                images, row = sum(values["test_images"]), {"group": group, "seed": run.results.get("seed")}
+                row["probe"] = ", ".join(filter(None, (probe, neighbours_used(values))))
+                row |= {"accuracy": percent(accuracy), "before": percent(values.get("untrained_accuracy"))}
+                row["interval"] = "{:.1f} to {:.1f}".format(*wilson(accuracy, images))
+                row |= {"images": f"{images} of {test['images']}", "date": test["date"][:10]}
+                rows.append(row | {"tasks": f"{test['tasks']} of {len(run.results['tasks'])}"})
     return rows
 
 
@@ -176,11 +164,11 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
     if len(comparison.epochs) > 1:
         trained = f"The runs trained for {' or '.join(map(str, comparison.epochs))} epochs of a task"
         yield "", f"{trained}: their costs, and what costs are relative to, differ for that too; so may their accuracy."
-    machines = {run.results["environment"].get("device_name") for group in groups for run in group.runs}
-    if len(machines) > 1:
-        named = ", ".join(sorted(map(str, machines)))
+    records = [run.results for group in groups for run in group.runs]
+    if len(machines := {str(record["environment"].get("device_name")) for record in records}) > 1:
+        named = ", ".join(sorted(machines))
         yield "", f"The runs are of different machines ({named}): their seconds and peaks do not compare."
-    if len({run.results.get("commit") for group in groups for run in group.runs}) > 1:
+    if len({record.get("commit") for record in records}) > 1:
         yield "", "The runs are of different commits: compare their seconds with care."
 
 
@@ -190,19 +178,3 @@ def differing_values(comparison: Comparison) -> dict[str, list[str]]:
     shown = [{key: value if isinstance(value, str) else json.dumps(value) for key, value in f.items()} for f in flat]
     rows = {key: [one.get(key, "-") for one in shown] for key in dict.fromkeys(key for one in shown for key in one)}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
-
-
-def commands_to_repeat(run: RunRecord) -> list[str]:
-    """What repeats it, as long as its folder is there: tasks that arrived are learnt again from where it keeps them."""
-    file, arrived = run.folder / "config.yaml", arrived_tasks(run.results)
-    packs = sorted(run.folder.glob("tasks/[0-9]*-*"), key=lambda path: path.name.partition("-")[0].zfill(9))
-    if not file.exists() or len(packs) != len(arrived):
-        return []
-    settings, known = f"--config {shlex.quote(str(file))}", Counter(checksum for _, checksum in arrived)
-    begins = len(arrived) == len(run.results["tasks"])  # nothing was trained before
-    found = [] if begins else [f"ptlf train {settings} --out again"]
-    for pack, (name, checksum) in zip(packs, arrived, strict=True):
-        words = ["ptlf learn again", shlex.quote(str(pack)), f"--name {shlex.quote(name)}"]
-        words += [settings] * (not found) + ["--again"] * (checksum is not None and known[checksum] > 1)
-        found.append(" ".join(words))
-    return found

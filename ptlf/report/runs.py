@@ -23,7 +23,6 @@ LATER_KEPT = ("cost", "later_kept_bytes")
 LATER_PEAK = ("cost", "later_peak_memory_bytes")
 STEADY_LEARNING = ("cost", "steady_learning_seconds")
 FEATURES = {"effective_rank": "effective rank", "spread": "spread"}  # what is measured of them without labels
-OLDER = "records of older versions do not hold it"  # why a figure of some runs is missing
 FALLEN = 0.5  # times the best value: below that it is told
 
 
@@ -31,8 +30,8 @@ FALLEN = 0.5  # times the best value: below that it is told
 class RunRecord:
     folder: Path
     results: Json
-    gallery: Json | None = None
-    gallery_problem: str = ""
+    gallery: Json | None = None  # of the finished stream
+    gallery_problem: str = ""  # why there is none
     later: Json | None = None  # the latest test on labels that came later
 
     @property
@@ -76,6 +75,16 @@ class Group:
         return self.first["config"]
 
     @property
+    def gallery(self) -> Json | None:
+        """Of the first seed that has one."""
+        return next((run.gallery for run in self.runs if run.gallery), None)
+
+    @property
+    def freezing(self) -> list[Json]:
+        """What each seed recorded of each task."""
+        return [entry for run in self.runs for entry in run.results["freezing"]]
+
+    @property
     def joint(self) -> bool:
         """Whether it learned all tasks at once: a bound for methods that see them one by one, none of these."""
         return len(self.first["tasks"]) == 1 and len(self.first["eval_splits"]) > 1
@@ -83,11 +92,6 @@ class Group:
     @property
     def start(self) -> str:
         return start_of(self.first)
-
-    @property
-    def first_row(self) -> str:
-        """What the encoder before training is called beside the trained one."""
-        return "as given" if self.first.get("encoder_weights") else "untrained"
 
     @property
     def state(self) -> str:
@@ -253,9 +257,10 @@ def read_run(folder: Path) -> RunRecord:
     run, path = RunRecord(folder, read_results(folder)), folder / "gallery.json"
     run.later = next(reversed(read_evaluations(folder)), None)
     try:
-        run.gallery = check_gallery(read_json(path))
+        gallery, run.gallery_problem = check_gallery(read_json(path)), "it is drawn when the run has finished"
+        run.gallery = gallery if "after" in gallery["looks"] else None
     except FileNotFoundError:
-        run.gallery_problem = "there is no gallery.json beside results.json (`--evaluation.gallery true` makes one)"
+        run.gallery_problem = "there is no gallery.json beside results.json (--evaluation.gallery true makes one)"
     except UserError as error:
         run.gallery_problem = str(error)
     except ValueError as error:
@@ -291,23 +296,27 @@ def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
 def name_groups(groups: list[Group]) -> None:
     """Recipe names without what they all begin with; where two are equal, the settings that differ and count; then the
     folder."""
-    names = [group.first["name"] for group in groups]
-    while len(groups) > 1 and all("/" in name for name in names) and len({name.split("/")[0] for name in names}) == 1:
-        names = [name.partition("/")[2] for name in names]
-    for group, name in zip(groups, names, strict=True):
+    for group, name in zip(groups, split_prefix([group.first["name"] for group in groups])[1], strict=True):
         group.label = name
     for twins in same_label(groups):
         flat = [identity_settings(twin.config) for twin in twins]
         # Keys that only some have belong to a section whose name differs, which says it all.
         keys = [key for key in flat[0] if all(key in one for one in flat) and len({str(one[key]) for one in flat}) > 1]
-        whole = {key: key.removesuffix(".name") for key in keys}  # objective.name is the objective
-        ends = {key: name.rpartition(".")[2] for key, name in whole.items()}
-        short = {key: end if [*ends.values()].count(end) == 1 else whole[key] for key, end in ends.items()}
+        short = [key.removesuffix(".name").rpartition(".")[2] for key in keys[:2]]  # objective.name is the objective
         for twin, values in zip(twins, flat, strict=True):
-            settings = ", ".join(f"{short[key]} {values[key]}" for key in keys[:2])
+            settings = ", ".join(f"{name} {values[key]}" for name, key in zip(short, keys, strict=False))
             twin.label += f" ({settings or twin.runs[0].folder.name})"
     for twin in (twin for twins in same_label(groups) for twin in twins):
         twin.label += f" in {twin.runs[0].folder.name}"
+
+
+def split_prefix(names: Sequence[str]) -> tuple[str, list[str]]:
+    """What all names begin with, up to a slash, and each without it. A single one stays whole."""
+    parts = [name.split("/") for name in names]
+    shared = 0
+    while len(parts) > 1 and min(map(len, parts)) > shared + 1 and len({part[shared] for part in parts}) == 1:
+        shared += 1
+    return "/".join(parts[0][:shared]), ["/".join(part[shared:]) for part in parts]
 
 
 def same_label(groups: list[Group]) -> list[list[Group]]:

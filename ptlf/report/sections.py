@@ -13,8 +13,7 @@ from ptlf.report.drawing import Colours
 from ptlf.report.figures import Series
 from ptlf.report.intervals import neighbours_used
 from ptlf.report.measures import COSTS, SCALES, main_measures, title_of
-from ptlf.report.runs import FEATURES, OLDER, Comparison, Group
-from ptlf.run.results import Json
+from ptlf.report.runs import FEATURES, Comparison, Group
 
 OVER_TASKS = {
     "accuracy": "After each task, the mean accuracy in % on the classes of all tasks so far; higher is better.",
@@ -89,7 +88,7 @@ def answer_section(comparison: Comparison) -> Section:
         glance = [Picture("-".join(("answer", *m.path[1:])), partial(figures.answer, comparison, m)) for m in measures]
         section.add("All runs at a glance", how, glance)
     if base is None and len(comparison.groups) > 1:
-        none = "No baseline: none of these runs is LUMP without freezing; `--baseline` names another one."
+        none = "No baseline: none of these runs is LUMP without freezing; --baseline names another one."
         section.notes.append(none)
     return section
 
@@ -106,7 +105,8 @@ def accuracy_section(comparison: Comparison) -> Section:
         records = [group.first["probes"][probe] for group in tested]
         used = [row for values in records for row in values.get("used_by_task") or []]
         k = [neighbours_used(records[0] | {"used_by_task": used})] if tested else []
-        draw = partial(figures.matrix, probe, figures.matrix_bounds(groups, probe))
+        cells = [value for group in tested for value in figures.matrix_cells(group, probe).values()]
+        draw = partial(figures.matrix, probe, (min(cells, default=0), max(cells, default=0)))  # one scale for all
         title, how = f"Accuracy matrix, {title_of(probe)}", "; ".join(filter(None, [how, *k])) + "."
         section.add_per_run(title, how, f"matrix-{probe}", draw, tested)
     for probe in comparison.known:
@@ -129,9 +129,6 @@ def learning_section(comparison: Comparison) -> Section:
     for key, how in OF_FEATURES.items():
         found = [(group, figures.features_by_task(group, key)) for group in comparison.groups]
         section.add_over_tasks(f"{FEATURES[key].capitalize()} of the features", how, key, found, None)
-    older = [group.label for group in comparison.groups if "features" not in group.first]
-    if 0 < len(older) < len(comparison.groups):
-        section.notes.append(f"No effective rank and no spread of {', '.join(older)}: {OLDER}.")
     return section
 
 
@@ -142,7 +139,7 @@ def ratio_section(comparison: Comparison) -> Section:
     draw = partial(figures.ratio_lines, figures.ratio_low(groups))
     section.add_per_run("Task-correlation ratio by unit", how, "ratios", draw, groups)
     if not groups:
-        section.notes.append("No run computed correlation ratios; a run with `--freezing.policy correlation` does.")
+        section.notes.append("No run computed correlation ratios; a run with --freezing.policy correlation does.")
     return section
 
 
@@ -161,13 +158,10 @@ def cost_section(comparison: Comparison) -> Section:
     epochs = [line for group in figures.with_epochs(comparison) for run in group.runs for line in run.epochs]
     for measure in (measure for measure in COSTS if measure.epoch):
         highest = max((line.get(measure.epoch) or 0 for line in epochs), default=0)
-        unit = "G" if measure.unit == "T" and highest < SCALES["T"] else measure.unit
-        title = f"{measure.title.split(',')[0]}, {unit}" + " per epoch" * (unit != "MiB")
-
-        def value(line: Json, key: str = measure.epoch, scale: float = SCALES.get(unit, 1)) -> float | None:
-            return None if line.get(key) is None else line[key] / scale
-
         if highest:
+            unit = "G" if measure.unit == "T" and highest < SCALES["T"] else measure.unit
+            title = f"{measure.title.split(',')[0]}, {unit}" + " per epoch" * (unit != "MiB")
+            value = partial(figures.scaled, measure.epoch, SCALES.get(unit, 1))
             draw = partial(figures.over_epochs, comparison, title, value, True)
             pictures.append(Picture(f"cost-{measure.epoch}", draw))
     how = f"One cost per panel over all epochs; the seconds are of the steps alone. {MARKED}"
@@ -180,14 +174,13 @@ def cost_section(comparison: Comparison) -> Section:
 def gallery_section(comparison: Comparison) -> Section:
     section, shown = Section("gallery", "What the encoder learned to see"), []
     for group in comparison.groups:
-        if figures.shown_gallery(group):
+        if group.gallery:
             shown.append(group)
         else:
-            why = group.runs[0].gallery_problem or "it is drawn when the run has finished"
-            section.notes.append(f"No pictures of {group.label}: {why}.")
+            section.notes.append(f"No pictures of {group.label}: {group.runs[0].gallery_problem}.")
     how = "An image, then those with the nearest features; faded and underlined where of another class or task."
     section.add_per_run("Nearest images before and after", how, "neighbours", figures.nearest_images, shown)
-    mapped = [group for group in shown if figures.has_maps(group)]
+    mapped = [g for g in shown if all(look["points"] for look in (g.gallery or {})["looks"].values())]
     how = "Each dot is an image, coloured by its task; close dots have similar features (t-SNE, axes mean nothing)."
     section.add_per_run("Map of the features", how, "features", figures.feature_map, mapped)
     return section

@@ -1,6 +1,5 @@
 """Results as tables in the terminal."""
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from rich.table import Table
 from ptlf.core.words import clipped
 from ptlf.report.intervals import neighbours_used, start_of, wilson
 from ptlf.report.measures import Measure, all_measures, main_measures, notes
-from ptlf.report.runs import FEATURES, Comparison, Group, RunRecord, known_probes
+from ptlf.report.runs import FEATURES, Comparison, Group, RunRecord, known_probes, split_prefix
 from ptlf.run.results import Json
 
 BRACKETS = "in brackets: 95 % interval from the number of test images"
@@ -73,9 +72,7 @@ def show_runs(
     also relative to the baseline's."""
     groups = [Group([RunRecord(Path(), results) for results in seeds], name) for name, seeds in runs.items()]
     base = next((group for group in groups if group.label == baseline), None)
-    comparison, (common, names) = Comparison(groups, {}, base), shortened([group.label for group in groups])
-    if len(groups) == 1:
-        common, names = "", [groups[0].label]
+    comparison, (common, names) = Comparison(groups, {}, base), split_prefix([*runs])
     title, measures = f"{title}: {common}" if common else title, all_measures(comparison)
     console.print((side_by_side if len(groups) <= FEW else as_list)(console, comparison, title, names))
     if base and (others := comparison.paired):
@@ -123,11 +120,14 @@ def as_list(console: Console, comparison: Comparison, title: str, names: Sequenc
 
 
 def cell(measure: Measure, group: Group, base: Group | None, *, brief: bool = False) -> str:
-    """A score with its intervals; a cost and its ratio, or only one of them."""
-    if measure.path[0] != "cost":
-        return score(measure, group, interval=not brief)
-    mean, times = measure.words(group.mean(measure.path)), measure.times(group, base)
-    return times or mean if brief else f"{mean}  {times}".rstrip()
+    """A score with its 95 % t interval over seeds, and the one from the number of test images; a cost and its ratio.
+    brief: only one of the two."""
+    if measure.path[0] == "cost":
+        mean, times = measure.words(group.mean(measure.path)), measure.times(group, base)
+        return times or mean if brief else f"{mean}  {times}".rstrip()
+    half, bounds = measure.half(group), None if brief else group.interval(measure.path)
+    words = measure.show(group.mean(measure.path)) + ("" if half is None else f" ±{measure.show(half)}")
+    return words if bounds is None else f"{words} ({bounds[0]:.1f} to {bounds[1]:.1f})"
 
 
 def row_name(measure: Measure) -> str:
@@ -136,22 +136,6 @@ def row_name(measure: Measure) -> str:
 
 def note(console: Console, words: str) -> None:
     console.print(words, style="dim", highlight=False)
-
-
-def score(measure: Measure, group: Group, *, interval: bool = True) -> str:
-    """The mean, its 95 % t interval over seeds, and the interval from the number of test images."""
-    half, bounds = measure.half(group), group.interval(measure.path) if interval else None
-    words = measure.show(group.mean(measure.path)) + ("" if half is None else f" ±{measure.show(half)}")
-    return words if bounds is None else f"{words} ({bounds[0]:.1f} to {bounds[1]:.1f})"
-
-
-def shortened(names: list[str]) -> tuple[str, list[str]]:
-    """What all recipes share, and each one without it."""
-    parts = [name.split("/") for name in names]
-    shared = [len({part[i] for part in parts}) == 1 for i in range(min(map(len, parts)))]
-    common = "/".join(name for name, same in zip(parts[0], shared, strict=False) if same)
-    short = [[p for p, same in itertools.zip_longest(part, shared, fillvalue=False) if not same] for part in parts]
-    return common, ["/".join(map(str, rest)) or name for rest, name in zip(short, names, strict=True)]
 
 
 def show_results(console: Console, results: Json, folder: Any, *, brief: bool = False) -> None:

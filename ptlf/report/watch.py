@@ -25,26 +25,19 @@ class Snapshot:
     folder: Path
     results: Json
     lines: list[Json]
-    skipped: int  # lines that could not be read
     holder: str  # the process that trains, as "PROCESS on MACHINE"
     alive: bool | None  # whether it still holds the run's lock; None: this machine cannot tell
-
-    @property
-    def killed(self) -> bool:
-        return self.results["status"] == "running" and self.alive is False
-
-    @property
-    def going(self) -> bool:
-        return self.results["status"] == "running" and not self.killed
+    status: str  # of the results, or killed
 
 
 def read_snapshot(folder: Path) -> Snapshot:
     holder, alive = lock_holder(folder / ".lock")  # before the results: a run writes its end, and then lets go
     results = read_results(folder)
-    lines, skipped = read_lines(folder / "metrics.jsonl")
-    if results["status"] == "finished":  # of runs that are kept, often only the results are
+    status = "killed" if results["status"] == "running" and alive is False else results["status"]
+    lines, _ = read_lines(folder / "metrics.jsonl")
+    if status == "finished":  # of runs that are kept, often only the results are
         lines = epoch_lines(results)
-    return Snapshot(folder, results, lines, skipped, holder, alive)
+    return Snapshot(folder, results, lines, holder, alive, status)
 
 
 def view(snapshot: Snapshot) -> Text:
@@ -52,19 +45,18 @@ def view(snapshot: Snapshot) -> Text:
     tasks, epochs = len(results["tasks"]), results["config"]["training"]["epochs"]
     last: Json = lines[-1] if lines else {"task": 1, "epoch": 0}
     where = results["environment"].get("device_name") or results["environment"].get("device") or "unknown device"
-    status = "not running any more" if snapshot.killed else results["status"]
     share = 100 * len(lines) / max(tasks * epochs, 1)
     place, each = f"task {last['task']}/{tasks}, epoch {last['epoch']}/{epochs}, {share:.0f}%", 0.0
     if recent := [line["seconds"] for line in lines[-epochs:] if "seconds" in line]:
         # As long as a task's worth of the last epochs, with their share of evaluation, correlation and freezing.
         others = sum(cost.get(f"{purpose}_seconds") or 0.0 for purpose in ("correlation", "rebuild", "eval"))
         each = sum(recent) / len(recent) * (1 + others / (cost.get("train_seconds") or float("inf")))
-        if snapshot.going:  # without a clock, as another machine's may differ
+        if snapshot.status == "running":  # without a clock, as another machine's may differ
             place += f", {duration(each * (tasks * epochs - len(lines)))} left"
     values = [f"{name} {value}" for name, value in last.get("loss", {}).items()]
     values += [f"{last['views_per_second']:,.0f} views/s"] if "views_per_second" in last else []
     values += [f"{last.get('frozen', 0)}/{len(results['units'])} frozen"]
-    rows = [f"{results['name']}, seed {results.get('seed')}: {status}, on {where}", place]
+    rows = [f"{results['name']}, seed {results.get('seed')}: {snapshot.status}, on {where}", place]
     rows += [", ".join(values) if lines else "no epoch finished yet"]
     for probe, found in results["probes"].items():
         if found["matrix"]:
@@ -74,17 +66,15 @@ def view(snapshot: Snapshot) -> Text:
 
 
 def warnings(snapshot: Snapshot, each: float) -> list[str]:
-    """Why a run that calls itself running may not be; and lines that cannot be read. each: seconds of an epoch."""
+    """Why a run that calls itself running may not be. each: seconds of an epoch."""
     found, paths = [], [snapshot.folder / name for name in ("metrics.jsonl", "results.json")]
     silent = time.time() - max(path.stat().st_mtime if path.exists() else 0.0 for path in paths)
-    if snapshot.going and silent > max(60.0, 10 * (each or 60.0)):
+    if snapshot.status == "running" and silent > max(60.0, 10 * (each or 60.0)):
         still = f"; process {snapshot.holder} still holds the run" if snapshot.alive else ": the run may have stopped"
         found.append(f"no new line for {duration(silent)}{still}")
-    if snapshot.killed:
+    if snapshot.status == "killed":
         again = f"ptlf {'learn' if snapshot.results.get('arrived') else 'train --resume'} {snapshot.folder}"
         found.append(f"process {snapshot.holder} exited without updating its status; `{again}` continues the run")
-    if snapshot.skipped:
-        found.append(f"{snapshot.skipped} lines of metrics.jsonl cannot be read")
     return found
 
 
@@ -99,7 +89,7 @@ def watch(
     if once:
         return console.print(view(snapshot))
     with Live(view(snapshot), console=console, auto_refresh=False) as live:
-        while snapshot.going:
+        while snapshot.status == "running":
             sleep(EVERY)
             snapshot = read_snapshot(folder)
             live.update(view(snapshot), refresh=True)

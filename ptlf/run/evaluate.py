@@ -12,7 +12,7 @@ from torch import nn
 from ptlf import evaluation
 from ptlf.core.errors import UserError, warn
 from ptlf.evaluation import PROBES, Prober
-from ptlf.evaluation.probe import OWN
+from ptlf.evaluation.probes import OWN
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
 from ptlf.run.folder import START, restore_encoder

@@ -24,7 +24,6 @@ from ptlf.run.results import SCHEMA, epoch_lines, to_columns
 pytestmark = pytest.mark.slow
 
 PAIR = ["digits/simsiam/lump", "digits/simsiam/ptlf"]
-LUMP_CIFAR = "split-cifar10/simsiam/lump"
 
 
 def epoch(task: int, frozen: int, steps: int, seconds: float, kept: int, peak: int | None) -> dict[str, Any]:
@@ -105,12 +104,12 @@ def test_stages_by_hand() -> None:
 
 def test_overheads_by_hand() -> None:
     lump, ptlf = (run["overheads"] for run in compare([first(), second()])["runs"])
-    assert (lump["later_learning_seconds"], ptlf["later_learning_seconds"]) == (8, 12)
-    assert (lump["later_correlation_share"], ptlf["later_correlation_share"]) == (0, pytest.approx(1 / 6))
-    assert (ptlf["later_learning_seconds_ratio"], ptlf["wall_seconds_ratio"]) == (1.5, 1.25)
-    assert (lump["host_share"], ptlf["host_share"]) == (0.1, None)
-    assert (ptlf["knn_task_accuracy"], ptlf["knn_class_forgetting"]) == (90, None)
-    assert (ptlf["train_seconds"], ptlf["checkpoint_seconds"]) == (1.5, None)
+    wanted = {"later_learning_seconds": 8, "later_correlation_share": 0, "host_share": 0.1}
+    assert {key: lump[key] for key in wanted} == wanted
+    wanted = {"later_learning_seconds": 12, "later_correlation_share": pytest.approx(1 / 6), "host_share": None}
+    wanted |= {"later_learning_seconds_ratio": 1.5, "wall_seconds_ratio": 1.25, "knn_task_accuracy": 90}
+    wanted |= {"knn_class_forgetting": None, "train_seconds": 1.5, "checkpoint_seconds": None}
+    assert {key: ptlf[key] for key in wanted} == wanted
 
 
 def test_waiting_for_the_compiler_changes_no_ratio() -> None:
@@ -170,9 +169,10 @@ def test_runs_side_by_side_and_again_from_their_folders(capsys, tmp_path) -> Non
 
 def test_noise_needs_no_data(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PTLF_DATA", str(tmp_path))
+    recipe = "split-cifar10/simsiam/lump"
     small = [*QUICK[2:6], *QUICK[8:], "--size", "8", "--training.batch", "4", "--objective.projection", "8"]
-    assert side_by_side.main(["--recipes", LUMP_CIFAR, "--noise", "20", *small, "--memory.size", "4"]) == 0
-    assert "split-cifar10/simsiam/lump: 5 tasks, 20 images of 8 px" in capsys.readouterr().out
+    assert side_by_side.main(["--recipes", recipe, "--noise", "20", *small, "--memory.size", "4"]) == 0
+    assert f"{recipe}: 5 tasks, 20 images of 8 px" in capsys.readouterr().out
 
 
 def test_runs_that_cannot_be_compared(capsys, tmp_path) -> None:
@@ -188,16 +188,10 @@ def test_runs_that_cannot_be_compared(capsys, tmp_path) -> None:
         assert told in refused(capsys, side_by_side, *words), words
     (tmp_path / "results.json").write_text(json.dumps({**second(), "status": "stopped"}))
     assert "has not finished" in refused(capsys, side_by_side, "--from", str(tmp_path))
-    epochs = r"different epochs \(training.epochs: 6 and 8\)"
-    for changes, message in (
-        ([{"training": {"epochs": 6}}, {"training": {"epochs": 8}}], epochs),
-        ([{"stream": {"name": "digits"}}, {"stream": {"name": "split-cifar10"}}], "different streams"),
-    ):
-        runs = [first(), second()]
-        for one, change in zip(runs, changes, strict=True):
-            one["config"] |= change
-        with pytest.raises(UserError, match=message):
-            compare(runs)
+    runs = [first(), second()]
+    runs[1]["config"] |= {"training": {"epochs": 8}}
+    with pytest.raises(UserError, match=r"different epochs \(training.epochs: 4 and 8\)"):
+        compare(runs)
 
 
 STEP = ["--recipe", PAIR[0], *QUICK[2:4], "--size", "8", "--steps", "1", "--training.batch", "16", "--device", "cpu"]
@@ -206,8 +200,8 @@ STEP = ["--recipe", PAIR[0], *QUICK[2:4], "--size", "8", "--steps", "1", "--trai
 def test_steps_by_stage(tmp_path: Path, capsys) -> None:
     figures = tmp_path / "step.json"
     for way in ("resident", "streamed", "first"):
-        words = [] if way == "resident" else [f"--{way}"]
-        assert step.main([*STEP, "--stages", "0", "1", "--json", str(figures), *words]) == 0
+        words = [*STEP, *[f"--{way}"] * (way != "resident")]
+        assert step.main([*words, "--stages", "0", "1", "--json", str(figures)]) == 0
         record = json.loads(figures.read_text())
         plain, frozen = record["rows"]
         assert frozen["units"] == (["0"] if way == "first" else ["3"]), way
@@ -278,25 +272,21 @@ def test_rows_are_relative_to_the_first_one() -> None:
 def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("0001.jpg").write_text("a photograph")
+    share = [PAIR[0], "--out", str(tmp_path), "--plan", "--initial"]
     wrong = [
-        (script, [*[PAIR[0]] * (script is methods), "--json", file], f"argument --json: {told}")
-        for script in (freezing, step, methods, side_by_side)
-        for file, told in (("none/x.json", "there is no folder"), ("0001.jpg", "must name a file that ends with .json"))
+        (step, ["--json", "none/x.json"], "argument --json: there is no folder"),
+        (side_by_side, ["--json", "0001.jpg"], "argument --json: must name a file that ends with .json"),
+        *((frontier, [*share, value], "argument --initial: must be a number") for value in ("nan", "1.5", "much")),
+        (freezing, ["--size", "100000"], "argument --size: must be "),
+        (side_by_side, ["--noise", "1" + "0" * 20], "argument --noise: must be "),
     ]
-    for value in ("nan", "1.5", "-0.1", "much"):
-        words = [PAIR[0], "--out", str(tmp_path), "--plan", "--initial", value]
-        wrong.append((frontier, words, "argument --initial: must be a number"))
-    for script, words in ((freezing, ["--size", "100000"]), (side_by_side, ["--noise", "1" + "0" * 20])):
-        wrong.append((script, words, f"argument {words[0]}: must be "))
     for script, words, told in wrong:
         with pytest.raises(SystemExit):
             script.main(words)
         assert told in capsys.readouterr().err, (script, words)
     for script, words in (
         (freezing, ["--batch", "1000000", "--size", "1000"]),
-        (freezing, ["--encoder", "torch.nn:Linear"]),
         (freezing, ["--encoder", "torch.nn:Identity"]),
-        (step, ["--size", "8000", "--device", "cpu"]),
         (step, ["--training.batch", "4000000000"]),
         (side_by_side, ["--noise", "1000000000"]),
     ):

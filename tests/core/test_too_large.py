@@ -5,17 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from conftest import QUICK
 
 from ptlf.cli import main
 from ptlf.core import memory
 from ptlf.core.errors import UserError
 from ptlf.core.memory import check_fits, too_large
 from ptlf.methods.method import Method
-
-QUICK = [
-    "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
-    "--training.batch", "128", "--device", "cpu", "--evaluation.gallery", "false",
-]  # fmt: skip
 
 
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ptlf.evaluation import knn
-from ptlf.evaluation.knn import KnnTask, KnnTaskConfig, knn_predict
+from ptlf.evaluation import probes
+from ptlf.evaluation.probes import KnnTask, KnnTaskConfig, knn_predict
 
 
 def naive(bank, labels, queries, k, temperature, classes):
@@ -27,7 +27,7 @@ def naive(bank, labels, queries, k, temperature, classes):
 
 @pytest.mark.parametrize(("k", "temperature", "chunk"), [(1, 0.1, 7), (5, 0.1, 1000), (20, 0.5, 3), (60, 0.07, 8)])
 def test_agrees_with_a_naive_loop(k: int, temperature: float, chunk: int, monkeypatch) -> None:
-    monkeypatch.setattr(knn, "CHUNK", chunk)
+    monkeypatch.setattr(probes, "CHUNK", chunk)
     rng = np.random.default_rng(k)
     bank, queries = rng.normal(size=(180, 9)), rng.normal(size=(31, 9))
     labels, truth = rng.permutation(np.arange(180) % 3), rng.integers(0, 4, 31)

@@ -8,7 +8,7 @@ from conftest import run_cli
 from sklearn.linear_model import LogisticRegression
 
 from ptlf.core.settings import as_dict
-from ptlf.evaluation.linear import Linear, LinearConfig, linear_fit
+from ptlf.evaluation.probes import Linear, LinearConfig, linear_fit
 from ptlf.run.compat import upgrade_settings
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.loop import Run

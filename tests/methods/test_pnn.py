@@ -6,7 +6,7 @@ import torch
 
 from ptlf.core.errors import UserError
 from ptlf.encoders.resnet import BasicBlock, ResNet
-from ptlf.evaluation.knn import knn_predict
+from ptlf.evaluation.probes import knn_predict
 from ptlf.methods.pnn import Columns
 from ptlf.run.loop import Run
 

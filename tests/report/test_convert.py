@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -119,7 +121,6 @@ def test_settings_by_hand(converter: ModuleType) -> None:
             "ridge": {"enabled": True, "penalty": 0.001},
         },
     }
-    assert [next(iter(probe)) for probe in new["probes"].values()] == ["enabled"] * 4
     sharp = old | {"freezing": old["freezing"] | {"policy": "cost_aware", "sharpness": 4.0}}
     policy = {"name": "cost_aware", "sharpness": 4.0, "savings": "seconds"}
     assert converter.convert_config(sharp)["freezing"]["policy"] == policy
@@ -182,9 +183,7 @@ def test_the_page_of_every_group_of_kept_runs_is_drawn(pictures: None) -> None:
 
 def test_our_own_bugs_are_not_blamed_on_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (ValueError, LookupError, TypeError, AttributeError):
-        monkeypatch.setattr(
-            "ptlf.report.page.sections", lambda comparison, error=error: (_ for _ in ()).throw(error("ours"))
-        )
+        monkeypatch.setattr("ptlf.report.page.sections", Mock(side_effect=error("ours")))
         with pytest.raises(error, match="ours"):
             write_report([RESULTS / "digits" / "lump"], tmp_path / "page.html")
 
@@ -193,10 +192,7 @@ def changed(folder: Path, place: str, value: Any) -> Path:
     """A folder with the record of a kept run in which the value at this place is another one."""
     results = json.loads((RESULTS / "digits" / "ptlf" / "results.json").read_text())
     *sections, last = place.split(".")
-    part = results
-    for name in sections:
-        part = part[name]
-    part[last] = value
+    functools.reduce(dict.__getitem__, sections, results)[last] = value
     folder.mkdir(exist_ok=True)
     (folder / "results.json").write_text(json.dumps(results))
     return folder

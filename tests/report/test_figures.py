@@ -148,9 +148,8 @@ def test_costs_by_epoch_mark_the_epoch_of_the_freeze(frozen_in_epochs_3_and_5: C
 
 BROKEN = [
     {"queries": [7]}, {"tiles": [[9, 0]]}, {"point_groups": [0]}, {"sprite": GALLERY["sprite"] | {"columns": 2}},
-    {"sprite": GALLERY["sprite"] | {"image": "data:image/png;base64,AAAA"}}, {"tiles": [[0, 0]] * 9}, {"queries": []},
+    {"sprite": GALLERY["sprite"] | {"image": "data:image/png;base64,AAAA"}}, {"queries": []}, {"labels": []},
     {"looks": {"after": GALLERY["looks"]["after"]}}, {"looks": {"before": {"neighbours": [[], []], "points": []}}},
-    {"looks": {"before": {"neighbours": [[0], [3]], "points": []}}}, {"labels": []}, {"tiles": [[0, 0, 0]] * 3},
     {"looks": {"before": {"neighbours": [[0], [1]], "points": [[0.5]] * 3}}},
 ]  # fmt: skip
 
@@ -180,7 +179,7 @@ def test_images_of_another_class_are_faded_and_underlined(tmp_path: Path) -> Non
     (axes,) = figures.nearest_images(group, COLOURS).axes
     faded = [image.get_alpha() for image in axes.images]
     assert faded == [None, 0.4, 0.4, 0.4, 0.4, None, None, 0.4, None, 0.4] and len(axes.lines) == 6
-    assert axes.get_title("left") == "Of the same class: 1 of 4 untrained, 1 of 4 trained"
+    assert axes.get_title("left") == "Of the same class: 1 of 4 before training, 1 of 4 trained"
     first, second = figures.feature_map(group, COLOURS).axes
     assert [len(axes.lines) for axes in (first, second)] == [3, 3]
 
@@ -221,8 +220,8 @@ def test_a_matrix_names_rows_and_columns_and_shows_every_accuracy(tmp_path: Path
     results["reference"] = {"probes": {"knn_task": {"before": 1.0, "after": [2.0, 3.0]}}}  # far below the others
     draw: Callable[[Group], Canvas] = partial(figures.matrix, "knn_task", (50.0, 99.0), colours=COLOURS)
     for arrived, rows in (
-        (0, ["untrained", "task 1", "task 2"]),
-        (2, ["untrained", "task 1, monday", "task 2, tuesday"]),
+        (0, ["beginning", "task 1", "task 2"]),
+        (2, ["beginning", "task 1, monday", "task 2, tuesday"]),
     ):
         results |= {"arrived": arrived, "tasks": ["monday", "tuesday"]}
         canvas = draw(Group([RunRecord(tmp_path, results)]))

@@ -75,21 +75,13 @@ def test_every_accuracy_has_its_interval(tmp_path: Path) -> None:
     assert f"<small>{low:.1f} to {high:.1f}</small><small>random encoder {start}</small>" in text
 
 
-@pytest.mark.parametrize(
-    ("more", "name"),
-    [
-        ({}, "random encoder"),
-        ({"own_encoder": True}, "encoder before training"),
-        ({"encoder_weights": {"sha256": "x"}, "own_encoder": True}, "given encoder"),
-    ],
-)
-def test_the_encoder_before_training_has_its_name(tmp_path: Path, more: dict[str, Any], name: str) -> None:
-    results = made_up.results() | more
-    assert start_of(results) == name
+def test_the_encoder_before_training_has_its_name(tmp_path: Path) -> None:
+    own = {"own_encoder": True}
+    assert start_of({}) == "random encoder" and start_of(own) == "encoder before training"
+    results = made_up.results() | own | {"encoder_weights": {"sha256": "x"}}
     text = told(results)
-    assert f"nothing ({name})" in text
-    assert f"knn_task {name}, %" in text
-    assert f"<small>{name} " in shown(tmp_path, results)
+    assert "nothing (given encoder)" in text and "knn_task given encoder, %" in text
+    assert "<small>given encoder " in shown(tmp_path, results)
 
 
 def test_training_that_made_it_worse_is_warned_of(tmp_path: Path) -> None:

@@ -27,12 +27,15 @@ def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
     lump, ptlf = made_up.pair()
     runs = {"lump": [lump], "ptlf": [ptlf]}
     found = rows(show_runs, runs, "lump")
-    assert found["training time without compiling"] == ["100.0 s", "25.0 s  0.25×"]
-    assert found["backward FLOPs"] == ["4.000 T", "2.000 T  0.50×"]
-    assert found["activation memory, mean"] == ["80.0 MiB", "64.0 MiB  0.80×"]
-    assert found["activation memory, last epoch"] == ["80.0 MiB", "60.0 MiB  0.75×"]
-    assert found["evaluation"] == ["2.0 s", "2.0 s"]
-    assert found["activation memory, mean after task 1"] == ["80.0 MiB", "48.0 MiB  0.60×"]
+    for title, cells in {
+        "training time without compiling": ["100.0 s", "25.0 s  0.25×"],
+        "backward FLOPs": ["4.000 T", "2.000 T  0.50×"],
+        "activation memory, mean": ["80.0 MiB", "64.0 MiB  0.80×"],
+        "activation memory, last epoch": ["80.0 MiB", "60.0 MiB  0.75×"],
+        "evaluation": ["2.0 s", "2.0 s"],
+        "activation memory, mean after task 1": ["80.0 MiB", "48.0 MiB  0.60×"],
+    }.items():
+        assert found[title] == cells, title
     assert "peak GPU memory, last epoch" not in found
     accuracies = [run["probes"]["knn_class"]["untrained_accuracy"] for run in (lump, ptlf)]
     assert found["knn_class random encoder, %"] == [f"{value:.2f}" for value in accuracies]
@@ -89,9 +92,8 @@ def test_a_list_names_its_runs_in_full(capsys) -> None:
     lump, _ = made_up.pair()
     names = ["simsiam/lump", "simsiam/ptlf", "barlow_twins/ptlf-cost", "byol/ptlf"]
     show_runs(Console(width=80), {f"digits/{name}": [lump] for name in names})
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert [line.split("│")[1].strip() for line in lines] == names
-    assert all(line.split("│")[-2].strip() == "4.000 T" for line in lines)
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [(cells[1].strip(), cells[-2].strip()) for cells in lines] == [(name, "4.000 T") for name in names]
 
 
 def test_what_looks_like_markup_in_a_record_is_shown_as_it_is(capsys) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import io
 import itertools
-import json
 import math
 import re
 import shlex
@@ -129,9 +128,8 @@ def test_differences_need_two_seeds_in_common() -> None:
     assert marked == {"training of later tasks, s"}
     for run in made[recipes[1], ()]:
         run["environment"]["device_name"] = "another"
-    assert (
-        dict(zip(DIFFERENCES, differences(made)[title]["PTLF"], strict=True))["training of later tasks, s"][1] is None
-    )
+    again = dict(zip(DIFFERENCES, differences(made)[title]["PTLF"], strict=True))
+    assert again["training of later tasks, s"][1] is None
     made[recipes[1], ()] = made[recipes[1], ()][:1]
     assert differences(made) == {}
 
@@ -164,30 +162,19 @@ def test_no_figure_of_a_table_is_broken(name: str, width: int) -> None:
 
 
 def test_the_document_is_what_the_kept_runs_say() -> None:
-    advice = (
-        "docs/reproduction.md is not what results/ says; "
-        "`python -m reproduction all --write docs/reproduction.md` writes it"
-    )
-    assert (ROOT / "docs" / "reproduction.md").read_text() == kept_document(), advice
-
-
-def test_remarks_are_told_once_and_of_runs_that_a_table_has() -> None:
+    """`python -m reproduction all --write docs/reproduction.md` writes it. Remarks are told once, of runs it has."""
+    assert (ROOT / "docs" / "reproduction.md").read_text() == kept_document()
     assert kept_document().count(remarks(ROOT / "results")["split-cifar10/simsiam/der"]) == 1
     with pytest.raises(UserError, match="no table has: nothing"):
         document({}, {"nothing": "said"})
 
 
-def figure_runs() -> dict:
+def test_figures_of_the_paper_as_files(tmp_path: Path) -> None:
     made = {}
     for cell in FIGURES.cells:
         pairs = [word.removeprefix("--").split("=") for word in cell.settings]
         dotted = {key.replace(".", "__"): value for key, value in pairs}
         made[cell.key] = [made_up.results(cell.recipe, tasks=5, units=20, **dotted)]
-    return made
-
-
-def test_figures_of_the_paper_as_files(tmp_path: Path) -> None:
-    made = figure_runs()
     assert write_paper_figures(made, tmp_path) == 6
     for name in ("paper-correlation", "paper-overlap", "paper-units"):
         assert (tmp_path / f"{name}.svg").read_text().count("<svg") == 1
@@ -244,29 +231,6 @@ def test_remarks_are_of_runs_that_are_kept() -> None:
                 values = [run["probes"][probe][key] for run in runs]
                 known |= set() if None in values else {*values, statistics.fmean(values)}
         assert set(re.findall(r"\d+\.\d\d\b", text)) <= {f"{value:.2f}" for value in known}, name
-
-
-def test_the_remarks_on_der_s_weight() -> None:
-    """Effective ranks after the last task and `knn_class`, one decimal each; on CIFAR-10 means of two seeds."""
-    remark = remarks(ROOT / "results")["split-cifar10/simsiam/der"]
-
-    def means(folder: str, files: dict[str, float | None], seeds: int) -> tuple[list[str], list[float]]:
-        ranks, scores = [], []
-        for name, alpha in files.items():
-            paths = sorted((ROOT / "results" / folder).glob(f"{name}/results.json"))
-            runs = [json.loads(path.read_text()) for path in paths]
-            assert [run["config"]["method"].get("alpha") for run in runs] == [alpha] * seeds, name
-            ranks.append(f"{statistics.fmean(run['features'][-1]['effective_rank'] for run in runs):.1f}")
-            scores.append(statistics.fmean(run["probes"]["knn_class"]["accuracy"] for run in runs))
-        return ranks, scores
-
-    ranks, scores = means("der-weight", {"0": 0.0, "0.1": 0.1, "0.4": 0.4}, 1)
-    assert "from {} without replay to {} at 0.1 and {} at 0.4".format(*ranks) in remark
-    assert "from {:.1f} to {:.1f} and {:.1f}".format(*scores) in remark
-    names = {"finetune-seed*": None, "der-0.1-seed*": 0.1, "der-0.4-seed*": 0.4}
-    ranks, scores = means("der-weight-cifar10", names, 2)
-    assert "from {} without replay and {} at 0.1 to {} at 0.4 (results/der-weight-cifar10".format(*ranks) in remark
-    assert scores == sorted(scores)
 
 
 def test_the_figures_are_drawn_from_kept_runs_by_the_command_in_the_document(tmp_path: Path) -> None:

@@ -70,5 +70,4 @@ def test_what_is_refused(tmp_path, jobs_find_us, monkeypatch) -> None:
         patch.setenv("WORLD_SIZE", "2")
         assert "start `ptlf train` with it, not `ptlf sweep`" in refused(tmp_path)
     monkeypatch.setitem(sys.modules, "submitit", None)
-    missing = "--cluster needs submitit, which is not installed: pip install 'ptlf[cluster]'"
-    assert missing in refused(tmp_path, "--cluster", "local")
+    assert "--cluster needs submitit, which cannot be" in refused(tmp_path, "--cluster", "local")

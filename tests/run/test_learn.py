@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -26,8 +25,7 @@ from ptlf.core.errors import UserError
 from ptlf.evaluation import EvaluationConfig
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
-from ptlf.report.page import commands_to_repeat
-from ptlf.report.runs import read_comparison, read_run
+from ptlf.report.runs import read_comparison
 from ptlf.run import loop, snapshots
 from ptlf.run.config import POLICIES, Config
 from ptlf.run.evaluator import Evaluator
@@ -177,21 +175,6 @@ def test_folders_without_labels_are_as_a_pack_with_a_folder_per_task(root: Path,
     check_same(learner.folder, trained(tmp_path / "trained", config("digits/simsiam/lump", **settings), pack="days"))
     assert (tmp_path / "learnt/gallery.json").read_bytes() == (tmp_path / "trained/gallery.json").read_bytes()
     assert learner.results["tasks"] == list(DAYS) and learner.results["eval_splits"] == ["day1"]
-
-
-def test_the_commands_on_its_page_repeat_a_run(root: Path, tmp_path: Path, monkeypatch) -> None:
-    """Of days that arrived after `ptlf train`; one of them came twice."""
-    run = tmp_path / "run"
-    Run(config(**DIGITS, stream__per_class=40, training__batch=40), run).train()
-    day = root / "pictures" / "day1"
-    learnt(run, config(), [day])
-    ptlf.Learner.load(run, trust_code=True).learn(day, "the-same", again=True, watcher=QUIET)
-    monkeypatch.chdir(tmp_path)
-    told = commands_to_repeat(read_run(Path("run")))
-    assert len(told) == 3 and "learn again run/tasks/0002-the-same --name the-same --again" in told[-1]
-    for line in told:
-        assert main([*shlex.split(line)[1:], "--trust-code"]) == 0
-    assert (tmp_path / "again" / "encoder.safetensors").read_bytes() == (run / "encoder.safetensors").read_bytes()
 
 
 def test_a_run_that_ptlf_train_finished_goes_on(tmp_path: Path) -> None:
