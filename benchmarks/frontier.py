@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.frontier_picture import COSTS, leading, points, relative_costs, write_frontier
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
-from ptlf.commands.parser import share, whole
+from ptlf.commands.parser import seed, share
 from ptlf.commands.train import check_alone, write_page
 from ptlf.core.errors import UserError
 from ptlf.report.live import Live, console, tell
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--orders", "policies", nargs="+", default=["correlation", "cost_aware"], metavar="POLICY")
     add("--initial", "shares of the units frozen in a task's first epoch", share, nargs="+", default=[0.0, 0.2])
     add("--final", "shares frozen in its last epoch", share, nargs="+", default=[0.2, 0.4, 0.6, 0.8])
-    add("--seeds", "every setting is trained with every seed", whole, nargs="+", default=[0], metavar="SEED")
+    add("--seeds", "every setting is trained with every seed", seed, nargs="+", default=[0], metavar="SEED")
     add("--out", "a folder below this for each run; finished ones are kept", Path, required=True, metavar="DIR")
     add("--plan", PLAN, bool)
     return run_script(parser, train_frontier, argv, several=True)
@@ -82,15 +82,15 @@ def plan_frontier(
             raise UserError(f"every initial share is above the final one ({above}): nothing would freeze; {hint}")
         tell(f"left out, initial share above the final one: {above}")
     runs = []
-    for seed in dict.fromkeys(seeds):
+    for number in dict.fromkeys(seeds):
         settings = {"no-freezing": ["--freezing.policy=none"]}
         for order, (low, high) in itertools.product(orders, shares):
             if low <= high:
                 words = [f"--freezing.policy={order}", f"--freezing.initial={low}", f"--freezing.final={high}"]
                 settings[f"{order}-{low:g}-{high:g}"] = words
         for name, words in settings.items():
-            config = resolve_config(recipe, None, [*overrides, *words, f"--seed={seed}"], tell=tell)
-            runs.append(Planned(f"{recipe} {name} seed {seed}", config, out / f"{name}-seed{seed}"))
+            config = resolve_config(recipe, None, [*overrides, *words, f"--seed={number}"], tell=tell)
+            runs.append(Planned(f"{recipe} {name} seed {number}", config, out / f"{name}-seed{number}"))
     return runs
 
 

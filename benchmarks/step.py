@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.options import add_json, add_steps, run_script, script
 from benchmarks.printing import show_kernels, show_rows
 from benchmarks.timing import RANGE, Row, noise_for, save_rows, time_steps
-from ptlf.commands.parser import whole
+from ptlf.commands.parser import bounded
 from ptlf.core.errors import UserError
 from ptlf.core.settings import as_dict
 from ptlf.report.live import console
@@ -26,7 +26,7 @@ from ptlf.run.record import environment, source_commit
 def main(argv: Sequence[str] | None = None) -> int:
     parser, add = script("python benchmarks/step.py", __doc__)
     add("--recipe", "what to train, on noise", default="split-cifar10/simsiam/lump")
-    add("--stages", "numbers of frozen units", whole, nargs="+", default=[0, 2, 4, 6, 8])
+    add("--stages", "numbers of frozen units", bounded(int, 0, 1000), nargs="+", default=[0, 2, 4, 6, 8])
     add("--first", "freeze from the input on, not around the middle", bool)
     add("--streamed", "read the images from a file, none held on the device", bool)
     add("--plain", "freeze with requires_grad=False alone", bool)

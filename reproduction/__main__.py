@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.options import run_script, script
 from benchmarks.planning import PLAN, show_plan
-from ptlf.commands.parser import Parser, new_file, whole
+from ptlf.commands.parser import Parser, new_file, seed
 from ptlf.commands.train import check_alone
 from ptlf.core.errors import UserError
 from ptlf.core.files import write_whole
@@ -35,7 +35,7 @@ def make_parser() -> Parser:
     scales = "smoke: minutes on a CPU, once `ptlf data get` has the sets; short: 20 epochs; paper: the full protocol"
     add("--scale", scales, choices=found_runs.SCALES, default="paper")
     about = "every run is trained with every seed; runs with other seeds that are there count too"
-    add("--seeds", about, whole, nargs="+", default=[0], metavar="SEED")
+    add("--seeds", about, seed, nargs="+", default=[0], metavar="SEED")
     add("--runs", "a folder below this for each run (default: runs/reproduce/SCALE)", Path, metavar="DIR")
     add("--plan", PLAN, bool)
     add("--show", "train nothing: print the tables, or draw the figures, from the runs that are there", bool)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from rich.console import Console
 
 from ptlf import evaluation
 from ptlf.core.settings import as_dict, merge, nested
@@ -141,6 +145,14 @@ def write(folder: Path, made: dict, gallery: dict | None = None) -> Path:
     if gallery is not None:
         (folder / "gallery.json").write_text(json.dumps(gallery))
     return folder
+
+
+def table_rows(show: Callable[..., None], *arguments: Any) -> dict[str, list[str]]:
+    """The cells of a printed table by the first one."""
+    console = Console(width=160, file=io.StringIO())
+    show(console, *arguments)
+    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
 
 
 @functools.cache

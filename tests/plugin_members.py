@@ -28,10 +28,6 @@ class Align(Objective):
 
     Config = AlignConfig
 
-    def __init__(self, config, encoder, feature_dim, classes):
-        super().__init__(config, encoder, feature_dim, classes)
-        self.config = config
-
     def loss(self, features, batch):
         first, second = features
         return (first - second).square().mean() - self.config.spread * first.std(0).clamp(max=1).mean()
@@ -46,10 +42,6 @@ class Shrink(Method):
     """The objective, and short features."""
 
     Config = ShrinkConfig
-
-    def __init__(self, config, model, memory, generator):
-        super().__init__(config, model, memory, generator)
-        self.config = config
 
     def losses(self, model, batch):
         features = model.encode(batch.mixed)

@@ -3,10 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import Any
 
 Advance = Callable[[int], None]  # called with how many more are done
 Phase = Callable[..., AbstractContextManager[Advance]]  # called as `silent` is
@@ -18,7 +15,6 @@ def silent(name: str, of: int | None = None, unit: str = "images") -> Iterator[A
     yield lambda amount: None
 
 
-def cannot_move(console: "Console") -> bool:
-    """Whether a bar would not move there: in a notebook that needs ipywidgets, without which rich warns and leaves an
-    empty line at every change."""
-    return console.is_jupyter and find_spec("ipywidgets") is None
+def cannot_move(console: Any) -> bool:
+    """Whether a bar of rich would not move there: in a notebook it needs ipywidgets."""
+    return bool(console.is_jupyter and find_spec("ipywidgets") is None)

@@ -150,14 +150,6 @@ def all_reduce_(tensor: Tensor) -> None:
         _all_reduce_(tensor)
 
 
-def all_reduce_mean(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Means of scalars over the processes."""
-    if _joined:
-        values = {name: value.detach().clone() for name, value in values.items()}
-        all_reduce_mean_(values.values())
-    return values
-
-
 @torch.no_grad()
 def all_reduce_mean_(tensors: Iterable[Tensor]) -> None:
     """Means over the processes, in place, with one all-reduce for all tensors of a dtype."""

@@ -41,18 +41,17 @@ def torchvision_entry(name: str) -> EncoderEntry:
 
 
 def hf_entry(path: str) -> EncoderEntry:
-    """path: a folder in the format of `save_pretrained`, with or without weights, or its config.json."""
+    """path: a folder in the format of `save_pretrained`, with or without weights."""
 
     def make(config: SizedConfig) -> nn.Module:
         transformers = import_optional("transformers", f"encoder {'hf:' + path!r}", "timm")
-        where = Path(path).expanduser()
-        if not where.exists():
-            raise UserError(f"hf:{path} names no folder or config.json here")
-        folder = where if where.is_dir() else where.parent
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"hf:{path} names no folder here")
         here = {"local_files_only": True, "trust_remote_code": False}  # no download, no code in the folder
-        settings = transformers.AutoConfig.from_pretrained(where, **here)
-        if where.is_dir() and any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
-            model = transformers.AutoModel.from_pretrained(where, config=settings, **here)
+        settings = transformers.AutoConfig.from_pretrained(folder, **here)
+        if any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
+            model = transformers.AutoModel.from_pretrained(folder, config=settings, **here)
         else:
             if config.image_size and hasattr(settings, "image_size"):
                 settings.image_size = config.image_size

@@ -103,13 +103,8 @@ class SharedViewBatchNorm2d(SharedStatistics, ViewBatchNorm2d):
     pass
 
 
-class SharedBatchNorm3d(SharedStatistics, nn.BatchNorm3d):
-    pass
-
-
 SHARED: dict[type[nn.Module], type[SharedStatistics]] = {
-    shared.__bases__[1]: shared
-    for shared in (SharedBatchNorm1d, SharedBatchNorm2d, SharedViewBatchNorm2d, SharedBatchNorm3d)
+    shared.__bases__[1]: shared for shared in (SharedBatchNorm1d, SharedBatchNorm2d, SharedViewBatchNorm2d)
 }
 
 
@@ -119,9 +114,7 @@ def synchronise(module: nn.Module) -> None:
         if shared := SHARED.get(type(norm)):
             norm.__class__ = shared
         elif isinstance(norm, nn.modules.batchnorm._BatchNorm) and not is_synchronised(norm):
-            kind = type(norm).__name__
-            problem = f"{kind} is no plain batch norm: it cannot use the batch of all processes"
-            raise UserError(f"{problem}; use --distributed.sync_batch_norm false")
+            raise UserError(f"{type(norm).__name__} is no plain batch norm; use --distributed.sync_batch_norm false")
 
 
 def is_synchronised(norm: nn.Module) -> bool:

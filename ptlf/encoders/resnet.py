@@ -69,8 +69,6 @@ class Stem(nn.Module):
 
     def __init__(self, width: int, kind: str) -> None:
         super().__init__()
-        if kind not in ("cifar", "imagenet"):
-            raise ValueError(f"stem must be 'cifar' or 'imagenet', not {kind!r}")
         large = kind == "imagenet"
         self.conv, self.bn = conv_norm(3, width, 7, stride=2) if large else conv_norm(3, width, 3)
         self.relu = nn.ReLU()

@@ -21,6 +21,7 @@ FILES = ("encoder.safetensors", "model.safetensors")  # of a run's folder, of an
 WRAPPERS = ("state_dict", "model", "model_state_dict", "encoder")  # under which training scripts save a state_dict
 # Names of torchvision's and timm's residual networks, and ours.
 RESNET = ((r"^conv1\.", "stem.conv."), (r"^bn1\.", "stem.bn."), (r"\.downsample\.", ".shortcut."))
+ADVICE = "save a state_dict: torch.save(model.state_dict(), FILE), or safetensors"
 COUNTER = "num_batches_tracked"  # of a BatchNorm; many files leave it out
 
 
@@ -67,18 +68,14 @@ def load_weights(encoder: nn.Module, path: Path) -> Weights:
     unexpected = [name for name in state if name not in own and not name.endswith(COUNTER)]
     unexpected += [name for name in read if not name.startswith(prefix)]
     classifier = last_linear(encoder)
-    lacking = [name for name in (*missing, *shapes) if not name.startswith(classifier)]
     parts = {name.partition(".")[0] for name in own}
-    surplus = [name for name in unexpected if name.partition(".")[0] in parts and name in state]
-    if lacking or surplus or not found:
-        differing = [name for name in lacking if name in state]
-        problems = {
-            "it lacks": [name for name in lacking if name not in state],
-            "of another shape are": [
-                f"{name} {tuple(state[name].shape)} where {tuple(own[name].shape)} is needed" for name in differing
-            ],
-            "it also has": surplus,
-        }
+    other = {name: f"{name} {tuple(state[name].shape)} where {tuple(own[name].shape)} is needed" for name in shapes}
+    problems = {
+        "it lacks": [name for name in missing if not name.startswith(classifier)],
+        "of another shape are": [text for name, text in other.items() if not name.startswith(classifier)],
+        "it also has": [name for name in unexpected if name.partition(".")[0] in parts and name in state],
+    }
+    if any(problems.values()) or not found:
         why = "; ".join(f"{what} {some(names)}" for what, names in problems.items() if names)
         stored = stored_encoder(file)
         whose = f"they are of --encoder.name {stored['name']}; " if stored else ""
@@ -116,14 +113,13 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     try:
         value = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except Exception as error:  # a malformed file can raise almost any exception
-        why = str(error).strip().splitlines()[0][:150] if str(error).strip() else type(error).__name__
-        advice = "save a state_dict: torch.save(model.state_dict(), FILE), or safetensors"
-        raise UserError(f"{file} cannot be read as plain tensors ({why}); {advice}") from None
+        why = f"{type(error).__name__}: {error}".partition("\n")[0][:150]
+        raise UserError(f"{file} cannot be read as plain tensors ({why}); {ADVICE}") from None
     while isinstance(value, Mapping) and (inner := [value[k] for k in WRAPPERS if isinstance(value.get(k), Mapping)]):
         value = inner[0]
     tensors = {str(k): v for k, v in value.items() if isinstance(v, Tensor)} if isinstance(value, Mapping) else {}
     if not tensors:
-        raise UserError(f"{file} holds no tensors by name; save a state_dict: torch.save(model.state_dict(), FILE)")
+        raise UserError(f"{file} holds no tensors by name; {ADVICE}")
     return tensors
 
 

@@ -75,8 +75,6 @@ class TaskCorrelation:
     ) -> None:
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold must lie in (0, 1], not {threshold}")
-        if batches < 1 or chunk < 1:
-            raise ValueError(f"batches and chunk must be at least 1, not {batches} and {chunk}")
         if isinstance(replay, Tensor | Iterator):
             replay = [replay] if isinstance(replay, Tensor) else list(replay)  # forwarded more than once
         if units is None:

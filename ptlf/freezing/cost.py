@@ -139,22 +139,17 @@ def step_cost(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def on_device(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=held[0].device)
+        return torch.empty_like(tensor, device=held[0].device) if tensor.is_meta else tensor
 
     def run(example: Any, exclude: Sequence[Tensor]) -> tuple[int, int]:
         """Bytes kept and FLOPs of backward."""
-        total = torch.zeros(())
+        (args, kwargs), total = arguments(example), torch.zeros(())
 
         def forward() -> Tensor:
             nonlocal total
-            args, kwargs = arguments(example)
             output = module(*args, **kwargs)
-            if loss is not None:
-                total = loss(output)
-            elif results := [tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad]:
-                total = torch.stack(results).sum()
+            results = (tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
+            total = sum(results, total) if loss is None else loss(output)
             return total
 
         torch.clear_autocast_cache()  # it must hold no real cast for the fakes, nor a fake one afterwards

@@ -178,17 +178,15 @@ class Freezer:
             worth = {name: saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3) for name in candidates}
             needed = sorted(candidates, key=worth.__getitem__, reverse=True)
             if (least := self._cost(example, loss, needed, backward=False)).bytes > most:
-                missing = f"{format_bytes(least.bytes)}, {format_bytes(least.bytes - most)} more than {limit}"
-                parts = f"of which {format_bytes(least.held_bytes)} are weights and buffers"
-                raise ValueError(f"with all units frozen a step takes {missing}, {parts}; take a smaller batch")
+                takes = f"{format_bytes(least.bytes)}, {format_bytes(least.bytes - most)} more than {limit}"
+                raise ValueError(f"with all units frozen a step takes {takes}; take a smaller batch")
             for name in needed[::-1]:
                 rest = [other for other in needed if other != name]
                 if self._cost(example, loss, rest, backward=False).bytes <= most:
                     needed = rest
             names = tuple(unit.name for unit in self._select(needed))
             if len(names) == len(candidates):
-                fits = f"a step takes at most {limit} only with all {len(self.units)} units frozen"
-                logger.warning("%s: none of them would train; take a smaller batch", fits)
+                logger.warning("a step takes at most %s only if no unit trains; take a smaller batch", limit)
             return Estimate(names, now, self._cost(example, loss, names))
 
     def ddp(self, model: nn.Module | None = None, **options: Any) -> FreezeAwareDDP:

@@ -60,20 +60,14 @@ def input_gradient(
         return F.conv_transpose2d(grad, weight, None, stride, padding, unused, groups, dilation)
 
 
-def frozen_conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Pair = (1, 1),
-    padding: Pair = (0, 0),
-    dilation: Pair = (1, 1),
-    groups: int = 1,
-) -> Tensor:
-    """conv2d on (B, C, H, W) or (C, H, W) without gradients for weight and bias; saves only the weight for backward."""
+def frozen_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    """conv2d on (B, C, H, W) or (C, H, W) without gradients for weight and bias; saves only the weight for backward.
+
+    settings: stride, padding, dilation (pairs of numbers) and groups."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _FrozenConv2d.apply(x, weight, bias, stride, padding, dilation, groups)
+    return _FrozenConv2d.apply(x, weight, bias, *settings)
 
 
 class _MaskedReLU(torch.autograd.Function):
@@ -103,24 +97,24 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def pack(mask: Tensor) -> Tensor:
-    """Booleans of any shape, in memory order, to ceil(n / 8) bytes: bit i of them holds the i-th eighth. Elementwise
-    operations alone, which a compiler can fuse."""
+    """Booleans of any shape, in memory order, to ceil(n / 8) bytes: bit i of them holds the i-th eighth."""
     flat = (mask.permute(0, 2, 3, 1) if is_channels_last(mask) else mask).reshape(-1)
-    planes = F.pad(flat, (0, -flat.numel() % 8)).view(8, -1).to(torch.uint8)
-    bits = planes[0]
-    for i in range(1, 8):
-        bits = bits | planes[i] << i
-    return bits
+    flat = F.pad(flat, (0, -flat.numel() % 8)) if flat.numel() % 8 else flat  # F.pad copies in any case
+    return (flat.view(8, -1) * bit_values(flat.device)).sum(0, dtype=torch.uint8)
 
 
 def unpack(bits: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
     """Inverse of `pack`: booleans of `shape`, in the original layout."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)[:, None]
-    flat = (bits >> shifts & 1).to(torch.bool).view(-1)[: math.prod(shape)]
+    flat = (bits & bit_values(bits.device)).to(torch.bool).view(-1)[: math.prod(shape)]
     if channels_last:
         batch, channels, height, width = shape
         return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
     return flat.view(shape)
+
+
+def bit_values(device: torch.device) -> Tensor:
+    """1, 2, 4, ... 128 as a column, made on the device: a captured step cannot copy from the host."""
+    return 1 << torch.arange(8, dtype=torch.uint8, device=device)[:, None]
 
 
 def fold(layer: PlainLayer, norm: nn.Module) -> tuple[Tensor, Tensor]:

@@ -123,9 +123,8 @@ class CostAware(Policy[CostAwareConfig]):
         """No ratio is above 1: a unit that is not among the next even so need not be looked at. Those left out are
         mostly the last and widest ones, whose ratios take the longest and which save the least."""
         known: dict[str, float] = {}
-        while plan := self.choose(context.remaining, candidates, frozen, replace(context, ratios=known)):
-            if not (missing := [name for name in plan if name not in known]):
-                break
+        seen = replace(context, ratios=known)
+        while missing := [n for n in self.choose(context.remaining, candidates, frozen, seen) if n not in known]:
             found = ratios(missing)
             known |= {name: found[name] for name in missing}
         return known
@@ -135,21 +134,24 @@ class CostAware(Policy[CostAwareConfig]):
             raise ValueError("the cost_aware policy needs the savings of measure_savings, and none were given")
         place = {name: number for number, name in enumerate(context.units)}
         weight = {name: context.ratio(name, 1.0) ** self.config.sharpness for name in candidates}
-        savings = [context.savings[name] for name in context.units]
-        now = BackwardSavings(savings, [name in frozen for name in context.units])
+        savings = BackwardSavings([context.savings[name] for name in context.units])
+        now = [place[name] for name in frozen]
         chosen: list[str] = []
         left = list(candidates)
         for _ in range(min(count, len(candidates))):
             # Equal but for rounding is a tie.
-            current, together, total = now.current, now, 0.0
-            scores = [(round(weight[name] * (now.if_frozen(place[name]).current - current), 12), name) for name in left]
+            current, total = savings.share(now), 0.0
+            alone = {name: savings.share([*now, place[name]]) - current for name in left}
+            scores = [(round(weight[name] * saved, 12), name) for name, saved in alone.items()]
+            together = list(now)
             for number, name in enumerate(left[: max(count, context.remaining) - len(chosen)], start=1):
-                before, together = together.current, together.if_frozen(place[name])
-                total += weight[name] * (together.current - before)
+                together.append(place[name])
+                before, current = current, savings.share(together)
+                total += weight[name] * (current - before)
                 scores.append((round(total / number, 12), left[0]))
             # max keeps the first of equals, which is the one nearest to the input.
             best = max(scores, key=lambda scored: (scored[0], context.ratio(scored[1], 1.0)))[1]
-            now = now.if_frozen(place[best])
+            now.append(place[best])
             left.remove(best)
             chosen.append(best)
         return chosen

@@ -1,8 +1,6 @@
 """What freezing a unit saves: FLOPs of its backward, and bytes kept for it."""
 
-import copy
-import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,29 +29,20 @@ class BackwardSavings:
     input that two units share counts for each.
     """
 
-    def __init__(self, savings: Sequence[Saving], frozen: Sequence[bool]) -> None:
-        self.savings, self.frozen = savings, [*frozen, False]
-        off = [saving for saving, is_frozen in zip(savings, frozen, strict=True) if is_frozen]
-        self.weights, self.freed = sum(saving.weight_cost for saving in off), sum(saving.bytes for saving in off)
-        self.first = self.frozen.index(False)  # place of the first trainable unit; their number if there is none
-        # Sum of the input costs up to each place; the first unit's input is the data.
-        self.inputs = list(itertools.accumulate((saving.input_cost for saving in savings[1:]), initial=0))
-        self.cost = sum(saving.weight_cost for saving in savings) + self.inputs[-1]
+    def __init__(self, savings: Sequence[Saving]) -> None:
+        self.savings = savings
+        # The first unit's input is the data, which needs no gradient.
+        self.cost = sum(saving.weight_cost for saving in savings) + sum(saving.input_cost for saving in savings[1:])
         self.kept = sum(saving.bytes for saving in savings)
 
-    @property
-    def current(self) -> float:
-        """Of the units frozen so far."""
-        saved = self.weights + self.inputs[min(self.first, len(self.inputs) - 1)]
-        return (saved / self.cost if self.cost else 0.0) / 2 + (self.freed / self.kept if self.kept else 0.0) / 2
-
-    def if_frozen(self, place: int) -> "BackwardSavings":
-        """With the trainable unit at this place frozen too."""
-        made, unit = copy.copy(self), self.savings[place]
-        made.frozen = [*self.frozen[:place], True, *self.frozen[place + 1 :]]
-        made.weights, made.freed = self.weights + unit.weight_cost, self.freed + unit.bytes
-        made.first = made.frozen.index(False, self.first)
-        return made
+    def share(self, frozen: Collection[int]) -> float:
+        """With the units at these places frozen."""
+        off = [self.savings[place] for place in sorted(frozen)]
+        prefix = next((n for n, place in enumerate(sorted(frozen)) if n != place), len(off))  # units before any trains
+        saved = sum(saving.weight_cost for saving in off)
+        saved += sum(saving.input_cost for saving in self.savings[1 : prefix + 1])
+        freed = sum(saving.bytes for saving in off)
+        return (saved / self.cost if self.cost else 0.0) / 2 + (freed / self.kept if self.kept else 0.0) / 2
 
 
 def measure_savings(module: nn.Module, units: Sequence[Unit], example: Tensor) -> dict[str, Saving]:

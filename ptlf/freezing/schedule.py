@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ptlf.freezing.select import Selector, select, unknown_name
+from ptlf.freezing.select import Selector, select
 from ptlf.freezing.units import Unit
 
 SLACK = 1e-9  # before rounding: 0.29 * 100 is 28.999999999999996
@@ -31,7 +31,7 @@ class FreezeSchedule:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise ValueError(unknown_name("freeze schedule", self.shape, SHAPES))
+            raise ValueError(f"a freeze schedule is one of {', '.join(SHAPES)}, not {self.shape!r}")
         if self.epochs < 1:
             raise ValueError(f"a freeze schedule needs at least 1 epoch, not {self.epochs}")
         for name, ratio in (("initial", self.initial), ("final", self.final)):
@@ -84,8 +84,6 @@ class Timetable:
             raise ValueError(f"order names {sorted(unknown)[0]!r}, which is not a unit of this freezer")
         self.moments: dict[float, list[str]] = {}  # names frozen from a moment on, the last moment first
         if isinstance(when, Mapping):
-            if order is not None:
-                raise ValueError("order goes with a FreezeSchedule; a mapping names the units itself")
             chosen = {_moment(key, total): [unit.name for unit in select(units, what)] for key, what in when.items()}
             self.moments = dict(sorted(chosen.items(), reverse=True))
 

@@ -28,7 +28,9 @@ def select(units: Sequence[Unit], wanted: Selector) -> list[Unit]:
     if isinstance(wanted, str):
         found = [unit for unit in units if unit.name == wanted]
         found = found or [unit for unit in units if unit.name.startswith(f"{wanted}.")]
-        missing = unknown_name("unit", wanted, names)
+        close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+        known = f"did you mean {close[0]!r}?" if close else f"the units are {', '.join(names)}"
+        missing = f"unknown unit {wanted!r}; {known}"
         for unit in units:
             if any(f"{name}.".startswith(f"{wanted}.") for name in (unit.norm_name or "", *unit.extra)):
                 missing = f"{wanted!r} is not a unit of its own: it freezes with {unit.name!r}"
@@ -56,12 +58,3 @@ def with_tied(units: Sequence[Unit], chosen: Sequence[Unit]) -> list[Unit]:
         names |= {unit.name for unit in tied}
         parameters |= {parameter for unit in tied for parameter in unit.parameters()}
     return [unit for unit in units if unit.name in names]
-
-
-def unknown_name(kind: str, value: str, known: Iterable[str]) -> str:
-    """`unknown_name("unit", "layer5", names)` -> "unknown unit 'layer5'; did you mean 'layer4'? Known: ..."."""
-    names = list(known)
-    close = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    shown = names if len(names) <= 20 else [*difflib.get_close_matches(value, names, n=5, cutoff=0.0), "..."]
-    return f"unknown {kind} {value!r}{hint} Known: {', '.join(shown)}"

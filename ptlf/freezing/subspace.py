@@ -27,8 +27,8 @@ class Inputs:
     """The inputs of one product: the columns of R while they are at most m / 2, then R R^T."""
 
     def __init__(self, part: Part) -> None:
-        self.part, self.device = part, part.weight.device
-        self.blocks: list[Tensor] = []  # (groups, m, n) each
+        self.part = part
+        self.blocks = [part.weight.new_zeros(groups(part), fan_in(part), 0, dtype=torch.float64)]  # (groups, m, n) each
         self.gram: Tensor | None = None
 
     def add(self, given: Tensor) -> None:
@@ -44,8 +44,6 @@ class Inputs:
         """B (groups, m, k)."""
         if self.gram is not None:
             return leading_eigenvectors(self.gram, threshold)
-        if not self.blocks:
-            return torch.zeros(groups(self.part), fan_in(self.part), 0, dtype=torch.float64, device=self.device)
         few = torch.cat(self.blocks, dim=-1)
         # R V has orthogonal columns for the eigenvectors V of R^T R, but for rounding, which the QR takes away.
         right = leading_eigenvectors(few.mT @ few, threshold)
@@ -54,7 +52,7 @@ class Inputs:
     def total(self) -> Tensor:
         """A number that is not finite if an input is not."""
         kept = self.blocks if self.gram is None else [self.gram]
-        return torch.stack([tensor.sum() for tensor in kept] or [torch.zeros(())]).sum()
+        return torch.stack([tensor.sum() for tensor in kept]).sum()
 
 
 def replay_inputs(

@@ -5,7 +5,6 @@ output, and parameters of no layer that belong to it: see `Ownership`.
 """
 
 import contextlib
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
@@ -202,16 +201,16 @@ class Ownership:
                     waiting.append(before)
                 self.consumers[before].append(node)
         bare = {node for leaf, node in self.leaves.items() if isinstance(leaf, nn.Parameter)}
-        inner = sorted((node for node in self.consumers if not is_leaf(node)), key=age)
+        self.inner = sorted((node for node in self.consumers if not is_leaf(node)), key=age)
         leaves = list(self.leaves.values())
         self.has_data = {node: node not in bare for node in leaves}
         self.last_before = dict.fromkeys(leaves, -1)  # greatest index of a unit that the result depends on
-        for node in inner:
+        for node in self.inner:
             given, own = node_inputs(node), self.unit_at.get(node, -1)
             self.has_data[node] = own >= 0 or any(self.has_data[before] for before in given)
             self.last_before[node] = max([own, *(self.last_before[before] for before in given)])
         self.next_after: dict[Node, int] = {}  # least index of a unit that depends on the result
-        for node in [*reversed(inner), *leaves]:
+        for node in [*reversed(self.inner), *leaves]:
             after = (min(self.unit_at.get(user, len(units)), self.next_after[user]) for user in self.consumers[node])
             self.next_after[node] = min(after, default=len(units))
 
@@ -247,20 +246,18 @@ class Ownership:
 
     def _feeds(self, start: Node) -> set[int]:
         """The units whose layers take the node's result, if nothing else does; otherwise none."""
-        waiting, followed, fed, seen = [(age(start), id(start), start)], set(), set(), {start}
-        while waiting:
-            *_, node = heapq.heappop(waiting)  # the oldest first, so that all its inputs were looked at
-            joins = any(self.has_data[before] and before not in followed for before in node_inputs(node))
-            if node in self.outputs or (joins and node is not start):
+        followed, fed = {start}, set()
+        for node in self.inner[self.inner.index(start) + 1 :]:  # the oldest first: all its inputs were looked at
+            given = node_inputs(node)
+            if followed.isdisjoint(given):
+                continue
+            if node in self.unit_at:
+                fed.add(self.unit_at[node])
+            elif any(self.has_data[before] and before not in followed for before in given):
                 return set()
-            followed.add(node)
-            for user in self.consumers[node]:
-                if user in self.unit_at:
-                    fed.add(self.unit_at[user])
-                elif user not in seen:
-                    seen.add(user)
-                    heapq.heappush(waiting, (age(user), id(user), user))
-        return fed
+            else:
+                followed.add(node)
+        return fed if followed.isdisjoint(self.outputs) else set()
 
     def _nearness(self, path: str, index: int) -> int:
         """How many levels of the module tree the path and the unit share."""

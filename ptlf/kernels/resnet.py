@@ -193,7 +193,7 @@ class Forward:
         weight = self.weights[layer]
         settings: tuple[Pair, Pair] = layer.stride, layer.padding  # type: ignore[assignment]
         if isinstance(replaced_forward(layer), FrozenLayer):
-            return frozen_conv2d(x, weight, None, *settings)
+            return frozen_conv2d(x, weight, None, *settings, (1, 1), 1)
         return F.conv2d(x, weight, None, *settings)
 
     def norm_relu(

@@ -140,9 +140,12 @@ class Trainer:
         self.optimizer.step()
         self.model.objective.after_step(self.model.encoder, batch)
         self.method.remember(batch)
+        values = {name: loss.detach() for name, loss in losses.items()}
         if processes.joined():
             average_statistics(self.model, self.method)
-        return processes.all_reduce_mean({name: loss.detach() for name, loss in losses.items()})
+            values = {name: value.clone() for name, value in values.items()}
+            processes.all_reduce_mean_(values.values())
+        return values
 
     def trained(self) -> list[Tensor]:
         """The optimizer's parameters, frozen or not."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from made_up import table_rows
 from torch import nn
 
 from benchmarks import freezing, frontier, methods, step
@@ -70,14 +69,6 @@ def second() -> dict[str, Any]:
 def refused(capsys, script, *words: str) -> str:
     assert script.main(words) == 2
     return capsys.readouterr().err
-
-
-def shown(kind: str, title: str, rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The cells of a table by the first one."""
-    console = Console(width=160, file=io.StringIO())
-    show_rows(console, kind, title, rows)
-    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
-    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
 
 
 def test_stages_by_hand() -> None:
@@ -259,12 +250,12 @@ def test_rows_are_relative_to_the_first_one() -> None:
     first = {"frozen": 0, "step_ms": 8.0, "step_ms_spread": 0.1, "device_ms": None, "views_per_second": 64000.0}
     first |= {"kept_bytes": 200 * 2**20, "peak_memory_bytes": 500 * 2**20, "rebuild_seconds": 1.0}
     second = first | {"frozen": 4, "step_ms": 6.0, "kept_bytes": 100 * 2**20, "peak_memory_bytes": 450 * 2**20}
-    found = shown("step", "steps", [first, second])
+    found = table_rows(show_rows, "step", "steps", [first, second])
     assert found["0"] == ["8.00", "0.10", "-", "64.0", "200", "500", "1.0"]
     assert found["4"] == ["6.00  0.75x", "0.10", "-", "64.0", "100  0.50x", "450  0.90x", "1.0"]
     nothing = {"frozen": "nothing", "way": "", "kept_bytes": 2**21, "backward_flops": 8 * 10**9, "seconds": 0.5}
     middle = {"frozen": "middle", "way": "ours", "kept_bytes": 2**20, "backward_flops": 2 * 10**9, "seconds": 0.4}
-    found = shown("freezing", "freezing", [nothing, middle])
+    found = table_rows(show_rows, "freezing", "freezing", [nothing, middle])
     assert found["nothing"] == ["", "2.0", "8.00", "500"]
     assert found["middle"] == ["ours", "1.0  0.50x", "2.00  0.25x", "400  0.80x"]
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 
@@ -11,6 +11,8 @@ from ptlf.evaluation import PROBES
 from ptlf.methods.lump import LumpConfig
 from ptlf.run.config import Config, from_dict, to_yaml
 from ptlf.run.recipes import recipe
+
+merged = partial(merge, Config)
 
 
 def test_a_configuration_survives_yaml() -> None:
@@ -71,10 +73,6 @@ def test_text_stays_text_where_a_setting_is_text_and_integers_are_decimal() -> N
     config = from_dict(parse_overrides(Config, words))
     assert (config.seed, config.training.lr, config.training.channels_last) == (5, 1e-5, True)
     assert from_dict(nested("stream.groups", [[0, "bird"], [2]])).stream.groups == [[0, "bird"], [2]]
-
-
-def merged(*layers: dict[str, Any]) -> dict[str, Any]:
-    return merge(Config, *layers)
 
 
 def test_merge_keeps_a_section_unless_it_is_renamed() -> None:

@@ -6,7 +6,6 @@ from torch import nn
 
 from ptlf.core.errors import UserError
 from ptlf.encoders import ENCODERS, feature_dim
-from ptlf.encoders.resnet import BasicBlock, ResNet
 
 
 def make(name: str, **settings) -> nn.Module:
@@ -51,11 +50,6 @@ def test_the_width_is_that_of_the_first_stage() -> None:
     encoder = make("resnet50", width=4)
     assert encoder.stem.conv.out_channels == 4
     assert feature_dim(encoder, 16) == 4 * 8 * 4  # doubled at three stages, expanded by four
-
-
-def test_unknown_stem_is_refused() -> None:
-    with pytest.raises(ValueError, match="stem must be 'cifar' or 'imagenet', not 'tiny'"):
-        ResNet(BasicBlock, (1,), stem="tiny")
 
 
 def test_feature_dim_of_any_module() -> None:

@@ -178,7 +178,7 @@ def test_tables_speak_of_a_given_encoder(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "nothing (given encoder)" in said and "random encoder" not in said and "knn_class given encoder" in said
     assert "matched" in said and json.loads((tmp_path / "run" / "results.json").read_text())["encoder_weights"]
-    assert ">as given<" in (tmp_path / "run" / "report.html").read_text()
+    assert "given encoder" in (tmp_path / "run" / "report.html").read_text()
     save_file(made("resnet18").state_dict(), tmp_path / "w.safetensors")
     assert main([*words, *given, "--out", str(tmp_path / "other")]) == 2
     said = capsys.readouterr().err

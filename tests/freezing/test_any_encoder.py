@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -198,20 +199,18 @@ def test_ratios_of_an_attention_count_all_its_projections(threshold):
     twin = copy.deepcopy(model)
     twin(new).square().sum().backward()
     calls: dict[str, tuple[Tensor, ...]] = {}
+
+    def note(name: str, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        calls[name] = (*args, *(value for key, value in kwargs.items() if key == "value"))
+
     for name in ("pool", "other"):
-
-        def note(layer: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
-            calls[name] = (*args, *([kwargs["value"]] if "value" in kwargs else []))
-
-        twin.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+        twin.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True)
     twin(replay)
     for name, given in calls.items():
         layer = twin.get_submodule(name)
-        if layer.in_proj_weight is None:
-            weights = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
-            grads = [weight.grad for weight in weights]
-        else:
-            weights, grads = layer.in_proj_weight.chunk(3), layer.in_proj_weight.grad.chunk(3)
+        inner = [weight for key, weight in layer.named_parameters() if key.endswith("proj_weight")]  # of 8 rows each
+        grads = [part for weight in inner for part in weight.grad.split(8)]
+        weights = [part for weight in inner for part in weight.split(8)]
         biases = layer.in_proj_bias.chunk(3)
         projected = (x @ w.T + b for x, w, b in zip(given, weights, biases, strict=True))
         q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in projected)

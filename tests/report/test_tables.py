@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from typing import Any
 
 import made_up
 import pytest
+from made_up import table_rows as rows
 from rich.console import Console
 
 from ptlf.report import live
 from ptlf.report.tables import show_results, show_runs
 from ptlf.run.results import STEADY
-
-
-def rows(show: Callable[..., None], *arguments: Any) -> dict[str, list[str]]:
-    """The cells of a table by the first one."""
-    console = Console(width=160, file=io.StringIO())
-    show(console, *arguments)
-    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
-    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
 
 
 def test_costs_side_by_side_are_relative_to_the_baseline() -> None:
