@@ -14,19 +14,7 @@ from torch.autograd.function import once_differentiable
 from ptlf.core import processes
 from ptlf.encoders.norm import is_synchronised
 from ptlf.freezing.kernels import input_gradient
-from ptlf.kernels.triton_norm import (
-    _add_up,
-    _coefficients,
-    _gradient_sums,
-    _input_gradient,
-    _mask,
-    _moments,
-    _normalise,
-    _pack,
-    _patches,
-    _statistics,
-    _sums,
-)
+from ptlf.kernels import triton_norm as kernels
 
 Pair = tuple[int, int]
 
@@ -93,17 +81,11 @@ class Tiles:
     def partial_sums(self, x: Tensor) -> Tensor:
         return torch.empty(self.views, self.parts, 2, self.channels, device=x.device)
 
-    def all_moments(self, partial: Tensor, x: Tensor) -> Tensor:
-        """Mean and variance of every process's rows, (processes, views, 2, C), from this one's partial sums of x."""
-        mine = torch.empty(1, self.views, 2, self.channels, device=x.device)
-        _moments[self.channel_grid](partial, x, mine, *self.sum_size, VIEWS=self.views, **self.channel_block)
-        return processes.all_gather_rows(mine)
-
-    def all_sums(self, partial: Tensor) -> Tensor:
-        """Both sums over the rows of all processes, (views, 2, C)."""
-        sums = torch.empty(self.views, 2, self.channels, device=partial.device)
-        _add_up[self.channel_grid](partial, sums, *self.sum_size[1:], VIEWS=self.views, **self.channel_block)
-        processes.all_reduce_(sums)
+    def add_up(self, partial: Tensor, x: Tensor, *, moments: bool) -> Tensor:
+        """(1, views, 2, C) of this process's rows: both sums, or mean and variance of x, from the partial sums."""
+        sums = torch.empty(1, self.views, 2, self.channels, device=x.device)
+        flags = {"MOMENTS": moments, "VIEWS": self.views, **self.channel_block}
+        kernels._add_up[self.channel_grid](partial, x, sums, *self.sum_size, **flags)
         return sums
 
 
@@ -114,7 +96,7 @@ def to_channels_last(x: Tensor) -> Tensor:
 def pack_signs(x: Tensor) -> Tensor:
     """One bit per element of x, in memory order: whether it is positive."""
     bits = torch.empty(ceil_div(x.numel(), 8), dtype=torch.uint8, device=x.device)
-    _pack[(ceil_div(len(bits), 512),)](x, bits, x.numel(), BLOCK=512)
+    kernels._pack[(ceil_div(len(bits), 512),)](x, bits, x.numel(), BLOCK=512)
     return bits
 
 
@@ -157,14 +139,14 @@ def batch_statistics(x: Tensor, norm: nn.modules.batchnorm._BatchNorm, views: in
     tiles = Tiles(x, views, "sums")
     mean, inv_std = torch.empty(2, views, tiles.channels, device=x.device)
     partial = tiles.partial_sums(x)
-    _sums[tiles.sum_grid](x, partial, *tiles.sum_size, **tiles.block)
+    kernels._sums[tiles.sum_grid](x, partial, *tiles.sum_size, **tiles.block)
     running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
     shared = processes.joined() and is_synchronised(norm)
-    moments = tiles.all_moments(partial, x) if shared else partial
+    moments = processes.all_gather_rows(tiles.add_up(partial, x, moments=True)) if shared else partial
     flags = {"VIEWS": views, "TRACK": norm.track_running_stats, "SHARED": shared, **tiles.channel_block}
     sizes = (*tiles.sum_size, processes.world_size() if shared else 1)
     settings = (norm.momentum, norm.eps)
-    _statistics[tiles.channel_grid](partial, moments, x, *running, mean, inv_std, *sizes, *settings, **flags)
+    kernels._statistics[tiles.channel_grid](partial, moments, x, *running, mean, inv_std, *sizes, *settings, **flags)
     return mean, inv_std, shared
 
 
@@ -184,19 +166,21 @@ def norm_gradients(
     partial = tiles.partial_sums(x)
     given = (grad, grad if other is None else other, x if source is None else source)
     flags = {"MASK": mask, "OTHER": other is not None, "TOTAL": summed, **tiles.block}
-    _gradient_sums[tiles.sum_grid](*given, x, *affine, total, partial, *tiles.sum_size, **flags)
+    kernels._gradient_sums[tiles.sum_grid](*given, x, *affine, total, partial, *tiles.sum_size, **flags)
 
     coefficients = torch.empty(views, 3, tiles.channels, device=x.device)
     grad_input, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
-    sums = tiles.all_sums(partial) if shared else partial
+    sums = tiles.add_up(partial, x, moments=False) if shared else partial
+    if shared:
+        processes.all_reduce_(sums)
     flags = {"VIEWS": views, "SHARED": shared, **tiles.channel_block}
     sizes = (*tiles.sum_size, processes.world_size() if shared else 1)
     results = (coefficients, grad_weight, grad_bias)
-    _coefficients[tiles.channel_grid](partial, sums, mean, inv_std, weight, *results, *sizes, **flags)
+    kernels._coefficients[tiles.channel_grid](partial, sums, mean, inv_std, weight, *results, *sizes, **flags)
 
     small = Tiles(x, views, "input_gradient")
     flags = {"BY_INPUT": mask == BY_INPUT and not summed, **small.block}
-    _input_gradient[small.grid](total, x, *affine, coefficients, grad_input, *small.size, **flags)
+    kernels._input_gradient[small.grid](total, x, *affine, coefficients, grad_input, *small.size, **flags)
     return grad_input, grad_weight, grad_bias, total
 
 
@@ -218,7 +202,7 @@ class _NormReLU(torch.autograd.Function):
         has_residual, has_extra = residual is not None, extra is not None
         terms = (residual if has_residual else x, extra if has_extra else x)  # x stands for a pointer that is not read
         flags = {"RESIDUAL": has_residual, "EXTRA": has_extra, "RELU": relu}
-        _normalise[small.grid](x, *terms, mean, inv_std, weight, bias, out, *small.size, **small.block, **flags)
+        kernels._normalise[small.grid](x, *terms, mean, inv_std, weight, bias, out, *small.size, **small.block, **flags)
         ctx.mask = NONE
         if relu:
             ctx.mask = BY_INPUT if not (has_residual or has_extra) else BY_BITS if as_bits else BY_OUTPUT
@@ -282,7 +266,7 @@ class FrozenConvReLU(torch.autograd.Function):
         grad, other = received_gradients(grad, other)
         total, grad_input, size = torch.empty_like(grad), None, grad.numel()
         given = (grad, grad if other is None else other, source)  # grad stands for a pointer that is not read
-        _mask[(ceil_div(size, 4096),)](*given, total, size, ctx.mask, other is not None, BLOCK=4096)
+        kernels._mask[(ceil_div(size, 4096),)](*given, total, size, ctx.mask, other is not None, BLOCK=4096)
         if ctx.needs_input_grad[0]:
             grad_input = input_gradient(total, weight, ctx.size, *ctx.settings)
         return grad_input, None, None, total if ctx.needs_input_grad[3] else None, None, None, None
@@ -294,5 +278,5 @@ def patches(images: Tensor, dtype: torch.dtype) -> Tensor:
     n, _, height, width = images.shape
     size = n * height * width
     out = torch.empty(size, 32, dtype=dtype, device=images.device)
-    _patches[(ceil_div(size, 128),)](images, out, size, height, width, *images.stride(), BLOCK=128)
+    kernels._patches[(ceil_div(size, 128),)](images, out, size, height, width, *images.stride(), BLOCK=128)
     return out

@@ -39,16 +39,6 @@ def _load_sums(partial, view, parts, channels, c, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def _add_up(partial, sums, channels, parts, VIEWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Both sums of every view, (views, 2, C), from the partial sums."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    for view in tl.static_range(VIEWS):
-        first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
-        tl.store(sums + view * 2 * channels + c, first, mask=c < channels)
-        tl.store(sums + (view * 2 + 1) * channels + c, second, mask=c < channels)
-
-
-@triton.jit
 def _affine(mean, inv_std, weight, bias, cv, c, channels):
     """The norm as scale and shift: the same bits in forward and backward, which recomputes the mask from them."""
     inside = c < channels
@@ -86,15 +76,19 @@ def _moments_of(partial, x, view, rows, channels, parts, c, BLOCK_P: tl.constexp
 
 
 @triton.jit
-def _moments(
-    partial, x, moments, rows, channels, parts, VIEWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Mean and variance of this process's rows of every view: (views, 2, C)."""
+def _add_up(
+    partial, x, sums, rows, channels, parts,
+    MOMENTS: tl.constexpr, VIEWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Both sums of every view, (views, 2, C), or (MOMENTS) mean and variance, from the partial sums."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     for view in tl.static_range(VIEWS):
-        mean, var = _moments_of(partial, x, view, rows, channels, parts, c, BLOCK_P)
-        tl.store(moments + view * 2 * channels + c, mean, mask=c < channels)
-        tl.store(moments + (view * 2 + 1) * channels + c, var, mask=c < channels)
+        if MOMENTS:
+            first, second = _moments_of(partial, x, view, rows, channels, parts, c, BLOCK_P)
+        else:
+            first, second = _load_sums(partial, view, parts, channels, c, BLOCK_P)
+        tl.store(sums + view * 2 * channels + c, first, mask=c < channels)
+        tl.store(sums + (view * 2 + 1) * channels + c, second, mask=c < channels)
 
 
 @triton.jit

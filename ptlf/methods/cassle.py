@@ -1,6 +1,7 @@
 """CaSSLe and PFR: a predictor must find the previous model's vectors in the new ones."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -50,25 +51,21 @@ class Cassle(Method[CassleConfig]):
         self.previous.projector.load_state_dict(model.objective.projector.state_dict())
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
-        projected = model.project(model.encode(batch.mixed))
-        losses = {"ssl": model.compare(projected, batch)}
+        vectors = self.vectors(model, batch)
+        losses = {"ssl": model.compare(vectors, batch) if self.distills else model.loss(vectors, batch)}
         if self.task > 0:
-            old = model.project(model.encode(batch.mixed, self.previous), self.previous)
-            predicted = each_view(self.predictor, projected)
-            losses["distill"] = self.config.weight * model.objective.distill(predicted, old)
+            old, predicted = self.vectors(model, batch, self.previous), each_view(self.predictor, vectors)
+            distilled = model.objective.distill if self.distills else partial(mean_over_views, negative_cosine)
+            losses["distill"] = self.config.weight * distilled(predicted, old)
         return losses
+
+    def vectors(self, model: Model, batch: Batch, teacher: Teacher | None = None) -> list[Tensor]:
+        """What is compared with the previous model's: projections, or features."""
+        features = model.encode(batch.mixed, teacher)
+        return model.project(features, teacher) if self.distills else features
 
 
 class PFR(Cassle):
     """PFR: predicted features against the previous encoder's, by negative cosine, whatever the objective."""
 
     distills = False
-
-    def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
-        features = model.encode(batch.mixed)
-        losses = {"ssl": model.loss(features, batch)}
-        if self.task > 0:
-            old = model.encode(batch.mixed, self.previous)
-            predicted = each_view(self.predictor, features)
-            losses["distill"] = self.config.weight * mean_over_views(negative_cosine, predicted, old)
-        return losses

@@ -41,7 +41,7 @@ class Memory(nn.Module):
         self.old_images, self.old_seen = nn.Buffer(torch.zeros_like(self.images)), nn.Buffer(self.seen.clone())
         self.count = 0  # `seen` on the host: asking the device would make it wait
         self.old_count = 0  # `old_seen` on the host
-        self.register_load_state_dict_post_hook(lambda memory, _: memory.count_again())
+        self.register_load_state_dict_post_hook(Memory._count)
 
     def __len__(self) -> int:
         return min(self.count, self.size)
@@ -73,7 +73,7 @@ class Memory(nn.Module):
             self.outputs.index_copy_(0, slots, processes.all_gather_rows(outputs))
         self.seen.add_(len(batch) * processes.world_size())
 
-    def count_again(self) -> None:
+    def _count(self, incompatible_keys: object) -> None:
         self.count, self.old_count = int(self.seen), int(self.old_seen)
 
     def fill(self, images: Tensor, views: Tensor, outputs: Tensor | None, seen: int) -> None:

@@ -159,7 +159,7 @@ class Run:
 
     def train_task(self, task: Task) -> None:
         progress, epochs = self.progress, self.config.training.epochs
-        self.trainer.begin_task(task.images)
+        self.trainer.images = task.images
         if progress.position.between_tasks:
             self.begin_task(epochs * self.trainer.steps_per_epoch(task.train))
         while progress.epoch < epochs:
@@ -211,10 +211,10 @@ class Run:
                 compiling.close()
                 self.watcher.step(state.views - before)
                 self.save_or_stop()
-            result = state.result()
-        self.watcher.end_epoch(result.losses)
+            losses = state.mean_losses()
+        self.watcher.end_epoch(losses)
         cost, sent = self.evaluator.step_cost(self.trainer.variant, indices), self.trainer.sent_bytes()
-        line = self.record.end_epoch(progress.position, result, self.clock.seconds, cost, frozen, sent)
+        line = self.record.end_epoch(progress.position, state, losses, self.clock.seconds, cost, frozen, sent)
         if self.components.out:
             append_line(self.components.out / "metrics.jsonl", line)
             self.trackers.epoch(len(self.record.per_epoch), line)

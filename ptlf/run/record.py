@@ -16,7 +16,7 @@ from ptlf import evaluation
 from ptlf.core.reading import recordable
 from ptlf.run.results import to_columns
 from ptlf.training.checkpoint import Position
-from ptlf.training.trainer import EpochResult, EpochState, MeasuredStep
+from ptlf.training.trainer import EpochState, MeasuredStep
 
 Row = list[float | None]
 LEARNING = ("training", "correlation", "rebuild")  # the steps, and what freezing adds to them
@@ -67,23 +67,24 @@ class Record:
         self.spent_before, self.newly_frozen = dict(spent), []
 
     def end_epoch(
-        self, at: Position, result: EpochResult, spent: Mapping[str, float], cost: MeasuredStep, frozen: int, sent: int
-    ) -> dict[str, Any]:
+        self, at: Position, state: EpochState, losses: Mapping[str, float], spent: Mapping[str, float],
+        cost: MeasuredStep, frozen: int, sent: int,
+    ) -> dict[str, Any]:  # fmt: skip
         """The epoch's line. `sent` are the bytes that a step exchanges with other processes."""
         took = {purpose: spent.get(purpose, 0.0) - self.spent_before.get(purpose, 0.0) for purpose in LEARNING}
         line = {
             "task": at.task + 1,
             "epoch": at.epoch + 1,
-            "loss": {name: value if recordable(value) else str(value) for name, value in result.losses.items()},
+            "loss": {name: value if recordable(value) else str(value) for name, value in losses.items()},
             "seconds": took["training"],
             "correlation_seconds": took["correlation"],
             "rebuild_seconds": took["rebuild"],
-            "views_per_second": result.views / took["training"],
+            "views_per_second": state.views / took["training"],
             "frozen": frozen,
             "newly_frozen": self.newly_frozen,
-            "steps": result.steps,
+            "steps": state.steps,
             "kept_bytes": cost.kept_bytes,
-            "backward_flops": round(cost.backward_flops_per_view * result.views),
+            "backward_flops": round(cost.backward_flops_per_view * state.views),
             "peak_memory_bytes": cost.peak_memory_bytes,
             "all_reduced_bytes": sent,
         }

@@ -101,8 +101,8 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until the state last saved is on the disk. Raises the error if it could not be written, once."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
             writing.result()
 
     def _write(self, path: Path, copy: "HostCopy") -> None:
@@ -117,9 +117,8 @@ class Checkpoints:
                 hint = f"put that right, and `{self.resume_command}` continues from {self.last.name}"
             raise UserError(f"{str(error).partition(';')[0]}; {hint}") from error
         self.last, files = path, self.files()
-        after_tasks = [path for path in files if path.name.startswith("after-")]
-        within_tasks = [path for path in files if path not in after_tasks]
-        for old in within_tasks[: -self.config.keep] + after_tasks[: -(self.config.keep_tasks or len(files))]:
+        within, after = ([p for p in files if p.name.startswith("after-") is between] for between in (False, True))
+        for old in within[: -self.config.keep] + after[: -(self.config.keep_tasks or len(files))]:
             old.unlink()
 
     def load(self) -> dict[str, Any] | None:
@@ -139,7 +138,7 @@ class Checkpoints:
         return None
 
     def check_version(self) -> None:
-        """Refuse to resume from a checkpoint of another version of ptlf. Reads only the newest file's first bytes."""
+        """Refuse to resume from a checkpoint of another version of ptlf, by the newest file's first bytes."""
         for path in self.files()[-1:]:
             with open(path, "rb") as file:
                 check_magic(path, file.read(len(MAGIC)))
@@ -215,17 +214,13 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[s
     """optimizer: state by parameter name. optimizer_groups: by parameter group, what the optimizer itself counts or
     adapts there, tensors and plain values other than those it was made with. Hyperparameters come from the settings,
     and the rate is set before every step: they are left out."""
-
-    def changed(name: str, value: Any) -> bool:
-        own = isinstance(value, Tensor) or (type(value) in SCALARS and value != optimizer.defaults.get(name))
-        return own and name != "lr"
-
-    return {
-        "optimizer": {names[p]: dict(values) for p, values in optimizer.state.items() if p in names},
-        "optimizer_groups": [
-            {name: value for name, value in group.items() if changed(name, value)} for group in optimizer.param_groups
-        ],
-    }
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {n: v for n, v in group.items() if type(v) in SCALARS and v != optimizer.defaults.get(n)}
+        tensors = {n: v for n, v in group.items() if isinstance(v, Tensor)}
+        groups.append({name: value for name, value in (plain | tensors).items() if name != "lr"})
+    state = {names[p]: dict(values) for p, values in optimizer.state.items() if p in names}
+    return {"optimizer": state, "optimizer_groups": groups}
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:

@@ -8,14 +8,12 @@ from contextlib import contextmanager
 import torch
 
 
-def peak_memory_bytes(device: torch.device | str) -> int | None:
+def peak_memory_bytes(device: torch.device) -> int | None:
     """Peak bytes of tensors on a CUDA device since `reset_peak_memory`; None on other devices."""
-    device = torch.device(device)
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def reset_peak_memory(device: torch.device | str) -> None:
-    device = torch.device(device)
+def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -23,8 +21,8 @@ def reset_peak_memory(device: torch.device | str) -> None:
 class Stopwatch:
     """Seconds by purpose: `with watch("training"): ...`. An inner block pauses the outer one."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.seconds: dict[str, float] = defaultdict(float)
         self._running: list[str] = []
         self._since = 0.0

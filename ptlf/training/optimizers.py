@@ -123,15 +123,9 @@ class LARS(Optimizer):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 0.1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        *,
-        eta: float = 0.02,
-        eps: float = 1e-8,
-    ) -> None:
+        self, params: ParamsT, lr: float | Tensor = 0.1, momentum: float = 0.9, weight_decay: float = 0.0,
+        *, eta: float = 0.02, eps: float = 1e-8,
+    ) -> None:  # fmt: skip
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "eps": eps}
         super().__init__(params, defaults)
 
@@ -142,21 +136,10 @@ class LARS(Optimizer):
             moving = [p for p in group["params"] if p.grad is not None]
             matrices, vectors = [p for p in moving if p.ndim > 1], [p for p in moving if p.ndim <= 1]
             if matrices:
-                self._move(matrices, self._adapted(matrices, group), group)
+                self._move(matrices, _adapted(matrices, group), group)
             if vectors:
-                self._move(vectors, _decayed(vectors, 0.0), group)
+                self._move(vectors, _gradients(vectors), group)
         return loss
-
-    def _adapted(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Gradients with weight decay, times the trust ratio. Zero weights or gradients are not adapted."""
-        weights = torch.stack(torch._foreach_norm(params))
-        gradients = torch.stack(torch._foreach_norm([p.grad for p in params if p.grad is not None]))
-        trust = group["eta"] * weights / (gradients + group["weight_decay"] * weights + group["eps"])
-        trust = (trust / group["lr"]).clamp(max=1.0)
-        trust = torch.where((weights > 0) & (gradients > 0), trust, 1.0)
-        direction = _decayed(params, group["weight_decay"])
-        torch._foreach_mul_(direction, list(trust.unbind()))
-        return direction
 
     def _move(self, params: list[Tensor], direction: list[Tensor], group: dict[str, Any]) -> None:
         if group["momentum"]:
@@ -170,9 +153,18 @@ class LARS(Optimizer):
         torch._foreach_sub_(params, torch._foreach_mul(direction, group["lr"]))
 
 
-def _decayed(params: list[Tensor], weight_decay: float) -> list[Tensor]:
-    gradients = [p.grad for p in params if p.grad is not None]
-    return list(torch._foreach_add(gradients, params, alpha=weight_decay))
+def _gradients(params: list[Tensor]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
+
+
+def _adapted(params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """Gradients with weight decay, times the trust ratio. Zero weights or gradients are not adapted."""
+    weights, gradients = (torch.stack(torch._foreach_norm(tensors)) for tensors in (params, _gradients(params)))
+    trust = group["eta"] * weights / (gradients + group["weight_decay"] * weights + group["eps"])
+    trust = torch.where((weights > 0) & (gradients > 0), (trust / group["lr"]).clamp(max=1.0), 1.0)
+    direction = torch._foreach_add(_gradients(params), params, alpha=group["weight_decay"])
+    torch._foreach_mul_(direction, list(trust.unbind()))
+    return list(direction)
 
 
 @torch.no_grad()
@@ -198,9 +190,5 @@ def prepare_state(rule: type[UpdateRule], optimizer: Optimizer, kept: dict[Tenso
     return complete
 
 
-MEMBERS: dict[str, type[UpdateRule[Any]]] = {
-    "sgd": SGD,
-    "lars": Lars,
-    "adamw": AdamW,
-}
+MEMBERS: dict[str, type[UpdateRule[Any]]] = {"sgd": SGD, "lars": Lars, "adamw": AdamW}
 OPTIMIZERS: Registry[type[UpdateRule[Any]]] = Registry("optimizer", "ptlf.optimizers", UpdateRule, MEMBERS)

@@ -48,13 +48,6 @@ class TrainingConfig:
 
 
 @dataclass
-class EpochResult:
-    losses: dict[str, float]
-    steps: int
-    views: int
-
-
-@dataclass
 class EpochState:
     """Progress of an epoch, and what is needed to resume it."""
 
@@ -76,10 +69,9 @@ class EpochState:
         for name, values in self.losses.items():
             self.losses[name] = torch.cat([values, values.new_zeros(of)])[:of]
 
-    def result(self) -> EpochResult:
+    def mean_losses(self) -> dict[str, float]:
         """Waits for the device."""
-        means = {name: float(values.double().sum()) / self.steps for name, values in self.losses.items()}
-        return EpochResult(means, self.steps, self.views)
+        return {name: float(values.double().sum()) / self.steps for name, values in self.losses.items()}
 
     def first_bad(self) -> tuple[int, float] | None:
         """The first step (from 0) with a loss that is not finite, or too large for a record, and that loss. Waits for
@@ -102,7 +94,7 @@ class Trainer:
     method: Method
     optimizer: torch.optim.Optimizer
     sources: Sources
-    images: Images  # those that indices index: of the task that is trained
+    images: Images  # of the task that is trained; all indices are theirs
     view_specs: tuple[View, ...]
     view_size: int
     config: TrainingConfig
@@ -166,10 +158,6 @@ class Trainer:
         trained = sum(p.nbytes for p in self.trained() if p.requires_grad)  # after a resume no step may have run yet
         return self.sent.get(self.variant, trained)
 
-    def begin_task(self, images: Images) -> None:
-        """From here on, indices are those of these images."""
-        self.images = images
-
     def begin_epoch(self) -> EpochState:
         return EpochState(self.random["order"].get_state())
 
@@ -181,12 +169,12 @@ class Trainer:
         order = [part[: self.usable(len(part))] for part in shuffled.split(self.config.batch)]
         order = [part for part in order if len(part)]
         state.resize(len(order))
-        rest = order[state.steps :]
-        with self.source.batches([chosen[processes.shard(len(chosen))] for chosen in rest]) as loaded:
-            for chosen, images in zip(rest, loaded, strict=True):
-                set_rate(self.optimizer, learning_rate(self.config, epoch + state.steps / len(order)))
+        order, steps = order[state.steps :], len(order)
+        with self.source.batches([chosen[processes.shard(len(chosen))] for chosen in order]) as loaded:
+            for chosen, images in zip(order, loaded, strict=True):
+                set_rate(self.optimizer, learning_rate(self.config, epoch + state.steps / steps))
                 batch = self.load(chosen, self.random["views"], self.method.draw(len(chosen)), images)
-                state.add(self.engine(batch), len(chosen) * len(self.view_specs), of=len(order))
+                state.add(self.engine(batch), len(chosen) * len(self.view_specs), of=steps)
                 yield
 
     def views(self, batch: Batch) -> list[Tensor]:
@@ -200,12 +188,11 @@ class Trainer:
         self.rebuilds += 1
         kept = self.kept_state if self.engine_kind == "captured" else {}
         complete = prepare_state(self.update_rule, self.optimizer, kept)
-        name = f"{self.method.graph_key()} {module_variant(self.model)} {module_variant(self.method)}"
-        addresses = tuple(tensor.data_ptr() for tensor in self.held())
+        self.variant = f"{self.method.graph_key()} {module_variant(self.model)} {module_variant(self.method)}"
+        self.addresses = tuple(tensor.data_ptr() for tensor in self.held())
         if not complete:  # the first step creates state: it must run uncaptured, and no earlier graph may be replayed
-            addresses += (self.rebuilds,)
-        self.variant, self.addresses = name, addresses
-        self.engine.rebuild(name, addresses)
+            self.addresses += (self.rebuilds,)
+        self.engine.rebuild(self.variant, self.addresses)
 
     def held(self) -> list[Tensor]:
         """All that a step reads or writes besides its batch."""
@@ -226,11 +213,10 @@ class Trainer:
         image, or a single one for the step.
         """
         mine = processes.shard(len(chosen))
-        source = self.source
-        images = source.gather(chosen[mine]) if images is None else images
+        images = self.source.gather(chosen[mine]) if images is None else images
         uniforms = draw(len(chosen), generator, len(self.view_specs))[:, mine]
         shared = {name: value[mine] if value.ndim else value for name, value in draws.items()}
-        return Batch(images, source.labels[chosen[mine]], uniforms, shared)
+        return Batch(images, self.source.labels[chosen[mine]], uniforms, shared)
 
     def usable(self, images: int) -> int:
         """How many of a batch's images are trained on: equal shares. One image per process has no batch statistics."""

@@ -8,7 +8,7 @@ from ptlf.core.errors import UserError
 from ptlf.methods import METHODS, Memory
 from ptlf.methods.lump import LumpConfig, beta
 from ptlf.run.config import from_dict
-from ptlf.views import UNIFORMS_PER_VIEW, apply_view, named_views
+from ptlf.views import named_views
 
 VIEW = named_views("memory", 8)[0]
 
@@ -85,24 +85,6 @@ def test_the_past_is_what_was_held_when_the_task_began() -> None:
 
 def lump(memory: Memory, **settings):
     return METHODS["lump"](LumpConfig(**settings), None, memory, torch.Generator().manual_seed(0))
-
-
-def test_mixture_by_hand() -> None:
-    """View 1 with a fresh augmentation of the stored image, view 2 with the stored view, one lam for both."""
-    memory = Memory(8, 8, 8, VIEW)
-    fill(memory, 8, torch.Generator().manual_seed(0), batch=8)
-    method = lump(memory)
-    draws = method.draw(8)
-    assert sorted(draws["picks"].tolist()) == list(range(8))
-    assert draws["memory_uniforms"].shape == (8, UNIFORMS_PER_VIEW)
-    batch = batch_of(list(range(8)))
-    batch.views, batch.draws = list(torch.randn(2, 8, 3, 8, 8)), draws
-    one, two = method.mix(batch)
-    lam, picks = draws["lam"], draws["picks"]
-    assert 0 < lam < 1
-    fresh = apply_view(memory.images[picks], draws["memory_uniforms"], VIEW, 8)
-    torch.testing.assert_close(one, lam * batch.views[0] + (1 - lam) * fresh)
-    torch.testing.assert_close(two, lam * batch.views[1] + (1 - lam) * picks.float()[:, None, None, None])
 
 
 def test_first_step_and_unmixed_first_task_pass_views_through() -> None:

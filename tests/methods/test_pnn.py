@@ -16,13 +16,6 @@ def columns(tasks: int = 3, width: float = 1.0) -> Columns:
     return Columns(ResNet(BasicBlock, (1, 1, 1), width=4), width, tasks)
 
 
-def test_the_first_column_is_the_network_itself() -> None:
-    made, images = columns(), torch.randn(4, 3, 16, 16)
-    made.eval()
-    assert torch.equal(made(images), made.columns[0](images))
-    assert made.feature_dim == 16
-
-
 def test_lateral_connections_by_hand() -> None:
     made, images = columns(), torch.randn(4, 3, 16, 16)
     made.begin(2)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ptlf.report.measures import COSTS
 from ptlf.report.runs import LATER_KEPT, LATER_PEAK
 from ptlf.run.record import Record
 from ptlf.training.checkpoint import Position
-from ptlf.training.trainer import EpochResult, MeasuredStep
+from ptlf.training.trainer import EpochState, MeasuredStep
 
 
 def recorded(costs: list[tuple[int, float, int | None]]) -> Record:
@@ -16,9 +17,8 @@ def recorded(costs: list[tuple[int, float, int | None]]) -> Record:
         record.begin_epoch({"training": spent, "correlation": spent / 10})
         spent += number + 1
         at, seconds = Position(*divmod(number, 2)), {"training": spent, "correlation": spent / 10}
-        record.end_epoch(
-            at, EpochResult({"ssl": 0.5}, steps=3, views=100), seconds, MeasuredStep(*cost), frozen=0, sent=0
-        )
+        state = EpochState(torch.zeros(0), steps=3, views=100)
+        record.end_epoch(at, state, {"ssl": 0.5}, seconds, MeasuredStep(*cost), frozen=0, sent=0)
     return record
 
 

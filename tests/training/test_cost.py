@@ -15,6 +15,7 @@ from ptlf.freezing.units import Unit, find_units
 from ptlf.training import cost
 from ptlf.training.cost import Stopwatch, peak_memory_bytes, reset_peak_memory
 
+CPU = torch.device("cpu")
 MIDDLE = range(6, 14)
 # The second convolution of every block: eight of the thirteen heaviest units, no two in a row.
 SCATTERED = (2, 4, 6, 9, 11, 14, 16, 19)
@@ -156,7 +157,7 @@ def clock(monkeypatch) -> list[float]:
 
 
 def test_stopwatch_splits_time_without_counting_twice(clock):
-    watch = Stopwatch()
+    watch = Stopwatch(CPU)
     for _ in range(2):
         with watch("training"):
             clock[0] += 2
@@ -170,7 +171,7 @@ def test_stopwatch_splits_time_without_counting_twice(clock):
 
 
 def test_stopwatch_counts_what_was_spent_before_an_error(clock):
-    watch = Stopwatch()
+    watch = Stopwatch(CPU)
     with pytest.raises(RuntimeError), watch("training"):
         clock[0] += 2
         raise RuntimeError
@@ -180,5 +181,5 @@ def test_stopwatch_counts_what_was_spent_before_an_error(clock):
 
 
 def test_peak_memory_is_not_made_up_on_the_cpu():
-    reset_peak_memory("cpu")
-    assert peak_memory_bytes("cpu") is None
+    reset_peak_memory(CPU)
+    assert peak_memory_bytes(CPU) is None

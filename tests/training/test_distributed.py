@@ -41,12 +41,15 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **more}
 
 
-def start(words: list[str], count: int, **more: str) -> list[subprocess.Popen]:
-    """Start processes as torchrun does, but without its supervision."""
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count), **more}
+        return str(free.getsockname()[1])
+
+
+def start(words: list[str], count: int, **more: str) -> list[subprocess.Popen]:
+    """Start processes as torchrun does, but without its supervision."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count), **more}
     return [
         subprocess.Popen(
             [sys.executable, *words],

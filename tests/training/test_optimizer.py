@@ -1,5 +1,3 @@
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -26,13 +24,6 @@ def lars_by_hand(weights, gradients, lr, momentum, weight_decay, eta=0.02, eps=1
     return p
 
 
-def test_the_trust_ratio_is_clipped_at_the_learning_rate():
-    weight = nn.Parameter(torch.full((2, 2), 1000.0))
-    weight.grad = torch.full((2, 2), 1e-3)
-    LARS([weight], lr=0.5, momentum=0.0).step()
-    torch.testing.assert_close(weight.detach(), torch.full((2, 2), 1000.0 - 0.5e-3))
-
-
 def test_zero_weights_and_zero_gradients_stay_finite():
     empty, still = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.ones(2, 2))
     empty.grad, still.grad = torch.ones(2, 2), torch.zeros(2, 2)
@@ -48,25 +39,6 @@ def test_parameters_without_a_gradient_do_not_move_and_get_no_state():
     optimizer.step()
     assert torch.equal(resting.detach(), torch.ones(2, 2)) and resting not in optimizer.state
     assert not torch.equal(moving.detach(), torch.ones(2, 2))
-
-
-def test_state_round_trips():
-    torch.manual_seed(0)
-    first = nn.Linear(4, 3)
-    second = copy.deepcopy(first)
-    one, two = (LARS(m.parameters(), lr=0.1, weight_decay=0.01) for m in (first, second))
-    x = torch.randn(8, 4)
-
-    def step(model, optimizer):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        return optimizer.step(lambda: 1.0)
-
-    assert step(first, one) == 1.0
-    second.load_state_dict(first.state_dict())
-    two.load_state_dict(copy.deepcopy(one.state_dict()))  # torch would share the tensors
-    step(first, one), step(second, two)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def adamw_by_hand(weights, gradients, lr, beta1, beta2, eps, weight_decay):
@@ -116,7 +88,7 @@ def test_every_setting_of_an_optimizer_does_what_it_says(name, by_hand, lr, sett
     for row in slopes:
         for parameter, gradient in zip(parameters, row, strict=True):
             parameter.grad = gradient.clone()
-        optimizer.step()
+        assert optimizer.step(lambda: 1.0) == 1.0
     for index, parameter in enumerate(parameters):
         expected = by_hand(start[index].numpy(), [row[index].numpy() for row in slopes], lr=lr, **settings)
         np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=1e-12)

@@ -33,7 +33,10 @@ SETTINGS = {
     "objective__projection": 16,
 }
 # Widths, where an objective or method has them, and a penalty that counts.
-SMALL = {"objective": {"hidden": 16, "bottleneck": 8}, "method": {"hidden": 16, "strength": 1000.0}}
+SMALL = {
+    "objective": {"hidden": 16, "bottleneck": 8},
+    "method": {"hidden": 16, "weight": 0.3, "strength": 1e6, "damping": 0.5, "clip": 0.01},
+}
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -74,7 +77,7 @@ class Loop:
             for step in range(6):
                 self.step(task, step, batches[6 * task + step])
             for path, importance, anchor, p in zip(self.path, self.importance, self.anchor, self.weights, strict=True):
-                importance += path / ((p.detach() - anchor) ** 2 + 1.0)
+                importance += path / ((p.detach() - anchor) ** 2 + getattr(self.config.method, "damping", 1.0))
                 anchor.copy_(p.detach())
 
     def step(self, task: int, step: int, batch: Batch) -> None:
@@ -92,12 +95,11 @@ class Loop:
         features = [self.encoder(view) for view in mixed]
         z = [self.heads.projector(f) for f in features]
         loss = self.objective(z, mixed)
-        if method.name == "cassle" and task > 0:
-            targets = [self.old.objective.projector(self.old.encoder(view)).detach() for view in mixed]
-            loss = loss - sum(cosine(self.predictor(new), old) for new, old in zip(z, targets, strict=True)) / 2
-        if method.name == "pfr" and task > 0:
-            targets = [self.old.encoder(view).detach() for view in mixed]
-            loss = loss - sum(cosine(self.predictor(new), old) for new, old in zip(features, targets, strict=True)) / 2
+        if method.name in ("cassle", "pfr") and task > 0:
+            vectors, head = (z, self.old.objective.projector) if method.name == "cassle" else (features, nn.Identity())
+            targets = [head(self.old.encoder(view)).detach() for view in mixed]
+            pairs = zip(vectors, targets, strict=True)
+            loss = loss - method.weight * sum(cosine(self.predictor(new), old) for new, old in pairs) / 2
         if method.name == "der":
             if self.memory:
                 loss = loss + 0.4 * (self.encoder(fresh) - vectors).square().mean()
@@ -109,7 +111,8 @@ class Loop:
         rate = RATES[step] * training.lr * 128 / 256
         gradients = torch.autograd.grad(loss, self.trained, allow_unused=True)
         if method.name == "si":
-            gradients = [g.clamp(-1, 1) for g in gradients]
+            assert max(float(g.abs().max()) for g in gradients) > method.clip
+            gradients = [g.clamp(-method.clip, method.clip) for g in gradients]
             for path, g in zip(self.path, gradients, strict=False):  # the encoder's come first
                 path += rate * g**2
         with torch.no_grad():

@@ -8,13 +8,14 @@ import sys
 
 import pytest
 import torch
-from test_distributed import HERE, apart, environment, finish, start
+from test_distributed import HERE, apart, environment, finish, free_port, start
 from worker import FAST_RUNS, FROZEN
 
 pytest.importorskip("triton")
 
 from ptlf.core import processes
 from ptlf.encoders.norm import SharedViewBatchNorm2d, ViewBatchNorm2d
+from ptlf.run.loop import Run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -98,10 +99,36 @@ def test_means_of_tensors_of_any_layout(monkeypatch) -> None:
     assert [len(flat) for flat in sent] == [48 + 1 + 32 + 8, 3]
 
 
-@pytest.mark.gpu(emulated=True)
+def test_a_group_of_one_leaves_the_bits_of_none(tiny, monkeypatch) -> None:
+    """A run, and the kernels with shared statistics. Those of eager synchronised norms round in another way."""
+    from ptlf.kernels.norm import norm_relu
+
+    small = {"stream__per_class": 48, "training__batch": 32, "distributed__sync_batch_norm": False}
+    config = tiny("digits/simsiam/cassle", training__epochs=1, **small)
+
+    def outcome(norm: ViewBatchNorm2d) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x, norm.views = torch.randn(8, 4, 4, 4).to(DEVICE).requires_grad_(), 2
+        out, _ = norm_relu(x, norm.to(DEVICE))
+        gradients = torch.autograd.grad(out.sin().sum(), [x, norm.weight, norm.bias])
+        run = Run(config)
+        run.train()
+        state = [*run.model.state_dict().values(), *run.method.state_dict().values()]
+        return [out, *gradients, norm.running_mean, norm.running_var, *state]
+
+    alone = outcome(ViewBatchNorm2d(4))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, value)
+    with processes.process_group():
+        assert processes.joined()
+        group = outcome(SharedViewBatchNorm2d(4))
+    assert all(torch.equal(one, other) for one, other in zip(alone, group, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_one_process_in_a_group_leaves_the_bits_of_none(tmp_path) -> None:
-    """On a GPU with NCCL and captured steps. Synchronised norms round in another way."""
+    """With NCCL and captured steps. Synchronised norms round in another way."""
     for how in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]):
         words = [sys.executable, *how, str(HERE / "worker.py"), "one", str(tmp_path)]
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=500)

@@ -40,8 +40,9 @@ from ptlf.run.watcher import Watcher
 from ptlf.training import engine, trainer
 
 COMMON: dict[str, Any] = {
+    "stream__per_class": 48,
     "training__epochs": 2,
-    "training__batch": 128,
+    "training__batch": 32,
     "training__lr": 0.01,
     "training__last_batch": "drop",
     "freezing__policy": "correlation",
@@ -68,11 +69,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "simsiam local": {"method__name": "cassle", "distributed__sync_batch_norm": False},
 }  # fmt: skip
 
-FROZEN = [(), ("stem.conv",), ("stages.0.0.conv2", "stages.1.0.shortcut.0")]
+FROZEN = [(), ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")]
 RESIDUAL: dict[str, Any] = {
     "encoder__name": "conftest:tiny_resnet",
-    "stream__per_class": 16,
-    "training__batch": 16,
+    "stream__per_class": 8,
+    "views__size": 8,
+    "training__batch": 8,
     "training__lr": 0.01,
     "memory__size": 24,
     "evaluation__enabled": False,
