@@ -154,7 +154,7 @@ BAD_SETTINGS = {
     "--encoder.name nowhere:thing": "encoder 'nowhere:thing' cannot be imported: No module named 'nowhere'",
     "--views.name lumps": "unknown views 'lumps'; did you mean 'lump'?",
     "--freezing.initial 0.5": "freezing.initial is 0.5, more than freezing.final, 0.4",
-    "--stream.class_order [0,1,2]": "stream.class_order has 3 classes, the stream has 10",
+    "--stream.class_order [0,1,2]": "stream.class_order has 3 classes, the stream takes 10; missing: 3",
     "--stream.class_order [0,1,2,3,4,5,6,7,8,8]": "stream.class_order names 8 more than once",
     "--stream.tasks 3": "3 tasks do not divide the 10 classes of digits",
     "--training.batch 4096": "training.batch is 4096, but task 1 has only",

@@ -91,6 +91,8 @@ def learn(
     for word, value in {"SOURCE": source, "--name": name, "--new-only": how["new_only"]}.items():
         if watch and value:
             raise UserError(f"--watch takes its tasks from {watch}, every folder once; leave out {word}")
+    if once and not watch:
+        raise UserError("--once is for --watch DIR")
     learner = open_learner(folder, recipe, config, size, trust_code, overrides)
     if watch:
         results = None
