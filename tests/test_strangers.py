@@ -195,8 +195,9 @@ def test_refused_in_one_sentence(row: str, place: Path) -> None:
     (sentence,) = sentences(run_cli(*words, code=2).err)
     assert len(sentence) < 700
     assert sentence.isprintable()
-    left = sorted(path.relative_to(place) for path in place.rglob("*") if not path.name.endswith(".damaged"))
-    assert set(left) - set(before) <= {Path("data"), Path("half/.lock"), Path("data/.downloads"), Path("data/.downloads/cifar10")}
+    left = {path.relative_to(place) for path in place.rglob("*") if not path.name.endswith(".damaged")}
+    empty = {Path("data"), Path("data/.downloads"), Path("data/.downloads/cifar10")}
+    assert left - set(before) <= {*empty, Path("half/.lock")}
 
 
 @pytest.mark.parametrize("row", FINE, ids=str)

@@ -134,7 +134,11 @@ def test_labels_that_come_later(world: Path, form: str, tmp_path: Path) -> None:
 def test_images_of_no_task_are_tested_among_all_classes(world: Path, tmp_path: Path) -> None:
     run = shutil.copytree(world / "run", tmp_path / "run")
     words = ["evaluate", run, "--trust-code", "--stream.labelled", world / "labelled"]
-    cases = ([], ["knn_class"], "k = 30, bank"), (["linear"], ["linear"], ""), (["knn_task"], ["knn_task"], "k = 2, bank")
+    cases = (
+        ([], ["knn_class"], "k = 30, bank"),
+        (["linear"], ["linear"], ""),
+        (["knn_task"], ["knn_task"], "k = 2, bank"),
+    )
     for chosen, rows, k in cases:  # k: capped at the smallest class's images
         said = run_cli(*words, *(["--probe", *chosen] if chosen else []))
         assert re.findall(r"^(\w+): accuracy in %", said.out, re.M) == rows
