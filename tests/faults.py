@@ -6,8 +6,6 @@ after its rename, before the evaluation of a task, before results.json gets its 
 the run left must be the same, bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

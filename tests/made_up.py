@@ -1,7 +1,5 @@
 """Runs that were never trained: folders with a results.json as a run writes it, of any size, in no time."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

@@ -1,7 +1,5 @@
 """The kept runs that fill the paper's tables, read once per process: for tests that only read them."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One member of every family, each with a setting of its own, as a package of somebody else's would hold them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rooms import only rooms before them, no name means two things, no file is too long to read."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import defaultdict

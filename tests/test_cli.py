@@ -1,7 +1,5 @@
 """The command as a user meets it: overrides, files, listings, and one clear sentence for every kind of bad input."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

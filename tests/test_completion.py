@@ -1,7 +1,5 @@
 """Completion in a real shell, from the parser and the settings."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -6,8 +6,6 @@ says so in its first line, `# needs A and B`: a package, with which it is run wh
 OUTSIDE. Its commands must still parse. Runs on the digits are shortened.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

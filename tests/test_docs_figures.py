@@ -1,7 +1,5 @@
 """Figures in the documents are those of the records in results/."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

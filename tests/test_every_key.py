@@ -4,8 +4,6 @@ Keys are found by walking the configuration and the families, and another value 
 type, the bounds and the choices. A new key or member needs no line here, unless its effect does not show in these runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import typing

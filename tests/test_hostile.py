@@ -1,7 +1,5 @@
 """A run's folder is data: names of code in it are not followed, whichever command reads it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The wheel holds what a run needs, and no more; it runs where there is no clone."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A member of every family, added from outside the package: it needs a registration, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

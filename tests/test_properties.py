@@ -4,8 +4,6 @@ Hypothesis makes the inputs: words of the command line, and damage to the files 
 time, or with HYPOTHESIS_PROFILE=long ten times as many, and others each time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib

@@ -3,8 +3,6 @@
 A row's command runs in a folder of its own, with a finished run in `done` and a stopped one in `half`.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Every transform against Pillow, colorsys, scipy or a naive loop, on photographs; then the whole view."""
 
-from __future__ import annotations
-
 import colorsys
 import dataclasses
 import math

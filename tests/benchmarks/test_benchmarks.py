@@ -1,7 +1,5 @@
 """The benchmarks: figures by hand, and the scripts on runs of seconds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Text, JSON and YAML from strangers: bounded, escaped, of the shape that is needed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What does not fit is refused with figures; an allocation that fails becomes a sentence with the last checkpoint."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

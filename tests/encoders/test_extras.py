@@ -1,7 +1,5 @@
 """Encoders of timm, torchvision and transformers, as far as these are installed: shapes, preprocessing, coverage."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

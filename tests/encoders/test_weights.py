@@ -1,7 +1,5 @@
 """Weights from files: what is loaded, what may differ, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

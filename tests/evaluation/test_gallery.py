@@ -1,7 +1,5 @@
 """The gallery: nearest means nearest, the file stays small, and looking changes nothing."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

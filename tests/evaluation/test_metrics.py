@@ -1,7 +1,5 @@
 """Metrics against values known by construction and an independent computation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Which images an accuracy is of, and how many neighbours vote."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Small networks in the shapes that people use, each as (name, module, example)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Training in two processes, for `torch.multiprocessing.spawn`; each saves what it holds at the end."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

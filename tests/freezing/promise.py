@@ -1,7 +1,5 @@
 """The promise of a freezer, as a function that any training loop can be put through."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

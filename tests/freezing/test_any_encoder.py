@@ -1,7 +1,5 @@
 """Units, gradients, ratios and bytes of transformers and other modern encoders."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What people type: which units, when, for how long, and what it would save."""
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -3,8 +3,6 @@
 docs/freezer.md has a table of these; every row names its test.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Which units are frozen when, in several tasks one after the other."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

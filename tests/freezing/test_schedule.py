@@ -1,7 +1,5 @@
 """The share of units that may be frozen, by epoch."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The callback for the Trainer of Hugging Face."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

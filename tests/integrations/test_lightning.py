@@ -1,7 +1,5 @@
 """The Lightning callback; the example, killed and resumed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

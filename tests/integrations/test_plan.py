@@ -1,7 +1,5 @@
 """What the callbacks of trainers share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Trackers hold what metrics.jsonl holds, as their own readers read it, through stops, kills and further tasks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

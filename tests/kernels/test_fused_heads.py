@@ -1,7 +1,5 @@
 """Heads by Triton kernels against plain PyTorch. Without a GPU they run in Triton's interpreter."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused forward against plain PyTorch. Without a GPU the kernels run in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The page in a real browser, where one is installed: nothing clipped or overlapping, nothing to scroll sideways."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The converter of older records, against a record written by hand; and every run that is kept can be read."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import importlib.util

@@ -1,7 +1,5 @@
 """Colours that can be told apart, pictures as files, and what is drawn where."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

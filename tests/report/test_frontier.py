@@ -1,7 +1,5 @@
 """The Pareto front of runs, and the runs that are made for it."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Intervals against their definition; what a run started from, and whether training helped, is said everywhere."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

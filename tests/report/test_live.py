@@ -1,7 +1,5 @@
 """The bar and the lines of a run as it goes, in a terminal that is recorded and without one."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

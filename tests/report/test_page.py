@@ -1,7 +1,5 @@
 """The page: its numbers are those of results.json, damage stays in its place, and it needs nothing but itself."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

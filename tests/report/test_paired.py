@@ -1,7 +1,5 @@
 """Differences by seed against scipy's; what may be called better."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

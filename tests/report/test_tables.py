@@ -1,7 +1,5 @@
 """Tables in the terminal: costs stand beside their ratio to the baseline's."""
 
-from __future__ import annotations
-
 import io
 
 import made_up

@@ -1,7 +1,5 @@
 """A run watched from its files: what is shown, what is guessed, what happens while lines are being written."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The paper's tables: what they ask for, which kept runs answer, and the command that makes the rest."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The paper's tables filled from records, docs/reproduction.md, and the paper's figures."""
 
-from __future__ import annotations
-
 import collections
 import io
 import itertools

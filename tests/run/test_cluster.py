@@ -1,7 +1,5 @@
 """Sweeps whose runs are jobs: the same results, what is done is skipped, failures are named."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`ptlf embed`: features of files, against those of the encoder called by hand."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exported encoders, run by their own runtimes, against the encoder called in PyTorch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

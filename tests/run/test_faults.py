@@ -1,7 +1,5 @@
 """What can go wrong while a run goes: kills, signals, two runs in one folder, bad numbers; and the command to go on."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What a recipe for the user's own images chooses, that it says so, and that all refusals come at once."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The encoder of a run, used without the run's data."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

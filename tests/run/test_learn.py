@@ -1,7 +1,5 @@
 """A stream that goes on: `learn` three times against `train` on all three, kills, watching a folder, bad input."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

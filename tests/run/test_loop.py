@@ -1,7 +1,5 @@
 """Whole runs on two tiny tasks: every member of every registry, what a run leaves behind, repeatability."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """What a recipe's name stands for, which recipes there are, and what a run is called."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

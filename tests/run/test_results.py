@@ -1,7 +1,5 @@
 """The files of a record: their form, what is refused, and where a record came from."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

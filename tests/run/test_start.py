@@ -1,8 +1,6 @@
 """A run that begins with an encoder that knows something: its memory is filled, it freezes at once, and what it knew
 is tested all along."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

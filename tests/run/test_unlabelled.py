@@ -1,7 +1,5 @@
 """A stream without labels: what can be seen of it, and labels that come later."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Small random pictures, encoded and in folders."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

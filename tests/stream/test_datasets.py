@@ -1,7 +1,5 @@
 """Data sets as people have them: torchvision's, Hugging Face's on disk, into packs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Images in every form people have them come to the same packed set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Images read ahead from a file equal those from indexing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Checkpoint files: round trips, damage, hostile content; and stopped runs, which must continue bit for bit."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Two processes against one with the same global batch; a process that dies; settings that are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 What a run drew (batches, the views' randomness, places in the memory, lam) is given to the loop; all else it works out.
 """
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 from dataclasses import replace

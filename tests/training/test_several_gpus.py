@@ -1,7 +1,5 @@
 """The fast step where processes share it: two on CPUs against one, and one with NCCL against none."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -8,8 +8,6 @@ one: without a process group, or in a group of its own under torchrun, there als
 steps are captured and the group speaks NCCL.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
