@@ -24,13 +24,16 @@ def summary(matrix: Matrix) -> dict[str, Any]:
         return {"matrix": [], "accuracy": None, "forgetting": None}
     tested = [index for index, value in enumerate(matrix[-1]) if value is not None]
     columns = [[value for row in matrix if (value := row[index]) is not None] for index in tested]
+    below_best = _mean(max(column) - column[-1] for column in columns)
     lost = _mean(column[0] - column[-1] for column in columns if len(column) > 1)
     by_task = forgetting_by_task(matrix)
     return {
         "matrix": matrix,
         "accuracy": accuracy(matrix),
         "forgetting": by_task[-1],
-        "forgetting_just_learned": lost,  # since right after the split's own task, as in LUMP's public code
+        "forgetting_just_learned": lost,  # since right after the split's own task, as in LUMP's code since October 2022
+        # As in the code published with LUMP's paper, but for accuracies before the split's own task.
+        "forgetting_all_checkpoints": below_best if len(matrix) > 1 else None,
         "backward_transfer": None if lost is None else -lost,
         "accuracy_by_task": [accuracy([row]) for row in matrix],
         "forgetting_by_task": by_task,

@@ -78,6 +78,7 @@ class Prober:
             raise UserError(f"stream {stream.name} has no labelled test images to evaluate on")
         self.sources = sources or Sources(device)
         chosen = [PROBES.find(name)(settings) for name, settings in probes.items() if settings.enabled]
+        chosen += [variant for probe in chosen for variant in probe.variants()]
         self.rows_of = [(probe, name, bank) for probe in chosen for name, bank in probe.rows.items()]
 
     def used(self, task: int) -> dict[str, dict[str, Any]]:

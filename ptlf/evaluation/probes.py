@@ -1,7 +1,7 @@
 """Probes: fitted on features of training images, they score features of test images."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -35,6 +35,10 @@ class Probe(Generic[C]):
     def __init__(self, config: C) -> None:
         self.config = config
 
+    def variants(self) -> Sequence["Probe[Any]"]:
+        """Further probes that are recorded whenever this one is enabled."""
+        return ()
+
     def used(self, labels: Tensor, seen_tasks: int) -> dict[str, Any]:
         """Settings that depend on the bank, as `fit` uses them with these labels (N,); for the record."""
         return {}
@@ -55,7 +59,7 @@ def per_cent_equal(predicted: Tensor, labels: Tensor) -> float:
 @dataclass
 class KnnTaskConfig(ProbeConfig):
     enabled: bool = key(True, "test the encoder with this probe after every task")
-    k: int | None = key(None, "neighbours, capped as in knn_class; null = min(200, tasks seen), as in LUMP", ge=1)
+    k: int | None = key(None, "neighbours, capped as in knn_class; null = both min(200, tasks seen) and 200", ge=1)
     temperature: float = key(0.1, "a neighbour's vote weighs exp(similarity / temperature)", ge=1e-3)
 
 
@@ -65,11 +69,15 @@ class KnnClassConfig(KnnTaskConfig):
 
 
 class KnnTask(Probe[KnnTaskConfig]):
-    """LUMP's protocol: each split against its own task's training images."""
+    """LUMP's protocol: each split against its own task's training images. The code published with LUMP's paper has
+    k = 200; since October 2022 it has k = tasks seen. Both are recorded."""
 
     Config: ClassVar[type[ProbeConfig]] = KnnTaskConfig
     rows: ClassVar[Mapping[str, str]] = {"knn_task": OWN}
     forward = True
+
+    def variants(self) -> Sequence[Probe[Any]]:
+        return () if self.config.k else (KnnTask200(replace(self.config, k=200)),)
 
     def used(self, labels: Tensor, seen_tasks: int) -> dict[str, Any]:
         """More neighbours than the smallest class has images would be outvoted by other classes whatever they show."""
@@ -83,6 +91,11 @@ class KnnTask(Probe[KnnTaskConfig]):
     def settings(self) -> dict[str, Any]:
         own = {name: value for name, value in super().settings().items() if name != "enabled"}
         return {**own, "k": self.config.k or "min(200, tasks seen)", "similarity": "cosine"}
+
+
+class KnnTask200(KnnTask):
+    rows: ClassVar[Mapping[str, str]] = {"knn_task_k200": OWN}
+    forward = False
 
 
 class KnnClass(KnnTask):

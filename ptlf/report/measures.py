@@ -107,7 +107,10 @@ def duration(value: float) -> str:
 
 def title_of(probe: str) -> str:
     kind, _, bank = probe.partition("_")
-    return f"{PROBES[kind]} {WITHIN if bank == 'task' else AMONG}" if kind in PROBES else probe
+    if kind not in PROBES:
+        return probe
+    bank, _, k = bank.partition("_k")
+    return f"{PROBES[kind]} {WITHIN if bank == 'task' else AMONG}" + f", k = {k}" * bool(k)
 
 
 def probe_measures(probe: str, groups: Sequence[Group] = ()) -> list[Measure]:

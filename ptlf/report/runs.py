@@ -271,8 +271,9 @@ def read_run(folder: Path) -> RunRecord:
 def check_records_comparable(run: RunRecord, first: RunRecord) -> None:
     """Figures may stand side by side only if they answer the same question: the same tests on the same images."""
     both, asked = f"{run.folder} and {first.folder} cannot be compared", []
+    shared = run.results["probes"].keys() & first.results["probes"].keys()
     for one in (run, first):
-        settings = {probe: values["settings"] for probe, values in one.results["probes"].items()}
+        settings = {probe: one.results["probes"][probe]["settings"] for probe in shared}
         splits = {"number of eval_splits": len(one.results["eval_splits"])}
         asked.append({"streams": stream_settings(one.config), "eval_splits": splits, "probes": flatten(settings)})
     for what, mine in asked[0].items():

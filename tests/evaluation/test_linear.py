@@ -85,7 +85,7 @@ def test_only_the_classes_that_occur_have_an_output_and_constant_features_do_no_
 def test_a_run_records_the_probes_and_evaluate_repeats_them(tiny, tmp_path) -> None:
     run = Run(tiny(probes__linear__enabled=True), tmp_path / "run")
     probes = run.train()["probes"]
-    assert list(probes) == ["knn_task", "knn_class", "linear_task", "linear"]
+    assert list(probes) == ["knn_task", "knn_class", "linear_task", "linear", "knn_task_k200"]
     for name, bank in (("linear", "all classes seen"), ("linear_task", "own task")):
         assert bank in probes[name]["settings"]["bank"]
         assert [value is None for value in probes[name]["matrix"][0]] == [False, True]
@@ -98,7 +98,7 @@ def test_a_run_records_the_probes_and_evaluate_repeats_them(tiny, tmp_path) -> N
         assert list(again) == rows
         assert all(values["accuracy"] == probes[name]["accuracy"] for name, values in again.items())
     both, _ = evaluate_run(tmp_path / "run", run.config, ["linear", "knn_task"])
-    assert list(both) == ["linear_task", "linear", "knn_task"]
+    assert list(both) == ["linear_task", "linear", "knn_task", "knn_task_k200"]
 
 
 def test_the_command_takes_a_probe(run_copy) -> None:

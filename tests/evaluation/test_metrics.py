@@ -8,15 +8,16 @@ from ptlf.evaluation.metrics import effective_rank, forgetting_by_task, forward_
 
 
 def test_by_hand() -> None:
-    for matrix, accuracy, forgetting, just_learned in (
-        ([[90, None, None], [85, 80, None], [88, 70, 95]], (88 + 70 + 95) / 3, 6, 6),
-        ([[50, None, None], [60, 70, None], [55, 75, 80]], 70, 0, -5),  # the best of split 1 is not of its own task
-        ([[50], [60], [58]], 58, 2, -8),
-        ([[50, 70]], 60, None, None),
+    for matrix, accuracy, forgetting, just_learned, all_checkpoints in (
+        ([[90, None, None], [85, 80, None], [88, 70, 95]], (88 + 70 + 95) / 3, 6, 6, 4),
+        ([[50, None, None], [60, 70, None], [55, 75, 80]], 70, 0, -5, 5 / 3),  # the best of split 1: after task 2
+        ([[50], [60], [58]], 58, 2, -8, 2),
+        ([[50, 70]], 60, None, None, None),
     ):
         found = summary(matrix)
-        names = ("accuracy", "forgetting", "forgetting_just_learned")
-        assert [found[name] for name in names] == pytest.approx([accuracy, forgetting, just_learned]), matrix
+        names = ("accuracy", "forgetting", "forgetting_just_learned", "forgetting_all_checkpoints")
+        expected = [accuracy, forgetting, just_learned, all_checkpoints]
+        assert [found[name] for name in names] == pytest.approx(expected), matrix
         assert found["backward_transfer"] == (None if just_learned is None else -just_learned), matrix
     assert forward_transfer([60, 70], [50, 65]) == pytest.approx(7.5)
     assert forward_transfer([], []) is None

@@ -94,6 +94,22 @@ def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, pr
     assert untrained == pytest.approx([by_hand(stream, task, k=3) for task in range(TASKS)])
 
 
+def test_k_of_200_is_recorded_beside_it_in_one_pass(stream: Stream, prober: Prober) -> None:
+    """LUMP's code has k = tasks seen since October 2022, and k = 200 before. A k that was asked for stands alone."""
+    images: list[int] = []
+    encoder = nn.Flatten()
+    encoder.register_forward_hook(lambda module, inputs, output: images.append(len(output)))
+    rows = prober.rows(encoder, 1)
+    assert sum(images) == 2 * (24 + 80)  # training and test images of two tasks
+    assert rows["knn_task"][:2] == pytest.approx([by_hand(stream, task, k=2) for task in range(2)])
+    assert rows["knn_task_k200"][:2] == pytest.approx([by_hand(stream, task, k=12) for task in range(2)])
+    assert rows["knn_task"] != rows["knn_task_k200"]
+    assert prober.settings()["knn_task"]["k"] == "min(200, tasks seen)"
+    assert prober.settings()["knn_task_k200"]["k"] == 200
+    assert list(prober.ahead(nn.Flatten(), [1])) == ["knn_task"]
+    assert "knn_task_k200" not in make_prober(stream, knn_task=KnnTaskConfig(k=4)).rows(encoder, 1)
+
+
 def test_tasks_without_test_images_were_seen_too(stream: Stream) -> None:
     """Also where all of them are tested on a labelled set of its own, and where all are learnt at once."""
     last = replace(stream, eval_splits=stream.eval_splits[2:])

@@ -58,7 +58,7 @@ def test_every_phase_is_named_and_counted_to_its_end(tmp_path) -> None:
     ]
     splits = run.stream.eval_splits
     assert told.phases[0]["of"] == sum(len(split.bank) + len(split.test) for split in splits)
-    assert told.phases[1] == {"name": names[1], "of": 2 * len(splits), "unit": "scores", "done": 2 * len(splits)}
+    assert told.phases[1] == {"name": names[1], "of": 3 * len(splits), "unit": "scores", "done": 3 * len(splits)}
     for entry in told.phases:
         assert entry["of"] is None or entry["done"] == entry["of"], entry
 
