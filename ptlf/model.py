@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from ptlf.core.batch import Batch
 from ptlf.encoders.norm import views_in_one_pass
+from ptlf.freezing.prefix import FrozenPrefix, find_prefix
+from ptlf.freezing.recording import unchanged
 from ptlf.objectives import Objective, each_view
 from ptlf.objectives.objective import Teacher
 from ptlf.views import apply_view
@@ -51,18 +53,47 @@ class Model(nn.Module):
         super().__init__()
         self.encoder, self.objective = encoder, objective
         self.dtype, self.accelerator = dtype, accelerator
+        self.prefix: FrozenPrefix | None = None
+        self.sharing: list[Teacher] = []  # teachers with the same prefix
+        self.prefix_outputs: tuple[list[Tensor], list[Tensor]] = ([], [])  # the last views, and the prefix's outputs
+
+    def share_prefix(self, teachers: Sequence[Teacher], view: Tensor) -> None:
+        """Find the frozen prefix, and those of these teachers that compute the same in it: they share its forward.
+        Called when the frozen set changes. `view`: a small batch of the encoder's input."""
+        self.prefix, self.sharing, self.prefix_outputs = None, [], ([], [])
+        if not teachers or all(p.requires_grad for p in self.encoder.parameters()):
+            return
+        with unchanged(self.encoder, *teachers):
+            prefix = find_prefix(self.encoder.train(), view)
+            if prefix is None:
+                return
+            h = prefix(view)
+            bound = 1e-3 * float(h.std())
+            self.sharing = [t for t in teachers if torch.allclose(h, prefix(view, t.encoder), rtol=1e-3, atol=bound)]
+        self.prefix = prefix if self.sharing else None
 
     def encode(self, views: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
         """Features (B, feature_dim) of each view; every view has its own batch statistics."""
         encoder = self.encoder if teacher is None else teacher.encoder
         with gradient(teacher), torch.autocast(views[0].device.type, torch.bfloat16, self.dtype is torch.bfloat16):
-            if len(views) > 1 and self.accelerator.takes_views_in_one_pass(encoder):
+            if self.prefix is not None and (teacher is None or teacher in self.sharing):
+                features: Sequence[Tensor] = [self.prefix.rest(encoder, h) for h in self.through_prefix(views)]
+            elif len(views) > 1 and self.accelerator.takes_views_in_one_pass(encoder):
                 with views_in_one_pass(encoder, len(views)):
                     joined = self.accelerator.encode(encoder, torch.cat(list(views)))
-                features: Sequence[Tensor] = joined.chunk(len(views))
+                features = joined.chunk(len(views))
             else:
                 features = [self.accelerator.encode(encoder, view) for view in views]
         return [f.float() for f in features]
+
+    def through_prefix(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of the shared prefix, kept until it is asked for other views."""
+        assert self.prefix is not None
+        known, outputs = self.prefix_outputs
+        if [id(view) for view in known] != [id(view) for view in views]:
+            outputs = [self.prefix(view) for view in views]
+            self.prefix_outputs = list(views), outputs
+        return outputs
 
     def project(self, features: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
         """Projections (B, projection_dim) of each view's features."""

@@ -9,8 +9,7 @@ Compiled code is reused for the rest of the process, and by the compiler's own c
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils._triton import has_triton
 from ptlf.core.errors import UserError
 from ptlf.encoders import norm
 from ptlf.freezing import replaced_forward
+from ptlf.freezing.prefix import redirect_calls
 from ptlf.kernels import resnet
 from ptlf.model import Accelerator
 from ptlf.views import apply_view
@@ -56,7 +56,8 @@ class FastParts(Accelerator):
             return resnet.fused_forward(encoder, images)
         if len(images) % self.batch:
             return encoder(images)
-        with redirect_calls(self.block, repeated_blocks(encoder) or [encoder]):
+        blocks = repeated_blocks(encoder) or [encoder]
+        with redirect_calls({block: functools.partial(self.block, block) for block in blocks}):
             return encoder(images)
 
     def block(self, module: nn.Module, *arguments: Any, **named: Any) -> Any:
@@ -80,19 +81,6 @@ def repeated_blocks(encoder: nn.Module) -> list[nn.Module]:
             kinds = Counter(type(child) for child in parent.children())
             repeated += [child for child in parent.children() if kinds[type(child)] > 1 and any(child.children())]
     return [block for block in repeated if not any(other in repeated for other in list(block.modules())[1:])]
-
-
-@contextmanager
-def redirect_calls(call: Callable[..., Any], modules: list[nn.Module]) -> Iterator[None]:
-    """Calls of these modules become `call(module, ...)`, by the attribute in which torch keeps compiled forwards."""
-    before = {module: module._compiled_call_impl for module in modules}  # not None after `module.compile()`
-    try:
-        for module in before:
-            module._compiled_call_impl = functools.partial(call, module)
-        yield
-    finally:
-        for module, own in before.items():
-            module._compiled_call_impl = own
 
 
 def call_module(module: nn.Module, variant: str, *arguments: Any, **named: Any) -> Any:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ptlf.core.registry import Registry
+from ptlf.methods.anchor import Anchor
 from ptlf.methods.cassle import PFR, Cassle
 from ptlf.methods.der import DER
 from ptlf.methods.lump import Lump
@@ -20,6 +21,7 @@ MEMBERS = {
     "pnn": PNN,
     "cassle": Cassle,
     "pfr": PFR,
+    "anchor": Anchor,
 }
 METHODS: Registry[type[Method[Any]]] = Registry("method", "ptlf.methods", Method, MEMBERS)
 

@@ -50,6 +50,9 @@ class Cassle(Method[CassleConfig]):
         self.previous.encoder.load_state_dict(model.encoder.state_dict())
         self.previous.projector.load_state_dict(model.objective.projector.state_dict())
 
+    def teacher(self) -> Teacher:
+        return self.previous
+
     def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         vectors = self.vectors(model, batch)
         losses = {"ssl": model.compare(vectors, batch) if self.distills else model.loss(vectors, batch)}

@@ -17,6 +17,7 @@ from ptlf.core.batch import Batch
 from ptlf.core.settings import Presets, key
 from ptlf.methods.memory import Memory
 from ptlf.model import Model
+from ptlf.objectives.objective import Teacher
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Method(nn.Module, Generic[C]):
     recapture: Literal["every_task", "second_task", "never"] = "every_task"
     mixes_images = False  # a label per image says nothing: refuses objectives that need labels
     distills = False  # compares projections with an earlier model's: refuses objectives without `distill`
+    starts_from_given = False  # needs an encoder that has learnt something: the first task has a past too
     baseline = False  # costs in reports are relative to a run of it without freezing
     presets: ClassVar[Presets] = {}
 
@@ -56,6 +58,10 @@ class Method(nn.Module, Generic[C]):
     def begin_task(self, index: int, model: Model) -> None:
         """Called before the first step of task `index` (from 0)."""
         self.task = index
+
+    def teacher(self) -> Teacher | None:
+        """An earlier model that the step runs too. It shares the forward of a frozen prefix that both have alike."""
+        return None
 
     def graph_key(self) -> str:
         """What a step's operations depend on, besides which units are frozen. A graph captured in an earlier task is

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,12 +75,21 @@ def make_method(config: Config, stream: Stream, model: Model, view_size: int, ge
     return method
 
 
-def make_optimizer(config: TrainingConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    parameters = list(parameters)
-    rate: float | Tensor = config.lr * config.batch / 256
-    if parameters[0].is_cuda:  # a captured step reads the rate from the device
-        rate = torch.tensor(rate, device=parameters[0].device)
-    return OPTIMIZERS.find(config.optimizer.name).make(config.optimizer, parameters, rate)
+def make_optimizer(config: TrainingConfig, model: Model, method: Method) -> torch.optim.Optimizer:
+    """Of all that trains; where the heads have a rate of their own, they are its second group."""
+    encoder = [p for p in model.encoder.parameters() if p.requires_grad]
+    heads = [p for module in (model.objective, method) for p in module.parameters() if p.requires_grad]
+    rate, device = config.lr * config.batch / 256, next(model.parameters()).device
+
+    def value(rate: float) -> float | Tensor:
+        return torch.tensor(rate, device=device) if device.type == "cuda" else rate  # a captured step reads it there
+
+    make = partial(OPTIMIZERS.find(config.optimizer.name).make, config.optimizer)
+    if config.head_lr is None:
+        return make([*encoder, *heads], value(rate))
+    scale = config.head_lr / config.lr
+    groups: list[dict[str, Any]] = [{"params": encoder}, {"params": heads, "lr": value(rate * scale), "scale": scale}]
+    return make(groups, value(rate))
 
 
 def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) -> ProgressiveFreezing:

@@ -65,19 +65,14 @@ class Components:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.method = build.make_method(config, stream, model, size, self.random["method"]).to(device)
         broadcast_and_sync_bn([model, self.method], config.distributed)
-        parameters = [p for module in (model, self.method) for p in module.parameters() if p.requires_grad]
-        optimizer, images, views = (
-            build.make_optimizer(config.training, parameters),
-            stream.tasks[0].images,
-            self.view_specs,
-        )
+        optimizer, images = build.make_optimizer(config.training, model, self.method), stream.tasks[0].images
         self.trainer = Trainer(
             model,
             self.method,
             optimizer,
             sources,
             images,
-            views,
+            self.view_specs,
             size,
             config.training,
             self.random,

@@ -181,7 +181,8 @@ class Run:
         if memory is not None:
             memory.begin_task()
         remembers = memory is not None and memory.old_count > 0
-        knows = self.components.weights is not None and not self.freezing.policy.needs_ratios
+        given = self.components.weights is not None or self.method.starts_from_given
+        knows = given and not self.freezing.policy.needs_ratios
         self.freezing.begin_task(task, past=task > 0 or remembers or knows)
 
     def test_task(self) -> None:

@@ -1,11 +1,11 @@
 """Optimizers by name. To add one: a subclass of `UpdateRule`, and a line in `MEMBERS`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -30,7 +30,7 @@ class UpdateRule(Generic[C]):
     lr: ClassVar[float] = 0.03  # usual rate for a batch of 256, taken where a recipe is for another optimizer
 
     @staticmethod
-    def make(config: C, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> Optimizer:
+    def make(config: C, parameters: ParamsT, lr: float | Tensor) -> Optimizer:
         """`lr` is a tensor on a GPU: the step may be captured there, and must read the rate from the device."""
         raise NotImplementedError
 
@@ -57,7 +57,7 @@ class SGD(UpdateRule[SGDConfig]):
     Config = SGDConfig
 
     @staticmethod
-    def make(config: SGDConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> torch.optim.SGD:
+    def make(config: SGDConfig, parameters: ParamsT, lr: float | Tensor) -> torch.optim.SGD:
         fused = True if isinstance(lr, Tensor) else None
         return torch.optim.SGD(parameters, lr, config.momentum, weight_decay=config.weight_decay, fused=fused)
 
@@ -83,7 +83,7 @@ class AdamW(UpdateRule[AdamWConfig]):
     lr = 1e-3
 
     @staticmethod
-    def make(config: AdamWConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> torch.optim.AdamW:
+    def make(config: AdamWConfig, parameters: ParamsT, lr: float | Tensor) -> torch.optim.AdamW:
         on_device, betas = isinstance(lr, Tensor), (config.beta1, config.beta2)
         flags = {"fused": on_device or None, "capturable": on_device}
         return torch.optim.AdamW(parameters, lr, betas, config.eps, config.weight_decay, **flags)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ class Lars(UpdateRule[LarsConfig]):
     first_state = staticmethod(SGD.first_state)
 
     @staticmethod
-    def make(config: LarsConfig, parameters: Sequence[nn.Parameter], lr: float | Tensor) -> Optimizer:
+    def make(config: LarsConfig, parameters: ParamsT, lr: float | Tensor) -> Optimizer:
         return LARS(parameters, lr, config.momentum, config.weight_decay, eta=config.eta)
 
 

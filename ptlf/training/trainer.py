@@ -33,6 +33,7 @@ from ptlf.views import View, draw, make_views
 @dataclass
 class TrainingConfig:
     lr: float = key(0.03, "learning rate for a batch of 256; scaled with the batch", gt=0)
+    head_lr: float | None = key(None, "the same for the heads, all but the encoder; null = lr", gt=0)
     schedule: str = key("constant", "learning rate over a task's epochs", choices=("constant", "cosine"))
     warmup: int = key(0, "epochs of linear warm-up at the start of each task", ge=0)
     batch: int = key(256, "images per step, of all processes (each gives two views)", ge=2)
@@ -180,7 +181,10 @@ class Trainer:
     def views(self, batch: Batch) -> list[Tensor]:
         augment, at_once = self.model.accelerator.augment, self.engine_kind != "eager"
         views = make_views(batch.images, batch.uniforms, self.view_specs, self.view_size, augment, at_once=at_once)
-        return [view.contiguous(memory_format=torch.channels_last) for view in views] if self.channels_last else views
+        return [self.in_layout(view) for view in views]
+
+    def in_layout(self, view: Tensor) -> Tensor:
+        return view.contiguous(memory_format=torch.channels_last) if self.channels_last else view
 
     def rebuild(self) -> None:
         """The step's operations changed (a freeze, a thaw, a new task)."""
@@ -193,6 +197,10 @@ class Trainer:
         if not complete:  # the first step creates state: it must run uncaptured, and no earlier graph may be replayed
             self.addresses += (self.rebuilds,)
         self.engine.rebuild(self.variant, self.addresses)
+        if self.engine_kind == "eager":
+            teachers = [teacher for teacher in (self.method.teacher(), self.model.objective.teacher) if teacher]
+            view = torch.randn(2, 3, self.view_size, self.view_size, generator=torch.Generator().manual_seed(0))
+            self.model.share_prefix(teachers, self.in_layout(view.to(self.device)))
 
     def held(self) -> list[Tensor]:
         """All that a step reads or writes besides its batch."""
@@ -313,9 +321,9 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """In place where the rate is a tensor: a captured step reads the one it saw."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
+            group["lr"].fill_(rate * group.get("scale", 1.0))
         else:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("scale", 1.0)
 
 
 def check_warmup(config: TrainingConfig) -> None:

@@ -61,6 +61,12 @@ def digits_views(size: int) -> tuple[View, ...]:
     return (View(crop_scale=(0.5, 1.0), flip=0.0, jitter=0.8, brightness=0.4, contrast=0.4, mean=half, std=half),) * 2
 
 
+def gentle(size: int) -> tuple[View, ...]:
+    """Two equal views for a pretrained encoder: weak colours, for images whose colours and textures tell them apart."""
+    colours = View(jitter=0.8, brightness=0.2, contrast=0.2, saturation=0.1, hue=0.02)
+    return (replace(colours, crop_scale=(0.4, 1.0)),) * 2
+
+
 VIEWS: dict[str, Callable[[int], tuple[View, ...]]] = {
     "lump": lump,
     "memory": memory,
@@ -69,6 +75,7 @@ VIEWS: dict[str, Callable[[int], tuple[View, ...]]] = {
     "cassle-barlow": cassle_barlow,
     "cassle-moco": cassle_moco,
     "digits": digits_views,
+    "gentle": gentle,
 }
 
 

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from ptlf.run.loop import Run
@@ -19,3 +20,45 @@ def test_si_leaves_frozen_parameters_alone(tiny) -> None:
     by_name = dict(zip(dict(run.model.encoder.named_parameters()), run.method.path, strict=True))
     assert not by_name["0.weight"].any()
     assert by_name["3.weight"].any()
+
+
+ANCHOR = {"freezing__policy__name": "ascending", "freezing__final": 0.5, "freezing__initial": 0.5}
+
+
+def one_step(run: Run) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Its losses and gradients."""
+    torch.manual_seed(0)
+    losses = run.trainer.step(run.trainer.load(torch.arange(32), torch.Generator().manual_seed(0), run.method.draw(32)))
+    gradients = {name: p.grad for name, p in run.model.encoder.named_parameters() if p.grad is not None}
+    return {name: float(loss) for name, loss in losses.items()}, gradients
+
+
+@pytest.mark.parametrize("objective", ["simsiam", "barlow_twins", "byol"])
+@pytest.mark.parametrize("method", ["anchor", "pfr"])
+def test_a_teacher_shares_the_frozen_prefix(tiny, monkeypatch, objective: str, method: str) -> None:
+    """The step is the same to rounding, and the teacher runs only what trains in the student."""
+    steps = []
+    for share in (True, False):
+        config = tiny(
+            f"digits/{objective}/finetune", method__name=method, freezing__batch_statistics=method == "pfr", **ANCHOR
+        )
+        run = Run(config)
+        run.progress.task = 1  # PFR has no teacher in the first task
+        run.begin_task(10)
+        run.freeze(run.stream.tasks[0].train)
+        assert run.model.prefix is not None
+        assert run.model.sharing[0] is run.method.teacher()
+        if not share:
+            run.model.share_prefix([], torch.zeros(0))
+        teacher = run.method.teacher().encoder
+        calls: list[object] = []
+        teacher[0].register_forward_hook(lambda layer, *_, calls=calls: calls.append(layer))
+        with torch.no_grad():
+            teacher[6].weight.mul_(0.5)
+        steps.append(one_step(run))
+        assert len(calls) == (0 if share else 2)
+    (shared, left), (alone, right) = steps
+    assert shared == pytest.approx(alone, rel=1e-4)
+    assert left.keys() == right.keys()
+    for name, gradient in left.items():
+        torch.testing.assert_close(gradient, right[name], rtol=1e-3, atol=1e-5)

@@ -405,7 +405,7 @@ def stop_and_go_on(config, folder: Path, *stops: int) -> dict:
 
 
 ROWS = ["simsiam cassle sgd", "barlow_twins lump sgd", "mocov2plus der lars", "byol pnn sgd", "simclr si adamw"]
-ROWS += ["vicreg pfr sgd", "supervised finetune adamw", "simsiam multitask sgd"]
+ROWS += ["vicreg pfr sgd", "supervised finetune adamw", "simsiam multitask sgd", "barlow_twins anchor adamw"]
 
 
 def test_all_members_are_there() -> None:

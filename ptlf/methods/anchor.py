@@ -1,0 +1,97 @@
+"""Anchor: features stay near those of the encoder that the run began with, or of the last task's."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ptlf.core.batch import Batch
+from ptlf.core.settings import Presets, key
+from ptlf.methods.memory import Memory
+from ptlf.methods.method import Method, MethodConfig
+from ptlf.model import Model
+from ptlf.objectives.objective import Teacher, mean_over_views, negative_cosine
+
+SMOOTHING = 0.1  # share of a step in the running mean of the objective's gradient
+
+
+@dataclass
+class AnchorConfig(MethodConfig):
+    name: str = "anchor"
+    weight: float = key(
+        0.2, "strongest pull of the anchor on a feature vector, as a share of the objective's pull", ge=0
+    )
+    teacher: str = key(
+        "previous", "the earlier encoder: the last task's, or the given one in all tasks", choices=("previous", "given")
+    )
+
+
+class Anchor(Method[AnchorConfig]):
+    """Continue a given encoder: its features, and later the last task's, hold the new ones by negative cosine.
+
+    The objective's loss has units of its own, so the anchor's weight is relative: it follows the size of the
+    objective's gradient at the features. The teacher runs in eval mode; where a prefix is frozen both share it.
+    """
+
+    Config = AnchorConfig
+    starts_from_given = True
+    recapture = "never"
+    presets: ClassVar[Presets] = {
+        "lump": {
+            "views": {"name": "gentle"},
+            "objective": {"projection": 1024},
+            "training": {
+                "optimizer": {"name": "adamw", "weight_decay": 1e-4},
+                "lr": 4e-4,
+                "head_lr": 4e-3,
+                "schedule": "cosine",
+                "batch": 64,
+                "epochs": 10,
+            },
+            "freezing": {"policy": "ascending", "initial": 0.75, "final": 0.75, "shape": "constant"},
+        }
+    }
+
+    def __init__(self, config: AnchorConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
+        super().__init__(config, model, memory, generator)
+        self.previous = Teacher(model.encoder, nn.Identity()).eval()
+        self.pull = nn.Buffer(torch.zeros(()))  # running mean: norm of the objective's gradient at the features
+
+    def train(self, mode: bool = True) -> "Anchor":
+        """The teacher's norms keep to their running statistics."""
+        super().train(mode)
+        self.previous.eval()
+        return self
+
+    def begin_task(self, index: int, model: Model) -> None:
+        super().begin_task(index, model)
+        if index == 0 or self.config.teacher == "previous":
+            self.previous.encoder.load_state_dict(model.encoder.state_dict())
+        self.pull.zero_()
+
+    def teacher(self) -> Teacher:
+        return self.previous
+
+    def losses(self, model: Model, batch: Batch) -> dict[str, Tensor]:
+        features = model.encode(batch.mixed)
+        ssl = model.loss(features, batch)
+        if not self.config.weight:
+            return {"ssl": ssl}
+        earlier = model.encode(batch.mixed, self.previous)
+        distance = 1 + mean_over_views(negative_cosine, features, earlier)
+        return {"ssl": ssl, "anchor": self.config.weight * self.scale(ssl, features) * distance}
+
+    def scale(self, ssl: Tensor, features: list[Tensor]) -> Tensor:
+        """The factor that makes the anchor's gradient, where a vector is at right angles to its earlier one, as large
+        as the objective's."""
+        if not ssl.requires_grad:
+            return self.pull
+        gradients = torch.autograd.grad(ssl, features, retain_graph=True)
+        with torch.no_grad():
+            norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+            share = torch.where(self.pull > 0, SMOOTHING, 1.0)
+            self.pull.lerp_(norm, share)
+            # d(1 - cos)/dx is at most 1 / |x|; the loss is a mean over all rows of all views.
+            rows = torch.cat([feature.norm(dim=1) for feature in features])
+            return self.pull / (rows.reciprocal().norm() / len(rows))
