@@ -272,11 +272,6 @@ def test_pretrained_encoders() -> None:
         says(PRETRAINED, f"the given encoder had {spread([row['untrained_accuracy'] for row in new])} % there")
 
 
-def test_paper_notes_name_code_that_exists() -> None:
-    for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", (ROOT / "docs" / "paper-notes.md").read_text()):
-        assert (ROOT / "ptlf" / name).exists(), name
-
-
 def test_twenty_short_tasks() -> None:
     """Means over the seeds of Split CIFAR-100, in the table of recipes and in README's sentence. Ratios are geometric
     means of those by seed; of time only at the same commit."""

@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from made_up import table_rows
-from torch import nn
+from conftest import QUICK
 
 from benchmarks import freezing, frontier, methods, step
 from benchmarks import run as side_by_side
-from benchmarks.printing import show_rows
 from benchmarks.run import compare
 from ptlf.core.errors import UserError
 from ptlf.run.build import make_stream
@@ -117,24 +114,6 @@ def test_waiting_for_the_compiler_changes_no_ratio() -> None:
     assert found[1]["overheads"]["wall_seconds_ratio"] == 1.25
 
 
-def test_what_an_older_record_does_not_hold_is_none() -> None:
-    runs = [first(), second()]
-    for run in runs:
-        del run["wall_seconds"], run["host_share"]
-        run["cost"]["per_task"] = [{"task": 1, "train_seconds": 1.0}, {"task": 2, "train_seconds": 6.0}]
-    runs[1]["cost"]["per_epoch"]["peak_memory_bytes"][0] = None
-    found = compare(runs)["runs"][1]
-    names = ("later_learning_seconds", "later_correlation_share", "later_learning_seconds_ratio", "wall_seconds")
-    assert [found["overheads"][name] for name in names] == [None] * 4
-    assert found["stages"][0]["peak_memory_bytes_ratio"] is None
-
-
-QUICK = [
-    "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
-    "--training.batch", "128", "--device", "cpu", "--evaluation.gallery", "false",
-]  # fmt: skip
-
-
 def test_runs_side_by_side_and_again_from_their_folders(capsys, tmp_path) -> None:
     out, file = tmp_path / "runs", tmp_path / "new.json"
     words = ["--recipes", *PAIR, *QUICK, "--training.epochs", "2", "--out", str(out), "--json", str(file)]
@@ -236,26 +215,6 @@ def test_a_warm_up_meets_all_that_the_run_will(tiny, monkeypatch) -> None:
     rests = [len(task.train) % 16 for task in stream.tasks]
     assert all(rests)
     assert runs[0].seen == {(16, 0), (rests[0], 0), (16, 2), (rests[1], 2)}
-
-
-def test_an_encoder_that_does_not_take_the_images_is_said_to() -> None:
-    encoder = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 14 * 14, 5))
-    with pytest.raises(UserError, match="does not take images of 32 px, or cannot freeze: mat1 and mat2"):
-        freezing.measure_freezing(encoder, 4, 32, torch.device("cpu"))
-
-
-def test_rows_are_relative_to_the_first_one() -> None:
-    first = {"frozen": 0, "step_ms": 8.0, "step_ms_spread": 0.1, "device_ms": None, "views_per_second": 64000.0}
-    first |= {"kept_bytes": 200 * 2**20, "peak_memory_bytes": 500 * 2**20, "rebuild_seconds": 1.0}
-    second = first | {"frozen": 4, "step_ms": 6.0, "kept_bytes": 100 * 2**20, "peak_memory_bytes": 450 * 2**20}
-    found = table_rows(show_rows, "step", "steps", [first, second])
-    assert found["0"] == ["8.00", "0.10", "-", "64.0", "200", "500", "1.0"]
-    assert found["4"] == ["6.00  0.75x", "0.10", "-", "64.0", "100  0.50x", "450  0.90x", "1.0"]
-    nothing = {"frozen": "nothing", "way": "", "kept_bytes": 2**21, "backward_flops": 8 * 10**9, "seconds": 0.5}
-    middle = {"frozen": "middle", "way": "ours", "kept_bytes": 2**20, "backward_flops": 2 * 10**9, "seconds": 0.4}
-    found = table_rows(show_rows, "freezing", "freezing", [nothing, middle])
-    assert found["nothing"] == ["", "2.0", "8.00", "500"]
-    assert found["middle"] == ["ours", "1.0  0.50x", "2.00  0.25x", "400  0.80x"]
 
 
 def test_what_cannot_work_is_refused_before_the_work(capsys, tmp_path, monkeypatch) -> None:

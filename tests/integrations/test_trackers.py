@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import StopsAt, tiny_config
+from conftest import QUICK, StopsAt, tiny_config
 
 import ptlf
 from ptlf.cli import main
@@ -27,10 +27,7 @@ pytestmark = pytest.mark.slow
 ALL = ("tensorboard", "wandb")
 Metrics = dict[str, dict[int, float]]  # by name and step
 BLOCK, HEADER = 32768, 7  # bytes of a .wandb file: LevelDB's log format
-QUICK = [
-    "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2",
-    "--training.batch", "128", "--device", "cpu", "--evaluation.gallery", "false",
-]  # fmt: skip
+QUICK = [*QUICK, "--training.epochs", "2"]
 
 
 @pytest.fixture(autouse=True)
@@ -186,19 +183,6 @@ def test_a_tracker_that_comes_later_gets_all_lines(tmp_path, capsys) -> None:
     learner.learn(photos, name="more")
     check(tmp_path / "run", 6, ("tensorboard", "wandb"))
     assert "log:\n- tensorboard\n- wandb\n" in (tmp_path / "run" / "config.yaml").read_text()
-
-
-def test_learn_and_sweep_take_them(tmp_path, capsys) -> None:
-    words = ["sweep", "digits/simsiam/lump", "--out", str(tmp_path / "sweep"), *QUICK, "--training.epochs", "1"]
-    assert main([*words, "--log", "wandb"]) == 0
-    check(tmp_path / "sweep" / "digits-simsiam-lump-seed0", 2, ("wandb",))
-    assert main(words) == 0  # without it the run is the same
-    assert "already finished" in capsys.readouterr().out
-    source = tmp_path / "images.npz"
-    np.savez(source, images=np.random.default_rng(0).integers(0, 256, (150, 16, 16, 3), dtype=np.uint8))
-    words = ["learn", str(tmp_path / "learnt"), str(source), *QUICK[2:], "--log", "tensorboard", "--log", "wandb"]
-    assert main(words) == 0, capsys.readouterr().err
-    check(tmp_path / "learnt", 2)
 
 
 class Fragile(Tracker):

@@ -100,30 +100,6 @@ def test_a_record_by_hand(converter: ModuleType) -> None:
     assert config["freezing"]["policy"] == {"name": "cost_aware", "sharpness": 8.0, "savings": "seconds"}
 
 
-def test_settings_by_hand(converter: ModuleType) -> None:
-    old = old_config("correlation")
-    new = converter.convert_config(old)
-    assert new == {
-        **{key: old[key] for key in ("recipe", "seed", "stream", "objective", "method", "checkpoint")},
-        "freezing": {"policy": {"name": "correlation"}, "final": 0.4, "batches": 8},
-        "training": {
-            "optimizer": {"name": "lars", "momentum": 0.9, "weight_decay": 1e-4},
-            "lr": 0.3,
-            "batch": 64,
-        },
-        "evaluation": {"enabled": True, "gallery": False},
-        "probes": {
-            "knn_task": {"enabled": True, "k": None},
-            "knn_class": {"enabled": True, "k": 20},
-            "linear": {"enabled": False, "epochs": 100},
-            "ridge": {"enabled": True, "penalty": 0.001},
-        },
-    }
-    sharp = old | {"freezing": old["freezing"] | {"policy": "cost_aware", "sharpness": 4.0}}
-    policy = {"name": "cost_aware", "sharpness": 4.0, "savings": "seconds"}
-    assert converter.convert_config(sharp)["freezing"]["policy"] == policy
-
-
 NAMES = [  # policy, recipe, method, name, whether it is the baseline
     ("none", "s/o/lump", "lump", "s/o/lump", True),
     ("none", "", "lump", "s/o/lump", True),

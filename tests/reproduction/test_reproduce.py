@@ -12,7 +12,6 @@ import pytest
 from conftest import tiny_config
 
 import reproduction.__main__ as command
-from benchmarks.planning import Estimate
 from ptlf.core.settings import as_dict
 from ptlf.report.live import Live
 from ptlf.run.compat import identity_key
@@ -219,42 +218,6 @@ def test_a_run_that_fails_does_not_stop_the_others(monkeypatch, capsys, tmp_path
     assert re.findall("run . of 2: .*/(.*)", shown.out) == ["lump 100000, seed 0", "lump, seed 0"]
     assert trained(shown.out) == 1
     assert "1 runs failed" in shown.err
-
-
-def test_what_a_scale_is_worth_is_said_first_and_below_the_table(monkeypatch, capsys, tmp_path: Path) -> None:
-    tables(monkeypatch, TINY)
-    monkeypatch.setattr(found_runs, "train_missing", lambda *words: print("training") or iter(()))
-    monkeypatch.setattr(command, "show_plan", lambda *arguments: None)
-    said = "differences to the paper mean nothing; its protocol is --scale paper"
-    for scale in SCALES:
-        words, small = ["main", "--scale", scale, "--runs", str(tmp_path)], scale != "paper"
-        assert main(words) == 0
-        text = capsys.readouterr().out
-        table, _, below = text.rpartition("│")
-        assert "Tiny" in table
-        assert (said in text.partition("training")[0]) == (said in below) == small, scale
-        assert main([*words, "--plan"]) == 0
-        assert (said in capsys.readouterr().out) == small, scale
-
-
-def test_a_plan_has_the_time_of_a_run_and_paths_as_they_were_given(monkeypatch, capsys, tmp_path: Path) -> None:
-    """The kept runs of a clone that is the working folder have relative paths, as `--runs` has."""
-    clone = tmp_path / "clone"
-    config = as_dict(resolve_config(LUMP.recipe, None, [*scale_settings("paper", LUMP.recipe), *QUICK]))
-    keep(clone / "results" / "lump", config)
-    monkeypatch.setattr(found_runs, "KEPT", clone / "results")
-    monkeypatch.setattr(command, "TABLES", {"main": TINY})
-    for folder, kept, seconds, words in (
-        (clone, "results/lump", 0.2, "some seconds"),
-        (tmp_path, "clone/results/lump", 12.0, "at least 12 s"),
-        (tmp_path, "clone/results/lump", 7200.0, "at least 2 h"),
-    ):
-        monkeypatch.setattr(Estimate, "__call__", lambda estimate, config, seconds=seconds: seconds)
-        monkeypatch.chdir(folder)
-        assert main(["main", "--runs", "mine", "--plan", *QUICK]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        pending = f"pending: {PTLF} 0.7, {words}, in mine/digits-simsiam-ptlf-0.7-seed0"
-        assert lines[:3] == [f"done: {kept}", pending, f"2 runs: 1 done, 1 pending, {words}"]
 
 
 def test_what_is_refused(capsys, tmp_path: Path) -> None:

@@ -6,15 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import run_cli
+from conftest import QUICK, run_cli
 from faults import lasting
 
 pytestmark = pytest.mark.slow
 
-QUICK = [
-    "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",
-    "--training.batch", "128", "--device", "cpu", "--evaluation.gallery", "false",
-]  # fmt: skip
 RECIPES = ["digits/simsiam/finetune", "digits/simsiam/lump"]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Done, StopsIn, StopsInItsLastMoments, run_cli, tiny_config
+from conftest import QUICK, Done, StopsIn, StopsInItsLastMoments, run_cli, tiny_config
 from faults import lasting
 from PIL import Image
 from torch import nn
@@ -34,10 +34,7 @@ from ptlf.training.checkpoint import read_checkpoint
 from ptlf.training.process import Stopped, StopSignals
 from ptlf.training.trainer import EpochState, Trainer
 
-QUICK = [
-    "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2",
-    "--training.batch", "128", "--device", "cpu", "--evaluation.gallery", "false",
-]  # fmt: skip
+QUICK = [*QUICK, "--training.epochs", "2"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
-"""Whole runs on two tiny tasks: every member of every registry, what a run leaves behind, repeatability."""
+"""Whole runs on two tiny tasks: what freezes, what a run leaves behind, repeatability."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ptlf.core.errors import UserError
-from ptlf.methods import METHODS
-from ptlf.objectives import OBJECTIVES
 from ptlf.run import evaluator
-from ptlf.run.config import POLICIES, from_dict, read_yaml
+from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.folder import restore_encoder
 from ptlf.run.loop import Run
@@ -25,66 +22,6 @@ from ptlf.stream.packing import pack_folder
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import Trainer
 from ptlf.views.operations import CIFAR_MEAN, CIFAR_STD
-
-# Every objective with two methods, and every method with two objectives.
-PAIRS = list(dict.fromkeys(
-    (list(OBJECTIVES)[(number + shift) % len(OBJECTIVES)], method)
-    for shift in (0, 3)
-    for number, method in enumerate([*METHODS, *METHODS][: max(len(OBJECTIVES), len(METHODS))])
-))  # fmt: skip
-# With units that freeze; every policy with one of each.
-COMBINATIONS = [
-    *((objective, method, "correlation") for objective, method in [*PAIRS, ("supervised", "lump")]),
-    *(("simsiam", method, "none") for method in ("pnn", "lump")),
-    *(("simsiam", "lump", policy) for policy in sorted(POLICIES.keys() - {"none", "correlation"})),
-]
-
-
-def refusal(objective: str, method: str, policy: str) -> str | None:
-    """The combinations that make no sense, and what is said."""
-    if method == "pnn" and policy != "none":
-        return "chooses itself what trains"
-    return "the method mixes images" if objective == "supervised" and method == "lump" else None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("objective", "method", "policy"), COMBINATIONS)
-def test_every_member_trains_two_tasks_and_its_state_continues(tiny, objective: str, method: str, policy: str) -> None:
-    """With the states of model and method loaded, the next step's losses are the same to the bit."""
-    settings = {"method__name": method, "freezing__policy": policy, "freezing__final": 0.67}
-    if method == "pnn":
-        settings |= {"encoder__name": "conftest:tiny_resnet"}
-    config = tiny(f"digits/{objective}/finetune", **settings)
-    if message := refusal(objective, method, policy):
-        with pytest.raises(UserError, match=message):
-            Run(config)
-        return
-    run, fresh = Run(config), Run(config)
-    start = {name: value.clone() for name, value in run.model.encoder.state_dict().items()}
-    results = run.train()
-    assert results["status"] == "finished"
-    losses = [value for line in epoch_lines(results) for value in line["loss"].values()]
-    assert all(isinstance(value, float) and math.isfinite(value) for value in losses)
-    assert any(not torch.equal(start[name], value) for name, value in run.model.encoder.state_dict().items())
-    rows = 1 if METHODS[method].joint else 2
-    for probe in ("knn_task", "knn_class"):
-        assert len(results["probes"][probe]["matrix"]) == rows
-        assert 0 < results["probes"][probe]["accuracy"] <= 100
-    frozen = [name for entry in results["freezing"] for name in entry["order"]]
-    assert len(frozen) == (0 if policy == "none" or METHODS[method].joint else 2)  # floor(0.67 * 3 units)
-    fresh.model.load_state_dict(run.model.state_dict())
-    fresh.method.load_state_dict(run.method.state_dict())
-    steps = []
-    for each in (run, fresh):
-        each.model.train()
-        each.method.generator.manual_seed(0)
-        indices = torch.from_numpy(each.stream.tasks[-1].train[:64])
-        batch = each.trainer.load(indices, torch.Generator().manual_seed(0), each.method.draw(64))
-        steps.append(each.trainer.step(batch))
-    assert steps[0].keys() == steps[1].keys()
-    assert all(torch.equal(steps[0][name], steps[1][name]) for name in steps[0])
-    expected = {"cassle": "distill", "pfr": "distill", "si": "penalty", "der": "replay"}
-    assert expected.get(method, "ssl") in steps[1]
 
 
 def test_freezing_is_written_down_and_saves(tiny) -> None:

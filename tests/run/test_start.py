@@ -60,14 +60,6 @@ def test_the_memory_holds_a_sample(known: Path) -> None:
     assert other is not None and not torch.equal(other.images, memory.images)
 
 
-def test_few_images_are_used_several_times(known: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "few.npy", known_images(5)[0])
-    memory = filled(Run(config("lump", tmp_path / "few.npy", training__epochs=3))).method.memory
-    assert memory is not None and len(memory) == 15 == memory.count
-    assert len({image.tobytes() for image in memory.images[:15].numpy()}) == 5
-    assert len({view.numpy().tobytes() for view in memory.views[:15]}) == 15
-
-
 def test_der_stores_the_encoder_s_vectors(known: Path) -> None:
     run = Run(config("der", known))
     before = {name: value.clone() for name, value in run.model.state_dict().items()}

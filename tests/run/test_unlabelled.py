@@ -171,12 +171,6 @@ def test_columns_are_tested_all_together_on_images_of_no_task(world: Path, tmp_p
     assert learner.evaluate(["knn_task"], where)["knn_task"]["accuracy"] == expected
 
 
-def test_other_settings_are_still_refused(world: Path) -> None:
-    assert "leave out --stream.tasks" in run_cli("evaluate", world / "run", "--stream.tasks", "2", code=2).err
-    words = ["evaluate", world / "run", "--stream.labelled", "nowhere", "--trust-code"]
-    assert "no folder or file nowhere" in run_cli(*words, code=2).err
-
-
 def test_features_of_the_untrained_encoder_stand_beside_those_of_each_task(world: Path, tmp_path: Path) -> None:
     """Whether the days are known from the start or arrive one by one."""
     results = json.loads((world / "run" / "results.json").read_text())

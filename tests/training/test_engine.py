@@ -139,37 +139,6 @@ def test_what_is_compiled_does_not_keep_the_run(light_compiler, tiny) -> None:
     assert [p() for p in parameters] == [None] * len(parameters)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["lump", "cassle", "pnn"])
-def test_nothing_changes_under_an_engine_that_is_not_told(tiny, monkeypatch, method: str) -> None:
-    """A captured step repeats what it recorded: what trains, and what stands replaced, may change at `rebuild` only."""
-
-    class Recorded(engine.Engine):
-        shape: tuple = ()
-
-        def look(self) -> tuple:
-            trains = tuple(parameter.requires_grad for parameter in run.model.parameters())
-            return trains, module_variant(run.model), tuple(map(id, run.method.parameters()))
-
-        def rebuild(self, variant: str, addresses: engine.Addresses = ()) -> None:
-            self.shape = self.look()
-            if run.trainer.sampled is None:
-                rebuilt.append(len(run.freezing.freezer.frozen))
-
-        def __call__(self, batch):
-            assert self.look() == self.shape
-            return super().__call__(batch)
-
-    rebuilt: list[int] = []
-    settings = {"freezing__policy": "correlation", "freezing__final": 0.67}
-    if method == "pnn":
-        settings = {"encoder__name": "resnet18-mini"}
-    run = Run(tiny("digits/simsiam/finetune", method__name=method, training__epochs=3, **settings))
-    run.trainer.engine = Recorded(run.trainer.body, run.device)
-    run.train()
-    assert rebuilt == ([0, 0] if method == "pnn" else [0, 0, 1, 2])
-
-
 class Blocks(nn.Module):
     """Three alike blocks between other layers."""
 
@@ -580,35 +549,6 @@ def test_a_loss_that_depends_on_the_task_is_captured_for_every_task(tiny, record
         assert_same_run(*trained_both_ways(small_config(tiny, "simsiam", "finetune"), monkeypatch))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("objective", "method"), [("byol", "cassle"), ("mocov2plus", "pnn"), ("simsiam", "der")])
-def test_every_encoder_of_a_step_goes_through_the_accelerator(tiny, monkeypatch, objective: str, method: str) -> None:
-    """The model's and that of every copy: nothing is left to run slowly."""
-
-    class Door(Accelerator):
-        inside = False
-
-        def encode(self, encoder: nn.Module, images: torch.Tensor) -> torch.Tensor:
-            self.inside = True
-            try:
-                return super().encode(encoder, images)
-            finally:
-                self.inside = False
-
-    run = Run(small_config(tiny, objective, method, stream__per_class=8))
-    door, called = Door(), []
-    run.model.accelerator = door
-    for module in (*run.model.modules(), *run.method.modules()):
-        if isinstance(module, nn.Conv2d):
-            module.register_forward_pre_hook(lambda m, given: called.append(door.inside) if m.training else None)
-    for number, task in enumerate(run.stream.tasks[:2]):
-        run.method.begin_task(number, run.model)
-        run.trainer.rebuild()
-        for _ in run.trainer.epoch(task.train, 0, run.trainer.begin_epoch()):
-            pass
-    assert called and all(called)
-
-
 @pytest.mark.gpu
 def test_captured_bf16_follows_eager_float32(tiny) -> None:
     """Its loss curve, for 20 epochs with nothing frozen and 20 in which units freeze in a fixed order.
@@ -638,59 +578,8 @@ def test_captured_bf16_follows_eager_float32(tiny) -> None:
     assert max(captured) < 2 * max(max(distances) for distances in by_rounding)
 
 
-class Outside(TorchDispatchMode):
-    """Collects the tensors that are used and were not made here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used: dict[int, torch.Tensor] = {}
-        self.made: dict[int, torch.UntypedStorage] = {}
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        for tensor in tensors_in((args, kwargs)):
-            place = tensor.untyped_storage().data_ptr()
-            if place and place not in self.made:
-                self.used[place] = tensor
-        result = operator(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self.used:
-                self.made[storage.data_ptr()] = storage  # held, or another might take its place
-        return result
-
-
 def tensors_in(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("objective", "method"), PAIRS)
-def test_all_that_a_step_uses_is_held(tiny, objective: str, method: str) -> None:
-    """A graph that is kept has to find everything where it was: what a step uses without having made it is of the batch
-    or one of `held`."""
-    settings = {"method__name": method, "training__epochs": 1, "training__optimizer__momentum": 0.9}
-    if method == "pnn":
-        settings["encoder__name"] = "resnet18-mini"
-    else:
-        settings |= {"freezing__policy": "ascending", "freezing__final": 0.5}
-    run = Run(tiny(f"digits/{objective}/finetune", **settings))
-    plain, odd = run.trainer.step, []
-
-    def watched(batch: Batch) -> dict[str, torch.Tensor]:
-        with Outside() as outside:
-            losses = plain(batch)
-        given = tensors_in([batch.images, batch.labels, batch.uniforms, batch.draws])
-        held = [*run.trainer.held(), *given]
-        known = {tensor.untyped_storage().data_ptr() for tensor in held}
-        odd.extend(tensor for place, tensor in outside.used.items() if place not in known)
-        steps.append(len(outside.used))
-        return losses
-
-    steps: list[int] = []
-    run.trainer.engine.body = watched
-    run.train()
-    assert min(steps) > 20
-    assert odd == []
 
 
 def moved(run: Run, other: Run) -> float:
