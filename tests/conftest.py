@@ -115,13 +115,9 @@ class nothing_to_freeze(nn.Module):
 def tiny_config(name: str = "digits/simsiam/finetune", **dotted: Any) -> Config:
     """Two tasks of the digits, two epochs, three convolutions, no gallery; `training__epochs=1` overrides."""
     small = {
-        "stream.groups": [[0, 1], [2, 3]],
-        "encoder.name": "conftest:tiny_encoder",
-        "training.epochs": 2,
-        "training.batch": 128,
-        "evaluation.gallery": False,
-        "device": "cpu",
-    }
+        "stream.groups": [[0, 1], [2, 3]], "encoder.name": "conftest:tiny_encoder", "training.epochs": 2,
+        "training.batch": 128, "evaluation.gallery": False, "device": "cpu",
+    }  # fmt: skip
     settings = {**small, **{key.replace("__", "."): value for key, value in dotted.items()}}
     overrides = merge(Config, {}, *(nested(key, value) for key, value in settings.items()))
     return from_dict(merge(Config, recipe(name), overrides))

@@ -54,18 +54,12 @@ def results(name: str = "digits/simsiam/ptlf", *, tasks: int = 3, units: int = 4
         "freezing": freezing,
         "cost": {
             "learning_seconds": sum(e["seconds"] for e in epochs) + 3.0,
-            "train_seconds": sum(e["seconds"] for e in epochs),
-            "correlation_seconds": 1.0,
-            "rebuild_seconds": 0.1,
-            "eval_seconds": 2.0,
-            "backward_flops": sum(e["backward_flops"] for e in epochs),
-            "kept_bytes": epochs[-1]["kept_bytes"],
-            "peak_memory_bytes": None,
-            "last_peak_memory_bytes": None,
-            "per_task": [],
-            "per_epoch": to_columns(epochs),
+            "train_seconds": sum(e["seconds"] for e in epochs), "correlation_seconds": 1.0, "rebuild_seconds": 0.1,
+            "eval_seconds": 2.0, "backward_flops": sum(e["backward_flops"] for e in epochs),
+            "kept_bytes": epochs[-1]["kept_bytes"], "peak_memory_bytes": None, "last_peak_memory_bytes": None,
+            "per_task": [], "per_epoch": to_columns(epochs),
         },
-    }
+    }  # fmt: skip
 
 
 def pair() -> tuple[dict, dict]:
@@ -122,17 +116,10 @@ def entry(draw: random.Random, task: int, units: list[str], config: dict) -> dic
 
 def line(draw: random.Random, task: int, epoch: int, frozen: int) -> dict:
     return {
-        "task": task,
-        "epoch": epoch,
-        "loss": {"ssl": -draw.random()},
-        "seconds": draw.uniform(1, 1.2) * (1 - 0.03 * frozen),
-        "views_per_second": 1000.0,
-        "frozen": frozen,
-        "steps": 5,
-        "kept_bytes": 2**20 * (20 - frozen),
-        "backward_flops": 10**9 * (30 - frozen),
-        "peak_memory_bytes": None,
-    }
+        "task": task, "epoch": epoch, "loss": {"ssl": -draw.random()},
+        "seconds": draw.uniform(1, 1.2) * (1 - 0.03 * frozen), "views_per_second": 1000.0, "frozen": frozen, "steps": 5,
+        "kept_bytes": 2**20 * (20 - frozen), "backward_flops": 10**9 * (30 - frozen), "peak_memory_bytes": None,
+    }  # fmt: skip
 
 
 def write(folder: Path, made: dict, gallery: dict | None = None) -> Path:

@@ -29,12 +29,8 @@ pytestmark = pytest.mark.slow
 
 Settings = dict[str, Any]
 QUICK: Settings = {
-    "stream.per_class": 10,
-    "training.epochs": 1,
-    "training.batch": 14,
-    "training.lr": 0.1,
-    "probes.knn_class.k": 8,
-}
+    "stream.per_class": 10, "training.epochs": 1, "training.batch": 14, "training.lr": 0.1, "probes.knn_class.k": 8,
+}  # fmt: skip
 PLAIN: Settings = {"objective.projection": 16}
 SPLIT: Settings = {**PLAIN, "stream.groups": None, "stream.classes": 4, "stream.tasks": 2, "data_root": "one"}
 FOLDER: Settings = {**PLAIN, "stream.name": "folder", "stream.groups": None, "data_root": "one", "training.batch": 8}
@@ -60,14 +56,10 @@ BASES: dict[str, Settings] = {
     "evaluation.reference_test": {**PLAIN, "evaluation.reference": "images/one/pets"},
     "checkpoint.": SAVING,
     "probes.": {
-        **PLAIN,
-        "stream.per_class": 20,
-        "probes.knn_task.k": 15,
-        "probes.knn_class.k": 20,
-        "probes.linear.epochs": 10,
+        **PLAIN, "stream.per_class": 20, "probes.knn_task.k": 15, "probes.knn_class.k": 20, "probes.linear.epochs": 10,
         "probes.linear.lr": 1.0,
     },
-}
+}  # fmt: skip
 # What a key of one member of a family needs besides.
 SMALL: Settings = {"hidden": 16, "projection": 16, "queue": 32}  # where a member has such keys
 NEEDS: dict[str, Settings] = {
@@ -76,46 +68,19 @@ NEEDS: dict[str, Settings] = {
 }
 # Where half, double, the opposite or the next choice shows nothing or cannot be.
 VALUES: Settings = {
-    "log": ["tensorboard"],
-    "stream.name": "split-cifar10",
-    "stream.pack": "plants",
-    "stream.tasks": 1,
-    "stream.classes": 6,
-    "stream.per_class": 8,
-    "stream.class_order": "seeded",
-    "stream.groups": [[0, 2], [1, 3]],
-    "stream.labelled": "plants",
-    "data_root": "other",
-    "views.name": "lump",
-    "views.memory": "lump",
-    "views.size": 12,
-    "encoder.name": "conftest:dropping_encoder",
-    "encoder.weights": "weights.pt",
-    "objective.name": "supervised",
-    "resnet18-mini encoder.width": 4,
-    "vit-small encoder.patch": 8,
-    "vit-small encoder.heads": 2,
-    "si method.clip": 0.001,
-    "memory.images": "images/one/pets",
-    "evaluation.reference": "images/one/pets",
-    "freezing.policy.name": "ascending",
-    "cost_aware freezing.policy.sharpness": 0.0,
-    "freezing.initial": 0.34,
-    "freezing.shape": "constant",
-    "lars training.optimizer.eta": 1e-4,
-    "training.clip": 0.01,
-    "training.precision": "bf16",
-    "checkpoint.every_minutes": 1e-9,
-    "checkpoint.keep": 1,
-    "checkpoint.keep_tasks": 1,
-    "evaluation.tasks": "last:1",
-    "probes.knn_task.temperature": 0.02,
-    "probes.knn_class.temperature": 0.005,
-    "probes.linear.batch": 20,
-    "probes.linear.lr": 5.0,
-    "probes.linear.momentum": 0.0,
+    "log": ["tensorboard"], "stream.name": "split-cifar10", "stream.pack": "plants", "stream.tasks": 1,
+    "stream.classes": 6, "stream.per_class": 8, "stream.class_order": "seeded", "stream.groups": [[0, 2], [1, 3]],
+    "stream.labelled": "plants", "data_root": "other", "views.name": "lump", "views.memory": "lump", "views.size": 12,
+    "encoder.name": "conftest:dropping_encoder", "encoder.weights": "weights.pt", "objective.name": "supervised",
+    "resnet18-mini encoder.width": 4, "vit-small encoder.patch": 8, "vit-small encoder.heads": 2,
+    "si method.clip": 0.001, "memory.images": "images/one/pets", "evaluation.reference": "images/one/pets",
+    "freezing.policy.name": "ascending", "cost_aware freezing.policy.sharpness": 0.0, "freezing.initial": 0.34,
+    "freezing.shape": "constant", "lars training.optimizer.eta": 1e-4, "training.clip": 0.01,
+    "training.precision": "bf16", "checkpoint.every_minutes": 1e-9, "checkpoint.keep": 1, "checkpoint.keep_tasks": 1,
+    "evaluation.tasks": "last:1", "probes.knn_task.temperature": 0.02, "probes.knn_class.temperature": 0.005,
+    "probes.linear.batch": 20, "probes.linear.lr": 5.0, "probes.linear.momentum": 0.0,
     "probes.linear.weight_decay": 0.1,
-}
+}  # fmt: skip
 WITHOUT_EFFECT = {
     "cost_aware freezing.policy.savings": "has one choice",
     "recipe": "names the origin of the other settings",

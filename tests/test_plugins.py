@@ -31,35 +31,19 @@ pytestmark = pytest.mark.slow
 
 # The family, the member's name in it, and in its module.
 MEMBERS: list[tuple[Registry[Any], str, str]] = [
-    (STREAMS, "stripes", "STRIPES"),
-    (OBJECTIVES, "align", "Align"),
-    (METHODS, "shrink", "Shrink"),
-    (POLICIES, "descending", "Descending"),
-    (ENCODERS, "tiny", "TINY"),
-    (OPTIMIZERS, "rmsprop", "RMSprop"),
+    (STREAMS, "stripes", "STRIPES"), (OBJECTIVES, "align", "Align"), (METHODS, "shrink", "Shrink"),
+    (POLICIES, "descending", "Descending"), (ENCODERS, "tiny", "TINY"), (OPTIMIZERS, "rmsprop", "RMSprop"),
     (PROBES, "centroid", "Centroid"),
-]
+]  # fmt: skip
 # A value for each member's own key, by dotted key.
 KEYS = {
-    "stream.contrast": 80,
-    "objective.spread": 2.0,
-    "method.shrink": 0.1,
-    "freezing.policy.skip": 1,
-    "encoder.channels": 4,
-    "training.optimizer.alpha": 0.5,
-    "probes.centroid.power": 1.0,
-}
+    "stream.contrast": 80, "objective.spread": 2.0, "method.shrink": 0.1, "freezing.policy.skip": 1,
+    "encoder.channels": 4, "training.optimizer.alpha": 0.5, "probes.centroid.power": 1.0,
+}  # fmt: skip
 CHOSEN = {
-    "encoder": "tiny",
-    "freezing.policy": "descending",
-    "freezing.final": 0.5,
-    "training.optimizer": "rmsprop",
-    "training.lr": 0.01,
-    "training.epochs": 2,
-    "training.batch": 16,
-    "probes.centroid.enabled": "true",
-    "device": "cpu",
-}
+    "encoder": "tiny", "freezing.policy": "descending", "freezing.final": 0.5, "training.optimizer": "rmsprop",
+    "training.lr": 0.01, "training.epochs": 2, "training.batch": 16, "probes.centroid.enabled": "true", "device": "cpu",
+}  # fmt: skip
 RECIPE = "stripes/align/shrink"
 
 

@@ -313,16 +313,9 @@ def test_autocast_does_not_reach_the_views() -> None:
 
 
 CHANGES = {
-    "crop_scale": (0.5, 0.8),
-    "crop_ratio": (1.0, 1.0),
-    "interpolation": "bicubic",
-    "padding": 4,
-    "flip": 0.1,
-    "blur_sigma": (1.0, 1.5),
-    "blur_kernel": 3,
-    "mean": (0.1, 0.2, 0.3),
-    "std": (0.5, 0.5, 0.5),
-}
+    "crop_scale": (0.5, 0.8), "crop_ratio": (1.0, 1.0), "interpolation": "bicubic", "padding": 4, "flip": 0.1,
+    "blur_sigma": (1.0, 1.5), "blur_kernel": 3, "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.5, 0.5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(View)])

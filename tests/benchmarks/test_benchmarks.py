@@ -31,18 +31,12 @@ def made(recipe: str, epochs: list[dict[str, Any]], per_task: list[dict[str, Any
     config |= {"freezing": {"policy": {"name": "none"}}, "training": {"epochs": 4}}
     seconds = dict.fromkeys(("train_seconds", "correlation_seconds", "rebuild_seconds", "eval_seconds"), 1.5)
     return {
-        "schema": SCHEMA,
-        "name": recipe,
-        "config": {"recipe": recipe, **config},
+        "schema": SCHEMA, "name": recipe, "config": {"recipe": recipe, **config},
         **{name: [] for name in ("class_order", "eval_splits", "units", "freezing")},
-        "environment": {"device_name": "GPU"},
-        "commit": None,
-        "status": "finished",
-        "tasks": ["a", "b"],
+        "environment": {"device_name": "GPU"}, "commit": None, "status": "finished", "tasks": ["a", "b"],
         "probes": {"knn_task": {"settings": {}, "matrix": [], "accuracy": 90.0, "forgetting": 1.0}},
-        "cost": {**seconds, "backward_flops": 1, "per_epoch": to_columns(epochs), "per_task": per_task},
-        **more,
-    }
+        "cost": {**seconds, "backward_flops": 1, "per_epoch": to_columns(epochs), "per_task": per_task}, **more,
+    }  # fmt: skip
 
 
 def spent(*tasks: tuple[float, float, float]) -> list[dict[str, Any]]:

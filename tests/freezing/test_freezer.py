@@ -244,15 +244,10 @@ def test_layers_and_norms_of_every_kind():
     torch.manual_seed(0)
     linear = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()]
     convolutions = [
-        nn.Conv2d(3, 8, 3, stride=2, bias=True),
-        nn.GroupNorm(2, 8),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(8, 8, 3, groups=4, dilation=2, padding=2),
-        nn.BatchNorm2d(8, affine=False),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(8, 4, 1),
-        nn.BatchNorm2d(4, track_running_stats=False),
-    ]
+        nn.Conv2d(3, 8, 3, stride=2, bias=True), nn.GroupNorm(2, 8), nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3, groups=4, dilation=2, padding=2), nn.BatchNorm2d(8, affine=False), nn.ReLU(inplace=True),
+        nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4, track_running_stats=False),
+    ]  # fmt: skip
     for model, x, sets in (
         (with_statistics(nn.Sequential(*linear, nn.Linear(8, 4))), torch.randn(5, 6), ("0", "3", "6", "0 6")),
         (nn.Sequential(*convolutions), images(2, 12), ("0 3", "3 6", "6")),

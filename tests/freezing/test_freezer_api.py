@@ -17,13 +17,9 @@ from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.schedule import FreezeSchedule
 
 ALL = (
-    "stem.conv",
-    "stages.0.0.conv1",
-    "stages.0.0.conv2",
-    "stages.1.0.conv1",
-    "stages.1.0.conv2",
+    "stem.conv", "stages.0.0.conv1", "stages.0.0.conv2", "stages.1.0.conv1", "stages.1.0.conv2",
     "stages.1.0.shortcut.0",
-)
+)  # fmt: skip
 
 
 def test_units_are_chosen_as_people_write_them():

@@ -10,16 +10,12 @@ from ptlf.freezing.kernels import FrozenLayer, MaskedReLU, fold, masked_relu, pa
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 CONVOLUTIONS = [
-    {"kernel_size": 3, "padding": 1},
-    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "padding": 1}, {"kernel_size": 3, "stride": 2, "padding": 1},
     {"kernel_size": (3, 5), "stride": (3, 2), "padding": (0, 2), "bias": False},
-    {"kernel_size": 3, "dilation": 2, "padding": 2, "groups": 2},
-    {"kernel_size": 7, "stride": 4, "padding": 3},
-    {"kernel_size": 1, "stride": 3},
-    {"kernel_size": 4, "padding": "same"},
-    {"kernel_size": 3, "padding": "valid"},
+    {"kernel_size": 3, "dilation": 2, "padding": 2, "groups": 2}, {"kernel_size": 7, "stride": 4, "padding": 3},
+    {"kernel_size": 1, "stride": 3}, {"kernel_size": 4, "padding": "same"}, {"kernel_size": 3, "padding": "valid"},
     {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
-]
+]  # fmt: skip
 
 
 def frozen(layer: nn.Module) -> nn.Module:

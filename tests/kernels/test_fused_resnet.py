@@ -18,13 +18,9 @@ from ptlf.methods.pnn import Columns
 pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.slow]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNITS = (
-    "stem.conv",
-    "stages.0.0.conv1",
-    "stages.0.0.conv2",
-    "stages.1.0.conv1",
-    "stages.1.0.conv2",
+    "stem.conv", "stages.0.0.conv1", "stages.0.0.conv2", "stages.1.0.conv1", "stages.1.0.conv2",
     "stages.1.0.shortcut.0",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

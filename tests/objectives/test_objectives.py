@@ -150,14 +150,9 @@ def test_distillation_by_hand(name: str) -> None:
     contrastive = (pick_own(logits) + pick_own(logits.T)) / 2
     crossed = [barlow_twins_loss(torch.tensor(a), torch.tensor(b), 5e-3).item() for a, b in zip(p, z, strict=True)]
     expected = {
-        "simsiam": -cosine,
-        "supervised": -cosine,
-        "byol": 2 - 2 * cosine,
-        "barlow_twins": np.mean(crossed),
-        "mocov2plus": contrastive,
-        "simclr": contrastive,
-        "vicreg": 25 * np.mean((p - z) ** 2),
-    }[name]
+        "simsiam": -cosine, "supervised": -cosine, "byol": 2 - 2 * cosine, "barlow_twins": np.mean(crossed),
+        "mocov2plus": contrastive, "simclr": contrastive, "vicreg": 25 * np.mean((p - z) ** 2),
+    }[name]  # fmt: skip
     assert objective.distill(list(torch.tensor(p)), list(torch.tensor(z))).item() == pytest.approx(expected, abs=1e-9)
     predicted = torch.tensor(p, requires_grad=True)
     assert torch.autograd.gradcheck(lambda v: objective.distill(list(v), list(torch.tensor(z))), (predicted,))

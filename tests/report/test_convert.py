@@ -39,15 +39,11 @@ def old_config(policy: str = "cost_aware", recipe: str = "s/o/ptlf-cost", method
         "freezing": {"policy": policy, "final": 0.4, "savings": "seconds", "batches": 8},
         "training": {"optimizer": "lars", "lr": 0.3, "momentum": 0.9, "weight_decay": 1e-4, "batch": 64},
         "evaluation": {
-            "enabled": True,
-            "gallery": False,
-            "knn_task": {"k": None},
-            "knn_class": {"k": 20},
-            "linear": {"enabled": False, "epochs": 100},
-            "ridge": {"enabled": True, "penalty": 0.001},
+            "enabled": True, "gallery": False, "knn_task": {"k": None}, "knn_class": {"k": 20},
+            "linear": {"enabled": False, "epochs": 100}, "ridge": {"enabled": True, "penalty": 0.001},
         },
         "checkpoint": {"keep": 2},
-    }
+    }  # fmt: skip
 
 
 def old_results() -> dict[str, Any]:

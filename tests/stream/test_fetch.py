@@ -186,17 +186,12 @@ def jpeg(shade: int) -> bytes:
 
 
 TINY = {
-    "train/n02/images/n02_0.JPEG": jpeg(20),
-    "train/n02/n02_boxes.txt": b"n02_0.JPEG\t0\t0\t63\t63\n",
-    "train/n01/images/n01_1.JPEG": jpeg(11),
-    "train/n01/images/n01_0.JPEG": jpeg(10),
-    "train/n01/n01_boxes.txt": b"",
-    "val/images/val_0.JPEG": jpeg(120),
-    "val/images/val_1.JPEG": jpeg(111),
+    "train/n02/images/n02_0.JPEG": jpeg(20), "train/n02/n02_boxes.txt": b"n02_0.JPEG\t0\t0\t63\t63\n",
+    "train/n01/images/n01_1.JPEG": jpeg(11), "train/n01/images/n01_0.JPEG": jpeg(10), "train/n01/n01_boxes.txt": b"",
+    "val/images/val_0.JPEG": jpeg(120), "val/images/val_1.JPEG": jpeg(111),
     "val/val_annotations.txt": b"val_0.JPEG\tn02\t0\t0\t1\t1\nval_1.JPEG\tn01\t0\t0\t1\t1\n",
-    "test/images/test_0.JPEG": jpeg(200),
-    "wnids.txt": b"n02\nn01\n",
-}
+    "test/images/test_0.JPEG": jpeg(200), "wnids.txt": b"n02\nn01\n",
+}  # fmt: skip
 
 
 def test_tinyimagenet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,16 +152,9 @@ def test_the_file_is_closed_with_its_source(file) -> None:
 
 def packed_run(root: Path, resident: bool, out: Path | None = None, **more) -> Run:
     config = tiny_config(
-        "digits/simsiam/ptlf",
-        stream__name="folder",
-        stream__pack="numbers",
-        stream__resident=resident,
-        data_root=str(root),
-        freezing__final=0.67,
-        training__batch=32,
-        stream__per_class=48,
-        **more,
-    )
+        "digits/simsiam/ptlf", stream__name="folder", stream__pack="numbers", stream__resident=resident,
+        data_root=str(root), freezing__final=0.67, training__batch=32, stream__per_class=48, **more,
+    )  # fmt: skip
     return Run(config, out)
 
 

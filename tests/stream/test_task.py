@@ -100,14 +100,9 @@ def test_folder_stream_needs_a_pack_and_tasks(tmp_path) -> None:
     with pytest.raises(UserError, match=r"needs stream\.pack"):
         open_stream(StreamConfig(name="folder"), STREAMS["folder"], tmp_path, 0)
     pack_folder(
-        tree(tmp_path / "source", "a", "b", files=5),
-        tmp_path,
-        "mine",
-        size=8,
-        workers=1,
-        test_fraction=0.2,
+        tree(tmp_path / "source", "a", "b", files=5), tmp_path, "mine", size=8, workers=1, test_fraction=0.2,
         progress=False,
-    )
+    )  # fmt: skip
     with pytest.raises(UserError, match=r"needs stream\.tasks"):
         open_stream(StreamConfig(name="folder", pack="mine"), STREAMS["folder"], tmp_path, 0)
     stream = open_stream(StreamConfig(name="folder", pack="mine", tasks=2), STREAMS["folder"], tmp_path, 0)

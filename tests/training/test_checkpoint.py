@@ -209,18 +209,12 @@ def test_files_are_ordered_by_position_and_old_ones_go(tmp_path) -> None:
 
 def test_when_it_is_time(tmp_path) -> None:
     rows = [
-        ({}, Position(0, 1), True),
-        ({}, Position(0, 0, 7), False),
-        ({}, Position(3), True),
-        ({"every_epochs": 3}, Position(0, 2), False),
-        ({"every_epochs": 3}, Position(0, 6), True),
-        ({"every_epochs": 0}, Position(0, 6), False),
-        ({"every_epochs": 0}, Position(1), True),
-        ({"every_steps": 5}, Position(0, 2, 10), True),
-        ({"every_steps": 5}, Position(0, 2, 11), False),
-        ({"every_minutes": 1e-9}, Position(0, 2, 11), True),
-        ({"every_minutes": 60}, Position(0, 2, 11), False),
-    ]
+        ({}, Position(0, 1), True), ({}, Position(0, 0, 7), False), ({}, Position(3), True),
+        ({"every_epochs": 3}, Position(0, 2), False), ({"every_epochs": 3}, Position(0, 6), True),
+        ({"every_epochs": 0}, Position(0, 6), False), ({"every_epochs": 0}, Position(1), True),
+        ({"every_steps": 5}, Position(0, 2, 10), True), ({"every_steps": 5}, Position(0, 2, 11), False),
+        ({"every_minutes": 1e-9}, Position(0, 2, 11), True), ({"every_minutes": 60}, Position(0, 2, 11), False),
+    ]  # fmt: skip
     for settings, position, due in rows:
         assert Checkpoints(tmp_path, CheckpointConfig(**settings)).due(position) is due, (settings, position)
 
@@ -418,28 +412,18 @@ def test_every_member_resumes_bit_exactly(tiny, tmp_path, row: str) -> None:
     objective, method, optimizer = row.split()
     policy = "ascending" if METHODS[method].freezable else "none"
     config = tiny(
-        f"digits/{objective}/finetune",
-        method__name=method,
-        training__optimizer=optimizer,
-        freezing__policy=policy,
-        freezing__final=0.67,
-        encoder__name=f"conftest:tiny_{'resnet' if method == 'pnn' else 'encoder'}",
-        stream__per_class=48,
-        training__batch=32,
-    )
+        f"digits/{objective}/finetune", method__name=method, training__optimizer=optimizer, freezing__policy=policy,
+        freezing__final=0.67, encoder__name=f"conftest:tiny_{'resnet' if method == 'pnn' else 'encoder'}",
+        stream__per_class=48, training__batch=32,
+    )  # fmt: skip
     assert_resumes(config, tmp_path, 2, -3)
 
 
 def test_every_step_is_a_place_to_go_on_from(tiny, tmp_path) -> None:
     config = tiny(
-        "digits/simsiam/ptlf",
-        evaluation__gallery=True,
-        freezing__final=0.67,
-        training__schedule="cosine",
-        training__warmup=1,
-        training__batch=32,
-        stream__per_class=48,
-    )
+        "digits/simsiam/ptlf", evaluation__gallery=True, freezing__final=0.67, training__schedule="cosine",
+        training__warmup=1, training__batch=32, stream__per_class=48,
+    )  # fmt: skip
     assert_resumes(config, tmp_path, every_step=True)
     gallery = [(tmp_path / name / "gallery.json").read_text() for name in ("alone", "stopped")]
     assert gallery[0] == gallery[1]

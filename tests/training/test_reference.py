@@ -23,13 +23,9 @@ pytestmark = pytest.mark.slow
 # Shares of the peak rate: an epoch of warm-up, then half a cosine, three steps each.
 RATES = (0, 1 / 3, 2 / 3, 1, 0.75, 0.25)
 SETTINGS = {
-    "training__schedule": "cosine",
-    "training__warmup": 1,
-    "training__optimizer__weight_decay": 0.1,
-    "evaluation__enabled": False,
-    "encoder__name": "conftest:smooth_encoder",
-    "objective__projection": 16,
-}
+    "training__schedule": "cosine", "training__warmup": 1, "training__optimizer__weight_decay": 0.1,
+    "evaluation__enabled": False, "encoder__name": "conftest:smooth_encoder", "objective__projection": 16,
+}  # fmt: skip
 # Widths, where an objective or method has them, and a penalty that counts.
 SMALL = {
     "objective": {"hidden": 16, "bottleneck": 8},
@@ -263,16 +259,10 @@ def ratios_by_hand(
 def test_ratios_of_a_run_equal_those_by_hand(tiny, batch_statistics: bool) -> None:
     """Before every epoch: the past as it was when the task began, the new task's gradient in train mode."""
     config = tiny(
-        "digits/simsiam/ptlf",
-        training__epochs=3,
-        evaluation__enabled=False,
-        objective__projection=16,
-        freezing__final=0.67,
-        freezing__update="per-epoch",
-        freezing__threshold=0.9,
-        freezing__batches=2,
+        "digits/simsiam/ptlf", training__epochs=3, evaluation__enabled=False, objective__projection=16,
+        freezing__final=0.67, freezing__update="per-epoch", freezing__threshold=0.9, freezing__batches=2,
         freezing__batch_statistics=batch_statistics,
-    )
+    )  # fmt: skip
     run = Run(config)
     twin, original = deepcopy(run.model), run.evaluator.correlate
     past: list[Tensor] = []

@@ -38,17 +38,10 @@ from ptlf.run.watcher import Watcher
 from ptlf.training import engine, trainer
 
 COMMON: dict[str, Any] = {
-    "stream__per_class": 48,
-    "training__epochs": 2,
-    "training__batch": 32,
-    "training__lr": 0.01,
-    "training__last_batch": "drop",
-    "freezing__policy": "correlation",
-    "freezing__initial": 0.34,
-    "freezing__final": 0.67,
-    "freezing__batches": 1,
-    "probes__linear__enabled": False,
-}
+    "stream__per_class": 48, "training__epochs": 2, "training__batch": 32, "training__lr": 0.01,
+    "training__last_batch": "drop", "freezing__policy": "correlation", "freezing__initial": 0.34,
+    "freezing__final": 0.67, "freezing__batches": 1, "probes__linear__enabled": False,
+}  # fmt: skip
 prepare, measure_savings = Components.prepare, build.measure_savings
 ONE_EPOCH = {"training__epochs": 1}
 # Every objective with its distillation, and every method; the last run with batch norms that are not synchronised.
@@ -69,15 +62,9 @@ RUNS: dict[str, dict[str, Any]] = {
 
 FROZEN = [(), ("stem.conv", "stages.0.0.conv2", "stages.1.0.shortcut.0")]
 RESIDUAL: dict[str, Any] = {
-    "encoder__name": "conftest:tiny_resnet",
-    "stream__per_class": 8,
-    "views__size": 8,
-    "training__batch": 8,
-    "training__lr": 0.01,
-    "memory__size": 24,
-    "evaluation__enabled": False,
-    "freezing__policy": "ascending",
-}
+    "encoder__name": "conftest:tiny_resnet", "stream__per_class": 8, "views__size": 8, "training__batch": 8,
+    "training__lr": 0.01, "memory__size": 24, "evaluation__enabled": False, "freezing__policy": "ascending",
+}  # fmt: skip
 FAST_RUNS: dict[str, dict[str, Any]] = {
     "simsiam lump": {},
     "barlow_twins der": {"objective__projection": 16},
@@ -86,17 +73,11 @@ FAST_RUNS: dict[str, dict[str, Any]] = {
 
 GPU = torch.cuda.is_available()
 ALONE: dict[str, Any] = {
-    **RESIDUAL,
-    "encoder__name": "resnet18" if GPU else "conftest:tiny_resnet",
-    "stream__groups": [[0, 1], [2, 3]],
-    "stream__per_class": None if GPU else 48,
-    "training__epochs": 3,
-    "training__batch": 32,
-    "training__last_batch": "drop",
-    "freezing__initial": 0.2,
-    "freezing__final": 0.4,
+    **RESIDUAL, "encoder__name": "resnet18" if GPU else "conftest:tiny_resnet", "stream__groups": [[0, 1], [2, 3]],
+    "stream__per_class": None if GPU else 48, "training__epochs": 3, "training__batch": 32,
+    "training__last_batch": "drop", "freezing__initial": 0.2, "freezing__final": 0.4,
     "device": "cuda" if GPU else "cpu",
-}
+}  # fmt: skip
 
 
 def encode_double(model: Model, views: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
@@ -180,16 +161,12 @@ def train(name: str) -> dict[str, Any]:
     notes = Notes(run)
     results = run.train(notes if processes.is_first() else None)
     return {
-        "gradients": notes.gradients,
-        "sent": notes.sent,
-        "freezing": results["freezing"],
+        "gradients": notes.gradients, "sent": notes.sent, "freezing": results["freezing"],
         "probes": {probe: found["matrix"] for probe, found in results["probes"].items()},
-        "per_epoch": epoch_lines(results),
-        "model": run.model.state_dict(),
-        "method": run.method.state_dict(),
+        "per_epoch": epoch_lines(results), "model": run.model.state_dict(), "method": run.method.state_dict(),
         "unit_bytes": {unit.name: sum(p.nbytes for p in unit.parameters()) for unit in run.freezing.freezer.units},
         "random": run.components.random.state_dict(),
-    }
+    }  # fmt: skip
 
 
 def steps(name: str, *, fast: bool) -> list[dict[str, Any]]:
