@@ -343,16 +343,13 @@ def test_the_protocols_settings() -> None:
 # ---------------------------------------------------------------- evaluation, errors
 
 
-def test_normalise_crops_at_the_centre() -> None:
+def test_normalise_crops_at_the_centre_and_enlarges_as_pillow_does() -> None:
     images = photos(3, 40, 37)
     mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
     whole = (to_float(images) - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     torch.testing.assert_close(V.normalise(torch.from_numpy(images), mean, std), whole)
     centre = V.normalise(torch.from_numpy(images), mean, std, 32)
     torch.testing.assert_close(centre, whole[:, :, 4:36, 2:34])  # (37 - 32) / 2 rounds to even, as in torchvision
-
-
-def test_normalise_enlarges_small_images_as_pillow_does() -> None:
     images = photos(3, 8, 12)
     ours = V.normalise(torch.from_numpy(images), (0.0,) * 3, (1.0,) * 3, 16)
     for i in range(3):

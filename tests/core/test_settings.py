@@ -52,13 +52,10 @@ def test_wrong_values_are_named(dotted: str, value: object, message: str) -> Non
     assert str(error.value).startswith(message)
 
 
-def test_text_reads_as_numbers_lists_and_words() -> None:
+def test_text_reads_as_the_setting_needs_it() -> None:
     values = {"2": 2, "1e-3": "1e-3", "true": True, "null": None, "[1, a]": [1, "a"], "a: b: c": "a: b: c"}
     assert {text: parse(text) for text in values} == values
     assert from_dict(nested("training.lr", "1e-3")).training.lr == 1e-3  # YAML takes 1e-3 for text
-
-
-def test_text_stays_text_where_a_setting_is_text_and_integers_are_decimal() -> None:
     for word in ("010", "12:30", "1e-3", "1_000", "1.50", "no", "2020-01-02", "7"):
         for values in (parse_overrides(Config, ["--stream.pack", word]), {"stream": load_yaml(f"pack: {word}")}):
             assert from_dict(values).stream.pack == word
@@ -73,7 +70,7 @@ def test_text_stays_text_where_a_setting_is_text_and_integers_are_decimal() -> N
     assert from_dict(nested("stream.groups", [[0, "bird"], [2]])).stream.groups == [[0, "bird"], [2]]
 
 
-def test_merge_keeps_a_section_unless_it_is_renamed() -> None:
+def test_merging_reaches_sections_within_sections_and_renames_them() -> None:
     base = {"method": {"name": "lump", "alpha": 1}, "seed": 1}
     assert merged(base, {"method": {"alpha": 2}}) == {"method": {"name": "lump", "alpha": 2}, "seed": 1}
     assert merged(base, {"method": {"name": "finetune"}})["method"] == {"name": "finetune"}
@@ -81,9 +78,6 @@ def test_merge_keeps_a_section_unless_it_is_renamed() -> None:
     assert merged({"method": {"alpha": 3}}, {"method": {"name": "lump"}})["method"] == {"alpha": 3, "name": "lump"}
     views = {"views": {"name": "lump", "size": 224}}  # which belongs to no particular views
     assert merged(views, {"views": {"name": "cassle-moco"}})["views"] == {"name": "cassle-moco", "size": 224}
-
-
-def test_merge_reaches_sections_within_sections() -> None:
     base = {"training": {"lr": 1, "optimizer": {"name": "lars", "momentum": 0.5, "eta": 1}}}
     kept = merged(base, {"training": {"optimizer": {"eta": 2}}})
     assert kept == {"training": {"lr": 1, "optimizer": {"name": "lars", "momentum": 0.5, "eta": 2}}}
@@ -111,14 +105,11 @@ def test_plain_text_is_the_name_of_a_section() -> None:
     assert parse_overrides(Config, words) == {**mapping, "freezing": {"policy": "ascending"}}
 
 
-def test_every_probe_has_its_settings_whatever_is_given() -> None:
+def test_every_probe_has_its_settings_and_every_key_a_help_text() -> None:
     config = from_dict({"probes": {"linear": {"enabled": True}}})
     assert list(config.probes) == list(PROBES)
     assert [name for name, probe in config.probes.items() if probe.enabled] == ["knn_task", "knn_class", "linear"]
     assert list(as_dict(config)["probes"]["knn_class"]) == ["enabled", "k", "temperature"]
-
-
-def test_every_key_has_a_help_text() -> None:
     rows = describe(Config)
     assert {"training.epochs", "method.alpha", "objective.redundancy", "probes.knn_class.k"} <= {r[0] for r in rows}
     assert [key for key, _, about in rows if not about] == []

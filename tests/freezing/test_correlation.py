@@ -341,7 +341,7 @@ def test_low_precision_inputs_are_summed_in_float64_and_an_unbatched_image_is_on
     assert torch.equal(*one)
 
 
-def test_leading_eigenvectors_by_hand():
+def test_eigenvectors_and_the_ratio_by_hand():
     values = torch.tensor([1.0, 90.0, 9.0, 0.0], dtype=torch.float64)
     kept = {0.5: 1, 0.9: 1, 0.91: 2, 0.99: 2, 0.995: 3, 1.0: 3}
     for threshold, k in kept.items():
@@ -354,9 +354,6 @@ def test_leading_eigenvectors_by_hand():
         assert leading_eigenvectors(rotated, 1.0).shape == (4, 3)  # without the null space
     batch = leading_eigenvectors(torch.stack([torch.diag(values), torch.eye(4).double(), torch.zeros(4, 4)]), 0.9)
     assert [int(basis.norm(dim=0).round().sum()) for basis in batch] == [1, 4, 0]
-
-
-def test_projection_ratio_by_hand():
     basis = torch.eye(3, dtype=torch.float64)[:, :1]
     assert projection_ratio([torch.tensor([[3.0, 4.0, 0.0]])], [basis]) == pytest.approx(0.6)
     assert projection_ratio([torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 4.0]])], [basis]) == pytest.approx(0.6)

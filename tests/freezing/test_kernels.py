@@ -38,15 +38,12 @@ def test_frozen_convolution_equals_pytorch(arguments, memory_format):
         assert gradient.is_contiguous(memory_format=memory_format)
 
 
-def test_one_image_without_a_batch_and_nothing_to_pass_on():
+def test_frozen_convolution_keeps_its_weight_alone_and_takes_one_image():
     layer, x = frozen(nn.Conv2d(3, 4, 3)), torch.randn(3, 8, 8)
     torch.testing.assert_close(FrozenLayer(layer)(x), layer(x))
     assert not masked_relu(FrozenLayer(layer)(x[None])).requires_grad
     with torch.autocast("cpu", torch.bfloat16):  # leaves double alone, like PyTorch
         assert FrozenLayer(layer.double())(x.double()).dtype == torch.float64
-
-
-def test_frozen_convolution_keeps_its_weight_alone():
     layer = frozen(nn.Conv2d(4, 8, 3))
     x = torch.randn(2, 4, 16, 16, requires_grad=True)
     assert kept_bytes(lambda: layer(x), layer.parameters()) == x.numel() * 4
@@ -140,7 +137,7 @@ def test_masked_relu_equals_relu_on_one_bit_per_element(memory_format):
     assert kept_bytes(lambda: F.relu(x)) == x.numel() * 4
 
 
-def test_masked_relu_of_odd_tensors():
+def test_relus_of_odd_tensors_and_in_place():
     """Expanded, transposed or sliced, and with an upstream gradient that is not finite."""
     for view in (lambda t: t.t(), lambda t: t[:, :1].expand(-1, 5), lambda t: t[:, ::2]):
         x = torch.randn(6, 7, requires_grad=True)
@@ -150,9 +147,6 @@ def test_masked_relu_of_odd_tensors():
     x = torch.tensor([-1.0, 1.0], requires_grad=True)
     (gradient,) = torch.autograd.grad(masked_relu(x), x, torch.tensor([float("inf"), 2.0]))
     assert gradient.tolist() == [0.0, 2.0]
-
-
-def test_in_place_relu_stays_in_place():
     x = torch.randn(4, 8, requires_grad=True)
     for relu in (nn.ReLU(inplace=True), MaskedReLU(nn.ReLU(inplace=True))):
         y = x * 1

@@ -105,9 +105,6 @@ def test_cost_aware_by_hand():
     ):
         found = cost_aware(sharpness).choose(len(expected), candidates, frozen, Context(UNITS, ratios, savings))
         assert found == expected, (sharpness, ratios, frozen)
-
-
-def test_cost_aware_begins_a_prefix_that_pays_once_it_is_long_enough():
     # Alone a saves less than d; a, b and c together end the input gradients of b, c and d.
     savings = {"a": Saving(0, 1, 0), "b": Saving(2, 4, 0), "c": Saving(2, 10, 0), "d": Saving(6, 10, 0)}
     context = Context(UNITS, dict.fromkeys(UNITS, 0.9), savings)
@@ -117,9 +114,6 @@ def test_cost_aware_begins_a_prefix_that_pays_once_it_is_long_enough():
     assert CostAware().choose(3, UNITS, [], context) == ["a", "b", "c"]
     context.ratios = {"a": 0.9, "b": 0.5, "c": 0.5, "d": 0.9}  # low ratios among them count against all
     assert CostAware().choose(1, UNITS, [], context) == ["d"]
-
-
-def test_cost_aware_takes_a_difference_by_rounding_for_a_tie():
     # (0.2 + 0.1) + 0.3 is larger than (0.3 + 0.2) + 0.1 in floating point, and would put e before b.
     units = ["a", "b", "c", "d", "e"]
     savings = {name: Saving(cost, 0.0, 0) for name, cost in zip(units, [0.1, 0.3, 0.2, 0.1, 0.3], strict=True)}
@@ -141,7 +135,7 @@ class Small(nn.Module):
         return self.head(x.flatten(2).mT)  # (B, 16 positions, 4)
 
 
-def test_flops_agree_with_those_of_a_real_backward():
+def test_savings_agree_with_a_real_backward():
     torch.manual_seed(0)
     module, example = Small(), torch.randn(5, 3, 8, 8, requires_grad=True)
     units = [Unit(name, module.get_submodule(name)) for name in ("stem", "same", "down", "head")]
@@ -152,9 +146,6 @@ def test_flops_agree_with_those_of_a_real_backward():
     assert module.training and not any(part._forward_hooks for part in module.modules())
     normed = [Unit("stem", module.stem, module.norm, "norm"), *units[1:]]  # a norm keeps what the layer gives it
     assert measure_savings(module, normed, example)["stem"].bytes == (5 * 3 * 64 + 5 * 8 * 64) * 4
-
-
-def test_savings_of_a_layer_called_twice():
     layer = nn.Linear(6, 6)
     twice = measure_savings(nn.Sequential(layer, layer), [Unit("layer", layer)], torch.randn(3, 6))
     assert twice["layer"] == Saving(2 * 2 * 36 * 3, 2 * 2 * 36 * 3, 2 * 3 * 6 * 4)

@@ -8,7 +8,7 @@ import pytest
 from ptlf.freezing.schedule import FreezeSchedule
 
 
-def test_shapes_by_hand():
+def test_shapes_and_counts_by_hand():
     half = math.sqrt(0.5)
     for shape, expected in {
         "cosine": [0.1, 0.1 + 0.2 * (1 - half), 0.3, 0.1 + 0.2 * (1 + half), 0.5],
@@ -21,9 +21,6 @@ def test_shapes_by_hand():
     assert [FreezeSchedule(0.0, 0.4, epochs=5).count(epoch, 20) for epoch in range(5)] == [0, 1, 4, 6, 8]
     assert FreezeSchedule(0.1, 0.7, epochs=200)(199) == 0.7 and FreezeSchedule(0.0, 0.4, epochs=5).most(20) == 8
     assert FreezeSchedule(0.5, 0.4, epochs=2, shape="constant")(0) == 0.4
-
-
-def test_count_rounds_down_but_not_through_floating_point():
     for final, units, count in [(0.29, 100, 29), (0.39, 20, 7), (1.0, 20, 20)]:  # 0.29 * 100 < 29; 7.8
         assert FreezeSchedule(0, final, epochs=1).count(0, units) == count
 

@@ -92,22 +92,15 @@ def test_a_forward_of_one_s_own_is_called(head: MLP) -> None:
     torch.testing.assert_close(each_view(fused(head), views_of(2)), [head(view) for view in views_of(2)])
 
 
-def test_hooks_are_called_for_each_view() -> None:
+def test_views_and_their_hooks_stay_apart() -> None:
     head, called = fused(mlp(6, 9, 5).to(DEVICE)), []
     for module in (head, head[1]):
         module.register_forward_hook(lambda module, given, out: called.append(len(out)))
     each_view(head, views_of(2))
     assert called == [7, 7, 7, 7]
-
-
-def test_views_of_different_sizes_stay_apart() -> None:
     head = fused(mlp(6, 9, 5).to(DEVICE))
     views = [views_of(2)[0], views_of(2)[1][:3]]
     assert [len(rows) for rows in each_view(head, views)] == [7, 3]
-
-
-def test_rows_of_a_norm_s_kernel_are_those_of_its_view() -> None:
-    """Statistics over both views would give another result."""
     head = fused(mlp(6, 9, 5).to(DEVICE))
     views = views_of(2)
     apart = each_view(head, views)

@@ -123,7 +123,7 @@ def frozen_in_epochs_3_and_5(tmp_path: Path) -> Comparison:
     return compare(tmp_path, results)
 
 
-def test_the_freezing_map_is_filled_from_the_epoch_of_the_freeze_on(frozen_in_epochs_3_and_5: Comparison) -> None:
+def test_maps_and_costs_show_the_epoch_of_a_freeze(frozen_in_epochs_3_and_5: Comparison) -> None:
     (group,) = frozen_in_epochs_3_and_5.groups
     first, second, third, _ = group.first["units"]
     bars = [figures.frozen_bars(group, 2, unit, 6, 6) for unit in (first, second, third)]
@@ -132,9 +132,6 @@ def test_the_freezing_map_is_filled_from_the_epoch_of_the_freeze_on(frozen_in_ep
     assert figures.frozen_bars(two, 2, first, 6, 6) == [(8, 4, "heat6")]  # in one of two seeds
     (axes,) = figures.freezing_map(group, COLOURS).axes
     assert axes.get_xlim() == (0, 12) and len(axes.collections) == 4
-
-
-def test_costs_by_epoch_mark_the_epoch_of_the_freeze(frozen_in_epochs_3_and_5: Comparison) -> None:
     (figure,) = cost_section(frozen_in_epochs_3_and_5).figures
     assert [picture.name for picture in figure.pictures] == ["cost-seconds", "cost-kept_bytes", "cost-backward_flops"]
     for picture in figure.pictures:

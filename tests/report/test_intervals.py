@@ -26,15 +26,12 @@ def test_wilson_solves_its_equation(percent: float, images: int) -> None:
     assert wilson(percent, images) == pytest.approx(sorted(100 * ends.real))
 
 
-def test_the_mean_of_splits_counts_as_the_images_whose_share_varies_as_much() -> None:
+def test_as_how_many_images_a_mean_counts() -> None:
     assert images_of_mean([50, 50, 50]) == pytest.approx(150)
     rng, counts = np.random.default_rng(0), [20, 80]
     means = np.mean([rng.binomial(n, 0.7, 200_000) / n for n in counts], axis=0)
     assert images_of_mean(counts) == pytest.approx(0.7 * 0.3 / means.var(), rel=0.02)
     assert images_of_mean([]) is None
-
-
-def test_only_splits_that_were_tested_count() -> None:
     results = made_up.results() | {"test_images": [10, 20, 40]}
     results["probes"]["knn_task"]["matrix"][-1] = [50.0, None, 60.0]
     assert images_behind(results, "knn_task", "accuracy") == images_of_mean([10, 40])

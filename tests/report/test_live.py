@@ -170,7 +170,7 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path) -> None:
     assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "finished"
 
 
-def test_a_long_phase_is_told_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_phases_are_told_now_and_then_and_the_time_left_is_of_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     out, now = shown_by(monkeypatch, terminal=False), 0.0
     bar = Live("x", clock=lambda: now)
     with bar.phase("testing", 1500) as advance:
@@ -178,10 +178,6 @@ def test_a_long_phase_is_told_now_and_then_without_a_terminal(monkeypatch: pytes
             now += EVERY / 2
             advance(500)
     assert out.getvalue().splitlines() == ["  testing: 1,500 images", "  testing: 1,000 of 1,500 images"]
-
-
-def test_the_time_left_is_of_the_task_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run resumed in the last epoch of its first task; the epochs of the second take longer."""
     out, now = shown_by(monkeypatch, terminal=False), 0.0
     bar = Live("x", clock=lambda: now)
     bar.begin(["about"], tasks=3, epochs=5, units=9, frozen=0, done=4)

@@ -77,12 +77,17 @@ def test_it_is_said_what_stands_behind_a_plus_minus_and_in_brackets(names: tuple
     assert (brackets in console.file.getvalue()) == (len(names) == 2)
 
 
-def test_a_list_names_its_runs_in_full(capsys) -> None:
+def test_names_stay_whole_in_80_columns(capsys) -> None:
     lump, _ = made_up.pair()
     names = ["simsiam/lump", "simsiam/ptlf", "barlow_twins/ptlf-cost", "byol/ptlf"]
     show_runs(Console(width=80), {f"digits/{name}": [lump] for name in names})
     lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [(cells[1].strip(), cells[-2].strip()) for cells in lines] == [(name, "4.000 T") for name in names]
+    lump, ptlf = made_up.pair()
+    show_runs(Console(width=80), {"digits/simsiam/lump": [lump], "digits/simsiam/ptlf": [ptlf]}, "digits/simsiam/lump")
+    title, _, heading, *_ = capsys.readouterr().out.splitlines()
+    assert title.strip() == "Summary: digits/simsiam"
+    assert [cell.strip() for cell in heading.split("┃")[2:4]] == ["lump", "ptlf"]
 
 
 def test_what_looks_like_markup_in_a_record_is_shown_as_it_is(capsys) -> None:
@@ -94,14 +99,6 @@ def test_what_looks_like_markup_in_a_record_is_shown_as_it_is(capsys) -> None:
     assert text.count("[/a]") == 3
     assert "bank: [bold] :smile:" in text
     assert "files: [/b]/results.json" in text
-
-
-def test_names_of_two_runs_stay_whole_in_80_columns(capsys) -> None:
-    lump, ptlf = made_up.pair()
-    show_runs(Console(width=80), {"digits/simsiam/lump": [lump], "digits/simsiam/ptlf": [ptlf]}, "digits/simsiam/lump")
-    title, _, heading, *_ = capsys.readouterr().out.splitlines()
-    assert title.strip() == "Summary: digits/simsiam"
-    assert [cell.strip() for cell in heading.split("┃")[2:4]] == ["lump", "ptlf"]
 
 
 def test_days_stand_in_the_rows_of_a_matrix(tmp_path) -> None:

@@ -49,13 +49,10 @@ def test_once(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text, words
 
 
-def test_a_line_that_is_being_written_waits(running: Path) -> None:
+def test_a_cut_line_waits_and_silence_is_named(running: Path) -> None:
     with open(running / "metrics.jsonl", "a") as file:
         file.write('{"task": 2, "epo')
     assert len(read_snapshot(running).lines) == 8
-
-
-def test_silence_is_named(running: Path) -> None:
     assert "may have stopped" not in shown(running, 50)
     assert "no new line for 10 min: the run may have stopped" in shown(running, 600)
     (running / "metrics.jsonl").unlink()

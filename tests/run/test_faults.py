@@ -357,16 +357,16 @@ def unfinished(unfinished_run: Path, tmp_path: Path) -> Path:
     return shutil.copytree(unfinished_run, tmp_path / "run")
 
 
-def test_an_unfinished_run_is_not_overwritten(unfinished_run: Path) -> None:
+def test_what_would_overwrite_an_unfinished_run_is_refused(unfinished_run: Path, tmp_path: Path) -> None:
     told = run_cli("train", "--out", unfinished_run, *QUICK, code=2).err
     assert f"already holds a run that has not finished; resume it with `ptlf train --resume {unfinished_run}`" in told
-
-
-def test_settings_cannot_be_changed(unfinished_run: Path) -> None:
     for words in (["--seed=3"], ["--recipe", "digits/simsiam/lump"], ["--out", "x"], ["-c", "x"]):
         told = run_cli("train", "--resume", unfinished_run, *words, code=2).err
         file, word = unfinished_run / "config.yaml", words[0].partition("=")[0]
         assert f"--resume takes the settings of {file}; leave out {word}" in told
+    told = run_cli("train", "--resume", tmp_path, code=2).err
+    assert f"there is no configuration file {tmp_path / 'config.yaml'}" in told
+    assert "needs --out DIR" in run_cli("train", code=2).err
 
 
 def test_the_device_may_change_and_a_finished_run_says_so(unfinished: Path) -> None:
@@ -380,12 +380,6 @@ def test_without_a_checkpoint_it_starts_from_the_beginning(unfinished: Path) -> 
     shutil.rmtree(unfinished / "checkpoints")
     assert "continuing" not in resume(unfinished).out
     assert len((unfinished / "metrics.jsonl").read_text().splitlines()) == 4
-
-
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    told = run_cli("train", "--resume", tmp_path, code=2).err
-    assert f"there is no configuration file {tmp_path / 'config.yaml'}" in told
-    assert "needs --out DIR" in run_cli("train", code=2).err
 
 
 def test_a_checkpoint_of_other_settings_is_refused(unfinished: Path) -> None:

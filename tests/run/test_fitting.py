@@ -84,9 +84,6 @@ def test_what_is_given_stays(root: Path) -> None:
         name, value = words[start].removeprefix("--"), words[start + 1]
         section, _, key = f"{name}.name".partition(".")
         assert str(as_dict(config)[section][key.removesuffix(".name")]) == value
-
-
-def test_an_order_that_is_given_is_kept() -> None:
     config, _ = resolved("--stream.class_order", "seeded")  # groups would not go with it; 2 is what divides 14
     assert (config.stream.tasks, config.stream.groups) == (2, None)
     config, _ = resolved("--stream.classes", "10")

@@ -52,7 +52,7 @@ def contains(found: Any, wanted: Any) -> bool:
     return found == wanted
 
 
-def test_the_protocol_of_lump() -> None:
+def test_the_protocols_of_lump_and_cassle_and_rows_of_the_paper() -> None:
     for stream in ("split-cifar10", "split-cifar100", "split-tinyimagenet"):
         settings = settings_of(f"{stream}/simsiam/lump")
         assert contains(settings, LUMP), stream
@@ -61,9 +61,6 @@ def test_the_protocol_of_lump() -> None:
     for view in named_views("lump", 32):
         assert (view.brightness, view.contrast, view.saturation, view.hue) == (0.4, 0.4, 0.4, 0.1)
         assert (view.jitter, view.crop_scale, view.grey, view.flip) == (0.8, (0.2, 1.0), 0.2, 0.5)
-
-
-def test_the_protocol_of_cassle() -> None:
     assert contains(settings_of("imagenet100/barlow_twins/cassle"), CASSLE)
     byol = settings_of("imagenet100/byol/cassle")["training"]
     assert (byol["lr"], byol["optimizer"]["name"], byol["optimizer"]["weight_decay"]) == (0.6, "lars", 1e-5)
@@ -71,6 +68,13 @@ def test_the_protocol_of_cassle() -> None:
         training = settings_of(f"imagenet100/{objective}/finetune")["training"]
         assert (training["lr"], training["warmup"], training["schedule"]) == (rate, 0, "cosine")
         assert training["optimizer"] == {"name": "sgd", "momentum": 0.9, "weight_decay": 1e-4}
+    barlow, moco = (from_dict(recipe(f"imagenet100/{o}/cassle-ptlf")) for o in ("barlow_twins", "mocov2plus"))
+    assert (barlow.training.optimizer.name, barlow.training.warmup, barlow.views.name) == ("lars", 10, "cassle-barlow")
+    assert (moco.training.optimizer.name, moco.training.warmup, moco.views.name) == ("sgd", 0, "cassle-moco")
+    assert barlow.views.size == moco.views.size == 224
+    assert (moco.method.name, moco.freezing.policy.name) == ("cassle", "correlation") and moco.probes["linear"].enabled
+    assert from_dict(recipe("split-cifar10/supervised/layerwise")).freezing.policy.name == "correlation"
+    assert from_dict(recipe("split-cifar100/simsiam/pnn")).method.width == 12 / 64
 
 
 def test_settings_of_older_versions() -> None:
@@ -94,7 +98,7 @@ def test_settings_of_older_versions() -> None:
     assert from_dict({"stream": "split-tinyimagenet"}).views.memory == "memory-tinyimagenet"
 
 
-def test_kept_runs_are_of_todays_recipes() -> None:
+def test_kept_runs_are_of_todays_recipes_and_settings() -> None:
     """All that `python -m reproduction` looks for among the records, those with settings that are no more included."""
     records = [read_results(path.parent) for path in RESULTS.glob("split-*-seed?/results.json")]
     kept = kept_runs([RESULTS])
@@ -102,10 +106,6 @@ def test_kept_runs_are_of_todays_recipes() -> None:
     for record in records:
         config = resolve_config(record["config"]["recipe"], None, [])
         assert record["seed"] in kept[compat.identity_key(as_dict(config))], record["name"]
-
-
-def test_records_of_older_versions_are_grouped_with_todays() -> None:
-    """`compat.ADDED` names every setting that has come since; whoever adds one adds it there too."""
     paths = list(RESULTS.rglob("results.json"))
     assert len(paths) > 40
     for path in paths:
@@ -168,16 +168,6 @@ def test_an_objective_that_cannot_distill_goes_with_methods_that_do_not(monkeypa
         assert methods == {*METHODS, *VARIANTS} - {"cassle", "cassle-ptlf"}, objective
         (why,) = contradictions(from_dict({"objective": "mine", "method": "cassle"}), None)
         assert why.startswith("objective 'mine' cannot be trained with method 'cassle'") and "`compare` and" in why
-
-
-def test_rows_of_the_paper() -> None:
-    barlow, moco = (from_dict(recipe(f"imagenet100/{o}/cassle-ptlf")) for o in ("barlow_twins", "mocov2plus"))
-    assert (barlow.training.optimizer.name, barlow.training.warmup, barlow.views.name) == ("lars", 10, "cassle-barlow")
-    assert (moco.training.optimizer.name, moco.training.warmup, moco.views.name) == ("sgd", 0, "cassle-moco")
-    assert barlow.views.size == moco.views.size == 224
-    assert (moco.method.name, moco.freezing.policy.name) == ("cassle", "correlation") and moco.probes["linear"].enabled
-    assert from_dict(recipe("split-cifar10/supervised/layerwise")).freezing.policy.name == "correlation"
-    assert from_dict(recipe("split-cifar100/simsiam/pnn")).method.width == 12 / 64
 
 
 def test_a_run_is_called_what_it_is() -> None:

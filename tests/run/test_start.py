@@ -117,11 +117,13 @@ def test_a_policy_without_ratios_freezes_where_weights_are_given(tmp_path: Path)
     assert [entry["task"] for entry in alone["freezing"]] == [2]
 
 
-def test_lump_mixes_with_what_was_given(known: Path) -> None:
+def test_what_methods_make_of_images_that_are_given(known: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = filled(Run(config("lump", known, method__mix_first_task=False)))
     assert run.method.memory is not None
     run.method.memory.begin_task()
     assert all(float(run.method.draw(8)["lam"]) < 1 for _ in range(5))
+    Run(config("finetune", known)).train()
+    assert "method 'finetune' keeps no memory; memory.images is not used" in capsys.readouterr().err
 
 
 def test_a_stopped_run_needs_the_images_no_more(known: Path, tmp_path: Path) -> None:
@@ -136,11 +138,6 @@ def test_a_stopped_run_needs_the_images_no_more(known: Path, tmp_path: Path) -> 
     assert results["memory_images"]["images"] == 90
     for mine, theirs in zip(resumed.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_a_method_without_a_memory_says_so(known: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Run(config("finetune", known)).train()
-    assert "method 'finetune' keeps no memory; memory.images is not used" in capsys.readouterr().err
 
 
 def test_images_that_are_not_there(tmp_path: Path) -> None:

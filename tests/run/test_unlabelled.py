@@ -79,6 +79,16 @@ def test_the_record_and_the_page_of_an_unlabelled_stream(world: Path) -> None:
     page = (world / "run" / "report.html").read_text()
     assert 'class="features"' in page and "accuracy is not known" in page
     assert "same class" not in page
+    page = (world / "run" / "report.html").read_text()
+    header = page[page.index("<header>") : page.index("</header>")]
+    results = json.loads((world / "run" / "results.json").read_text())
+    assert "no labelled test images: its accuracy is not known" in header
+    assert f"<code>ptlf evaluate {world / 'run'} --stream.labelled FOLDER</code>" in page
+    assert "better to the right" not in page
+    table = page[page.index('<table class="features">') :].split("</table>")[0]
+    assert "task 1, monday" in table and "task 2, tuesday" in table
+    for entry in (*results["features"], *results["untrained_features"]):
+        assert f">{entry['effective_rank']:.3g}<" in table and f">{entry['spread']:.3g}<" in table
 
 
 def test_the_gallery_takes_a_sample(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,19 +200,6 @@ def test_features_of_the_untrained_encoder_stand_beside_those_of_each_task(world
     for day, chosen in {"monday": [*words, "--training.batch", "40"], "tuesday": []}.items():
         run_cli("learn", tmp_path / "days", world / "days" / day, *chosen, "--trust-code")
     assert json.loads((tmp_path / "days" / "results.json").read_text())["untrained_features"] == untrained
-
-
-def test_the_headline_without_labels_says_what_is_known(world: Path) -> None:
-    page = (world / "run" / "report.html").read_text()
-    header = page[page.index("<header>") : page.index("</header>")]
-    results = json.loads((world / "run" / "results.json").read_text())
-    assert "no labelled test images: its accuracy is not known" in header
-    assert f"<code>ptlf evaluate {world / 'run'} --stream.labelled FOLDER</code>" in page
-    assert "better to the right" not in page
-    table = page[page.index('<table class="features">') :].split("</table>")[0]
-    assert "task 1, monday" in table and "task 2, tuesday" in table
-    for entry in (*results["features"], *results["untrained_features"]):
-        assert f">{entry['effective_rank']:.3g}<" in table and f">{entry['spread']:.3g}<" in table
 
 
 def test_the_learner_refuses_the_same_settings(world: Path, tmp_path: Path) -> None:

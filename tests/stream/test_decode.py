@@ -10,13 +10,10 @@ from ptlf.stream.packing import decode_squares
 from ptlf.stream.rows import Row, list_split
 
 
-def test_resize_and_crop_agree_with_doing_both_in_turn() -> None:
+def test_sizes() -> None:
     image = picture(60, 40)
     reference = np.asarray(image.resize((30, 20), Image.Resampling.BICUBIC).crop((5, 0, 25, 20)), int)
     assert np.abs(to_square(encoded(image, "PNG"), 20) - reference).max() <= 1
-
-
-def test_sizes() -> None:
     image = picture(16, 16)
     assert np.array_equal(to_square(encoded(image, "PNG"), 16), np.asarray(image))
     for width, height in ((2, 3), (1, 20000)):
@@ -42,7 +39,7 @@ def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
         assert np.array_equal(result, np.repeat(expected[..., None], 3, axis=2))
 
 
-def test_transparency_becomes_white() -> None:
+def test_modes_of_colour() -> None:
     for image in (Image.new("RGBA", (8, 8), (255, 0, 0, 0)), Image.new("LA", (8, 8), (0, 0))):
         assert to_square(encoded(image, "PNG"), 8).min() == 255
     half = to_square(encoded(Image.new("RGBA", (8, 8), (0, 0, 0, 128)), "PNG"), 8)
@@ -51,9 +48,6 @@ def test_transparency_becomes_white() -> None:
     palette.putpalette([0, 0, 0, 200, 10, 20])
     assert np.all(to_square(encoded(palette, "PNG"), 8)[0, 0] == [200, 10, 20])
     assert to_square(encoded(palette, "PNG", transparency=1), 8).min() == 255
-
-
-def test_grey_one_bit_and_cmyk() -> None:
     cmyk = to_square(encoded(Image.new("CMYK", (16, 16), (255, 0, 0, 0)), "JPEG"), 16)
     assert np.abs(cmyk[8, 8].astype(int) - [0, 255, 255]).max() < 10
     assert np.all(to_square(encoded(Image.new("L", (8, 8), 77), "PNG"), 8) == 77)

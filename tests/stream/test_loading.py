@@ -124,11 +124,17 @@ def test_a_file_that_was_cut_short_is_named(file) -> None:
         list(batches)
 
 
-def test_a_set_packed_anew_does_not_change_what_is_read(file, tmp_path) -> None:
+def test_the_file_that_was_opened_is_read_and_closed_with_its_source(file, tmp_path) -> None:
     source = source_of(file)
     np.save(tmp_path / "new.npy", 255 - PIXELS)
     os.replace(tmp_path / "new.npy", file)
     np.testing.assert_array_equal(source.gather(torch.arange(90)).numpy(), PIXELS)
+    source = source_of(file)
+    descriptor = source._file.descriptor
+    os.fstat(descriptor)
+    del source
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
 
 
 @pytest.mark.parametrize("why", [KeyboardInterrupt(), Stopped(Path("run"), 2), ValueError("odd")], ids=repr)
@@ -139,15 +145,6 @@ def test_leaving_early_ends_the_threads(file, why: BaseException) -> None:
         raise why
     assert caught.value is why
     assert not readers()
-
-
-def test_the_file_is_closed_with_its_source(file) -> None:
-    source = source_of(file)
-    descriptor = source._file.descriptor
-    os.fstat(descriptor)
-    del source
-    with pytest.raises(OSError):
-        os.fstat(descriptor)
 
 
 def packed_run(root: Path, resident: bool, out: Path | None = None, **more) -> Run:

@@ -46,13 +46,10 @@ def test_groups_name_the_classes_in_place_of_a_source_s_number(tmp_path) -> None
     assert len(open_stream(StreamConfig(name="four"), source, tmp_path, seed=0).class_order) == 4
 
 
-def test_per_class_takes_the_first_images_of_each() -> None:
+def test_per_class_takes_the_first_images_of_each_and_joint_is_one_task() -> None:
     stream = split(fake(), StreamConfig(tasks=3, per_class=2), seed=0)
     assert [task.train.tolist() for task in stream.tasks] == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
     assert [len(split.test) for split in stream.eval_splits] == [4, 4, 4]
-
-
-def test_joint_is_one_task_with_every_exam() -> None:
     stream = split(fake(), StreamConfig(tasks=3), seed=0).joint()
     assert len(stream.tasks) == 1
     assert list(stream.tasks[0].train) == list(range(24))

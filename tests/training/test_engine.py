@@ -201,7 +201,7 @@ def test_a_block_that_branches_on_its_values_names_the_way_out(light_compiler) -
     assert all(block._compiled_call_impl is None for block in encoder[1:])
 
 
-def test_auto_takes_bf16_where_the_gpu_has_it(monkeypatch) -> None:
+def test_what_auto_means(monkeypatch) -> None:
     """Not where PyTorch would emulate it, as on a T4."""
     gpu = torch.device("cuda")
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
@@ -211,10 +211,6 @@ def test_auto_takes_bf16_where_the_gpu_has_it(monkeypatch) -> None:
         assert engine.choose_dtype("auto", gpu) is expected, native
     assert engine.choose_dtype("auto", CPU) is engine.choose_dtype("fp32", gpu) is torch.float32
     assert engine.choose_dtype("bf16", gpu) is engine.choose_dtype("bf16", CPU) is torch.bfloat16
-
-
-def test_engine_choice(monkeypatch) -> None:
-    """A GPU without a compiler, and several without NCCL, run eagerly and say so."""
     gpu = torch.device("cuda")
     assert engine.choose_engine("auto", CPU) == "eager"
     assert engine.choose_engine("compiled", CPU) == "compiled"

@@ -24,15 +24,12 @@ def lars_by_hand(weights, gradients, lr, momentum, weight_decay, eta=0.02, eps=1
     return p
 
 
-def test_zero_weights_and_zero_gradients_stay_finite():
+def test_lars_where_weights_or_gradients_are_zero_or_missing():
     empty, still = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.ones(2, 2))
     empty.grad, still.grad = torch.ones(2, 2), torch.zeros(2, 2)
     LARS([empty, still], lr=0.1, momentum=0.9).step()
     torch.testing.assert_close(empty.detach(), torch.full((2, 2), -0.1))
     assert torch.equal(still.detach(), torch.ones(2, 2))
-
-
-def test_parameters_without_a_gradient_do_not_move_and_get_no_state():
     moving, resting = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     optimizer = LARS([moving, resting], lr=0.1, weight_decay=0.1)
     moving.grad = torch.ones(2, 2)
