@@ -438,8 +438,9 @@ class TapedEngine(engine.CapturedEngine):
         mine.batch, mine.graph = batch, tape
 
 
-def optimizer_for_graphs(config, parameters) -> torch.optim.Optimizer:
+def optimizer_for_graphs(config, model, method) -> torch.optim.Optimizer:
     """As on a GPU: the rate is a tensor."""
+    parameters = [p for p in (*model.parameters(), *method.parameters()) if p.requires_grad]
     return OPTIMIZERS[config.optimizer.name].make(config.optimizer, parameters, torch.tensor(0.1))
 
 

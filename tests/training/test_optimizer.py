@@ -183,7 +183,8 @@ def test_the_learning_rate_by_hand() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_rate_follows_the_batch(name) -> None:
     config = TrainingConfig(optimizer=OPTIMIZERS[name].Config(name), lr=0.4, batch=64, warmup=3)
-    optimizer = make_optimizer(config, iter([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]))
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 1, bias=False), "objective": nn.Linear(3, 1, bias=False)})
+    optimizer = make_optimizer(config, model, nn.Identity())
     (group,) = optimizer.param_groups
     assert (group["lr"], len(group["params"])) == (0.1, 2)
 
