@@ -68,19 +68,13 @@ def test_rooms_import_only_rooms_before_them() -> None:
             # Inside kernels only they themselves look; a page is drawn from records.
             assert its in ("", own) or its != "kernels" or (own, other) == ("training", "ptlf.kernels"), name
             assert (own, its) != ("report", "run") or other in REPORT_READS, f"{name} imports {other}"
-
-
-def test_no_module_imports_itself_through_others() -> None:
     TopologicalSorter({name: modules & PATHS.keys() for name, modules in IMPORTS.items()}).prepare()
-
-
-def test_freezing_stands_alone() -> None:
     allowed = {"torch", "ptlf", *sys.stdlib_module_names}  # of `ptlf` no room comes before it
     for name in (name for name in PATHS if room(name) == "freezing"):
         assert {module.split(".")[0] for module in IMPORTS[name]} <= allowed, name
 
 
-def test_no_name_is_defined_in_two_modules() -> None:
+def test_names_are_unique_files_short_and_only_commands_print() -> None:
     places = defaultdict(set)
     for name, tree in TREES.items():
         for node in tree.body:
@@ -88,9 +82,6 @@ def test_no_name_is_defined_in_two_modules() -> None:
                 places[node.name].add(name)
     # Users import FreezingCallback from the module of their library.
     assert {name for name, where in places.items() if len(where) > 1} == {"FreezingCallback"}
-
-
-def test_files_are_short_and_only_commands_print() -> None:
     for name, path in PATHS.items():
         assert len(path.read_text().splitlines()) <= MAX_LINES, f"{name} is too long"
         for node in ast.walk(TREES[name]):

@@ -203,7 +203,7 @@ def test_the_objective_of_the_contributors_page_trains_with_its_method(monkeypat
     assert run.method.state_dict()["mean"].any()
 
 
-def test_blocks_that_are_not_run_parse() -> None:
+def test_what_is_not_run_parses_and_names_settings_that_exist() -> None:
     """Commands with their settings, on top of each of their recipes; programs as Python; make's targets; extras."""
     targets = (ROOT / "Makefile").read_text()
     for block in (block for path in PAGES for block in blocks(path) if not block.runs):
@@ -219,6 +219,11 @@ def test_blocks_that_are_not_run_parse() -> None:
     for path in PAGES:
         for extra in re.findall(r"ptlf\[([\w,]+)\]", path.read_text()):
             assert set(extra.split(",")) <= EXTRAS.keys(), (path.name, extra)
+    keys = {key for key, _, _ in describe(Config)}
+    keys |= {key.rpartition(".")[0] for key in keys}
+    for path in PAGES:
+        named = re.findall(r"--([a-z_]+\.[a-z_.]*[a-z_])\b", FENCE.sub("", path.read_text()))
+        assert path.name == "CHANGELOG.md" or set(named) <= keys, (path, set(named) - keys)
 
 
 def parse(words: list[str]) -> None:
@@ -226,14 +231,6 @@ def parse(words: list[str]) -> None:
     assert arguments.takes_overrides or not settings, words
     for recipe in getattr(arguments, "recipes", None) or [getattr(arguments, "recipe", None)]:
         resolve_config(recipe, None, settings)
-
-
-def test_settings_that_are_named_in_a_text_exist() -> None:
-    keys = {key for key, _, _ in describe(Config)}
-    keys |= {key.rpartition(".")[0] for key in keys}
-    for path in PAGES:
-        named = re.findall(r"--([a-z_]+\.[a-z_.]*[a-z_])\b", FENCE.sub("", path.read_text()))
-        assert path.name == "CHANGELOG.md" or set(named) <= keys, (path, set(named) - keys)
 
 
 # --- links
@@ -284,7 +281,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_is_complete_and_loads_nothing_from_elsewhere(site: Path) -> None:
     """mkdocs --strict has checked the links."""
     pages = list(site.rglob("*.html"))
     assert len(pages) > 15
@@ -293,10 +290,6 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r"""<link[^>]* href=["']?(https?:)?//|\bsrc=["']?(https?:)?//""", text), path.name
     for sheet in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import )['\"]?(https?:)?//", sheet.read_text()), sheet
-
-
-@pytest.mark.slow
-def test_the_references_of_the_site_are_complete(site: Path) -> None:
     commands = (site / "commands.html").read_text()
     for verb in ("train", "learn", "sweep", "embed", "data pack"):
         assert f'id="ptlf-{verb.replace(" ", "-")}"' in commands

@@ -205,7 +205,7 @@ def test_the_example_of_one_machine() -> None:
         assert f"random encoder: {runs[0]['probes'][probe]['untrained_accuracy']:.2f}" in name
 
 
-def test_freezing_on_a_cpu() -> None:
+def test_what_freezing_saves() -> None:
     made = bench("freezing-cpu.json")
     keys = ("kept_bytes_ratio", "backward_flops_ratio", "seconds_ratio")
     wanted = [[f"{row[key]:.{digits}f}" for key, digits in zip(keys, (2, 3, 2), strict=True)] for row in made]
@@ -216,10 +216,6 @@ def test_freezing_on_a_cpu() -> None:
         f"middle 8 of ResNet-18's 20 layers frozen, {ours['kept_bytes_ratio']:.2f} of the bytes are saved",
         f"with `requires_grad_(False)` it is {plain['kept_bytes_ratio']:.2f}",
     )
-
-
-def test_frozen_encoders() -> None:
-    """A row per network and frozen part: `requires_grad_(False)`, then the Freezer."""
     for file, head, keys in (
         ("encoders-cpu.json", "backward FLOPs, both", ["kept_bytes_ratio"]),
         ("encoders-h200.json", "ms, `ptlf.Freezer`", ["kept_bytes_ratio", "milliseconds_ratio"]),
@@ -238,9 +234,6 @@ def test_frozen_encoders() -> None:
         assert table(SAVINGS, head) == wanted, file
     first, second = (row["device_ms"] for row in bench("encoders-h200-captured.json") if not row["way"])
     says(SAVINGS, f"where a step takes {first:.1f} and {second:.1f} ms")
-
-
-def test_the_step_on_a_gpu() -> None:
     ours, plain = bench("step-h200.json"), bench("step-h200-plain.json")
     assert ours[-1]["frozen"] == plain[-1]["frozen"] == 8
     time, memory = (ours[-1][key] / ours[0][key] for key in ("step_ms", "kept_bytes"))

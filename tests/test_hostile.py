@@ -117,9 +117,6 @@ def test_a_name_on_the_command_line_is_the_users_own(at: Path) -> None:
     poison(at / "run", "encoder.name")
     main([*commands(at)["config"], "--encoder.name", "evil:Evil"])
     assert (at / "mark").exists()
-
-
-def test_only_the_name_itself_vouches_for_it(at: Path) -> None:
     for typed in ("bevil:Evil", "evil:Evils", "x.evil:Evil", "evil:Evil:x", "--method.name=vil:Evil"):
         with settings_from(at / "config.yaml", [typed]), pytest.raises(UserError, match="names code"):
             ENCODERS.find("evil:Evil")

@@ -39,7 +39,7 @@ def wheel(tmp_path_factory) -> Path:
     return found
 
 
-def test_the_wheel_has_the_package_and_nothing_else_and_the_sdist_no_tests(wheel: Path) -> None:
+def test_the_wheel_has_the_package_and_nothing_else_and_runs_without_a_clone(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if not name.startswith(f"ptlf-{ptlf.__version__}.dist-info/")}
         about = message_from_bytes(file.read(f"ptlf-{ptlf.__version__}.dist-info/METADATA"))
@@ -54,9 +54,6 @@ def test_the_wheel_has_the_package_and_nothing_else_and_the_sdist_no_tests(wheel
         inside = {name.partition("/")[2] for name in file.getnames()}
     assert names | {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"} <= inside
     assert not {"tests", "results", "benchmarks", "reproduction"} & inside
-
-
-def test_it_runs_without_a_clone(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path / "site")
         scripts = file.read(f"ptlf-{ptlf.__version__}.dist-info/entry_points.txt").decode()

@@ -67,16 +67,8 @@ def without_checksum(record: bytes) -> bytes:
 
 
 HUGE, DIGITS, DEEP, E20 = "1" + "0" * 400, "9" * 5000, "[" * 100_000, "1" + "0" * 20
-READERS = {
-    "report": "report AT/done --out AT/done/page.html", "resume": "train --resume AT/done",
-    "watch": "watch AT/done --once",
-}  # fmt: skip
+REPORT = "report AT/done --out AT/done/page.html"
 IMAGES = [f"images/{name}/{number}.png" for name in "ab" for number in "012"]
-RECORDS = {
-    "[]": "[]", "{}": "{}", "string": '"x"', "null": "null", "empty": "", "deep": DEEP, "non-utf8": b"\xff\xfe",
-    "schema only": '{"schema": 2}', "status only": '{"status": "finished"}', "truncated": '{"schema": 2, "sta',
-    "huge int": '{"schema": ' + DIGITS + "}", "NaN": '{"schema": 2, "status": NaN}',
-}  # fmt: skip
 SETTINGS = [
     ("--seed", HUGE), ("--training.lr", HUGE), ("--training.epochs", "2020-99-99"), ("--training.epochs", "0x_"),
     ("--seed", DIGITS), ("--stream.groups", DEEP), ("--objective.projection", E20),
@@ -92,16 +84,12 @@ CONFIGS = {
     "bomb in epochs": f"{BOMB}\ntraining: {{epochs: *a11}}", "bomb in groups": f"{BOMB}\nstream: {{groups: *a11}}",
 }  # fmt: skip
 WEIGHTS: dict[str, Callable[[bytes], bytes]] = {
-    "truncated": lambda data: data[:100],
-    "empty": lambda data: b"",
-    "random": lambda data: bytes(range(256)) * 9,
     "pickle": lambda data: b"cos\nsystem\n(S'true'\ntR.",
     "huge header": lambda data: b"\xff" * 8 + b"{}",
     "with NaN": lambda data: data[:-8] + np.full(2, np.nan, np.float32).tobytes(),
 }
 PACK = "data pack AT/images --data-root AT/data --size 8 --name"
 WEIGHTS_FILE = "done/encoder.safetensors"
-SWEPT = "sweep/digits-simsiam-ptlf-seed0/results.json"
 ODD_NAMES = [f"images/{os.fsdecode(name)}/{number}.png" for name in (b"caf\xff", b"\x1b[31mred") for number in "012"]
 ROWS: dict[str, Row] = {
     **{f"train: {key} {value[:20]}": train(key, value) for key, value in SETTINGS},
@@ -115,11 +103,6 @@ ROWS: dict[str, Row] = {
         for name in ("os:abort", "sys:exit", "plugin_members:leaves")
     },
     "train: out nothing": train(out=""),
-    **{
-        f"{command}: results.json = {name}": Row(READERS[command], {"done/results.json": content})
-        for number, (name, content) in enumerate(RECORDS.items())
-        for command in [*READERS][: 1 + number % 3]  # the reader is one function
-    },
     **{
         f"evaluate: encoder {name}": Row(
             "evaluate AT/done", {WEIGHTS_FILE: change, "done/results.json": without_checksum}
@@ -136,19 +119,7 @@ ROWS: dict[str, Row] = {
         f"data get: {url}": Row(["data", "get", "cifar10", "--url", url, "--data-root", "AT/data"])
         for url in ("http://[::1", "file:///dev/zero", "http://127.0.0.1:1/a\nb")
     },
-    **{
-        f"pack.json = {name}": Row(
-            "train --recipe folder/simsiam/lump --out AT/out --stream.pack x --data-root AT/data",
-            {"data/x/pack.json": text},
-        )
-        for name, text in RECORDS.items()
-        if isinstance(text, str)
-    },
     "sweep: seeds huge": Row(f"sweep digits/simsiam/lump --out AT/s --seeds {HUGE}"),
-    **{
-        f"sweep: results {text}": Row(["sweep", "digits/simsiam/ptlf", "--out", "AT/sweep", *QUICK[2:]], {SWEPT: text})
-        for text in ("{}", '{"schema": 2, "status": "finished"}')
-    },
 }
 FINE: dict[str, Row] = {  # odd, and rightly accepted
     "train: out rich closing tag": train(out="AT/[/a]"),
@@ -157,19 +128,18 @@ FINE: dict[str, Row] = {  # odd, and rightly accepted
     "data pack: non-utf8 broken file skip": Row(
         f"{PACK} y --on-error skip", {os.fsdecode(b"images/a/broken\xff.png"): "no image"}
     ),
-    "report: gallery.json = []": Row(READERS["report"], {"done/gallery.json": "[]"}),
-    "report: gallery.json deep": Row(READERS["report"], {"done/gallery.json": DEEP}),
+    "report: gallery.json = []": Row(REPORT, {"done/gallery.json": "[]"}),
+    "report: gallery.json deep": Row(REPORT, {"done/gallery.json": DEEP}),
     "watch: metrics.jsonl junk": Row("watch AT/half --once", {"half/metrics.jsonl": f"\n[]\n{{}}\nnull\n{DEEP}\n"}),
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run in `done` and in `sweep`, one stopped in its second task in `half`, and a packed set of images."""
+    """A finished run in `done`, one stopped in its second task in `half`, and a packed set of images."""
     folder = tmp_path_factory.mktemp("runs")
     for row in (train(out="AT/done"), Row(f"{PACK} x", dict.fromkeys(IMAGES, png()))):
         assert main(row.prepare(folder)) == 0
-    shutil.copytree(folder / "done", (folder / SWEPT).parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ptlf.commands.train.Live", lambda name: StopsAt(3))
         assert main(train("--checkpoint.every_steps", "1", out="AT/half").prepare(folder)) == 128 + signal.SIGTERM

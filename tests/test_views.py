@@ -175,7 +175,7 @@ def numpy_step(x: np.ndarray, name: str | int, amount: float) -> np.ndarray:
     return np.clip(amount * x + (1 - amount) * base, 0, 1)
 
 
-def test_jitter_in_each_of_the_24_orders_is_the_steps_in_turn() -> None:
+def test_jitter_is_its_steps_in_each_of_the_24_orders() -> None:
     image = photos(1, 8).repeat(24, axis=0)
     hue_position, kinds = ops.jitter_order(torch.arange(24))
     amounts = [1.35, 0.7, 1.4, 0.1]  # strong enough that clamping makes the orders differ
@@ -192,9 +192,6 @@ def test_jitter_in_each_of_the_24_orders_is_the_steps_in_turn() -> None:
         torch.testing.assert_close(ours[i], torch.from_numpy(x).permute(2, 0, 1).float(), atol=1e-5, rtol=0)
     assert len(orders) == 24
     assert len({tuple(x.flatten().tolist()) for x in ours}) == 24
-
-
-def test_jitter_reads_its_uniforms_as_factors() -> None:
     images = photos(5, 16)
     view = dataclasses.replace(PLAIN, jitter=0.8, brightness=0.4, contrast=0.3, saturation=0.2, hue=0.1)
     u = uniforms(5, jitter=0.79, order=0.0, brightness=0.25, contrast=0.75, saturation=1.0, hue=0.0)

@@ -60,7 +60,7 @@ def refused(capsys, script, *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_stages_by_hand() -> None:
+def test_stages_and_overheads_by_hand() -> None:
     lump, ptlf = (run["stages"] for run in compare([first(), second()])["runs"])
     assert [row["stage"] for row in lump] == ["first task", "0 frozen"]
     assert [row["stage"] for row in ptlf] == ["first task", "0 frozen", "3 frozen"]
@@ -80,9 +80,6 @@ def test_stages_by_hand() -> None:
         "peak_memory_bytes": 120,
         "peak_memory_bytes_ratio": 0.5,
     }
-
-
-def test_overheads_by_hand() -> None:
     lump, ptlf = (run["overheads"] for run in compare([first(), second()])["runs"])
     wanted = {"later_learning_seconds": 8, "later_correlation_share": 0, "host_share": 0.1}
     assert {key: lump[key] for key in wanted} == wanted

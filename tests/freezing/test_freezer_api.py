@@ -47,9 +47,6 @@ def test_units_are_chosen_as_people_write_them():
     model = nn.Sequential()
     model.layer1, model.layer10 = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
     assert Freezer(model, example=torch.randn(2, 4)).freeze("layer1") == ["layer1.0"], "a prefix ends at a dot"
-
-
-def test_what_means_no_unit_is_refused_and_nothing_happens():
     freezer = Freezer(small())
     for wanted, error, message in (
         ("stage", ValueError, "unknown unit 'stage'"),
@@ -99,7 +96,7 @@ def test_temporarily_frozen_thaws_what_it_froze_even_after_an_error():
     assert freezer.frozen == ALL[:1]
 
 
-def test_a_timetable_freezes_and_thaws():
+def test_timetables_freeze_and_thaw():
     freezer = Freezer(small())
     plan = freezer.schedule({0: 6, 2: 3, 5: 0})
     for step, count in enumerate([6, 6, 3, 3, 3, 0, 0]):
@@ -116,9 +113,6 @@ def test_a_timetable_freezes_and_thaws():
         share.at(2)
     with pytest.raises(ValueError, match=r"1\.5 is not a fraction"):
         freezer.schedule({1.5: 1})
-
-
-def test_a_timetable_of_a_schedule_is_stretched_to_the_whole_of_training():
     freezer, schedule = Freezer(small()), FreezeSchedule(0.0, 1.0, 10, "linear")
     by_epoch = freezer.schedule(schedule, order=ALL[::-1])
     expected = [len(by_epoch.names(epoch)) for epoch in range(10)]
@@ -243,7 +237,7 @@ def test_the_state_of_an_optimizer_is_known_before_its_first_step(kind):
     assert expected == found == state_bytes(optimizer, list(model.parameters()))
 
 
-def test_an_estimate_takes_shapes_alone():
+def test_an_estimate_takes_shapes_alone_unless_the_forward_looks_at_values():
     model, x = small(), images()
     freezer = Freezer(model, OPTIMIZERS["adamw"](model.parameters()))
     estimate = freezer.estimate(3, x)
@@ -253,6 +247,17 @@ def test_an_estimate_takes_shapes_alone():
         freezer.estimate(3, torch.empty(n, *x.shape[1:], device="meta")).if_frozen.kept_bytes for n in (4, 5, 1_000_000)
     ]
     assert kept[2] == kept[0] + (kept[1] - kept[0]) * (1_000_000 - 4)
+
+    def look(module: nn.Module, args: object, output: Tensor) -> None:
+        float(output.detach().sum())
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()), torch.randn(6, 4)
+    model[0].register_forward_hook(look)
+    freezer = Freezer(model, example=x)
+    estimate = freezer.estimate("0", x)
+    assert estimate.current.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
+    freezer.freeze("0")
+    assert estimate.if_frozen.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
 
 
 def test_an_estimate_leaves_no_fake_tensor_and_no_stale_weight_behind():
@@ -272,21 +277,6 @@ def test_an_estimate_leaves_no_fake_tensor_and_no_stale_weight_behind():
     freezer.freeze("stages.1")
     compare(model, freezer, twin.double(), x.double())
     assert {type(value) for value in gradients(model, x.double()).values()} == {Tensor}
-
-
-def test_a_forward_that_looks_at_values_is_measured_for_real():
-    """Fake tensors have none."""
-
-    def look(module: nn.Module, args: object, output: Tensor) -> None:
-        float(output.detach().sum())
-
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()), torch.randn(6, 4)
-    model[0].register_forward_hook(look)
-    freezer = Freezer(model, example=x)
-    estimate = freezer.estimate("0", x)
-    assert estimate.current.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
-    freezer.freeze("0")
-    assert estimate.if_frozen.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
 
 
 def test_a_budget_freezes_as_few_units_as_make_a_step_fit(caplog):
@@ -317,16 +307,13 @@ def test_a_budget_freezes_as_few_units_as_make_a_step_fit(caplog):
         freezer.budget(everything - 1, x)
 
 
-def test_a_budget_leaves_a_head_trainable_that_fits():
+def test_which_units_a_budget_prefers():
     """Alone the head saves the most bytes; the GELU's input is kept until both convolutions before it are frozen."""
     body = [nn.Conv2d(3, 4, 1), nn.Conv2d(4, 64, 3), nn.GELU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]
     model, x = nn.Sequential(*body, nn.Linear(64 * 16, 10)), torch.randn(16, 3, 16, 16)
     freezer = Freezer(model, torch.optim.AdamW(model.parameters()))
     assert freezer.budget(freezer.estimate(["0", "1"], x).if_frozen.bytes, x).names == ("0", "1")
     assert max(freezer.saved, key=lambda unit: freezer.saved[unit]) == "5"
-
-
-def test_with_ratios_a_budget_prefers_units_whose_gradient_the_past_spans():
     model, x = network("resnet", 8)
     freezer = Freezer(model.train(), example=x[:2])
     limit = int(freezer.estimate([], x).current.bytes * 0.95)
@@ -338,7 +325,7 @@ def test_with_ratios_a_budget_prefers_units_whose_gradient_the_past_spans():
     assert not set(freezer.budget(limit, x).names) & set(by_bytes)
 
 
-def test_the_table_of_units():
+def test_the_table_of_units_and_amounts_of_memory():
     model, x = network("resnet", 4)
     freezer = Freezer(model.train(), example=x[:2])
     freezer.freeze("stem")
@@ -350,9 +337,6 @@ def test_the_table_of_units():
     saved = format_bytes(freezer.saved["stages.0.0.conv1"]).split()
     assert lines[2].split() == ["stages.0.0.conv1", f"{8 * 72 + 16:,}", "ViewBatchNorm2d", "-", "0.988", *saved]
     assert lines[-1] == "1 of 6 units frozen"
-
-
-def test_amounts_of_memory():
     for text, expected in {"12GiB": 12 * 2**30, "500 MB": 500_000_000, "1.5k": 1500, "7": 7, 9: 9}.items():
         assert parse_bytes(text) == expected
     for text in ("", "GiB", "12 parsecs", "-1GB", "iB"):

@@ -62,7 +62,7 @@ def test_units_that_freeze_again_stay_frozen(thaw):
     assert [entry["order"] for entry in plan.log[1:]] == [["0", "2"], ["2", "3"]]
 
 
-def test_units_stay_beside_an_initial_share_and_as_the_share_grows():
+def test_units_stay_as_the_share_grows_and_freeze_with_those_they_are_tied_to():
     plan = freezing("correlation", initial=0.25, final=0.75, thaw="needed")
     assert frozen_by_epoch(plan, 1, RATIOS[0]) == ["0", "01", "013"]
     # Task 3 would freeze 0, 2 and 3: the last two of 0, 1 and 3 that stay are more than the one of the first epoch.
@@ -71,6 +71,10 @@ def test_units_stay_beside_an_initial_share_and_as_the_share_grows():
     assert [frozen_by_epoch(plan, task) for task in range(3)] == [["", "", ""], ["", "0", "01"], ["01", "01", "01"]]
     plan.schedule = FreezeSchedule(0, 1.0, EPOCHS, "linear")
     assert frozen_by_epoch(plan, 3) == ["01", "01", "0123"]
+    plan = freezing("ascending", final=0.25)
+    plan.freezer.module[2].weight = plan.freezer.module[0].weight
+    assert frozen_by_epoch(plan, 1) == ["", "", "02"]
+    assert plan.log == [{"task": 2, "ratios": {}, "order": ["0", "2"], "events": [{"epoch": 3, "frozen": ["0", "2"]}]}]
 
 
 def test_cost_aware_needs_no_other_ratios_where_units_stay():
@@ -135,10 +139,3 @@ def test_freezing_settings_that_are_no_more_are_dropped_at_their_defaults_and_re
     for name, value in {"stream_final": 0.9, "shape": "printed"}.items():
         with pytest.raises(UserError, match=rf"freezing\.{name}"):
             from_dict({"freezing": {name: value}})
-
-
-def test_units_that_are_tied_freeze_with_the_chosen_one_and_are_in_the_log():
-    plan = freezing("ascending", final=0.25)
-    plan.freezer.module[2].weight = plan.freezer.module[0].weight
-    assert frozen_by_epoch(plan, 1) == ["", "", "02"]
-    assert plan.log == [{"task": 2, "ratios": {}, "order": ["0", "2"], "events": [{"epoch": 3, "frozen": ["0", "2"]}]}]

@@ -11,7 +11,7 @@ from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.freezing.units import find_units, trace
 
 
-def test_resnet18_has_twenty_units_in_data_order():
+def test_units_norms_and_relus_of_resnets():
     units = find_units(ResNet(BasicBlock, (2, 2, 2, 2)))
     assert len(units) == 20
     assert [unit.name for unit in units[:3]] == ["stem.conv", "stages.0.0.conv1", "stages.0.0.conv2"]
@@ -19,9 +19,6 @@ def test_resnet18_has_twenty_units_in_data_order():
     assert [unit.norm_name for unit in units[5:8]] == ["stages.1.0.bn1", "stages.1.0.bn2", "stages.1.0.shortcut.1"]
     assert all(isinstance(unit.norm, nn.BatchNorm2d) for unit in units)
     assert len(units[0].parameters()) == 3
-
-
-def test_all_resnet_norms_fold_and_all_relus_are_kept_by_units_alone():
     model = ResNet(BasicBlock, (1, 1), width=8)
     seen = trace(model)
     assert seen.foldable == {unit.name for unit in seen.units}
@@ -47,15 +44,12 @@ class Backwards(nn.Module):
         return self.last(self.first(x))
 
 
-def test_order_is_that_of_the_data_and_no_fitting_input_asks_for_an_example():
+def test_order_and_norms_are_those_of_the_data():
     x = torch.zeros(1, 7, 4)
     for example in (x, (x,), {"x": x}):
         assert [unit.name for unit in find_units(Backwards(), example)] == ["first", "last"]
     with pytest.raises(ValueError, match="example="):
         find_units(Backwards())
-
-
-def test_norm_belongs_to_the_layer_whose_output_it_takes():
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.LayerNorm(6), nn.Linear(6, 2))
     assert [unit.norm_name for unit in find_units(model)] == ["1", None]
     changed = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.BatchNorm1d(6))

@@ -121,16 +121,6 @@ def test_a_stem_of_another_size() -> None:
     same(run(fast, views, as_one=True), run(plain, views, as_one=False))
 
 
-def test_nothing_goes_back_into_a_frozen_beginning() -> None:
-    encoder, views = small(), two_views()
-    Freezer(encoder, example=views[0]).freeze(UNITS[:3])
-    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        forward = fused.Forward(encoder, torch.bfloat16)
-        x = forward.stem(encoder.stem, torch.cat(views))
-        x = forward.block(encoder.stages[0][0], x)
-    assert not x[0].requires_grad and not x[1].requires_grad
-
-
 # Of 16 images: 8 channels of 8 x 8 in the first stage, 16 of 4 x 4 in the second.
 @pytest.mark.parametrize(("frozen", "masked"), [(UNITS[1:3], 8192 + 4096), (UNITS[2:], 8192 + 2 * 4096)])
 def test_a_mask_takes_one_bit(frozen: tuple[str, ...], masked: int) -> None:
@@ -185,7 +175,7 @@ def test_rocm_takes_pytorchs_own_convolution(monkeypatch) -> None:
         torch.testing.assert_close(out, (expected if more is None else expected + more).relu())
 
 
-def test_what_is_not_fused() -> None:
+def test_what_is_not_fused_and_takes_no_gradient() -> None:
     encoder = small()
     assert fused.can_fuse(encoder)
     assert not fused.can_fuse(torch.nn.Sequential(encoder))
@@ -199,6 +189,13 @@ def test_what_is_not_fused() -> None:
         changed = small()
         setattr(changed.stages[0][0].conv1, name, value)
         assert not fused.can_fuse(changed)
+    encoder, views = small(), two_views()
+    Freezer(encoder, example=views[0]).freeze(UNITS[:3])
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        forward = fused.Forward(encoder, torch.bfloat16)
+        x = forward.stem(encoder.stem, torch.cat(views))
+        x = forward.block(encoder.stages[0][0], x)
+    assert not x[0].requires_grad and not x[1].requires_grad
 
 
 @pytest.mark.parametrize("stem", ["cifar", "imagenet"])

@@ -78,7 +78,7 @@ def passes_every_gradient(objective, z1: torch.Tensor, z2: torch.Tensor) -> bool
     return torch.autograd.gradcheck(lambda a, b: objective.compare([a, b], batch()), inputs)
 
 
-def test_simclr_by_hand() -> None:
+def test_simclr_and_vicreg_by_hand() -> None:
     objective = make("simclr", temperature=0.3)
     z1, z2 = torch.randn(2, 8, 12, dtype=torch.float64)
     z = unit(np.concatenate([z1, z2]))
@@ -89,9 +89,6 @@ def test_simclr_by_hand() -> None:
         terms.append(-similarity[i, (i + 8) % 16] + np.log(np.exp(others).sum()))
     assert objective.compare([z1, z2], batch()).item() == pytest.approx(np.mean(terms), abs=1e-9)
     assert passes_every_gradient(objective, z1, z2)
-
-
-def test_vicreg_by_hand() -> None:
     objective = make("vicreg")
     z1, z2 = 0.7 * torch.randn(2, 8, 12, dtype=torch.float64)
     expected = 25 * np.mean((z1 - z2).numpy() ** 2)
@@ -125,13 +122,21 @@ def test_moco_queue_is_first_in_first_out() -> None:
     assert torch.equal(objective.queue, torch.stack([nn.functional.normalize(z, dim=1)[3:] for z in b.targets]))
 
 
-def test_momentum_networks_run_in_the_encoders_precision() -> None:
+def test_momentum_networks_have_the_encoders_precision_and_heads_float32() -> None:
     objective = make("mocov2plus")
     model = Model(nn.Linear(6, 6), objective, torch.bfloat16)
     seen = []
     objective.teacher.encoder.register_forward_hook(lambda module, given, made: seen.append(made.dtype))
     model.compare(list(torch.randn(2, 8, 12)), batch())
     assert seen == [torch.bfloat16] * 2
+    seen = []
+    objective = make("barlow_twins")
+    objective.projector.register_forward_hook(lambda module, given, made: seen.append((given[0].dtype, made.dtype)))
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(12, 6))
+    encoder.register_forward_hook(lambda module, given, made: seen.append(made.dtype))
+    model = Model(encoder, objective, torch.bfloat16)
+    model.loss(model.encode([torch.randn(8, 3, 2, 2), torch.randn(8, 3, 2, 2)]), batch())
+    assert seen == [torch.bfloat16, torch.bfloat16, *[(torch.float32, torch.float32)] * 2]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -159,18 +164,6 @@ def test_barlow_twins_distils_at_the_scale_of_its_own_loss(scale: float) -> None
     plain = barlow_twins_loss(p, z, 5e-3)
     assert objective.compare([p, z], batch()).item() == pytest.approx(scale * plain.item())
     assert objective.distill([p, p], [z, z]).item() == pytest.approx(scale * plain.item())
-
-
-def test_heads_stay_float32_under_bf16() -> None:
-    """bf16 in the encoder only: the head sees float32 features and computes in float32."""
-    seen = []
-    objective = make("barlow_twins")
-    objective.projector.register_forward_hook(lambda module, given, made: seen.append((given[0].dtype, made.dtype)))
-    encoder = nn.Sequential(nn.Flatten(), nn.Linear(12, 6))
-    encoder.register_forward_hook(lambda module, given, made: seen.append(made.dtype))
-    model = Model(encoder, objective, torch.bfloat16)
-    model.loss(model.encode([torch.randn(8, 3, 2, 2), torch.randn(8, 3, 2, 2)]), batch())
-    assert seen == [torch.bfloat16, torch.bfloat16, *[(torch.float32, torch.float32)] * 2]
 
 
 def test_losses_and_heads_train_in_a_loop_of_one_s_own() -> None:

@@ -149,14 +149,11 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def test_a_gallery_is_checked_before_anything_is_drawn(tmp_path: Path) -> None:
+def test_a_gallery_is_checked_and_its_tiles_cut(tmp_path: Path) -> None:
     for number, change in enumerate(BROKEN):
         run = read_run(made_up.write(tmp_path / str(number), made_up.results(), GALLERY | change))
         assert run.gallery is None and "gallery.json is damaged" in run.gallery_problem, change
     assert read_run(made_up.write(tmp_path / "whole", made_up.results(), json.loads(json.dumps(GALLERY)))).gallery
-
-
-def test_tiles_are_cut_in_the_order_of_the_sheet() -> None:
     pixels = np.arange(2 * 3 * 4 * 4 * 3, dtype=np.uint8).reshape(8, 12, 3)  # two rows of three
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")

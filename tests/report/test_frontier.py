@@ -59,9 +59,6 @@ def test_a_run_for_every_order_and_rising_share(tmp_path: Path) -> None:
     assert (freezing.policy.name, freezing.initial, freezing.final) == ("cost_aware", 0.3, 0.4)
     with pytest.raises(UserError, match="unknown"):
         plan_frontier("digits/simsiam/lump", ["nothing-like-it"], **shares, seeds=[0], out=tmp_path, overrides=[])
-
-
-def test_shares_that_fall_are_named_and_refused_if_there_are_no_others(tmp_path: Path) -> None:
     told: list[str] = []
     where = {"seeds": [0, 1], "out": tmp_path, "overrides": [], "tell": told.append}
     plan_frontier("digits/simsiam/lump", ["cost_aware", "random"], [0.0, 0.5, 0.6], [0.4, 0.5], **where)

@@ -205,7 +205,7 @@ DAMAGED: dict[str, Callable[[dict], object]] = {
 }
 
 
-def test_a_damaged_run_is_named_and_the_rest_is_there(two: list[Path], tmp_path: Path) -> None:
+def test_damage_is_named_and_the_rest_is_there(two: list[Path], tmp_path: Path) -> None:
     texts = {"cut off": json.dumps(made_up.results())[:500], "a list": "[]"}
     for how, edit in DAMAGED.items():
         results = made_up.results(freezing__final=0.6)
@@ -220,6 +220,17 @@ def test_a_damaged_run_is_named_and_the_rest_is_there(two: list[Path], tmp_path:
         assert set(rows(shown)) == {"lump", "ptlf"}, how
         with pytest.raises(UserError, match=r"no run to report on: .*bad/results\.json"):
             read_comparison([bad])
+    assert html(two).count('id="neighbours-') == 2
+    for moment in ("before", "after"):  # without one of its maps a run shows none
+        look = {**GALLERY["looks"][moment], "points": []}
+        (two[0] / "gallery.json").write_text(json.dumps({**GALLERY, "looks": {**GALLERY["looks"], moment: look}}))
+        text = html(two)
+        assert (text.count('id="neighbours-'), text.count('id="features-')) == (2, 1), moment
+    (two[0] / "gallery.json").write_text('{"sprite": {}}')
+    (two[1] / "gallery.json").write_text(json.dumps(GALLERY).replace(PIXELS, "https://example.org/a.png"))
+    text = html(two)
+    assert section(text, "gallery").count("is damaged") == 2
+    assert "example.org" not in text and "Accuracy matrix" in text
 
 
 def test_an_unfinished_run_says_how_far_it_got(tmp_path: Path) -> None:
@@ -249,10 +260,6 @@ def test_what_is_missing_is_named_with_what_would_fill_it(tmp_path: Path) -> Non
         "gallery": "no gallery.json beside",
     }.items():
         assert words in section(text, name), name
-
-
-def test_what_older_records_lack_is_not_said(tmp_path: Path) -> None:
-    """One record with the number of test images and the features, one without."""
     old, new = run_of("lump"), run_of("der") | {"test_images": [66, 66, 66]}
     new["features"] = [{"task": task, "spread": 0.4, "effective_rank": 9.0} for task in (1, 2, 3)]
     assert "95 % interval (Wilson)" not in page_of(tmp_path, [old])
@@ -272,20 +279,6 @@ def test_the_k_of_the_neighbours_is_said_once_and_where_it_grows(tmp_path: Path)
     how = found["Accuracy matrix, kNN within the task"]
     assert how.endswith(" k = 1 to 3.") and how.count("k = ") == 1
     assert found["Accuracy matrix, kNN among all classes"].endswith(" k = 20.")
-
-
-def test_a_damaged_gallery_costs_only_its_part(two: list[Path]) -> None:
-    assert html(two).count('id="neighbours-') == 2
-    for moment in ("before", "after"):  # without one of its maps a run shows none
-        look = {**GALLERY["looks"][moment], "points": []}
-        (two[0] / "gallery.json").write_text(json.dumps({**GALLERY, "looks": {**GALLERY["looks"], moment: look}}))
-        text = html(two)
-        assert (text.count('id="neighbours-'), text.count('id="features-')) == (2, 1), moment
-    (two[0] / "gallery.json").write_text('{"sprite": {}}')
-    (two[1] / "gallery.json").write_text(json.dumps(GALLERY).replace(PIXELS, "https://example.org/a.png"))
-    text = html(two)
-    assert section(text, "gallery").count("is damaged") == 2
-    assert "example.org" not in text and "Accuracy matrix" in text
 
 
 def test_every_picture_is_there_once_with_a_sentence(two: list[Path], pictures: None) -> None:
@@ -379,7 +372,7 @@ RANKS: list[tuple[list[float], list[float], str]] = [  # after each task, before
 ]
 
 
-def test_features_that_fall_are_told(tmp_path: Path, capsys) -> None:
+def test_features_that_fall_are_told_but_of_few_images(tmp_path: Path, capsys) -> None:
     for labelled, (ranks, untrained, told) in itertools.product((False, True), RANKS):
         results = without_labels(ranks, untrained)
         results["probes"] = made_up.results(tasks=len(ranks))["probes"] if labelled else {}
@@ -388,10 +381,6 @@ def test_features_that_fall_are_told(tmp_path: Path, capsys) -> None:
         for shown in (text, capsys.readouterr().out):
             assert ("the effective rank of the features fell" in shown) == bool(told), ranks
             assert told in shown and "the spread of the features fell" not in shown, ranks
-
-
-def test_a_task_of_few_images_is_no_collapse(tmp_path: Path) -> None:
-    """Features of five images span at most four directions, whatever the encoder."""
     results = without_labels([30.0, 29.0, 3.0], [8.0, 8.0, 2.0])
     for entry in (*results["features"][:2], *results["untrained_features"][:2]):
         entry["images"] = 80

@@ -30,6 +30,9 @@ def test_what_may_be_said() -> None:
     assert COSTS[0].said(Interval(0.0, 0.0, 3)) == "0.0 ± 0.0"
     single = interval([50.0])
     assert single == Interval(50.0, None, 1) and ACCURACY.said(single) == "+50.00"
+    assert cost_ratio({0: 2.0, 1: 4.0}, {2: 6.0}) == Ratio(0.5, None, 0)
+    assert cost_ratio({0: 0.0}, {0: 6.0}) == Ratio(0.0, None, 0)  # no logarithm
+    assert cost_ratio({}, {0: 6.0}) is cost_ratio({0: 1.0}, {0: 0.0}) is None
 
 
 def runs(method: str, accuracies: list[float]) -> list[dict]:
@@ -135,9 +138,3 @@ def test_waiting_for_the_compiler_changes_no_ratio_and_no_difference(seeds: tupl
         assert (found.mean, found.count) == (pytest.approx(wanted.mean), 2 if seeds == (0, 1) else 0)
         wanted, found = (measure.difference(mine, base) for base, mine in (without, waiting))
         assert (found and (found.mean, found.half)) == (wanted and pytest.approx((wanted.mean, wanted.half)))
-
-
-def test_without_a_seed_in_common_it_is_the_ratio_of_the_means() -> None:
-    assert cost_ratio({0: 2.0, 1: 4.0}, {2: 6.0}) == Ratio(0.5, None, 0)
-    assert cost_ratio({0: 0.0}, {0: 6.0}) == Ratio(0.0, None, 0)  # no logarithm
-    assert cost_ratio({}, {0: 6.0}) is cost_ratio({0: 1.0}, {0: 0.0}) is None

@@ -34,7 +34,7 @@ TINY = Table(
 )
 
 
-def test_the_main_table_is_the_paper_s() -> None:
+def test_the_main_table_is_the_paper_s_and_every_cell_a_run() -> None:
     """48 cells with accuracies; forgetting for all but the rows that have none."""
     printed = [cell.paper for cell in TABLES["main"].cells if cell.paper]
     assert len(printed) == 48
@@ -45,9 +45,6 @@ def test_the_main_table_is_the_paper_s() -> None:
     cells = TABLES["main"].cells
     assert all(cell.spread.keys() == cell.paper.keys() for cell in cells)
     assert sum(sum(cell.spread.values()) for cell in cells) == pytest.approx(63.64)
-
-
-def test_every_cell_is_a_run_at_every_scale() -> None:
     for scale, table in itertools.product(SCALES, [*TABLES.values(), FIGURES]):
         places = [(cell.row, cell.column) for cell in table.cells]
         assert len(set(places)) == len(places), table.title

@@ -191,7 +191,7 @@ def test_figures_of_the_paper_as_files(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_filled_units_are_those_not_frozen_at_the_end_of_a_task() -> None:
+def test_units_and_overlaps_by_task() -> None:
     group = Group([RunRecord(Path(), made_up.results(tasks=3, units=6))], "", 1)
     with style(colours := themed(False, 20)):
         hollow, filled = updated_units([group], colours).axes[0].lines
@@ -199,9 +199,6 @@ def test_filled_units_are_those_not_frozen_at_the_end_of_a_task() -> None:
     frozen = {(e["task"], group.first["units"].index(unit)) for e in group.first["freezing"] for unit in e["order"]}
     assert {tuple(place) for place in hollow.get_xydata().astype(int)} == frozen
     assert len(hollow.get_xdata()) + len(filled.get_xdata()) == 3 * 6
-
-
-def test_overlap_between_epochs_by_task() -> None:
     results = made_up.results(tasks=2, units=4, freezing__update="per-epoch")
     (entry,) = results["freezing"]
     entry["order"], entry["ratios"] = ["a", "c"], {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.6}

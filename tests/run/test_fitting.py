@@ -161,9 +161,6 @@ def test_all_refusals_at_once(root: Path, tmp_path: Path) -> None:
         assert part in told
     assert len(told.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_all_wrong_settings_at_once() -> None:
     with pytest.raises(UserError) as caught:
         from_dict({"training": {"batch": 1, "epochs": "many"}, "seed": -1, "colour": "red"})
     assert len(caught.value.problems) == 4

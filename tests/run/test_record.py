@@ -42,15 +42,12 @@ def test_cost_by_hand() -> None:
     assert columns["loss"] == {"ssl": [0.5] * 4}
     assert "newly_frozen" not in columns
     assert all("newly_frozen" in line for line in record.per_epoch)
-
-
-def test_before_the_first_epoch_there_are_no_bytes() -> None:
     cost = Record().cost({})
     assert (cost["kept_bytes"], cost["mean_kept_bytes"]) == (None, None)
     assert (cost["learning_seconds"], cost["backward_flops"], cost["per_task"], cost["per_epoch"]) == (0, 0, [], {})
 
 
-def test_forward_transfer_is_against_the_untrained_encoder_on_the_same_splits() -> None:
+def test_rows_and_forward_transfer_by_hand() -> None:
     record = Record(untrained={"knn_task": [50.0, 60.0, 75.0], "knn_class": [20.0, 20.0, 20.0]})
     settings = {"knn_task": {}, "knn_class": {}}
     record.end_task(0, {"knn_task": [80.0, None, None], "knn_class": [70.0, None, None]}, {"knn_task": [64.0]}, {})
@@ -59,19 +56,6 @@ def test_forward_transfer_is_against_the_untrained_encoder_on_the_same_splits() 
     found = record.probes(settings)
     assert found["knn_task"]["forward_transfer"] == 7.0
     assert "forward_transfer" not in found["knn_class"]
-
-
-def test_what_is_recorded_is_shown() -> None:
-    cost = recorded([(800, 5.0, 90)]).cost({"training": 1.0})
-    shown = {measure.path for measure in COSTS}
-    known = {("cost", key) for key in cost}
-    assert known - shown == {("cost", "per_task"), ("cost", "per_epoch")}
-    assert shown - known == {LATER_KEPT, LATER_PEAK}  # computed from the epochs
-    assert {measure.epoch for measure in COSTS} - {""} <= set(cost["per_epoch"])
-
-
-def test_rows_of_tasks_without_test_images_are_empty() -> None:
-    """Tasks 1 and 2 had none; forgetting is of what was tested."""
     record, row = Record(), {"k": 2}
     record.end_task(2, {"knn_task": [80.0]}, {}, {"knn_task": row})
     record.widen(2)
@@ -81,3 +65,12 @@ def test_rows_of_tasks_without_test_images_are_empty() -> None:
     assert found["used_by_task"] == [{}, {}, row, row]
     assert found["accuracy_by_task"] == [None, None, 80.0, 80.0]
     assert found["forgetting"] == found["forgetting_by_task"][-1] == 10.0
+
+
+def test_what_is_recorded_is_shown() -> None:
+    cost = recorded([(800, 5.0, 90)]).cost({"training": 1.0})
+    shown = {measure.path for measure in COSTS}
+    known = {("cost", key) for key in cost}
+    assert known - shown == {("cost", "per_task"), ("cost", "per_epoch")}
+    assert shown - known == {LATER_KEPT, LATER_PEAK}  # computed from the epochs
+    assert {measure.epoch for measure in COSTS} - {""} <= set(cost["per_epoch"])

@@ -26,7 +26,7 @@ def test_a_changed_tree_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert record.source_commit() == f"{clean}-dirty"
 
 
-def test_lists_of_plain_values_are_on_one_line() -> None:
+def test_a_record_becomes_text_and_columns_and_comes_back() -> None:
     value = {"a": [1, None, "x, [y]"], "b": [[1.5, True], []], "c": {"d": {}, 3: {"e": "ü"}}, "f": []}
     text = to_json(value)
     assert json.loads(text) == json.loads(json.dumps(value))
@@ -34,9 +34,6 @@ def test_lists_of_plain_values_are_on_one_line() -> None:
     assert text == f'{first}{second}  "3": {{\n   "e": "\\u00fc"\n  }}\n }},\n "f": []\n}}'
     with pytest.raises(ValueError, match="JSON compliant"):
         to_json({"a": [float("nan")]})
-
-
-def test_lines_become_columns_and_come_back() -> None:
     lines = [
         {"task": 1, "peak": None, "loss": {"ssl": 0.5}},
         {"task": 2, "peak": 7, "loss": {"ssl": "nan", "distill": 0.25}},

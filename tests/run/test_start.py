@@ -76,18 +76,7 @@ def test_der_stores_the_encoder_s_vectors(known: Path) -> None:
     assert torch.corrcoef(torch.stack((stored.mean(1), unaugmented.mean(1))))[0, 1] > 0
 
 
-def test_freezing_begins_with_the_first_task(known: Path) -> None:
-    run = Run(config("ptlf", known))
-    results = run.train()
-    first, second = results["freezing"]
-    assert (first["task"], second["task"]) == (1, 2)
-    assert first["ratios"] and first["events"] and first["directions"]
-    assert results["memory_images"] == {"path": str(known), "images": 90, "taken": 32}
-    empty = Run(config("ptlf", known, memory__images=None)).train()
-    assert [entry["task"] for entry in empty["freezing"]] == [2] and empty["memory_images"] is None
-
-
-def test_the_past_of_the_first_task_is_what_was_given(known: Path) -> None:
+def test_freezing_begins_with_the_first_task_whose_past_is_what_was_given(known: Path) -> None:
     run = Run(config("ptlf", known))
     seen: list[torch.Tensor] = []
     correlate = run.evaluator.correlate
@@ -98,10 +87,16 @@ def test_the_past_of_the_first_task_is_what_was_given(known: Path) -> None:
         return correlate(*words)
 
     run.evaluator.correlate = spy  # type: ignore[method-assign]
-    run.train()
+    results = run.train()
+    first, second = results["freezing"]
+    assert (first["task"], second["task"]) == (1, 2)
+    assert first["ratios"] and first["events"] and first["directions"]
+    assert results["memory_images"] == {"path": str(known), "images": 90, "taken": 32}
     given = {image.tobytes() for image in known_images()[0]}
     assert len(seen[0]) == 32 and {image.tobytes() for image in seen[0].numpy()} <= given
     assert not {image.tobytes() for image in seen[1].numpy()} <= given
+    empty = Run(config("ptlf", known, memory__images=None)).train()
+    assert [entry["task"] for entry in empty["freezing"]] == [2] and empty["memory_images"] is None
 
 
 def test_a_policy_without_ratios_freezes_where_weights_are_given(tmp_path: Path) -> None:
@@ -193,7 +188,7 @@ def test_tables_and_page_show_it(known: Path, tmp_path: Path) -> None:
     found = results["reference"]["probes"]["knn_class"]
     for moment, value in (("start", found["before"]), ("end", found["accuracy"])):
         assert any(f"knew before, at the {moment}" in line and f"{value:.2f}" in line for line in said), moment
-    assert f"{found['after'][1]:.2f}" in [line for line in said if "│ task 2" in line][-1]
+    assert any(f"{found['after'][1]:.2f}" in line for line in said if "│ task 2" in line)
     page = (tmp_path / "run" / "report.html").read_text()
     assert 'id="known-knn_class"' in page and "What it knew before" in page
     assert f'data-measure="reference.probes.knn_class.accuracy" data-value="{found["accuracy"]}"' in page

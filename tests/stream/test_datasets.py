@@ -149,14 +149,9 @@ def test_tables(tmp_path: Path) -> None:
     assert "broken.parquet is no readable Parquet file: " in refused(tmp_path / "broken.parquet", tmp_path)
 
 
-def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "some.parquet").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"reading some.parquet needs datasets, .*pip install 'ptlf\[datasets\]'"):
-        open_images(tmp_path / "some.parquet")
-
-
-def test_what_is_not_recognised_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_recognised_or_lacks_the_library_is_said_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "notes.txt").write_text("no images")
     pack_by_command(tmp_path / "notes.txt", tmp_path, code=2)
     said = capsys.readouterr().err
@@ -165,6 +160,10 @@ def test_what_is_not_recognised_is_said_in_a_sentence(tmp_path: Path, capsys: py
     hugging_face(PIXELS, LABELS).to_parquet(tmp_path / "one.parquet")
     pack_by_command(tmp_path / "one.parquet", tmp_path, "--folders", "tasks", code=2)
     assert "--folders tasks is for a folder of image folders" in capsys.readouterr().err
+    (tmp_path / "some.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"reading some.parquet needs datasets, .*pip install 'ptlf\[datasets\]'"):
+        open_images(tmp_path / "some.parquet")
 
 
 def test_an_archive_beside_images_leaves_them_what_they_are(tmp_path: Path) -> None:

@@ -20,16 +20,13 @@ def test_sizes() -> None:
         assert to_square(encoded(picture(width, height), "PNG"), 8).shape == (8, 8, 3)
 
 
-def test_exif_orientation() -> None:
+def test_orientation_and_sixteen_bits() -> None:
     pixels = np.zeros((20, 40, 3), np.uint8)
     pixels[:, 20:] = 255  # left black, right white; turned clockwise: top black, bottom white
     exif = Image.Exif()
     exif[0x0112] = 6
     result = to_square(encoded(Image.fromarray(pixels), "JPEG", exif=exif), 20)
     assert result[:8].max() < 30 and result[12:].min() > 225
-
-
-def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
     values = np.array([[0, 128, 129], [257, 32768, 65534], [65535, 400, 1000]], np.uint16)
     expected = (values.astype(int) * 2 + 257) // 514  # values / 257, rounded
     for result in (

@@ -196,15 +196,6 @@ def test_test_labels_are_numbered_as_the_training_labels(tmp_path: Path, form: A
     assert both.splits == pack.splits
 
 
-def test_test_images_of_a_packed_set_are_known_by_name(tmp_path: Path) -> None:
-    tests = packed((PIXELS[:3], ["dog", "fish", "dog"]), tmp_path, "tests")
-    pack = packed(pair(["cat", "fish", "dog"]), tmp_path, test=tests.path)
-    assert [pack.names[n] for n in pack.labels("test")] == ["dog", "fish", "dog"]
-    numbers = packed(pair([1, 2, 3]), tmp_path, "numbers")  # its classes are called "1", "2", "3"
-    again = packed(numbers.path, tmp_path, "again", test=pair([3, 1]))
-    assert [again.names[n] for n in again.labels("test")] == ["3", "1"]
-
-
 def test_names_are_those_that_numbers_count(tmp_path: Path) -> None:
     """In every form: a number is a place in `names`, and text is one of them."""
     names, labels = ["dog", "cat", "fish"], [2, 0, 2]
@@ -219,6 +210,12 @@ def test_names_are_those_that_numbers_count(tmp_path: Path) -> None:
         packed(pair([0, 3]), tmp_path, "more", names=names)
     with pytest.raises(UserError, match=r"is of 'bird', which is none of"):
         packed(pair(["dog", "bird"]), tmp_path, "text", names=names)
+    tests = packed((PIXELS[:3], ["dog", "fish", "dog"]), tmp_path, "tests")
+    pack = packed(pair(["cat", "fish", "dog"]), tmp_path, test=tests.path)
+    assert [pack.names[n] for n in pack.labels("test")] == ["dog", "fish", "dog"]
+    numbers = packed(pair([1, 2, 3]), tmp_path, "numbers")  # its classes are called "1", "2", "3"
+    again = packed(numbers.path, tmp_path, "again", test=pair([3, 1]))
+    assert [again.names[n] for n in again.labels("test")] == ["3", "1"]
 
 
 def test_broken_images(tmp_path: Path) -> None:
@@ -294,16 +291,13 @@ def test_read_lazily(tmp_path: Path) -> None:
     assert len(first.images) == len(reads) == squares.BATCH
 
 
-def test_names_of_files_in_a_folder(tmp_path: Path) -> None:
+def test_files_are_found_and_named(tmp_path: Path) -> None:
     source = tmp_path / "s"
     for split in ("train", "test"):
         tree(source / split, "cat", files=1)
     for split, part in open_images(source).items():
         assert [(row.name, row.label) for row in part.read()] == [(f"{split}/cat/0.png", "cat")]
     assert list(open_images(source)) == ["train", "test"]
-
-
-def test_find_images(tmp_path: Path) -> None:
     pack = packed(PIXELS, tmp_path, "day")
     assert find_images("day", pack.path.parent) == pack.path == open_pack(pack.path.parent, "day").path
     assert find_images(str(tmp_path), tmp_path) == tmp_path

@@ -26,7 +26,7 @@ def test_digits_is_five_tasks_of_two_classes(tmp_path) -> None:
         assert set(stream.data.test.labels[found.test]) == set(task.classes)
 
 
-def test_orders_natural_seeded_and_given() -> None:
+def test_orders_and_groups_of_classes(tmp_path) -> None:
     natural = split(fake(), StreamConfig(tasks=3), seed=1)
     seeded = [split(fake(), StreamConfig(tasks=3, class_order="seeded"), seed=s).class_order for s in (1, 1, 2)]
     given = split(fake(), StreamConfig(tasks=2, class_order=["f", 4, "d", "c", "b", 0]), seed=1)
@@ -35,9 +35,6 @@ def test_orders_natural_seeded_and_given() -> None:
     assert sorted(seeded[0]) == list("abcdef")
     assert given.class_order == tuple("fedcba")
     assert given.tasks[0].classes == (5, 4, 3)
-
-
-def test_groups_name_the_classes_in_place_of_a_source_s_number(tmp_path) -> None:
     stream = split(fake(), StreamConfig(groups=[["a"], ["b", "f", 2]]), seed=0)
     assert [task.classes for task in stream.tasks] == [(0,), (1, 5, 2)]
     source = StreamEntry("of ten", tasks=2, classes=4, embedded=lambda config: fake())

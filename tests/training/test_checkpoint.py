@@ -186,7 +186,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, mon
     assert kept.load()["number"] == 1
 
 
-def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path, monkeypatch) -> None:
+def test_locks_that_cannot_be_removed_or_made_are_no_error(tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="the first"):
         patch.setattr(Path, "unlink", refuse)
         with locked(tmp_path / "lock", "held"):
@@ -194,20 +194,16 @@ def test_a_lock_that_cannot_be_removed_hides_no_error(tmp_path, monkeypatch) -> 
     with locked(tmp_path / "lock", "held"):  # it was released
         pass
 
+    def without(descriptor: int, what: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
 
-def test_files_are_ordered_by_position_and_old_ones_go(tmp_path) -> None:
-    kept = Checkpoints(tmp_path, CheckpointConfig(keep=2))
-    places = [Position(*at) for at in ((0, 1), (0, 2, 5), (1,), (8, 9), (9, 10, 99_999), (9, 1000))]
-    for place in places:
-        assert Position.of_file(place.file) == place
-        kept.save(place, state(place.epoch))
-    kept.finish()
-    assert [Position.of_file(path.name) for path in kept.files()] == [places[2], *places[-2:]]
-    assert kept.load()["number"] == 1000
-    assert Position.of_file("notes.ckpt") is None
+    monkeypatch.setattr("fcntl.flock", without)
+    with lock_of_run(tmp_path):
+        assert (tmp_path / ".lock").exists()
+    assert not (tmp_path / ".lock").exists()
 
 
-def test_when_it_is_time(tmp_path) -> None:
+def test_when_it_is_time_and_which_files_are_kept(tmp_path) -> None:
     rows = [
         ({}, Position(0, 1), True), ({}, Position(0, 0, 7), False), ({}, Position(3), True),
         ({"every_epochs": 3}, Position(0, 2), False), ({"every_epochs": 3}, Position(0, 6), True),
@@ -217,6 +213,15 @@ def test_when_it_is_time(tmp_path) -> None:
     ]  # fmt: skip
     for settings, position, due in rows:
         assert Checkpoints(tmp_path, CheckpointConfig(**settings)).due(position) is due, (settings, position)
+    kept = Checkpoints(tmp_path, CheckpointConfig(keep=2))
+    places = [Position(*at) for at in ((0, 1), (0, 2, 5), (1,), (8, 9), (9, 10, 99_999), (9, 1000))]
+    for place in places:
+        assert Position.of_file(place.file) == place
+        kept.save(place, state(place.epoch))
+    kept.finish()
+    assert [Position.of_file(path.name) for path in kept.files()] == [places[2], *places[-2:]]
+    assert kept.load()["number"] == 1000
+    assert Position.of_file("notes.ckpt") is None
 
 
 def test_a_damaged_file_is_named_and_the_one_before_it_used(tmp_path, capsys) -> None:
@@ -492,13 +497,3 @@ def test_an_epoch_may_go_on_with_a_step_more_or_less() -> None:
     assert progress.losses["ssl"].tolist() == [1, 2, 3, 4]
     progress.resize(2)
     assert progress.losses["ssl"].tolist() == [1, 2]
-
-
-def test_a_file_system_without_locks_is_used_without_them(tmp_path, monkeypatch) -> None:
-    def without(descriptor: int, what: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", without)
-    with lock_of_run(tmp_path):
-        assert (tmp_path / ".lock").exists()
-    assert not (tmp_path / ".lock").exists()

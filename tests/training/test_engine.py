@@ -314,16 +314,12 @@ def test_the_graphs_not_used_for_longest_go_first_and_all_where_memory_is_scarce
     assert not recording.graphs() and recording.captured == {}
 
 
-def test_all_graphs_read_one_batch_of_a_layout(steps, recording) -> None:
+def test_all_graphs_read_one_batch_of_a_layout_and_other_draws_are_an_error(steps, recording) -> None:
     steps("a", 8, 8, 8, 8, 3, 3)
     steps("b", 8, 8, 3, 3)
     graphs = [captured for _, sizes in recording.kept.values() for captured in sizes.values()]
     assert len(graphs) == 4
     assert len({id(captured.batch) for captured in graphs}) == len(recording.batches) == 2
-
-
-def test_other_draws_than_those_captured_are_an_error(steps, recording) -> None:
-    """They would be read as what they are not."""
     steps("a", 8, 8, 8, 8)
     for draws in ({"lam": torch.zeros((), dtype=torch.float64)}, {"other": torch.zeros(())}, {}):
         odd = batch_of(8)
