@@ -3,6 +3,7 @@
 from ptlf.core.registry import Registry
 from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, ask_for_module, feature_dim, from_function
 from ptlf.encoders.extras import as_encoder, hf_entry, timm_entry, torchvision_entry
+from ptlf.encoders.onnx import onnx_entry
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, resnet
 from ptlf.encoders.vit import ViT, vit
 from ptlf.encoders.weights import Weights, load_weights, read_tensors, stored_encoder
@@ -28,7 +29,7 @@ ENCODERS: Registry[EncoderEntry] = Registry(
     EncoderEntry,
     MEMBERS,
     wrap=from_function,
-    prefixes={"timm": timm_entry, "torchvision": torchvision_entry, "hf": hf_entry},
+    prefixes={"timm": timm_entry, "torchvision": torchvision_entry, "hf": hf_entry, "onnx": onnx_entry},
 )
 
 __all__ = ["ENCODERS", "EncoderConfig", "EncoderEntry", "ResNet", "ViT", "Weights", "as_encoder", "feature_dim"]

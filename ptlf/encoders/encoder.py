@@ -21,7 +21,9 @@ from ptlf.core.settings import Presets, key
 
 @dataclass
 class EncoderConfig:
-    name: str = key("resnet18", "architecture (see `ptlf list encoders`); also timm:NAME, torchvision:NAME, hf:FOLDER")
+    name: str = key(
+        "resnet18", "architecture (see `ptlf list encoders`); also timm:NAME, torchvision:NAME, hf:FOLDER, onnx:FILE"
+    )
     weights: str | None = key(None, "a run, safetensors file or state_dict to start from; null = random weights")
 
 
